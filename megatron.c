@@ -25,16 +25,19 @@
  *   §8   the parameter table
  *   §9   attention, MLP, layer
  *   §9a  rotary tables
- *   §9b  attention
- *   §9c  MLP
- *   §9d  mixture of experts
- *   §9e  layer
- *   §9f  context parallelism
+ *   §9b  saved values
+ *   §9c  norms and the residual stream
+ *   §9d  attention
+ *   §9e  MLP
+ *   §9f  mixture of experts
+ *   §9g  layer
+ *   §9h  context parallelism
  *   §10  the model
  *   §10a memory
  *   §10b creation
- *   §10c multi-token prediction
- *   §10d forward and backward
+ *   §10c embedding, head, layers
+ *   §10d multi-token prediction
+ *   §10e a stage's forward and backward
  *   §11  schedules
  *   §11a lists
  *   §11b simulated time
@@ -46,6 +49,9 @@
  *   §15  generation
  *   §16  the training step
  */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // clock_gettime, madvise
+#endif
 #include "megatron.h"
 
 #include "data/file.h"
@@ -85,6 +91,10 @@
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
 /* What everything else stands on. Invariants: library code never exits on the user's input, memory is asked for here
  * and nowhere else, and a random number is a pure function of what it is for. */
+
+const char *mt_version(void) {
+    return MT_VERSION;
+}
 
 int mt_error_set(mt_error *error, const char *format, ...) {
     va_list arguments;
@@ -947,7 +957,7 @@ static mt_scratch mt_scratch_reserve(int64_t floats) {
 #ifdef MT_HAVE_OPENMP
     threads = omp_get_max_threads();
 #endif
-    floats = mt_blocks(floats, 16) * 16; // whole cache lines: threads do not share one
+    floats = mt_divide_up(floats, 16) * 16; // whole cache lines: threads do not share one
     return (mt_scratch){mt_scratch_grow(threads * floats), floats};
 }
 
@@ -1078,7 +1088,7 @@ static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_str
     (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
-    for (int64_t i = 0; i < mt_blocks(bytes, piece); i++)
+    for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memcpy((char *)to + i * piece, (const char *)from + i * piece, (size_t)mt_min(piece, bytes - i * piece));
 }
 
@@ -1086,7 +1096,7 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
     (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
-    for (int64_t i = 0; i < mt_blocks(bytes, piece); i++)
+    for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memset((char *)memory + i * piece, 0, (size_t)mt_min(piece, bytes - i * piece));
 }
 
@@ -1131,7 +1141,7 @@ enum { MT_PLAIN = 0, MT_TRANSPOSED = 1 };
 
 #ifdef MT_HAVE_BLAS
 static int64_t mt_halve(int64_t n) {
-    return mt_blocks(n, 128) * 64;
+    return mt_divide_up(n, 128) * 64;
 }
 
 /* Under OpenMP's threads the library must keep to one; to say so is not for them, who would say it all at once. */
@@ -1148,7 +1158,7 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t rows = M, columns = N;
     while (rows > 512) rows = mt_halve(rows);
-    while (columns > 768 || (columns > 192 && mt_blocks(M, rows) * mt_blocks(N, columns) < 4))
+    while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
         columns = mt_halve(columns);
     mt_matmul_prepare();
 #pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
@@ -1848,7 +1858,7 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
     (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
+    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
     mt_scratch scratch =
         mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
@@ -1988,7 +1998,7 @@ static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_
     (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
+    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
     for (int64_t s = 0; s < a->spans.count; s++)
@@ -2312,7 +2322,7 @@ static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float 
 }
 
 /* The column of the greatest of x[n], the lowest among equals; -1 if one is not a number or the greatest not finite. */
-static int32_t mt_row_likeliest(const float *x, int64_t n) {
+static int32_t mt_row_argmax(const float *x, int64_t n) {
     int32_t best = 0;
     bool numbers = true;
     for (int32_t i = 0; i < n; i++) {
@@ -2322,13 +2332,13 @@ static int32_t mt_row_likeliest(const float *x, int64_t n) {
     return numbers && isfinite(x[best]) ? best : -1;
 }
 
-static void mt_cpu_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                             mt_stream *stream) {
+static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                          mt_stream *stream) {
     (void)stream;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
-        ids[t] = mt_row_likeliest(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
+        ids[t] = mt_row_argmax(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
 }
 
 /* ==== §3h mixture of experts ===================================================================================== */
@@ -2582,8 +2592,8 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
     for (int64_t e = 0; e < E; e++) picked[e] = (finite ? picked[e] == -INFINITY : e < k) ? 1.0f : 0.0f;
 }
 
-static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
-                                   int64_t T, const mt_router *router, mt_stream *stream) {
+static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
+                                    int64_t T, const mt_router *router, mt_stream *stream) {
     (void)stream;
     enum { TOKENS = 512 }; // whose rows are kept between the two passes
     int64_t E = router->num_experts, k = router->topk;
@@ -2612,7 +2622,7 @@ static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logi
     for (int64_t i = 0; i < 2 * S * E; i++) sums[i] = (float)totals[i];
 }
 
-static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
     (void)stream;
     for (int64_t s = 0; s < S; s++) {
         const float *shares = sums + s * E, *counts = shares + S * E;
@@ -2626,9 +2636,9 @@ static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int6
 }
 
 /* The loss is a sum of shares times E counts / sum(counts): see route_backward. */
-static void mt_cpu_balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                    int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                    mt_stream *stream) {
+static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                     int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                     mt_stream *stream) {
     (void)stream, (void)S;
     int64_t E = router->num_experts;
     mt_scratch scratch = mt_scratch_reserve(E);
@@ -2931,7 +2941,7 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
     (void)stream;
     enum { PARTS = 256 }; // however many threads there are
     double parts[PARTS] = {0};
-    int64_t length = mt_blocks(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
+    int64_t length = mt_divide_up(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t part = 0; part < PARTS; part++)
         for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
@@ -2965,15 +2975,15 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     (void)stream;
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
-    mt_verdict verdict = MT_STEP_IS_GOOD;
+    mt_guard_check check = MT_STEP_PASSED;
     if (rules->finite && !isfinite(loss))
-        verdict = MT_LOSS_NOT_FINITE;
+        check = MT_LOSS_NOT_FINITE;
     else if (rules->finite && !isfinite(norm[0]))
-        verdict = MT_NORM_NOT_FINITE;
+        check = MT_NORM_NOT_FINITE;
     else if (rules->spike_factor > 0 && steps >= window && loss > rules->spike_factor * average)
-        verdict = MT_LOSS_SPIKES;
-    guard[MT_GUARD_VERDICT] = verdict;
-    if (verdict != MT_STEP_IS_GOOD) {
+        check = MT_LOSS_SPIKES;
+    guard[MT_GUARD_CHECK] = check;
+    if (check != MT_STEP_PASSED) {
         scale[0] = -1;
     } else if (isfinite(loss)) {
         guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
@@ -3055,7 +3065,8 @@ const mt_ops mt_cpu_ops = {.name = "cpu", MT_OPERATIONS(MT_CPU_ENTRY)};
 #ifndef MT_HAVE_CUDA
 const mt_ops *mt_cuda_open(int device, mt_error *error) {
     (void)device;
-    mt_error_set(error, "this build has no CUDA; install the CUDA toolkit and run make again, or take --device cpu");
+    mt_error_set(error, "this build has no CUDA; make compiles it for the GPU that it finds, or for CUDA_ARCH=90a; "
+                        "or take --device cpu");
     return NULL;
 }
 
@@ -3072,11 +3083,30 @@ void mt_cuda_groups_end(void) {
 #endif
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
-/* Who works with whom. Invariants: a group of one rank needs no library and no call; every rank of a group sees its
- * members in the same order, that of their world ranks; which ranks make a group is a pure function of the sizes. One
- * process is one rank. */
+/* Ranks and their groups. One process is one rank. Invariants: a group of one rank needs no library and no call; all
+ * ranks of a group list its members in the same order, by world rank; the members of a group are a pure function of the
+ * grid's sizes. */
 
-/* True when mpirun, srun or another launcher started this process: MPI_Init alone would start a helper daemon. */
+const mt_grid mt_grid_of_one = {
+    .world = {.name = "world", .size = 1},
+    .tensor = {.name = "tensor", .size = 1},
+    .context = {.name = "context", .size = 1},
+    .data = {.name = "data", .size = 1},
+    .data_context = {.name = "data-context", .size = 1},
+    .pipeline = {.name = "pipeline", .size = 1},
+    .embedding = {.name = "embedding", .size = 1},
+    .model = {.name = "model", .size = 1},
+    .tensor_context = {.name = "tensor-context", .size = 1},
+    .expert = {.name = "expert", .size = 1},
+    .expert_tensor = {.name = "expert-tensor", .size = 1},
+    .expert_data = {.name = "expert-data", .size = 1},
+    .expert_exchange = {.name = "expert-exchange", .size = 1},
+    .kv_replicas = {.name = "kv-replicas", .size = 1},
+    .context_a2a = {.name = "context-a2a", .size = 1},
+    .context_ring = {.name = "context-ring", .size = 1},
+};
+
+/* True if mpirun, srun or another launcher started this process. Without one, MPI_Init would start a helper daemon. */
 static bool mt_launched_by_mpi(void) {
     static const char *const signs[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS"};
     for (size_t i = 0; i < sizeof signs / sizeof *signs; i++)
@@ -3084,7 +3114,7 @@ static bool mt_launched_by_mpi(void) {
     return false;
 }
 
-/* This rank's number among those of its host, and how many they are. */
+/* This rank's number among the ranks of its host, and their number. */
 static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     *rank = 0, *size = 1;
 #ifdef MT_HAVE_MPI
@@ -3100,14 +3130,14 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
 }
 
 #ifdef MT_HAVE_MPI
-/* Ranks on one host share its cores; without this each would start a thread for every core. */
+/* Divides the cores of a host among its ranks; by default, each rank would start a thread per core. */
 static void mt_share_threads(const mt_group *world) {
 #ifdef MT_HAVE_OPENMP
     if (getenv("OMP_NUM_THREADS")) return;
     int local_rank, local_ranks;
     mt_host_ranks(world, &local_rank, &local_ranks);
     int cores = omp_get_num_procs(), all_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to its own cores
+    if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to cores of its own
     omp_set_num_threads(cores > 1 ? cores : 1);
 #else
     (void)world;
@@ -3115,26 +3145,33 @@ static void mt_share_threads(const mt_group *world) {
 }
 #endif
 
+/* Where a kind of group is in mt_grid, and the dimensions in which its members differ: tp, cp, dp, pp, or for groups of
+ * experts etp, ep, edp, pp. */
+static const struct {
+    size_t offset;
+    bool of_experts;
+    bool is_free[4];
+} mt_group_kinds[MT_NUM_GROUP_KINDS] = {
+    [MT_GROUP_WORLD] = {offsetof(mt_grid, world), false, {true, true, true, true}},
+    [MT_GROUP_TENSOR] = {offsetof(mt_grid, tensor), false, {true, false, false, false}},
+    [MT_GROUP_CONTEXT] = {offsetof(mt_grid, context), false, {false, true, false, false}},
+    [MT_GROUP_DATA] = {offsetof(mt_grid, data), false, {false, false, true, false}},
+    [MT_GROUP_DATA_CONTEXT] = {offsetof(mt_grid, data_context), false, {false, true, true, false}},
+    [MT_GROUP_PIPELINE] = {offsetof(mt_grid, pipeline), false, {false, false, false, true}},
+    [MT_GROUP_EMBEDDING] = {offsetof(mt_grid, embedding), false, {false, false, false, true}},
+    [MT_GROUP_MODEL] = {offsetof(mt_grid, model), false, {true, false, false, true}},
+    [MT_GROUP_TENSOR_CONTEXT] = {offsetof(mt_grid, tensor_context), false, {true, true, false, false}},
+    [MT_GROUP_EXPERT] = {offsetof(mt_grid, expert), true, {false, true, false, false}},
+    [MT_GROUP_EXPERT_TENSOR] = {offsetof(mt_grid, expert_tensor), true, {true, false, false, false}},
+    [MT_GROUP_EXPERT_DATA] = {offsetof(mt_grid, expert_data), true, {false, false, true, false}},
+    [MT_GROUP_EXPERT_EXCHANGE] = {offsetof(mt_grid, expert_exchange), true, {true, true, false, false}},
+    [MT_GROUP_KV_REPLICAS] = {offsetof(mt_grid, kv_replicas), false, {true, false, false, false}},
+    [MT_GROUP_CONTEXT_A2A] = {offsetof(mt_grid, context_a2a), false, {false, true, false, false}},
+    [MT_GROUP_CONTEXT_RING] = {offsetof(mt_grid, context_ring), false, {false, true, false, false}},
+};
+
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
-    static const size_t offsets[MT_NUM_GROUP_KINDS] = {
-        [MT_GROUP_WORLD] = offsetof(mt_grid, world),
-        [MT_GROUP_TENSOR] = offsetof(mt_grid, tensor),
-        [MT_GROUP_CONTEXT] = offsetof(mt_grid, context),
-        [MT_GROUP_DATA] = offsetof(mt_grid, data),
-        [MT_GROUP_DATA_CONTEXT] = offsetof(mt_grid, data_context),
-        [MT_GROUP_PIPELINE] = offsetof(mt_grid, pipeline),
-        [MT_GROUP_EMBEDDING] = offsetof(mt_grid, embedding),
-        [MT_GROUP_MODEL] = offsetof(mt_grid, model),
-        [MT_GROUP_TENSOR_CONTEXT] = offsetof(mt_grid, tensor_context),
-        [MT_GROUP_EXPERT] = offsetof(mt_grid, expert),
-        [MT_GROUP_EXPERT_TENSOR] = offsetof(mt_grid, expert_tensor),
-        [MT_GROUP_EXPERT_DATA] = offsetof(mt_grid, expert_data),
-        [MT_GROUP_EXPERT_EXCHANGE] = offsetof(mt_grid, expert_exchange),
-        [MT_GROUP_KV_REPLICAS] = offsetof(mt_grid, kv_replicas),
-        [MT_GROUP_CONTEXT_A2A] = offsetof(mt_grid, context_a2a),
-        [MT_GROUP_CONTEXT_RING] = offsetof(mt_grid, context_ring),
-    };
-    return (mt_group *)((char *)grid + offsets[kind]);
+    return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
 }
 
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
@@ -3156,21 +3193,21 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
     return shape;
 }
 
-/* The ranks that differ from `rank` only in the dimensions that are free, counting the first dimension fastest. */
+/* The ranks that differ from `rank` in free dimensions only. The first dimension varies fastest. */
 static int mt_grid_free_dimensions(int *members, const int64_t sizes[4], const bool is_free[4], int rank) {
     int64_t stride[5] = {1};
     for (int d = 0; d < 4; d++) stride[d + 1] = stride[d] * sizes[d];
     int count = 0;
     for (int64_t other = 0; other < stride[4]; other++) {
-        bool together = true;
+        bool is_member = true;
         for (int d = 0; d < 4; d++)
-            together = together && (is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d]);
-        if (together) members[count++] = (int)other;
+            is_member = is_member && (is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d]);
+        if (is_member) members[count++] = (int)other;
     }
     return count;
 }
 
-/* Of `count` members in a row keeps the first and the last, if `rank` is one of them, else `rank` alone. */
+/* Keeps the first and the last member if `rank` is one of them, else `rank` alone. */
 static int mt_grid_keep_ends(int *members, int count, int rank) {
     int last = members[count - 1];
     if (count == 1 || (rank != members[0] && rank != last)) {
@@ -3181,48 +3218,29 @@ static int mt_grid_keep_ends(int *members, int count, int rank) {
     return 2;
 }
 
-/* Of a tensor group keeps the neighbours that hold the same key and value head. */
+/* Keeps the neighbours in a tensor group that hold the same key and value head. */
 static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_groups, int rank) {
-    int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, place = 0;
-    while (members[place] != rank) place++;
-    memmove(members, members + place / copies * copies, (size_t)copies * sizeof(int));
+    int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, index = 0;
+    while (members[index] != rank) index++;
+    memmove(members, members + index / copies * copies, (size_t)copies * sizeof(int));
     return copies;
 }
 
-/* Of a context group keeps the `neighbours` in a row that `rank` is one of, or those in its place in every such row. */
-static int mt_grid_keep_level(int *members, int count, int neighbours, bool in_a_row, int rank) {
-    int place = 0, kept = in_a_row ? neighbours : count / neighbours;
-    while (members[place] != rank) place++;
-    int first = in_a_row ? place / neighbours * neighbours : place % neighbours, step = in_a_row ? 1 : neighbours;
+/* Splits a context group into runs of `neighbours` ranks. Keeps the run of `rank`, or the ranks with its index in every
+ * run. */
+static int mt_grid_keep_level(int *members, int count, int neighbours, bool within_run, int rank) {
+    int index = 0, kept = within_run ? neighbours : count / neighbours;
+    while (members[index] != rank) index++;
+    int first = within_run ? index / neighbours * neighbours : index % neighbours, step = within_run ? 1 : neighbours;
     for (int i = 0; i < kept; i++) members[i] = members[first + i * step];
     return kept;
 }
 
 int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, int rank) {
-    static const bool is_free[MT_NUM_GROUP_KINDS][4] = {
-        // tp, cp, dp, pp; for experts etp, ep, edp, pp
-        [MT_GROUP_WORLD] = {true, true, true, true},
-        [MT_GROUP_TENSOR] = {true, false, false, false},
-        [MT_GROUP_CONTEXT] = {false, true, false, false},
-        [MT_GROUP_DATA] = {false, false, true, false},
-        [MT_GROUP_DATA_CONTEXT] = {false, true, true, false},
-        [MT_GROUP_PIPELINE] = {false, false, false, true},
-        [MT_GROUP_EMBEDDING] = {false, false, false, true},
-        [MT_GROUP_MODEL] = {true, false, false, true},
-        [MT_GROUP_TENSOR_CONTEXT] = {true, true, false, false},
-        [MT_GROUP_EXPERT] = {false, true, false, false},
-        [MT_GROUP_EXPERT_TENSOR] = {true, false, false, false},
-        [MT_GROUP_EXPERT_DATA] = {false, false, true, false},
-        [MT_GROUP_EXPERT_EXCHANGE] = {true, true, false, false},
-        [MT_GROUP_KV_REPLICAS] = {true, false, false, false},
-        [MT_GROUP_CONTEXT_A2A] = {false, true, false, false},
-        [MT_GROUP_CONTEXT_RING] = {false, true, false, false},
-    };
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
-    bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA ||
-                      kind == MT_GROUP_EXPERT_EXCHANGE;
-    int count = mt_grid_free_dimensions(members, of_experts ? expert : dense, is_free[kind], rank);
+    const int64_t *sizes = mt_group_kinds[kind].of_experts ? expert : dense;
+    int count = mt_grid_free_dimensions(members, sizes, mt_group_kinds[kind].is_free, rank);
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
     if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
         return mt_grid_keep_level(members, count, (int)mt_max(1, s->context_a2a), kind == MT_GROUP_CONTEXT_A2A, rank);
@@ -3231,7 +3249,7 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
 }
 
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
-    *grid = (mt_grid)MT_GRID_OF_ONE;
+    *grid = mt_grid_of_one;
     if (!mt_launched_by_mpi()) return;
 #ifdef MT_HAVE_MPI
     MPI_Comm *world = mt_malloc(sizeof *world);
@@ -3243,8 +3261,8 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
-    // A kernel that is loaded at its first launch may wait for all that runs on the GPU, a receive among it whose
-    // sender waits for this rank: where there are several, CUDA loads kernels when it starts.
+    // Loading a kernel at its first launch may wait for all work on the GPU. If that includes a receive whose sender
+    // waits for this rank, both wait forever. So CUDA loads all kernels when it starts.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
     (void)argc, (void)argv;
@@ -3255,7 +3273,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
 #endif
 }
 
-/* Makes one group; all ranks of the world call it together, since each is in one group of every kind. */
+/* Makes one group. All ranks of the world call it: each is in one group of every kind. */
 static void mt_group_make(mt_group *group, const mt_group *world, const int *members, int count) {
     group->size = count;
     group->rank = 0;
@@ -3272,9 +3290,9 @@ static void mt_group_make(mt_group *group, const mt_group *world, const int *mem
 #endif
 }
 
-/* The watchdog: a thread that looks at what this rank waits for. A rank that hangs keeps all others waiting, so the job
- * ends with a line from each of them; the rank without a line is the one to look at. One process is one rank and ops
- * have no context, so it is a static object. */
+/* The watchdog: a thread that checks how long this rank has waited for an operation. If one rank hangs, all others
+ * wait; each prints a line and ends the job, so the rank without a line is the faulty one. A static object, because ops
+ * have no context. */
 static struct {
     pthread_t thread;
     pthread_mutex_t lock;
@@ -3282,7 +3300,7 @@ static struct {
     bool running, stopping;
     int rank;
     double timeout, since;
-    const char *operation, *group;           // waited for since; NULL: nothing
+    const char *operation, *group;           // that this rank waits for; NULL: none
     const char *last_operation, *last_group; // enqueued last on a device
 } mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
 
@@ -3308,8 +3326,8 @@ void mt_watch_note(const char *operation, const char *group) {
     pthread_mutex_unlock(&mt_watch.lock);
 }
 
-/* Says what was waited for and ends the job. The others get a moment to say theirs. */
-static void mt_watch_bark(void) {
+/* Prints the operation and ends the job. Other ranks get a second to print theirs. */
+static void mt_watch_expire(void) {
     char last[160] = "";
     if (mt_watch.last_operation)
         snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
@@ -3319,7 +3337,7 @@ static void mt_watch_bark(void) {
             mt_watch.rank, mt_watch.timeout, mt_watch.operation, mt_watch.group ? " in group " : "",
             mt_watch.group ? mt_watch.group : "", last);
     sleep(1);
-    alarm(10); // should MPI be in no state to abort
+    alarm(10); // in case MPI_Abort hangs
 #ifdef MT_HAVE_MPI
     MPI_Abort(MPI_COMM_WORLD, 1);
 #endif
@@ -3339,9 +3357,9 @@ static void *mt_watch_run(void *unused) {
         pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
         double now = mt_time(), slept = now - looked;
         if (slept > 1)
-            mt_watch.since = fmin(now, mt_watch.since + slept); // this process was stopped: it is the culprit
+            mt_watch.since = fmin(now, mt_watch.since + slept); // this process was stopped: others wait for it
         looked = now;
-        if (mt_watch.operation && now - mt_watch.since > mt_watch.timeout) mt_watch_bark();
+        if (mt_watch.operation && now - mt_watch.since > mt_watch.timeout) mt_watch_expire();
     }
     pthread_mutex_unlock(&mt_watch.lock);
     return NULL;
@@ -3349,7 +3367,7 @@ static void *mt_watch_run(void *unused) {
 
 static void mt_watch_start(int rank, double timeout) {
     if (mt_watch.running) return;
-    sigset_t all, old; // signals are for the thread that trains
+    sigset_t all, old; // signals go to the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
     mt_watch.rank = rank, mt_watch.timeout = timeout, mt_watch.stopping = false;
@@ -3370,11 +3388,11 @@ static void mt_watch_stop(void) {
 }
 
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
-    int64_t together =
+    int64_t model_ranks =
         options->tensor_model_parallel_size * options->context_parallel_size * options->pipeline_model_parallel_size;
-    if (together < 1 || grid->world.size % together != 0)
-        return mt_error_set(error, "%d ranks do not divide by the %lld that hold one model", grid->world.size,
-                            (long long)together);
+    if (model_ranks < 1 || grid->world.size % model_ranks != 0)
+        return mt_error_set(error, "%d ranks are not a multiple of the %lld that hold one model", grid->world.size,
+                            (long long)model_ranks);
     mt_grid_shape shape = mt_grid_shape_of(options, grid->world.size);
     int *members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
@@ -3429,7 +3447,7 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
     free(members);
 }
 
-/* The first kind of group with the same members: such groups share a communicator. */
+/* The first group with the same members, or NULL. Such groups share a communicator. */
 static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
     const mt_group *group = mt_grid_group(grid, kind);
     for (int k = 0; k < (int)kind; k++) {
@@ -3452,7 +3470,7 @@ const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error) 
         ops = NULL;
     }
 #endif
-    if (mt_agree(&grid->world, ops == NULL, error) != 0) // a GPU for every rank, or for none
+    if (mt_agree(&grid->world, ops == NULL, error) != 0) // all ranks have a GPU, or none uses one
         return device == MT_DEVICE_AUTO ? &mt_cpu_ops : NULL;
     for (int kind = 0; ops && kind < MT_NUM_GROUP_KINDS; kind++) {
         mt_group *group = mt_grid_group(grid, kind);
@@ -3486,29 +3504,29 @@ void mt_grid_clear(mt_grid *grid) {
         free(group->members);
     }
     mt_group world = grid->world;
-    *grid = (mt_grid)MT_GRID_OF_ONE;
+    *grid = mt_grid_of_one;
     grid->world = world;
 }
 
 void mt_grid_stop(mt_grid *grid) {
     mt_grid_close_groups(grid);
-    mt_cuda_groups_end(); // while the watch still sees who hangs
+    mt_cuda_groups_end(); // the watchdog still runs: this may hang
     mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
     if (grid->world.comm) MPI_Finalize();
 #endif
     free(grid->world.comm);
     free(grid->world.members);
-    *grid = (mt_grid)MT_GRID_OF_ONE;
+    *grid = mt_grid_of_one;
 }
 
 /* ==== §5 collectives ============================================================================================= */
-/* What groups do together, on the CPU by MPI (cuda/comm.cu: on GPUs by NCCL). Invariants: every rank of the group calls
- * in the same order; a sum is made in rank order, so it has the same bits on every rank and in every run; a group of
- * one returns at once. */
+/* Collective operations and messages: here on the CPU by MPI, in cuda/comm.cu on GPUs by NCCL. Invariants: all ranks of
+ * a group call in the same order; sums are made in rank order, so they have the same bits on every rank and in every
+ * run; a group of one returns at once. */
 
-/* Tags of messages: those within collectives, of mt_send, and of channels. */
-enum { MT_TAG_COLLECTIVE = 0, MT_TAG_HOST = 1, MT_TAG_CHANNEL = MT_TAG_HOST + MT_HOST_TAGS, MT_TAGS = 32768 };
+/* Tags of messages: in collectives, of mt_send, and of channels. */
+enum { MT_TAG_COLLECTIVE, MT_TAG_HOST, MT_TAG_CHANNEL, MT_TAGS = 32768 };
 
 /* ---- messages */
 
@@ -3517,8 +3535,8 @@ static void mt_mpi_check(int status, const char *call, const mt_group *group) {
     if (status != MPI_SUCCESS) mt_die("%s failed in group %s on its rank %d", call, group->name, group->rank);
 }
 
-/* MPI's counts are int: `count` elements of `type` are any number of bytes. Freed by mt_mpi_bytes_free, also while a
- * message still uses it. */
+/* MPI's counts are int: `count` elements of `type` are any number of bytes. mt_mpi_bytes_free may be called while a
+ * message still uses the type. */
 typedef struct mt_mpi_bytes {
     MPI_Datatype type;
     int count;
@@ -3546,9 +3564,11 @@ static MPI_Comm mt_mpi_comm(const mt_group *group) {
     return *(MPI_Comm *)group->comm;
 }
 
-static void mt_mpi_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag) {
+static void mt_mpi_start_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag,
+                              MPI_Request *request) {
     mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
-    mt_mpi_check(MPI_Send(buffer, length.count, length.type, to, tag, mt_mpi_comm(group)), "MPI_Send", group);
+    mt_mpi_check(MPI_Isend(buffer, length.count, length.type, to, tag, mt_mpi_comm(group), request), "MPI_Isend",
+                 group);
     mt_mpi_bytes_free(&length);
 }
 
@@ -3560,38 +3580,35 @@ static void mt_mpi_start_receive(const mt_group *group, void *buffer, int64_t by
     mt_mpi_bytes_free(&length);
 }
 
-/* A step of a collective: sends to one rank while it receives from another. */
-static void mt_mpi_exchange(const mt_group *group, const void *out, int64_t out_bytes, int to, void *in,
+/* Sends to one rank while it receives from another. 0 bytes: no message. */
+static void mt_mpi_exchange(const mt_group *group, int tag, const void *out, int64_t out_bytes, int to, void *in,
                             int64_t in_bytes, int from) {
-    MPI_Request request = MPI_REQUEST_NULL;
-    if (in_bytes > 0) mt_mpi_start_receive(group, in, in_bytes, from, MT_TAG_COLLECTIVE, &request);
-    if (out_bytes > 0) mt_mpi_send(group, out, out_bytes, to, MT_TAG_COLLECTIVE);
-    mt_mpi_check(MPI_Wait(&request, MPI_STATUS_IGNORE), "MPI_Wait", group);
+    MPI_Request requests[2] = {MPI_REQUEST_NULL, MPI_REQUEST_NULL};
+    if (in_bytes > 0) mt_mpi_start_receive(group, in, in_bytes, from, tag, &requests[0]);
+    if (out_bytes > 0) mt_mpi_start_send(group, out, out_bytes, to, tag, &requests[1]);
+    mt_mpi_check(MPI_Waitall(2, requests, MPI_STATUSES_IGNORE), "MPI_Waitall", group);
 }
 #endif
 
-void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag) {
-    MT_CHECK(to != group->rank && to < group->size && tag >= 0 && tag < MT_HOST_TAGS);
+/* The same from the host, for mt_send and mt_receive. Without MPI no group has another rank. */
+static void mt_host_message(const char *operation, const mt_group *group, const void *out, int64_t out_bytes, void *in,
+                            int64_t in_bytes, int peer) {
+    MT_CHECK(peer != group->rank && peer >= 0 && peer < group->size);
 #ifdef MT_HAVE_MPI
-    mt_watch_begin("send", group->name);
-    mt_mpi_send(group, buffer, bytes, to, MT_TAG_HOST + tag);
+    mt_watch_begin(operation, group->name);
+    mt_mpi_exchange(group, MT_TAG_HOST, out, out_bytes, peer, in, in_bytes, peer);
     mt_watch_end();
 #else
-    (void)buffer, (void)bytes; // without MPI no group has another rank
+    (void)operation, (void)out, (void)out_bytes, (void)in, (void)in_bytes;
 #endif
 }
 
-void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag) {
-    MT_CHECK(from != group->rank && from < group->size && tag >= 0 && tag < MT_HOST_TAGS);
-#ifdef MT_HAVE_MPI
-    MPI_Request request;
-    mt_watch_begin("receive", group->name);
-    mt_mpi_start_receive(group, buffer, bytes, from, MT_TAG_HOST + tag, &request);
-    mt_mpi_check(MPI_Wait(&request, MPI_STATUS_IGNORE), "MPI_Wait", group);
-    mt_watch_end();
-#else
-    (void)buffer, (void)bytes; // without MPI no group has another rank
-#endif
+void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to) {
+    mt_host_message("send", group, buffer, bytes, NULL, 0, to);
+}
+
+void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from) {
+    mt_host_message("receive", group, NULL, 0, buffer, bytes, from);
 }
 
 void mt_barrier(const mt_group *group) {
@@ -3643,7 +3660,7 @@ static void mt_reduce_rows(void *out, const void *rows, int size, int64_t stride
     }
 }
 
-/* Elements of a slice that ranks sum at once, such that their rows fit a bounded scratch. */
+/* Elements of a slice that ranks sum at once. Bounds the scratch that holds the rows of all ranks. */
 static int64_t mt_reduce_slice(const mt_group *group) {
     return mt_max(1024, (1 << 20) / group->size);
 }
@@ -3652,50 +3669,50 @@ static int64_t mt_clamp(int64_t x, int64_t low, int64_t high) {
     return mt_min(mt_max(x, low), high);
 }
 
-/* out = the reduction of slice `rank` over the group. Slice r is at in + r * stride, n elements or what is left of it
- * before `end`. All ranks send first: `out` may lie in the own slice. */
+/* out = the reduction of slice `rank` over the group. Slice r is in[r * stride, r * stride + n), cut at `end`. All
+ * ranks send before they reduce, so `out` may lie in the own slice. */
 static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int64_t n, int64_t end,
                                  const mt_group *group, mt_reduction reduction, mt_dtype dtype) {
     int size = group->size, rank = group->rank;
     int64_t width = mt_dtype_size(dtype), own = mt_clamp(end - rank * stride, 0, n);
-    char *rows = (char *)mt_scratch_grow(mt_blocks(size * n * width, 4));
+    char *rows = (char *)mt_scratch_grow(mt_divide_up(size * n * width, 4));
     memcpy(rows + rank * n * width, in + rank * stride * width, (size_t)(own * width));
     for (int step = 1; step < size; step++) {
         int to = (rank + step) % size, from = (rank - step + size) % size;
-        mt_mpi_exchange(group, in + to * stride * width, mt_clamp(end - to * stride, 0, n) * width, to,
-                        rows + from * n * width, own * width, from);
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride * width, mt_clamp(end - to * stride, 0, n) * width,
+                        to, rows + from * n * width, own * width, from);
     }
     mt_reduce_rows(out, rows, size, n, own, reduction, dtype);
 }
 
-/* A few numbers: one gather, and every rank makes the same sum. */
+/* For few elements: one all-gather, then every rank makes the same sum. */
 static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                                     const mt_group *group) {
     int64_t bytes = count * mt_dtype_size(dtype);
-    char *rows = (char *)mt_scratch_grow(mt_blocks(group->size * bytes, 4));
+    char *rows = (char *)mt_scratch_grow(mt_divide_up(group->size * bytes, 4));
     mt_mpi_check(MPI_Allgather(buffer, (int)bytes, MPI_BYTE, rows, (int)bytes, MPI_BYTE, mt_mpi_comm(group)),
                  "MPI_Allgather", group);
     mt_reduce_rows(buffer, rows, group->size, count, count, reduction, dtype);
 }
 
-/* Every rank sums a slice, then sends it to all: each moves 2 (size - 1) / size of the buffer. */
+/* Every rank sums a slice, then sends it to all: each sends 2 (size - 1) / size of the buffer. */
 static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                               const mt_group *group) {
     int size = group->size, rank = group->rank;
-    int64_t width = mt_dtype_size(dtype), together = mt_reduce_slice(group) * size;
+    int64_t width = mt_dtype_size(dtype), part = mt_reduce_slice(group) * size;
     if (count * width <= 1 << 14) {
         mt_mpi_all_reduce_small(buffer, count, reduction, dtype, group);
         return;
     }
-    for (int64_t start = 0; start < count; start += together) {
+    for (int64_t start = 0; start < count; start += part) {
         char *piece = buffer + start * width;
-        int64_t end = mt_min(together, count - start), n = mt_blocks(end, size);
+        int64_t end = mt_min(part, count - start), n = mt_divide_up(end, size);
         int64_t own = mt_clamp(end - rank * n, 0, n);
         mt_mpi_reduce_slices(piece + rank * n * width, piece, n, n, end, group, reduction, dtype);
         for (int step = 1; step < size; step++) {
             int to = (rank + step) % size, from = (rank - step + size) % size;
-            mt_mpi_exchange(group, piece + rank * n * width, own * width, to, piece + from * n * width,
-                            mt_clamp(end - from * n, 0, n) * width, from);
+            mt_mpi_exchange(group, MT_TAG_COLLECTIVE, piece + rank * n * width, own * width, to,
+                            piece + from * n * width, mt_clamp(end - from * n, 0, n) * width, from);
         }
     }
 }
@@ -3745,7 +3762,7 @@ void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dt
     mt_host_all_reduce(buffer, count, MT_MAX, dtype, group);
 }
 
-/* ---- what only moves */
+/* ---- data movement */
 
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
@@ -3758,7 +3775,7 @@ static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype
     mt_watch_begin("all_gather", group->name);
     for (int step = 1; step < group->size; step++) {
         int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, own, bytes, to, (char *)out + from * bytes, bytes, from);
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, own, bytes, to, (char *)out + from * bytes, bytes, from);
     }
     mt_watch_end();
 #endif
@@ -3775,7 +3792,8 @@ static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype
     mt_watch_begin("all_to_all", group->name);
     for (int step = 1; step < group->size; step++) {
         int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes, bytes, from);
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes,
+                        bytes, from);
     }
     mt_watch_end();
 #endif
@@ -3801,8 +3819,9 @@ static void mt_cpu_all_to_all_v(void *out, const int64_t *out_counts, const void
     mt_watch_begin("all_to_all_v", group->name);
     for (int step = 1; step < group->size; step++) {
         int to = (rank + step) % group->size, from = (rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, (const char *)in + mt_sum_before(in_counts, to) * width, in_counts[to] * width, to,
-                        (char *)out + mt_sum_before(out_counts, from) * width, out_counts[from] * width, from);
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + mt_sum_before(in_counts, to) * width,
+                        in_counts[to] * width, to, (char *)out + mt_sum_before(out_counts, from) * width,
+                        out_counts[from] * width, from);
     }
     mt_watch_end();
 #endif
@@ -3830,7 +3849,7 @@ static void mt_cpu_broadcast(void *buffer, int64_t count, mt_dtype dtype, int ro
 }
 
 static void mt_cpu_stream_follow(mt_stream *stream, mt_stream *other) {
-    (void)stream, (void)other; // everything is done at once
+    (void)stream, (void)other; // operations are complete when they return
 }
 
 /* ---- channels */
@@ -3856,7 +3875,7 @@ static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, 
 static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
     (void)stream;
     MT_CHECK(ticket >= 0 && ticket < channel->next);
-    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its place was needed, so it was waited for then
+    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is through
 #ifdef MT_HAVE_MPI
     MPI_Request *request = &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS];
     mt_watch_begin(channel->group->rank == channel->from ? "channel_send" : "channel_recv", channel->group->name);
@@ -3865,12 +3884,22 @@ static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *
 #endif
 }
 
-/* The place of the next message, free, and its ticket. */
-static int64_t mt_cpu_channel_next(mt_channel *channel, int64_t bytes) {
-    int64_t ticket = channel->next;
+/* Starts the next message, out of `out` or into `in` (the other is NULL); returns its ticket. */
+static int64_t mt_cpu_channel_start(mt_channel *channel, const void *out, void *in, int64_t bytes) {
+    int64_t ticket = channel->next, slot = ticket % MT_CHANNEL_TICKETS;
     if (ticket >= MT_CHANNEL_TICKETS) mt_cpu_channel_wait(channel, ticket - MT_CHANNEL_TICKETS, NULL);
-    channel->bytes[ticket % MT_CHANNEL_TICKETS] = bytes;
+    channel->bytes[slot] = bytes;
     channel->next++;
+#ifdef MT_HAVE_MPI
+    MPI_Request *request = &((mt_cpu_channel *)channel)->requests[slot];
+    int tag = MT_TAG_CHANNEL + channel->id;
+    if (channel->group->rank == channel->from)
+        mt_mpi_start_send(channel->group, out, bytes, channel->to, tag, request);
+    else
+        mt_mpi_start_receive(channel->group, in, bytes, channel->from, tag, request);
+#else
+    (void)out, (void)in;
+#endif
     return ticket;
 }
 
@@ -3878,32 +3907,14 @@ static int64_t mt_cpu_channel_send(mt_channel *channel, const void *buffer, int6
                                    mt_stream *stream) {
     (void)stream;
     MT_CHECK(channel->group->rank == channel->from);
-    int64_t bytes = count * mt_dtype_size(dtype), ticket = mt_cpu_channel_next(channel, bytes);
-#ifdef MT_HAVE_MPI
-    mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
-    mt_mpi_check(MPI_Isend(buffer, length.count, length.type, channel->to, MT_TAG_CHANNEL + channel->id,
-                           mt_mpi_comm(channel->group),
-                           &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS]),
-                 "MPI_Isend", channel->group);
-    mt_mpi_bytes_free(&length);
-#else
-    (void)buffer;
-#endif
-    return ticket;
+    return mt_cpu_channel_start(channel, buffer, NULL, count * mt_dtype_size(dtype));
 }
 
 static int64_t mt_cpu_channel_recv(mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype,
                                    mt_stream *stream) {
     (void)stream;
     MT_CHECK(channel->group->rank == channel->to);
-    int64_t bytes = count * mt_dtype_size(dtype), ticket = mt_cpu_channel_next(channel, bytes);
-#ifdef MT_HAVE_MPI
-    mt_mpi_start_receive(channel->group, buffer, bytes, channel->from, MT_TAG_CHANNEL + channel->id,
-                         &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS]);
-#else
-    (void)buffer;
-#endif
-    return ticket;
+    return mt_cpu_channel_start(channel, NULL, buffer, count * mt_dtype_size(dtype));
 }
 
 static void mt_cpu_channel_close(mt_channel *channel) {
@@ -3913,7 +3924,7 @@ static void mt_cpu_channel_close(mt_channel *channel) {
     free(channel);
 }
 
-/* ---- mailboxes: every copy is a message */
+/* ---- mailboxes: here, every copy is a message */
 
 static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
@@ -3930,7 +3941,7 @@ static void mt_cpu_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t co
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
 #ifdef MT_HAVE_MPI
     mt_watch_begin("mailbox_trade", mailbox->group->name);
-    mt_mpi_exchange(mailbox->group, in, bytes, to, mailbox->memory + at, bytes, from);
+    mt_mpi_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
     mt_watch_end();
 #else
     (void)in, (void)to; // without MPI no group has another rank
@@ -3993,10 +4004,10 @@ void mt_host_memory_close(mt_host_memory *shared) {
 #endif
 }
 
-/* ---- what every rank must agree on */
+/* ---- agreement on errors */
 
 int mt_agree(const mt_group *world, bool failed, mt_error *error) {
-    double first = failed ? world->size - world->rank : 0; // the largest is that of the lowest rank
+    double first = failed ? world->size - world->rank : 0; // the maximum comes from the lowest rank that failed
     mt_all_reduce_max(world, &first, 1, MT_F64);
     if (first == 0) return 0;
     mt_broadcast(world, error->text, sizeof error->text, world->size - (int)first);
@@ -4005,8 +4016,8 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error) {
 
 /* ---- several channels */
 
-/* Closes a rank's channels, of which some may be NULL, in the order in which all ranks opened theirs: by id, then by
- * sender. A backend may wait for the other end, so in any other order a ring of ranks could wait for itself. */
+/* Closes a rank's channels (some may be NULL) in the order in which all ranks opened theirs: by id, then by sender. A
+ * backend may wait for the other end, so in any other order the ranks of a ring could wait for each other. */
 static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int count) {
     for (int closed = 0; closed < count; closed++) {
         int first = closed;
@@ -4453,33 +4464,40 @@ static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *
  * not); a fused row continues the row above without a gap, so that one matrix product computes both; names are those of
  * Hugging Face. */
 
+/* A norm's parameters, [C] each; RMSNorm has no bias. */
+typedef struct mt_norm {
+    mt_weight weight, bias;
+} mt_norm;
+
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
     int64_t number; // in the whole model
     int64_t bucket;
-    int64_t expert_bucket; // -1: an MLP, no experts
-    int64_t moe_index;     // among this rank's layers with experts
-    int64_t F;             // width here of the MLP or the shared expert; 0: none
-    mt_weight input_norm, input_norm_bias;
+    int64_t expert_bucket;  // -1: an MLP, no experts
+    int64_t moe_index;      // among this rank's layers with experts
+    int64_t F;              // width here of the MLP or the shared expert; 0: none
+    struct mt_slots *slots; // what its forward saves
+    mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
     mt_linear latent;              // C -> q_lora_rank + kv_lora_rank + R: q_a_proj, then kv_a_proj_with_mqa
     mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
     mt_linear q_b, kv_b;           // q_lora_rank (C without a latent) -> H D; kv_lora_rank -> H (D - R + Dv)
     mt_linear o;                   // H Dv -> C
-    mt_weight mlp_norm, mlp_norm_bias;
+    mt_norm mlp_norm;
     mt_linear fc1, down; // C -> 2F, gate then up, or F; F -> C; of the MLP or the shared expert
     mt_linear router;    // C -> E
     mt_weight router_bias;
     mt_linear shared_gate;             // C -> 1
     mt_linear expert_fc1, expert_down; // of the experts here: C -> 2F, F -> C
-    mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
+    mt_norm mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
 
 /* Parameters outside the layers. With tied embeddings, lm_head is word_embedding. */
 typedef struct mt_outer {
-    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
+    mt_weight word_embedding, position_embedding;
+    mt_norm final_norm;
     mt_linear lm_head; // C -> V
 } mt_outer;
 
@@ -4585,30 +4603,52 @@ static int mt_names_of(const mt_options *o) {
 /* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
 typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
 
-typedef struct mt_role_row {
-    mt_role role;
-    mt_unit unit;
+/* Kinds of parameters. */
+typedef enum mt_param_kind {
+    MT_EMBEDDING,  // rows of the vocabulary
+    MT_COLUMN,     // column-parallel linear: a share of the outputs
+    MT_COLUMN_KV,  // the same for key and value heads
+    MT_ROW,        // row-parallel linear: a share of the inputs
+    MT_REPLICATED, // whole on every rank
+    MT_ROUTING,    // the same in fp32
+    MT_COLUMN_BIAS,
+    MT_COLUMN_KV_BIAS,
+    MT_ROW_BIAS,
+    MT_NORM,
+    MT_NORM_BIAS,
+    MT_HEAD_NORM // one weight for all heads
+} mt_param_kind;
+
+static const struct {
     mt_cut cut;
     mt_init init;
     mt_gradient gradient;
+    mt_linear_kind linear; // of matrices; experts' are grouped
+} mt_param_kinds[] = {
+    [MT_EMBEDDING] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN}, // also a tied output layer
+    [MT_COLUMN] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN},
+    [MT_COLUMN_KV] = {MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA, MT_LINEAR_COLUMN},
+    [MT_ROW] = {MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE, MT_LINEAR_ROW},
+    [MT_REPLICATED] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
+    [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
+    [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
+    [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
+    [MT_ROW_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
+    [MT_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
+    [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
+    [MT_HEAD_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+};
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_param_kind kind;
     mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
     unsigned when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
     const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
 } mt_role_row;
-
-/* Kinds of parameters: cut, init, gradient. */
-#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
-#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
-#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
-#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
-#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
-#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
-#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
-#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
-#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
-#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
 
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
  */
@@ -4627,7 +4667,7 @@ typedef struct mt_role_row {
     MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
-    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
                "transformer.wte.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", "transformer.wpe.weight"),
@@ -4654,21 +4694,21 @@ static const mt_role_row mt_role_rows[] = {
              NULL, NULL, "mlp.shared_expert.up_proj.weight"),
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
             NULL, NULL, "mlp.shared_expert.down_proj.weight"),
-    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+    MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
             "block_sparse_moe.gate.weight"),
-    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
     /* multi-token prediction; its norms are the first vectors */
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
-    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm, MT_HAS(MTP), 0, "enorm.weight"),
-    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm, MT_HAS(MTP), 0, "hnorm.weight"),
-    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm, MT_HAS(MTP), 0, "shared_head.norm.weight"),
+    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0, "enorm.weight"),
+    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm.weight, MT_HAS(MTP), 0, "hnorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0, "shared_head.norm.weight"),
     /* vectors */
-    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm, 0, 0, "input_layernorm.weight", "ln_1.weight"),
-    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm_bias, MT_HAS(LAYERNORM), 0, "input_layernorm.bias",
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, 0, 0, "input_layernorm.weight", "ln_1.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(LAYERNORM), 0, "input_layernorm.bias",
             "ln_1.bias"),
-    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm, 0, 0, "post_attention_layernorm.weight", "ln_2.weight"),
-    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm_bias, MT_HAS(LAYERNORM), 0,
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, 0, 0, "post_attention_layernorm.weight", "ln_2.weight"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(LAYERNORM), 0,
             "post_attention_layernorm.bias", "ln_2.bias"),
     MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
     MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
@@ -4695,8 +4735,9 @@ static const mt_role_row mt_role_rows[] = {
             "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
     /* output */
     MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
-    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm, 0, 0, "model.norm.weight", "transformer.ln_f.weight"),
-    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm_bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
+               "transformer.ln_f.weight"),
+    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
                "transformer.ln_f.bias"),
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), 0,
@@ -4769,9 +4810,10 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->weight_decay = !param->is_vector;
     param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED;
-    param->init = row->init;
-    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
-    param->gradient = row->gradient;
+    param->init = mt_param_kinds[row->kind].init;
+    param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = mt_param_kinds[row->kind].gradient;
+    param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
     param->rows_option = mt_dimension_option[row->rows];
     param->cols_option = mt_dimension_option[row->cols];
     for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
@@ -4782,7 +4824,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
     mt_param_join_tensor(table);
-    mt_param_cut(table, row->cut, param);
+    mt_param_cut(table, mt_param_kinds[row->kind].cut, param);
 }
 
 /* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
@@ -4909,7 +4951,7 @@ typedef struct mt_routing {
     float *probs;             // [N, k]
     int32_t *experts;         // [N, k] as chosen
     int32_t *kept;            // [N, k] without what was dropped; `experts` where nothing can be
-    float *balance;           // [2, S, E] shares and counts
+    float *aux_stats;         // [2, S, E] summed scores and counts of each expert
     float *gate_logits;       // [R] of the expert that every token visits, where it has a gate
     float *gates;             // [T] their sigmoids
     int32_t *position;        // [N, k copies]
@@ -4923,44 +4965,66 @@ typedef struct mt_routing {
     mt_expert_rows rows;
 } mt_routing;
 
-/* What a layer's forward leaves for its backward. R rows of hidden states are the micro-batch's T tokens, or under
- * sequence parallelism this rank's share of them; heads and width are this rank's share. */
+/* What a norm saves for its backward: y[R, C], mean[R] (LayerNorm), rstd[R]. */
+typedef struct mt_normed {
+    void *y;
+    float *mean, *rstd;
+} mt_normed;
+
+/* A product whose weight gradient a split backward computes later. */
+typedef struct mt_deferred {
+    mt_linear *linear;
+    const void *x, *dy;
+} mt_deferred;
+enum { MT_MAX_DEFERRED = 8 };
+
+/* What a layer's forward saves for its backward. R rows of hidden states are the micro-batch's T tokens, or with
+ * sequence parallelism this rank's share of them; heads and width are this rank's share. The lists of slots (below) say
+ * which fields a layer has, and their sizes. */
 typedef struct mt_activations {
-    void *input;                    // [R, C] the residual stream as it enters
-    void *input_normed;             // [R, C]
-    float *input_mean, *input_rstd; // [R]
-    void *qkv;                      // [T, (H + 2G) D]; rotated in place unless q and k are normalised first
-    void *qk;                       // [T, (H + G) D] normalised and rotated q and k, with q/k norm
-    float *q_rstd, *k_rstd;         // [T, H], [T, G]
-    /* latent attention, whose qkv is [T, H D] of q, then [T, H D] of k, then [T, H Dv] of v, all ready */
+    void *input;            // [R, C] the residual stream
+    mt_normed input_norm;   // [R, C]
+    void *qkv;              // [T, (H + 2G) D]; without q/k norm, rotated in place
+    void *qk;               // [T, (H + G) D] q and k, normalised and rotated, with q/k norm
+    float *q_rstd, *k_rstd; // [T, H], [T, G]
+    /* latent attention, in place of qkv */
+    void *q, *kv;                          // [T, H D]; [T, H D] of k, then [T, H Dv] of v
     void *latent;                          // [R, q_lora_rank + kv_lora_rank + rotary] before norms and rotation
     void *q_latent, *kv_latent;            // [R, q_lora_rank], [R, kv_lora_rank] normalised
     float *q_latent_rstd, *kv_latent_rstd; // [R]
     void *attended;                        // [T, H Dv]
     float *lse;                            // [T, H]
     void *middle;                          // [R, C] the residual stream between attention and MLP
-    void *mlp_normed;                      // [R, C]
-    float *mlp_mean, *mlp_rstd;            // [R]
+    mt_normed mlp_norm;                    // [R, C]
     void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
     void *mlp_active;                      // [T, F] after it
     mt_routing routing;                    // of a layer with experts
+    mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
+    int64_t num_deferred;
 } mt_activations;
 
-/* Buffers that every layer uses in turn. */
+/* Buffers that all layers share, each with the names of what it holds in turn. */
 typedef struct mt_layer_scratch {
-    void *residual; // [R, C] the gradient of the residual stream
-    void *spare;    // [R, C] where it goes when a split backward must keep the old one
-    void *hidden;   // [R, C]
-    void *normed;   // [R, C] the gradient of a norm's output
-    void *wide;     // [T, max(2F, (H + 2G) D)]
-    void *active;   // [T, max(F, H Dv)]
+    void *dresidual;      // [R, C] gradient of the residual stream
+    void *dresidual_next; // [R, C] the same behind a norm, if a split backward keeps the old one
+    void *block_out;      // [R, C] a block's output before it is added to the residual stream, and its gradient
+    void *dnormed;        // [R, C] gradient of a norm's output
+    union {
+        void *dqkv;        // [T, (H + 2G) D]; latent attention: as its q, then kv
+        void *dmlp_hidden; // [T, 2F] or [T, F]
+    };
+    union {
+        void *dattended;   // [T, H Dv]
+        void *dmlp_active; // [T, F]
+        void *dinput;      // [R, C] a second gradient of a norm's output
+    };
     void *dqk;      // [T, (H + G) D], with q/k norm
     float *row_dot; // [T, H]
     /* latent attention */
-    void *kv,
-        *k_rope;   // [T, H (D - rotary + Dv)], [T, rotary]: before the heads' keys and values are made, and gradients
-    void *dlatent; // [R, q_lora_rank + kv_lora_rank + rotary]
-    void *latent_normed; // [R, q_lora_rank or kv_lora_rank] the gradient of a norm's output
+    void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
+    void *k_rope;       // [T, rotary] rotary channels of the keys, and their gradient
+    void *dlatent;      // [R, q_lora_rank + kv_lora_rank + rotary]
+    void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
 
 /* The experts of this rank, and buffers that all layers use in turn. */
@@ -4975,10 +5039,10 @@ typedef struct mt_experts {
     const mt_group *group; // who exchanges tokens
     mt_stream *comm;       // where they do
     bool gathers;          // all tokens go to all ranks
-    bool drops, pads, grouped, fuses, balances, counts_globally;
-    bool together;                       // tokens choose by Sinkhorn's iteration
+    bool drops, pads, grouped, fuses, has_aux_loss, counts_globally;
+    bool sinkhorn;                       // tokens are routed by Sinkhorn's iteration
     mt_expert_rows rows;                 // gradients, and rows before they leave
-    mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
+    mt_expert_rows dispatched;           // exchanged rows in the order of their source ranks
     void *gathered;                      // [N, C], with `gathers`
     void *scattered;                     // [R, C]
     float *sums;                         // [N, C], without `fuses`
@@ -4987,7 +5051,7 @@ typedef struct mt_experts {
     void *router_dx;                     // [R, C]
     float *dgates;                       // [T]
     int32_t *gate_experts;               // [R] all 0: a gate is a router's for one expert
-    int32_t *gate_invalid;               // not told: what is not finite here, the layer's router tells of
+    int32_t *discarded;                  // counts of non-finite tokens that another router counts already
     int32_t *all_offsets;                // [size, places + 1]
     int32_t *counts;                     // [size, E/ep]
     int32_t *host_offsets, *host_counts; // the same on the host
@@ -5002,18 +5066,18 @@ typedef struct mt_experts {
     int32_t *data_ranks; // [data ranks] 0, 1, ...
     double *losses;      // [2] auxiliary and z, times tokens
     int32_t *invalid;    // [num_layers] tokens whose logits are not finite
-    void *told;          // on the host: loads, kept and invalid of two steps
+    void *reported;      // on the host: loads, kept and invalid of two steps
 } mt_experts;
 
 /* Room for one whole bucket of which ranks keep shards. */
-typedef struct mt_slot {
+typedef struct mt_bucket_buffer {
     void *memory;
     int64_t bucket; // whose values are here, -1: nobody's
     int64_t users;  // who must not lose them
     int64_t age;    // when it was last taken: the older one is given away
-} mt_slot;
+} mt_bucket_buffer;
 
-/* What buckets are alike in size, and share slots: two for layers and two for their experts, the one at work and its
+/* What buckets are alike in size, and share buffers: two for layers and two for their experts, the one at work and its
  * neighbour; one for the matrices of the vocabulary, which are larger. */
 typedef enum mt_bucket_kind {
     MT_BUCKET_LAYER,
@@ -5021,12 +5085,12 @@ typedef enum mt_bucket_kind {
     MT_BUCKET_VOCABULARY,
     MT_NUM_BUCKET_KINDS
 } mt_bucket_kind;
-static const int mt_first_slot[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
-enum { MT_NUM_SLOTS = 5 };
+static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
+enum { MT_NUM_BUFFERS = 5 };
 
 /* Where a bucket stands in this step. */
 typedef struct mt_bucket_progress {
-    mt_bucket_kind kind;  // which slots it takes
+    mt_bucket_kind kind;  // which buffers it takes
     bool stale;           // parameters are to be gathered since the optimizer's step
     bool holds_gradients; // between mt_bucket_gradients_acquire and _release
     bool has_gradients;   // of earlier micro-batches of this step
@@ -5038,12 +5102,12 @@ typedef struct mt_sharding {
     mt_strategy strategy;                  // of the buckets that there are several ranks to share
     mt_stream *grad_stream, *param_stream; // the model's own without overlap
     bool prefetches;
-    mt_slot param_slots[MT_NUM_SLOTS], grad_slots[MT_NUM_SLOTS];
-    mt_bucket_progress *progress; // a bucket
-    int64_t age;                  // slots taken so far
-    int64_t travelled, direction; // the last bucket acquired, and to which side
-    const mt_slot *reducing;      // whose sum over ranks may still be under way
-    int64_t gathered_bucket;      // state that mt_bucket_gather_state has in the gradients' place
+    mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
+    mt_bucket_progress *progress;     // a bucket
+    int64_t age;                      // buffers taken so far
+    int64_t travelled, direction;     // the last bucket acquired, and to which side
+    const mt_bucket_buffer *reducing; // whose sum over ranks may still be under way
+    int64_t gathered_bucket;          // state that mt_bucket_gather_state has in the gradients' place
     mt_param_state gathered_state;
 } mt_sharding;
 
@@ -5061,15 +5125,19 @@ typedef struct mt_batch_block {
     float *mtp_weights;               // [modules, T] what a token's loss counts
 } mt_batch_block;
 
-/* What a module of multi-token prediction leaves for its backward, beside its layer's activations. */
+/* An output of the model, or of a module of multi-token prediction: what its loss saves for the backward. */
+typedef struct mt_output {
+    void *hidden;   // [R, C] the residual stream
+    mt_normed norm; // [R, C] its norm: the head's input
+    void *logits;   // [max_logits, V]
+    float *lse;     // [max_logits]
+} mt_output;
+
+/* What a module of multi-token prediction saves beside its layer's activations and its output. */
 typedef struct mt_mtp_activations {
-    void *embedded;                     // [R, C] the token that it is told
+    void *embedded;                     // [R, C] embedding of the module's token
     void *joined;                       // [R, 2C] that and the hidden state, both normalised
     float *embedded_rstd, *hidden_rstd; // [R]
-    void *output, *normed;              // [R, C] of its layer, and what the output layer and the next module read
-    float *rstd;                        // [R]
-    void *logits;                       // [max_logits, V]
-    float *lse;                         // [max_logits]
 } mt_mtp_activations;
 
 /* Multi-token prediction on the rank with the loss. */
@@ -5088,7 +5156,7 @@ typedef struct mt_decode_graph {
     mt_graph *graph;
 } mt_decode_graph;
 
-/* What a training step is judged by, on the device; copied to the host in one piece. */
+/* The numbers that decide about a training step, on the device; copied to the host in one piece. */
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
@@ -5130,11 +5198,7 @@ typedef struct mt_micro_batch {
     mt_batch whole;         // what the context group shares of it: spans and indices of all its tokens
     mt_activations *layers; // of the chunk, or one that all share where nothing is kept; then of the modules
     mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
-    void *output;       // [R, C] the residual stream as it leaves the chunk
-    void *final_normed; // [R, C], here and below of a chunk with the loss
-    float *final_mean, *final_rstd;
-    void *logits; // [max_logits, V]
-    float *lse;
+    mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk, with a head if it has the loss; then of the modules
 } mt_micro_batch;
 
 /* One end of a channel to a neighbour in the pipeline, with buffers for messages that are under way. */
@@ -5215,7 +5279,7 @@ struct mt_model {
     int64_t max_actions;
     void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
     void *staged_logits;            // the same on the host, or [max_logits] token ids
-    int32_t *likeliest;             // [max_logits]
+    int32_t *argmax;                // [max_logits]
     mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;            // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
@@ -5228,8 +5292,8 @@ struct mt_model {
     double unread_tokens, unread_seconds; // of the steps since metrics were read
     double data_seconds;                  // of this step, in which it waited for samples
     mt_context *context;                  // attention of ranks that share sequences, NULL for one rank
-    mt_pass last_pass;                    // of the last mt_model_forward
-    const mt_micro_batch *in_context;     // the micro-batch that `context` holds
+    mt_pass last_forward;
+    const mt_micro_batch *in_context; // the micro-batch that `context` holds
     /* context parallelism; NULL without */
     void *context_memory;
 };
@@ -5286,147 +5350,271 @@ static void mt_rope_tables(mt_model *model) {
     free(sines);
 }
 
-/* ==== §9b attention ============================================================================================== */
+/* ==== §9b saved values =========================================================================================== */
+/* What a layer's forward saves for its backward is a list of slots, one list per layer. Memory plan, arena and the
+ * stash of a split backward derive from it. A forward may be replayed: with pass->replay it writes the same slots again
+ * and changes nothing else. */
+
+/* Where a saved value lives between forward and backward. */
+typedef enum mt_residency { MT_KEEP } mt_residency;
+
+typedef struct mt_slot {
+    const char *name;
+    size_t field; // of a pointer in mt_activations
+    int64_t rows, width;
+    mt_dtype dtype;
+    mt_residency residency;
+    size_t stash_of; // offset in mt_layer of the linear whose dy replaces the value in a split backward; MT_NO_STASH
+} mt_slot;
+#define MT_NO_STASH ((size_t)-1)
+
+enum { MT_MAX_SLOTS = 40 };
+typedef struct mt_slots {
+    mt_slot slots[MT_MAX_SLOTS];
+    int64_t count;
+} mt_slots;
+
+static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int64_t rows, int64_t width,
+                            mt_dtype dtype) {
+    MT_CHECK(list->count < MT_MAX_SLOTS);
+    mt_slot *slot = &list->slots[list->count++];
+    *slot = (mt_slot){.name = name, .field = field, .rows = rows, .width = width, .dtype = dtype};
+    slot->residency = MT_KEEP, slot->stash_of = MT_NO_STASH;
+    return slot;
+}
+#define MT_SLOT(list, member, rows, width, dtype)                                                                      \
+    mt_slot_add(list, #member, offsetof(mt_activations, member), rows, width, dtype)
+
+/* The pointer of a slot. */
+static void *mt_slot_read(const mt_activations *a, const mt_slot *slot) {
+    void *value;
+    memcpy(&value, (const char *)a + slot->field, sizeof value);
+    return value;
+}
+
+/* Gives every slot its memory. */
+static void mt_slots_allocate(const mt_slots *list, mt_activations *a, mt_arena *arena) {
+    for (const mt_slot *slot = list->slots; slot < list->slots + list->count; slot++) {
+        void *value = mt_arena_alloc(arena, slot->rows * slot->width * mt_dtype_size(slot->dtype));
+        memcpy((char *)a + slot->field, &value, sizeof value);
+    }
+}
+
+/* ---- a split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
+ * product. x is saved anyway. dy takes the slot of a value that only the input's half reads, so that a split backward
+ * needs no memory of its own. */
+
+/* Defers the gradient of a weight: copies dy to the linear's stash. */
+static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, mt_linear *linear,
+                            const void *x, const void *dy) {
+    const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
+    size_t offset = (size_t)((char *)linear - (char *)w);
+    while (slot < end && slot->stash_of != offset) slot++;
+    MT_CHECK(slot < end && a->num_deferred < MT_MAX_DEFERRED);
+    void *stash = mt_slot_read(a, slot);
+    int64_t rows = linear->kind == MT_LINEAR_COLUMN ? p->T : p->rows;
+    m->ops->memory_copy(stash, dy, rows * linear->N * mt_dtype_size(m->dtype), p->stream);
+    a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
+}
+
+/* The backward of a linear in a layer; with MT_PART_INPUT alone its weight's gradient is deferred. */
+static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                     mt_linear *linear, const mt_linear_io *io) {
+    mt_linear_backward(&p->tp, linear, io, p->parts);
+    if (p->parts == MT_PART_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
+}
+
+/* The weights' half. */
+static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
+    for (int64_t i = 0; i < a->num_deferred; i++) {
+        const mt_deferred *d = &a->deferred[i];
+        mt_linear_backward_weight(&p->tp, d->linear, &(mt_linear_io){.x = d->x, .dy = d->dy});
+    }
+    a->num_deferred = 0;
+}
+
+static bool mt_uses_layernorm(const mt_model *m) {
+    return m->options->normalization == MT_LAYERNORM;
+}
+
+/* ==== §9c norms and the residual stream ========================================================================== */
 
 /* Dropout of one place of one layer; the key makes masks of different places independent. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
-static mt_dropout mt_model_dropout(const mt_model *model, const mt_pass *p, int64_t layer, int place) {
-    double rate = place == MT_DROP_ATTENTION ? model->options->attention_dropout : model->options->hidden_dropout;
+static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int place) {
+    double rate = place == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
     uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
     return (mt_dropout){.p = p->training ? rate : 0,
-                        .key = mt_random_key((uint64_t)model->options->seed, MT_RANDOM_DROPOUT, index)};
+                        .key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_DROPOUT, index)};
 }
+
+/* A pointer `elements` into an activation of the model's type. */
+static void *mt_at(const mt_model *m, void *base, int64_t elements) {
+    return (char *)base + elements * mt_dtype_size(m->dtype);
+}
+
+/* sum[rows, C] += x, in the model's type. */
+static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void *x) {
+    m->ops->dropout_add_forward(sum, x, sum, p->batch->token_index, p->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
+                                p->stream);
+}
+
+static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
+    mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
+    if (mt_uses_layernorm(m)) mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
+    mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
+}
+
+static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
+    a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
+    a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C;
+    a.eps = (float)m->options->norm_epsilon;
+    return a;
+}
+
+/* n = norm(x[rows, C]). */
+static void mt_norm_forward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n, const void *x) {
+    mt_norm_args a = mt_norm_operands(m, p, w, n);
+    a.x = x;
+    (n->mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
+}
+
+/* dx = dresidual + the gradient of x through the norm, from scratch.dnormed; dresidual may be NULL, or dx. */
+static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n, void *dx,
+                             const void *dresidual, const void *x) {
+    mt_norm_args a = mt_norm_operands(m, p, w, n);
+    a.x = x, a.dy = m->scratch.dnormed, a.dresidual = dresidual, a.dx = dx;
+    (n->mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
+}
+
+/* A norm that follows a block, and its results. */
+typedef struct mt_next_norm {
+    const mt_norm *w;
+    const mt_normed *n;
+} mt_next_norm;
+
+/* out = residual + dropout(scratch.block_out), and the norm of out that follows (w NULL: none): one operation if the
+ * backend has it. */
+static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
+                                int place, mt_next_norm next) {
+    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+    const int64_t *index = p->batch->token_index + p->first_row;
+    const void *x = m->scratch.block_out;
+    if (next.w && m->ops->residual_norm_forward) {
+        mt_norm_args a = mt_norm_operands(m, p, next.w, next.n);
+        a.x = x, a.residual = residual, a.sum = out, a.token_index = index, a.dropout = dropout;
+        m->ops->residual_norm_forward(&a, m->dtype, p->stream);
+        return;
+    }
+    m->ops->dropout_add_forward(out, x, residual, index, p->rows, m->C, 0, &dropout, m->dtype, p->stream);
+    if (next.w) mt_norm_forward(m, p, next.w, next.n, out);
+}
+
+/* The gradient of a block's output: that of the residual stream itself, or with dropout in scratch.block_out. */
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
+    const mt_layer_scratch *s = &m->scratch;
+    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+    if (dropout.p == 0) return s->dresidual;
+    m->ops->dropout_add_backward(s->block_out, s->dresidual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
+                                 &dropout, m->dtype, p->stream);
+    return s->block_out;
+}
+
+/* scratch.dresidual += the gradient through a block's norm of x. A split backward keeps the old one, dy of the block's
+ * last linear, until that is deferred. */
+static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
+                                      const void *x) {
+    mt_layer_scratch *s = &m->scratch;
+    void *old = s->dresidual;
+    if (p->parts != MT_PART_BOTH) s->dresidual = s->dresidual_next, s->dresidual_next = old;
+    mt_norm_backward(m, p, w, n, s->dresidual, old, x);
+}
+
+/* ==== §9d attention ============================================================================================== */
 
 /* Elements of a token's q, k and v. */
 static int64_t mt_qkv_width(const mt_model *m) {
     return m->H * m->D + m->G * (m->D + m->Dv);
 }
 
-/* Elements of a token's latents, the turning part of its key included. */
+/* Elements of a token's latents, with the rotary channels of its key. */
 static int64_t mt_latent_width(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank + o->qk_pos_emb_head_dim;
 }
 
-/* A pointer `elements` into an activation of the model's type. */
-static void *mt_at(const mt_model *model, void *base, int64_t elements) {
-    return (char *)base + elements * mt_dtype_size(model->dtype);
+static void mt_latent_slots(const mt_model *m, mt_slots *s) {
+    const mt_options *o = m->options;
+    int64_t T = m->plan.max_tokens, R = m->max_rows;
+    MT_SLOT(s, q, T, m->H * m->D, m->dtype)->stash_of = offsetof(mt_layer, q_b);
+    MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype)->stash_of = offsetof(mt_layer, kv_b);
+    MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype)->stash_of = offsetof(mt_layer, latent);
+    MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype);
+    MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype);
+    if (o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
+    MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
 }
 
-static void mt_norm_forward(const mt_model *m, const mt_pass *p, void *y, float *mean, float *rstd, const void *x,
-                            mt_weight w, mt_weight b, int64_t T) {
-    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .b = b.w, .y = y, .mean = mean, .rstd = rstd};
-    a.x_stride = a.y_stride = m->C;
-    a.eps = (float)m->options->norm_epsilon;
-    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
-}
-
-/* dx = dresidual + the gradient through the norm. */
-static void mt_norm_backward(const mt_model *m, const mt_pass *p, void *dx, const void *dy, const void *dresidual,
-                             const void *x, const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
-    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .dy = dy, .dresidual = dresidual, .dx = dx};
-    a.dw = w.dw, a.db = b.dw;
-    a.mean = (float *)mean, a.rstd = (float *)rstd;
-    a.x_stride = a.dx_stride = a.dy_stride = m->C;
-    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
-}
-
-/* A norm of the model: its parameters and where its results go. */
-typedef struct mt_norm {
-    mt_weight w, b;
-    void *y;
-    float *mean, *rstd;
-} mt_norm;
-
-static mt_norm mt_input_norm(const mt_model *m, int64_t layer, const mt_activations *a) {
-    const mt_layer *w = &m->layers[layer];
-    return (mt_norm){w->input_norm, w->input_norm_bias, a->input_normed, a->input_mean, a->input_rstd};
-}
-
-/* out = residual + dropout(scratch.hidden), and where a `norm` follows, its results too: in one pass over them if the
- * backend can. */
-static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
-                                int place, const mt_norm *norm) {
-    mt_dropout dropout = mt_model_dropout(m, p, number, place);
-    const int64_t *index = p->batch->token_index + p->first_row;
-    const void *x = m->scratch.hidden;
-    if (norm && m->ops->residual_norm_forward) {
-        mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
-        a.mean = norm->mean, a.rstd = norm->rstd, a.w = norm->w.w, a.b = norm->b.w;
-        a.token_index = index, a.dropout = dropout, a.eps = (float)m->options->norm_epsilon;
-        m->ops->residual_norm_forward(&a, m->dtype, p->stream);
-        return;
+static void mt_attention_slots(const mt_model *m, mt_slots *s) {
+    int64_t T = m->plan.max_tokens, R = m->max_rows;
+    MT_SLOT(s, input, R, m->C, m->dtype)->stash_of = offsetof(mt_layer, o);
+    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm));
+    if (m->options->multi_latent_attention)
+        mt_latent_slots(m, s);
+    else
+        MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype)->stash_of = offsetof(mt_layer, qkv);
+    if (mt_norms_heads(m->options)) {
+        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype);
+        MT_SLOT(s, q_rstd, T, m->H, MT_F32);
+        MT_SLOT(s, k_rstd, T, m->G, MT_F32);
     }
-    m->ops->dropout_add_forward(out, x, residual, index, p->rows, m->C, 0, &dropout, m->dtype, p->stream);
-    if (norm) mt_norm_forward(m, p, norm->y, norm->mean, norm->rstd, out, norm->w, norm->b, p->rows);
+    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype);
+    MT_SLOT(s, lse, T, m->H, MT_F32);
 }
 
-/* The gradient of what was dropped and added: that of the residual stream, or in scratch.hidden. */
-static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
-    const mt_layer_scratch *s = &m->scratch;
-    mt_dropout dropout = mt_model_dropout(m, p, number, place);
-    if (dropout.p == 0) return s->residual;
-    m->ops->dropout_add_backward(s->hidden, s->residual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
-                                 &dropout, m->dtype, p->stream);
-    return s->hidden;
-}
-
-/* Copies `count` elements over an activation that is no longer needed. */
-static void mt_keep(const mt_model *m, const mt_pass *p, void *to, const void *from, int64_t count) {
-    m->ops->memory_copy(to, from, count * mt_dtype_size(m->dtype), p->stream);
-}
-
-/* scratch.residual += the gradient through a block's norm, whose input is x. With MT_PART_INPUT alone, x then makes
- * place for `dout`, which the weights' part will need. */
-static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, void *x, const void *dout, const float *mean,
-                                      const float *rstd, mt_weight w, mt_weight b) {
-    mt_layer_scratch *s = &m->scratch;
-    if (p->parts == MT_PART_BOTH) {
-        mt_norm_backward(m, p, s->residual, s->normed, s->residual, x, mean, rstd, w, b, p->rows);
-        return;
-    }
-    void *old = s->residual;
-    mt_norm_backward(m, p, s->spare, s->normed, old, x, mean, rstd, w, b, p->rows);
-    mt_keep(m, p, x, dout, p->rows * m->C);
-    s->residual = s->spare, s->spare = old;
-}
-
-/* Where attention finds q and k of this layer, and how far apart their tokens lie. */
+/* Where attention finds q, k and v, or their gradients, and how far apart their tokens lie. */
 typedef struct mt_qkv_view {
     void *q, *k, *v;
     int64_t qk_stride, v_stride;
 } mt_qkv_view;
 
-/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. Latent attention
- * has no fused product, so there each of them is by itself. */
-static mt_qkv_view mt_view_qkv(const mt_model *m, const mt_pass *p, void *qkv, void *qk) {
-    int64_t q_width = m->H * m->D, kv_width = m->G * m->D, stride = q_width + 2 * kv_width;
-    if (m->options->multi_latent_attention) {
-        int64_t T = p->T;
-        return (mt_qkv_view){qkv, mt_at(m, qkv, T * q_width), mt_at(m, qkv, 2 * T * q_width), q_width, m->H * m->Dv};
-    }
-    mt_qkv_view view = {.q = qkv, .k = mt_at(m, qkv, q_width), .v = mt_at(m, qkv, q_width + kv_width)};
-    view.qk_stride = view.v_stride = stride;
-    if (mt_norms_heads(m->options)) {
-        view.q = qk, view.k = mt_at(m, qk, q_width);
-        view.qk_stride = q_width + kv_width;
-    }
+/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. */
+static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
+    int64_t q_width = m->H * m->D, k_width = m->G * m->D, stride = mt_qkv_width(m);
+    mt_qkv_view view = {qkv, mt_at(m, qkv, q_width), mt_at(m, qkv, q_width + k_width), stride, stride};
+    if (mt_norms_heads(m->options)) view.q = qk, view.k = mt_at(m, qk, q_width), view.qk_stride = q_width + k_width;
     return view;
 }
 
-/* 1 / sqrt(D); DeepSeek's YaRN sharpens attention here rather than by cos and sin. */
+/* Latent attention has q, k and v apart. */
+static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, void *kv) {
+    return (mt_qkv_view){q, kv, mt_at(m, kv, p->T * m->H * m->D), m->H * m->D, m->H * m->Dv};
+}
+
+static mt_qkv_view mt_saved_view(const mt_model *m, const mt_pass *p, const mt_activations *a) {
+    return m->options->multi_latent_attention ? mt_latent_view(m, p, a->q, a->kv) : mt_fused_view(m, a->qkv, a->qk);
+}
+
+static mt_qkv_view mt_gradient_view(const mt_model *m, const mt_pass *p) {
+    const mt_layer_scratch *s = &m->scratch;
+    if (!m->options->multi_latent_attention) return mt_fused_view(m, s->dqkv, s->dqk);
+    return mt_latent_view(m, p, s->dqkv, mt_at(m, s->dqkv, p->T * m->H * m->D));
+}
+
+/* 1 / sqrt(D); DeepSeek's YaRN scales attention here rather than by cos and sin. */
 static float mt_attention_scale(const mt_options *o) {
     double scale = 1 / sqrt((double)o->kv_channels);
-    bool sharpens = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
-    if (!sharpens || o->yarn_mscale_all_dim == 0) return (float)scale;
+    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    if (!yarn || o->yarn_mscale_all_dim == 0) return (float)scale;
     double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     return (float)(scale * mscale * mscale);
 }
 
 /* The call of one layer: the operands of the forward, and what both directions share. */
-static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, int64_t layer, const mt_activations *a) {
-    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, a->qk);
+static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_qkv_view view = mt_saved_view(m, p, a);
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
@@ -5443,14 +5631,14 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, int64
                           .spans = p->spans,
                           .window = m->options->window_size,
                           .scale = mt_attention_scale(m->options),
-                          .dropout = mt_model_dropout(m, p, m->layers[layer].number, MT_DROP_ATTENTION),
+                          .dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION),
                           .first_head = m->grid->tensor.rank * m->H,
                           .backend = m->options->attention_backend,
                           .q_index = p->batch->token_index,
                           .k_index = p->batch->token_index};
 }
 
-/* The rotation of a layer's heads, of tokens from `first_row` on. */
+/* The rotation of a layer's heads, for tokens from `first_row` on. */
 static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
     return (mt_rotation){.cos = m->rope_cos,
                          .sin = m->rope_sin,
@@ -5485,10 +5673,10 @@ static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
     }
 }
 
-/* q/k norm, then rotation: raw fused q and k in, ready q and k out (in place where there is no norm). */
+/* q/k norm, then rotation, of the q and k that the fused product wrote; in place without q/k norm. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, a->qk);
+    mt_qkv_view view = mt_fused_view(m, a->qkv, a->qk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
     if (m->ops->qk_forward)
@@ -5514,138 +5702,118 @@ static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
     }
 }
 
-/* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
-static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqkv,
-                           void *dqk) {
+/* Gradients of rotated q and k (in scratch.dqkv; in dqk with q/k norm) -> gradients of the fused product, dqkv. */
+static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view d = mt_view_qkv(m, p, dqkv, dqk);
+    mt_qkv_view d = mt_gradient_view(m, p);
     if (qk.rotation.R == 0 && !qk.q_w) return;
-    qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
+    qk.dqkv = m->scratch.dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
     if (m->ops->qk_backward)
         m->ops->qk_backward(&qk, m->dtype, p->stream);
     else
         mt_qk_backward_unfused(m, &qk);
 }
 
-/* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states shrink to a latent of the queries, one
- * of keys and values, and a key's channels that turn, which all heads share. The latents grow into heads again. Every
- * rank of the tensor group shrinks alike, its own rows or all; what is shared out are the heads, so latents enter the
- * region rather than hidden states. */
+/* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states are projected down to a latent of the
+ * queries, one of keys and values, and the rotary channels of a key, which all heads share. The latents are projected
+ * up to heads. Every rank of the tensor group computes the latents of its rows; it computes its share of the heads, so
+ * latents enter the region rather than hidden states. */
 
-/* transformers has it here whatever the other norms' epsilon. */
+/* transformers has this epsilon whatever that of the other norms. */
 static const float mt_latent_epsilon = 1e-6f;
 
-static void mt_latent_norm_forward(const mt_model *m, const mt_pass *p, void *y, float *rstd, void *latent,
-                                   int64_t column, mt_weight w, int64_t rank) {
-    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
-    a.x_stride = mt_latent_width(m->options), a.y_stride = rank, a.eps = mt_latent_epsilon;
-    m->ops->rmsnorm_forward(&a, m->dtype, p->stream);
+/* The norm over `rank` columns from `column` on of a latent; y and rstd are its results. */
+static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, mt_weight w, void *y, float *rstd, void *latent,
+                                   int64_t column, int64_t rank) {
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .dw = w.dw};
+    a.y = y, a.rstd = rstd, a.eps = mt_latent_epsilon;
+    a.dy = m->scratch.dlatent_norm;
+    if (m->scratch.dlatent) a.dx = mt_at(m, m->scratch.dlatent, column);
+    a.x_stride = a.dx_stride = mt_latent_width(m->options), a.y_stride = a.dy_stride = rank;
+    return a;
+}
+static mt_norm_args mt_q_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    return mt_latent_norm(m, p, w->q_a_norm, a->q_latent, a->q_latent_rstd, a->latent, 0, m->options->q_lora_rank);
+}
+static mt_norm_args mt_kv_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    const mt_options *o = m->options;
+    return mt_latent_norm(m, p, w->kv_a_norm, a->kv_latent, a->kv_latent_rstd, a->latent, o->q_lora_rank,
+                          o->kv_lora_rank);
 }
 
-static void mt_latent_norm_backward(const mt_model *m, const mt_pass *p, void *dlatent, const void *dy, float *rstd,
-                                    void *latent, int64_t column, mt_weight w, int64_t rank) {
-    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
-    a.dy = dy, a.dx = mt_at(m, dlatent, column), a.dw = w.dw;
-    a.x_stride = a.dx_stride = mt_latent_width(m->options), a.dy_stride = rank;
-    m->ops->rmsnorm_backward(&a, m->dtype, p->stream);
-}
-
-/* The rope channels of a token's key, which all heads share; and the heads. */
+/* The rotary channels of a token's key; and the heads. */
 static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p) {
     int64_t R = m->rotary_dim;
     return (mt_rope_args){.T = p->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, p, p->first_row)};
 }
-
 static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p) {
     return (mt_latent_heads_args){
         .T = p->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, p, 0)};
 }
 
-/* input_normed -> q, k and v, ready. */
+/* Where the rotary channels of a key begin in the latents. */
+static int64_t mt_rope_column(const mt_options *o) {
+    return o->q_lora_rank + o->kv_lora_rank;
+}
+
+/* The normalised hidden states -> q, k and v. */
 static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    const mt_options *o = m->options;
-    const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, R = m->rotary_dim;
-    int64_t width = mt_latent_width(o);
-    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, NULL);
-    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
-    if (q_rank > 0) mt_latent_norm_forward(m, p, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
-    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
-    mt_latent_norm_forward(m, p, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
-    mt_linear_forward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
+    const void *x = a->input_norm.y;
+    bool has_q_latent = m->options->q_lora_rank > 0;
+    int64_t R = m->rotary_dim;
+    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = x, .y = a->latent});
+    mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
+    if (has_q_latent) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = has_q_latent ? a->q_latent : x, .y = a->q});
+    m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv_b_out});
     mt_rope_args rope = mt_latent_rope(m, p);
-    rope.x = mt_at(m, a->latent, q_rank + kv_rank), rope.x_stride = width, rope.y = s->k_rope, rope.y_stride = R;
-    ops->rope_forward(&rope, m->dtype, p->stream);
+    rope.x = mt_at(m, a->latent, mt_rope_column(m->options)), rope.x_stride = mt_latent_width(m->options);
+    rope.y = s->k_rope, rope.y_stride = R;
+    m->ops->rope_forward(&rope, m->dtype, p->stream);
+    mt_qkv_view view = mt_latent_view(m, p, a->q, a->kv);
     mt_latent_heads_args heads = mt_latent_heads(m, p);
     heads.k_rope = mt_region_enter_forward(&p->tp, s->k_rope, R, p->stream);
-    heads.q = view.q, heads.kv = s->kv, heads.k = view.k, heads.v = view.v;
-    ops->latent_heads_forward(&heads, m->dtype, p->stream);
+    heads.q = view.q, heads.kv = s->kv_b_out, heads.k = view.k, heads.v = view.v;
+    m->ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
-/* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
- * in scratch.normed. */
-static void mt_latent_q_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a,
-                                 const void *dq) {
-    const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = m->options->q_lora_rank;
-    if (q_rank == 0) {
-        mt_linear_backward(&p->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, p->parts);
-        return;
-    }
-    mt_linear_backward(&p->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, p->parts);
-    mt_latent_norm_backward(m, p, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
-}
-
-/* Gradients of q, k and v, in scratch.wide, to that of input_normed, scratch.normed. With MT_PART_INPUT alone, the
- * products' output gradients take the places of q, of k and v, and of the latents. */
+/* Gradients of q, k and v, in scratch.dqkv -> that of the normalised hidden states, scratch.dnormed. */
 static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
-    const mt_options *o = m->options;
-    const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
-    int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
-    mt_qkv_view d = mt_view_qkv(m, p, s->wide, NULL), kept = mt_view_qkv(m, p, a->qkv, NULL);
+    const void *x = a->input_norm.y;
+    bool has_q_latent = m->options->q_lora_rank > 0;
+    int64_t R = m->rotary_dim;
+    mt_qkv_view d = mt_gradient_view(m, p);
     mt_latent_heads_args heads = mt_latent_heads(m, p);
     heads.dq = d.q, heads.dk = d.k, heads.dv = d.v;
-    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&p->tp, s->k_rope);
-    ops->latent_heads_backward(&heads, m->dtype, p->stream);
+    heads.dkv = s->kv_b_out, heads.dk_rope = mt_region_partial(&p->tp, s->k_rope);
+    m->ops->latent_heads_backward(&heads, m->dtype, p->stream);
     mt_region_enter_backward(&p->tp, s->k_rope, p->tp.partial, R, p->stream);
     mt_rope_args rope = mt_latent_rope(m, p);
-    rope.x = s->k_rope, rope.x_stride = R, rope.y = mt_at(m, s->dlatent, q_rank + kv_rank), rope.y_stride = width;
-    ops->rope_backward(&rope, m->dtype, p->stream);
-    mt_linear_backward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
-                       p->parts);
-    mt_latent_norm_backward(m, p, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
-                            kv_rank);
-    mt_latent_q_backward(m, p, w, a, d.q);
-    void *dx = q_rank > 0 ? s->normed : s->active;
-    mt_linear_backward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, p->parts);
-    if (q_rank == 0)
-        ops->dropout_add_forward(s->normed, dx, s->normed, p->batch->token_index, p->rows, m->C, 0, &(mt_dropout){0},
-                                 m->dtype, p->stream);
-    if (p->parts != MT_PART_INPUT) return;
-    mt_keep(m, p, kept.q, d.q, p->T * m->H * m->D);
-    mt_keep(m, p, kept.k, s->kv, p->T * kv_width); // and into v's
-    mt_keep(m, p, a->latent, s->dlatent, p->rows * width);
-}
+    rope.x = s->k_rope, rope.x_stride = R;
+    rope.y = mt_at(m, s->dlatent, mt_rope_column(m->options)), rope.y_stride = mt_latent_width(m->options);
+    m->ops->rope_backward(&rope, m->dtype, p->stream);
 
-/* The weights' part, where MT_PART_INPUT left what it needs. */
-static void mt_latent_qkv_backward_weight(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
-    const mt_options *o = m->options;
-    int64_t q_rank = o->q_lora_rank;
-    mt_qkv_view kept = mt_view_qkv(m, p, a->qkv, NULL);
-    mt_linear_backward_weight(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
-    mt_linear_backward_weight(&p->tp, &w->q_b,
-                              &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .dy = kept.q});
-    mt_linear_backward_weight(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
+    mt_linear_io kv_b = {.x = a->kv_latent, .dy = s->kv_b_out, .dx = s->dlatent_norm};
+    mt_layer_linear_backward(m, p, w, a, &w->kv_b, &kv_b);
+    mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
+    m->ops->rmsnorm_backward(&kv_norm, m->dtype, p->stream);
+    mt_linear_io q_b = {.x = has_q_latent ? a->q_latent : x, .dy = d.q};
+    q_b.dx = has_q_latent ? s->dlatent_norm : s->dnormed;
+    mt_layer_linear_backward(m, p, w, a, &w->q_b, &q_b);
+    if (has_q_latent) m->ops->rmsnorm_backward(&q_norm, m->dtype, p->stream);
+    mt_linear_io latent = {.x = x, .dy = s->dlatent, .dx = has_q_latent ? s->dnormed : s->dinput};
+    mt_layer_linear_backward(m, p, w, a, &w->latent, &latent);
+    if (!has_q_latent) mt_add_to(m, p, s->dnormed, s->dinput);
 }
 
 /* ---- the block */
 
-/* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
-static void mt_cache_update(const mt_model *m, const mt_pass *p, int64_t layer, mt_attention *call) {
-    int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
+/* Generation: new keys and values go to their cache rows, and attention reads the cache. */
+static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call) {
+    int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
     m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
                          m->dtype, p->stream);
     m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
@@ -5654,38 +5822,34 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, int64_t layer, 
     call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
-/* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
- * over the cache. */
-static void mt_attention_block_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
-    const mt_layer *w = &m->layers[layer];
+/* middle = input + dropout(attention(norm(input))), given that norm, and the MLP's norm of middle. */
+static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_forward(m, p, w, a);
     } else {
-        mt_linear_forward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
+        mt_linear_forward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_norm.y, .y = a->qkv});
         mt_qk_forward(m, p, w, a);
     }
-    mt_attention call = mt_attention_call(m, p, layer, a);
-    if (p->decode) mt_cache_update(m, p, layer, &call);
+    mt_attention call = mt_attention_call(m, p, w, a);
+    if (p->decode) mt_cache_update(m, p, w, &call);
     if (m->context)
         mt_context_attention_forward(m->context, &call, p->stream);
     else
         m->ops->attention_forward(&call, m->dtype, p->stream);
-    mt_linear_forward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
-    mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
-    mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
+    mt_linear_forward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.block_out});
+    mt_next_norm mlp_norm = {&w->mlp_norm, &a->mlp_norm};
+    mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, mlp_norm);
 }
 
-/* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. With MT_PART_INPUT alone, what
- * the weights' part will need takes the place of what is no longer needed: see mt_layer_backward_weight. */
-static void mt_attention_block_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
-    mt_layer *w = &m->layers[layer];
+/* scratch.dresidual, the gradient of `middle`, becomes that of `input`. */
+static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
-    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, p->parts);
+    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->dattended}, p->parts);
 
-    mt_qkv_view d = mt_view_qkv(m, p, s->wide, s->dqk);
-    mt_attention call = mt_attention_call(m, p, layer, a);
-    call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->active;
+    mt_qkv_view d = mt_gradient_view(m, p);
+    mt_attention call = mt_attention_call(m, p, w, a);
+    call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->dattended;
     if (m->context)
         mt_context_attention_backward(m->context, &call, p->stream);
     else
@@ -5693,63 +5857,66 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, int64_t l
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_backward(m, p, w, a);
     } else {
-        mt_qk_backward(m, p, w, a, s->wide, s->dqk);
-        if (p->parts == MT_PART_INPUT) mt_keep(m, p, a->qkv, s->wide, p->T * w->qkv.N);
-        mt_linear_backward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
-                           p->parts);
+        mt_qk_backward(m, p, w, a);
+        mt_linear_io qkv = {.x = a->input_norm.y, .dy = s->dqkv, .dx = s->dnormed};
+        mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
     }
-    mt_residual_norm_backward(m, p, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias);
+    mt_residual_norm_backward(m, p, &w->input_norm, &a->input_norm, a->input);
+    if (p->parts == MT_PART_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
 }
 
-/* ==== §9c MLP ==================================================================================================== */
+/* ==== §9e MLP ==================================================================================================== */
 
+/* Outputs of the first linear for a width F: gate and up, or up alone. */
 static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
     return m->options->swiglu ? 2 * F : F;
 }
 
-/* How much a token takes of the expert that every token visits; NULL: all of it, or no such expert. */
-static const float *mt_layer_gates(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    return w->expert_bucket >= 0 && m->options->moe_shared_expert_gate ? a->routing.gates : NULL;
+/* F: the width of the MLP or the shared expert; 0: none. */
+static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
+    int64_t T = m->plan.max_tokens;
+    MT_SLOT(s, middle, m->max_rows, m->C, m->dtype)->stash_of = offsetof(mt_layer, down);
+    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm));
+    MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype)->stash_of = offsetof(mt_layer, fc1);
+    MT_SLOT(s, mlp_active, T, F, m->dtype);
 }
 
-/* scratch.hidden = down(activation(fc1(mlp_normed))). The activation is SwiGLU, GELU, or with --openai-gelu the tanh
- * approximation of GELU, which the linear fuses. */
-static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    const float *gates = mt_layer_gates(m, w, a);
-    mt_linear_forward(&p->tp, &w->fc1,
-                      &(mt_linear_io){.x = a->mlp_normed,
-                                      .y = a->mlp_hidden,
-                                      .gelu = m->options->openai_gelu ? a->mlp_active : NULL});
+/* scratch.block_out = down(activation(fc1(mlp_norm))). The activation is SwiGLU, of a shared expert with a gate
+ * weighted by gates[T]; GELU; or with --openai-gelu the tanh approximation of GELU, which the linear fuses. */
+static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates) {
+    bool fused = m->options->openai_gelu;
+    mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
+    mt_linear_forward(&p->tp, &w->fc1, &fc1);
     if (gates)
         m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, m->dtype, p->stream);
     else if (m->options->swiglu)
         m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
-    else if (!m->options->openai_gelu)
+    else if (!fused)
         m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
-    mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
+    mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
 
-/* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
+/* scratch.dnormed = the gradient of mlp_norm.y, and dgates[T], from dout, that of the MLP's output. A split backward
+ * defers `down` later, when the slot is free. */
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
-                            int parts) {
-    const float *gates = mt_layer_gates(m, w, a);
+                            const float *gates, float *dgates) {
     mt_layer_scratch *s = &m->scratch;
     bool fused = m->options->openai_gelu;
-    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->wide : s->active};
+    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
     if (fused) down.gelu_input = a->mlp_hidden;
-    mt_linear_backward(&p->tp, &w->down, &down, parts);
+    mt_linear_backward(&p->tp, &w->down, &down, p->parts);
     if (gates)
-        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, p->T, w->F,
+        m->ops->expert_swiglu_backward(s->dmlp_hidden, dgates, s->dmlp_active, a->mlp_hidden, gates, p->T, w->F,
                                        m->dtype, p->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
+        m->ops->swiglu_backward(s->dmlp_hidden, s->dmlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
     else if (!fused)
-        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
-    if (parts == MT_PART_INPUT) mt_keep(m, p, a->mlp_hidden, s->wide, p->T * w->fc1.N);
-    mt_linear_backward(&p->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
+        m->ops->gelu_backward(s->dmlp_hidden, s->dmlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
+    mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
 }
 
-/* ==== §9d mixture of experts ===================================================================================== */
+/* ==== §9f mixture of experts ===================================================================================== */
 /* A router sends every token to k of E small MLPs, which ranks share out (Fedus et al., "Switch transformers"; Lepikhin
  * et al., "GShard"). Six phases, of which the first three bring rows to the experts and the last three their results
  * back: preprocess decides where rows go, exchange sends them there, postprocess sorts them by expert; then the same
@@ -5832,18 +5999,23 @@ static void mt_count_globally(mt_model *m, const mt_pass *p, const mt_layer *w, 
     m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, p->stream);
 }
 
+/* Where a router counts tokens whose logits are not finite; a replay counts them nowhere. */
+static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt_layer *w) {
+    return p->replay ? e->discarded : e->invalid + w->moe_index;
+}
+
 /* Shares and counts of the experts over all ranks that share the sequences. */
-static void mt_balance(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
+static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = &m->experts;
     bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS;
     int64_t E = e->router.num_experts, S = by_sequence ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
-                            p->rows, &e->router, p->stream);
-    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
-    if (e->counts_globally) mt_count_globally(m, p, w, r->balance + E);
-    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, p->stream);
+    m->ops->aux_loss_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL,
+                             S, p->rows, &e->router, p->stream);
+    m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
+    if (e->counts_globally) mt_count_globally(m, p, w, r->aux_stats + E);
+    if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
 }
 
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
@@ -5862,7 +6034,7 @@ static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *k
     }
     m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
                         by_position, p->stream);
-    if (p->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
+    if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
 /* Where this rank's tokens lie in arrays of N tokens. */
@@ -5871,7 +6043,7 @@ static int64_t mt_own_choices(const mt_model *m, const mt_pass *p) {
 }
 
 /* Chooses experts for logits[R, E] such that those of the whole micro-batch have even loads. */
-static void mt_route_together(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     mt_experts *e = &m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, own = mt_own_choices(m, p);
@@ -5880,7 +6052,7 @@ static void mt_route_together(mt_model *m, const mt_pass *p, const mt_layer *w, 
         m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, p->stream);
         logits = e->all_logits;
     }
-    m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->moe_index, logits, group->size * R,
+    m->ops->route_sinkhorn(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), logits, group->size * R,
                            group->rank * R, R, &e->router, p->stream);
 }
 
@@ -5889,13 +6061,14 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_experts *e = &m->experts;
     int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m, p);
     mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
-    if (p->training && e->together)
-        mt_route_together(m, p, w, r);
+    if (p->training && e->sinkhorn)
+        mt_route_sinkhorn(m, p, w, r);
     else
-        m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->moe_index, r->logits, w->router_bias.w,
+        m->ops->route_forward(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), r->logits, w->router_bias.w,
                               R, &e->router, p->stream);
-    if (p->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
-    if (p->training && e->balances) mt_balance(m, p, w, r);
+    if (p->training && !p->replay)
+        m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
+    if (p->training && !p->replay && e->has_aux_loss) mt_aux_loss(m, p, w, r);
     if (e->drops) mt_drop(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
@@ -5906,10 +6079,10 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_choices(m, p);
     int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->spans.count : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
-    if (e->balances)
-        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E,
-                                 S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
-                                 (float)o->moe_z_loss_coeff, &e->router, p->stream);
+    if (e->has_aux_loss)
+        m->ops->aux_loss_backward(e->dlogits, r->logits, r->aux_stats + S * E,
+                                  S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
+                                  (float)o->moe_z_loss_coeff, &e->router, p->stream);
     mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
@@ -5931,12 +6104,11 @@ static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer
     const mt_experts *e = &m->experts;
     float *own = r->gates + mt_first_gate(m, p);
     mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
-    m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, p->rows, &mt_one_expert,
-                          p->stream);
+    m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, p->rows, &mt_one_expert, p->stream);
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
-/* scratch.normed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
+/* scratch.dnormed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
 static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
     float *own = e->dgates + mt_first_gate(m, p);
@@ -5946,7 +6118,7 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
     mt_linear_backward(&p->tp, &w->shared_gate,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
-    m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, p->batch->token_index, p->rows,
+    m->ops->dropout_add_forward(m->scratch.dnormed, e->router_dx, m->scratch.dnormed, p->batch->token_index, p->rows,
                                 m->C, 0, &none, m->dtype, p->stream);
 }
 
@@ -5976,7 +6148,7 @@ static void mt_experts_finish(mt_model *m) {
 
 static void mt_follow_reader(mt_model *m); // §12a
 
-/* After the step was judged: the biases follow the loads, unless it was bad. */
+/* After the step's check: the biases follow the loads, unless the step was bad. */
 static void mt_experts_move_biases(mt_model *m) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
@@ -5989,7 +6161,7 @@ static void mt_experts_move_biases(mt_model *m) {
 }
 
 /* Enqueues the copies of what a step reports of its experts. */
-static void mt_experts_tell(mt_model *m, mt_step_result *result) {
+static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
     mt_experts *e = &m->experts;
     if (m->options->num_experts == 0) return;
     m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
@@ -6111,7 +6283,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r)
     mt_expert_rows_reserve(m, &e->rows, M, true);
     mt_expert_rows_reserve(m, &r->rows, r->num_rows, true);
     if (e->group->size == 1 || e->gathers) return;
-    mt_expert_rows_reserve(m, &e->travelling, M, false);
+    mt_expert_rows_reserve(m, &e->dispatched, M, false);
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
                            e->local, r->num_rows, p->stream);
     r->host_offsets[0] = 0;
@@ -6159,8 +6331,8 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
         m->ops->all_gather(e->gathered, x, p->rows * m->C, m->dtype, e->group, e->comm);
         return;
     }
-    mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, false);
-    if (probs) mt_exchange(m, r, e->travelling.weights, e->rows.weights, 1, MT_F32, false);
+    mt_exchange(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
+    if (probs) mt_exchange(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
 }
 
 /* Postprocess: rows[M, C] and weights[M] by expert. */
@@ -6170,7 +6342,7 @@ static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_rout
     bool travelled = e->group->size > 1 && !e->gathers;
     if (e->group->size > 1) mt_follow(m, p->stream, e->comm);
     if (e->gathers) x = e->gathered;
-    if (travelled) x = e->travelling.input, probs = probs ? e->travelling.weights : NULL;
+    if (travelled) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
     mt_gather(m, p, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
     if (probs) mt_gather_floats(m, p, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
 }
@@ -6178,16 +6350,16 @@ static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_rout
 /* Where experts put results that are to go back. */
 static void *mt_expert_results(const mt_model *m) {
     bool travels = m->experts.group->size > 1 && !m->experts.gathers;
-    return travels ? m->experts.travelling.input : m->experts.rows.input;
+    return travels ? m->experts.dispatched.input : m->experts.rows.input;
 }
 
 /* The first two phases of the way back: results, which are in mt_expert_results, begin to leave. */
 static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = &m->experts;
     if (e->group->size == 1 || e->gathers) return;
-    mt_gather(m, p, e->rows.input, e->travelling.input, r->rows.from_expert, r->num_rows);
+    mt_gather(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
     mt_follow(m, e->comm, p->stream);
-    mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, true);
+    mt_exchange(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
 }
 
 /* out[N, C] = each token's results added up: in one pass, each token its own; or by the book each result to its token,
@@ -6233,9 +6405,9 @@ static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *
         return;
     }
     if (e->group->size > 1) {
-        mt_gather_floats(m, p, e->travelling.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+        mt_gather_floats(m, p, e->dispatched.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
         mt_follow(m, e->comm, p->stream);
-        mt_exchange(m, r, e->rows.weights, e->travelling.weights, 1, MT_F32, true);
+        mt_exchange(m, r, e->rows.weights, e->dispatched.weights, 1, MT_F32, true);
         mt_follow(m, p->stream, e->comm);
     }
     m->ops->combine_rows(own, e->rows.weights, r->position, NULL, choices, m->grid->expert_tensor.size, 1, MT_F32,
@@ -6294,29 +6466,32 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
 
 /* ---- forward and backward */
 
-/* scratch.hidden = the sum of the experts that each token of mlp_normed[R, C] chose, weighed, and of the one that every
- * token visits, which computes while rows travel. */
+/* scratch.block_out = the sum of the experts that each token of mlp_norm.y[R, C] chose, weighed, and of the one that
+ * every token visits, which computes while rows travel. */
 static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_routing *r = &a->routing;
-    mt_route_forward(m, p, w, r, a->mlp_normed);
+    mt_route_forward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_preprocess(m, p, r);
-    mt_dispatch_exchange(m, p, r, a->mlp_normed, r->probs);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, p, w, r, a->mlp_normed);
-    if (w->F > 0) mt_mlp_forward(m, p, w, a);
-    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
+    mt_dispatch_exchange(m, p, r, a->mlp_norm.y, r->probs);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, p, w, r, a->mlp_norm.y);
+    if (w->F > 0) mt_mlp_forward(m, p, w, a, m->options->moe_shared_expert_gate ? r->gates : NULL);
+    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_norm.y, r->probs);
     mt_expert_mlp_forward(m, p, w, r);
     mt_combine_exchange(m, p, r);
-    mt_combine_postprocess(m, p, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
+    mt_combine_postprocess(m, p, r, m->scratch.block_out, w->F > 0 ? m->scratch.block_out : NULL);
 }
 
-/* scratch.normed = the gradient of mlp_normed from dout[R, C]. A split backward does the weights' part at once, because
- * what that needs is large. */
+/* scratch.dnormed = the gradient of mlp_norm.y from dout[R, C]. A split backward does the weights' part at once,
+ * because what that needs is large. */
 static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
     mt_dispatch_exchange(m, p, r, dout, NULL);
-    if (w->F > 0) mt_mlp_backward(m, p, w, a, dout, MT_PART_BOTH);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_normed);
+    mt_pass both = *p;
+    both.parts = MT_PART_BOTH;
+    if (w->F > 0)
+        mt_mlp_backward(m, &both, w, a, dout, m->options->moe_shared_expert_gate ? r->gates : NULL, e->dgates);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL);
     mt_expert_mlp_backward(m, p, w, r);
     mt_combine_exchange(m, p, r);
@@ -6324,68 +6499,59 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     fc1.x = r->rows.input, fc1.dy = e->rows.hidden;
     mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
     mt_combine_weights(m, p, r);
-    mt_route_backward(m, p, w, r, a->mlp_normed);
+    mt_route_backward(m, p, w, r, a->mlp_norm.y);
     mt_dropout none = {0};
     if (w->F > 0)
-        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.normed, p->batch->token_index, p->rows, m->C,
-                                    0, &none, m->dtype, p->stream);
-    mt_combine_postprocess(m, p, r, m->scratch.normed, e->router_dx);
+        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.dnormed, p->batch->token_index, p->rows,
+                                    m->C, 0, &none, m->dtype, p->stream);
+    mt_combine_postprocess(m, p, r, m->scratch.dnormed, e->router_dx);
 }
 
-/* ==== §9e layer ================================================================================================== */
+/* ==== §9g layer ================================================================================================== */
 
-/* output = middle + dropout(mlp(norm(middle))), from mlp_normed on, to the norm that follows, if one does. */
-static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a, void *output,
-                                 const mt_norm *next) {
-    const mt_layer *w = &m->layers[layer];
+/* What a layer saves: `w` NULL stands for any of this rank's, in turn. */
+static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    s->count = 0;
+    mt_attention_slots(m, s);
+    mt_mlp_slots(m, s, w ? w->F : m->F);
+}
+
+/* output = middle + dropout(mlp(norm(middle))), given that norm, and the norm that follows, if one does. */
+static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
+                                 mt_next_norm next) {
     if (w->expert_bucket >= 0)
         mt_experts_forward(m, p, w, a);
     else
-        mt_mlp_forward(m, p, w, a);
+        mt_mlp_forward(m, p, w, a, NULL);
     mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
-/* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
-static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
-    mt_layer *w = &m->layers[layer];
+/* scratch.dresidual, the gradient of `output`, becomes that of `middle`. Experts compute all gradients at once, as the
+ * weights' half needs much memory. */
+static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_MLP_OUT);
-    if (w->expert_bucket >= 0)
+    bool has_experts = w->expert_bucket >= 0;
+    if (has_experts)
         mt_experts_backward(m, p, w, a, dout);
     else
-        mt_mlp_backward(m, p, w, a, dout, p->parts);
-    mt_residual_norm_backward(m, p, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias);
+        mt_mlp_backward(m, p, w, a, dout, NULL, NULL);
+    mt_residual_norm_backward(m, p, &w->mlp_norm, &a->mlp_norm, a->middle);
+    if (p->parts == MT_PART_INPUT && !has_experts) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
 }
 
-/* From the layer's input and its norm to the output and, if there is one, the `next` layer's norm of it. */
-static void mt_layer_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a, void *output,
-                             const mt_norm *next) {
-    mt_attention_block_forward(m, p, layer, a);
-    mt_mlp_block_forward(m, p, layer, a, output, next);
+/* From the layer's input and its norm to the output and, if there is one, the norm that follows. */
+static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
+                             mt_next_norm next) {
+    mt_attention_block_forward(m, p, w, a);
+    mt_mlp_block_forward(m, p, w, a, output, next);
 }
 
-static void mt_layer_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
-    mt_mlp_block_backward(m, p, layer, a);
-    mt_attention_block_backward(m, p, layer, a);
+static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
+    mt_mlp_block_backward(m, p, w, a);
+    mt_attention_block_backward(m, p, w, a);
 }
 
-/* The weights' gradients of a layer whose backward was MT_PART_INPUT. That left each product's output gradient where a
- * value was that only the input's backward reads: of fc1 in mlp_hidden, of qkv in qkv, of down in middle and of o in
- * input. So a split backward needs no memory of its own (Qi et al., "Zero bubble pipeline parallelism"). */
-static void mt_layer_backward_weight(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
-    mt_layer *w = &m->layers[layer];
-    const mt_tensor_parallel *tp = &p->tp;
-    if (w->expert_bucket < 0) { // experts have done it
-        mt_linear_backward_weight(tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .dy = a->middle});
-        mt_linear_backward_weight(tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = a->mlp_hidden});
-    }
-    mt_linear_backward_weight(tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = a->input});
-    if (m->options->multi_latent_attention)
-        mt_latent_qkv_backward_weight(m, p, w, a);
-    else
-        mt_linear_backward_weight(tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = a->qkv});
-}
-
-/* ==== §9f context parallelism ==================================================================================== */
+/* ==== §9h context parallelism ==================================================================================== */
 /* A sequence over several ranks. Each is cut into 2 cp chunks, of which rank r owns chunks r and 2 cp - 1 - r: under a
  * causal mask an early and a late chunk together see as much as any other pair. Everything but attention works on the
  * rows that the rank has; attention fetches what is missing in one of four ways (--cp-comm-type). Two levels serve them
@@ -6926,7 +7092,7 @@ enum {
     MT_PLAN_WEIGHTS,
     MT_PLAN_GRADIENTS,
     MT_PLAN_OPTIMIZER,
-    MT_PLAN_SLOTS,
+    MT_PLAN_BUFFERS,
     MT_PLAN_ACTIVATIONS,
     MT_PLAN_CACHE,
     MT_PLAN_EXPERTS,
@@ -6934,7 +7100,7 @@ enum {
 };
 
 /* What §12 does for memory and creation. */
-static void mt_layout_slots(mt_model *m, mt_arena *arena);
+static void mt_layout_bucket_buffers(mt_model *m, mt_arena *arena);
 static void mt_sharding_open(mt_model *m);
 static void mt_sharding_start(mt_model *m);
 static void mt_sharding_close(mt_model *m);
@@ -6977,8 +7143,8 @@ static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
     start = arena->used;
-    mt_layout_slots(m, arena);
-    m->bytes[MT_PLAN_SLOTS] = arena->used - start;
+    mt_layout_bucket_buffers(m, arena);
+    m->bytes[MT_PLAN_BUFFERS] = arena->used - start;
 }
 
 /* A zero-bubble schedule does a backward in two parts. */
@@ -6991,10 +7157,6 @@ static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp.count == 0;
 }
 
-static bool mt_uses_layernorm(const mt_model *m) {
-    return m->options->normalization == MT_LAYERNORM;
-}
-
 /* What routing keeps of one micro-batch in one layer. */
 static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena) {
     const mt_experts *e = &m->experts;
@@ -7003,7 +7165,7 @@ static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena)
     r->probs = mt_arena_alloc(arena, N * k * 4);
     r->experts = mt_arena_alloc(arena, N * k * 4);
     r->kept = e->drops ? mt_arena_alloc(arena, N * k * 4) : r->experts;
-    if (e->balances) r->balance = mt_arena_alloc(arena, 2 * e->sequences * E * 4);
+    if (e->has_aux_loss) r->aux_stats = mt_arena_alloc(arena, 2 * e->sequences * E * 4);
     if (m->options->moe_shared_expert_gate) {
         r->gate_logits = mt_arena_alloc(arena, R * 4);
         r->gates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
@@ -7022,25 +7184,25 @@ static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena)
 static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = &m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
-    int64_t together = R * m->grid->tensor_context.size;
+    int64_t all = R * m->grid->tensor_context.size;
     if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_are_known(m)) {
         int64_t M = size == 1 ? e->num_choices : mt_max(e->num_choices, e->num_choices / e->places * e->local * size);
         mt_expert_rows_layout(m, &e->rows, arena, M, true);
-        if (size > 1) mt_expert_rows_layout(m, &e->travelling, arena, M, false);
+        if (size > 1) mt_expert_rows_layout(m, &e->dispatched, arena, M, false);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_inside(e->loads, e->num_layers * E * 4);
     e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
+    e->discarded = mt_arena_alloc(arena, 4);
     if (e->counts_globally) {
         e->of_ranks = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
     if (m->options->moe_shared_expert_gate) {
         e->gate_experts = mt_arena_alloc(arena, R * 4);
-        e->gate_invalid = mt_arena_alloc(arena, 4);
         e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
     }
     if (m->plan.train) {
@@ -7057,48 +7219,20 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->local * 4);
     }
-    if (e->together && together > R) e->all_logits = mt_arena_alloc(arena, together * E * 4);
-    if (!e->drops || together == R) return;
-    e->all_experts = mt_arena_alloc(arena, together * k * 4);
-    e->all_probs = mt_arena_alloc(arena, together * k * 4);
-    e->all_index = mt_arena_alloc(arena, together * 8);
+    if (e->sinkhorn && all > R) e->all_logits = mt_arena_alloc(arena, all * E * 4);
+    if (!e->drops || all == R) return;
+    e->all_experts = mt_arena_alloc(arena, all * k * 4);
+    e->all_probs = mt_arena_alloc(arena, all * k * 4);
+    e->all_index = mt_arena_alloc(arena, all * 8);
 }
 
-static void mt_layout_latents(const mt_model *m, mt_activations *a, mt_arena *arena) {
-    const mt_options *o = m->options;
-    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
-    a->latent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
-    a->q_latent = mt_arena_alloc(arena, R * o->q_lora_rank * size);
-    a->kv_latent = mt_arena_alloc(arena, R * o->kv_lora_rank * size);
-    if (o->q_lora_rank > 0) a->q_latent_rstd = mt_arena_alloc(arena, R * 4);
-    a->kv_latent_rstd = mt_arena_alloc(arena, R * 4);
-}
-
-/* One layer's activations for T tokens; `layer` -1 stands for any of this rank's, in turn. */
+/* One layer's activations; `layer` -1 stands for any of this rank's, in turn. */
 static void mt_layout_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
-    int64_t F = layer < 0 ? m->F : m->layers[layer].F;
-    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    bool layernorm = mt_uses_layernorm(m);
-    a->input = mt_arena_alloc(arena, R * m->C * size);
-    a->input_normed = mt_arena_alloc(arena, R * m->C * size);
-    if (layernorm) a->input_mean = mt_arena_alloc(arena, R * 4);
-    a->input_rstd = mt_arena_alloc(arena, R * 4);
-    a->qkv = mt_arena_alloc(arena, T * mt_qkv_width(m) * size);
-    if (m->options->multi_latent_attention) mt_layout_latents(m, a, arena);
-    if (mt_norms_heads(m->options)) {
-        a->qk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
-        a->q_rstd = mt_arena_alloc(arena, T * m->H * 4);
-        a->k_rstd = mt_arena_alloc(arena, T * m->G * 4);
-    }
-    a->attended = mt_arena_alloc(arena, T * m->H * m->Dv * size);
-    a->lse = mt_arena_alloc(arena, T * m->H * 4);
-    a->middle = mt_arena_alloc(arena, R * m->C * size);
-    a->mlp_normed = mt_arena_alloc(arena, R * m->C * size);
-    if (layernorm) a->mlp_mean = mt_arena_alloc(arena, R * 4);
-    a->mlp_rstd = mt_arena_alloc(arena, R * 4);
-    a->mlp_hidden = mt_arena_alloc(arena, T * mt_fc1_width(m, F) * size);
-    a->mlp_active = mt_arena_alloc(arena, T * F * size);
-    bool has_experts = layer < 0 ? m->experts.num_layers > 0 : m->layers[layer].expert_bucket >= 0;
+    const mt_layer *w = layer < 0 ? NULL : &m->layers[layer];
+    mt_slots any;
+    if (!w) mt_layer_slots(m, &any, NULL);
+    mt_slots_allocate(w ? w->slots : &any, a, arena);
+    bool has_experts = w ? w->expert_bucket >= 0 : m->experts.num_layers > 0;
     if (has_experts) mt_layout_routing(m, &a->routing, arena);
 }
 
@@ -7135,35 +7269,37 @@ static mt_batch_block mt_layout_batch(const mt_model *m, mt_arena *arena, int64_
     return block;
 }
 
-/* What one module of multi-token prediction keeps of a micro-batch. */
-static void mt_layout_mtp(const mt_model *m, mt_mtp_activations *a, mt_arena *arena) {
-    int64_t R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
+/* An output; a head's unless its logits lie elsewhere. */
+static void mt_layout_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
+    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
+    out->norm.y = mt_arena_alloc(arena, R * m->C * size);
+    if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
+    out->norm.rstd = mt_arena_alloc(arena, R * 4);
+    out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
+}
+
+/* What one module of multi-token prediction saves of a micro-batch. */
+static void mt_layout_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
+    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     a->embedded = mt_arena_alloc(arena, R * m->C * size);
     a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
     a->embedded_rstd = mt_arena_alloc(arena, R * 4);
     a->hidden_rstd = mt_arena_alloc(arena, R * 4);
-    a->output = mt_arena_alloc(arena, R * m->C * size);
-    a->normed = mt_arena_alloc(arena, R * m->C * size);
-    a->rstd = mt_arena_alloc(arena, R * 4);
-    a->logits = mt_arena_alloc(arena, rows * m->V * size);
-    a->lse = mt_arena_alloc(arena, rows * 4);
+    out->hidden = mt_arena_alloc(arena, R * m->C * size);
+    mt_layout_output(m, out, arena, true);
 }
 
-/* What one micro-batch keeps on one chunk. */
+/* What one micro-batch saves on one chunk. */
 static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
-    int64_t R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
     const mt_stage *stage = &m->stages[at->chunk];
     at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
     for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++)
         mt_layout_layer(m, m->plan.train ? m->first_local[at->chunk] + i : -1, &at->layers[i], arena);
-    at->output = mt_arena_alloc(arena, R * m->C * size);
+    at->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
     if (!stage->loss) return;
-    at->final_normed = mt_arena_alloc(arena, R * m->C * size);
-    if (mt_uses_layernorm(m)) at->final_mean = mt_arena_alloc(arena, R * 4);
-    at->final_rstd = mt_arena_alloc(arena, R * 4);
-    at->lse = mt_arena_alloc(arena, rows * 4);
-    if (!mt_logits_overlap(m)) at->logits = mt_arena_alloc(arena, rows * m->V * size);
-    for (int64_t i = 0; i < stage->num_mtp; i++) mt_layout_mtp(m, &at->mtp[i], arena);
+    mt_layout_output(m, &at->outputs[0], arena, !mt_logits_overlap(m));
+    for (int64_t i = 0; i < stage->num_mtp; i++) mt_layout_mtp(m, &at->mtp[i], &at->outputs[1 + i], arena);
 }
 
 /* What tensor and pipeline parallelism exchange. */
@@ -7190,11 +7326,11 @@ static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
 static void mt_layout_latent_scratch(mt_model *m, mt_arena *arena) {
     const mt_options *o = m->options;
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    m->scratch.kv = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
+    m->scratch.kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
     m->scratch.k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
     if (!m->plan.train) return;
     m->scratch.dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
-    m->scratch.latent_normed = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
+    m->scratch.dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
 }
 
 /* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
@@ -7206,15 +7342,15 @@ static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
     mt_layer_scratch *s = &m->scratch;
     if (m->options->multi_latent_attention) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
     if (m->plan.train) {
-        s->residual = mt_arena_alloc(arena, R * m->C * size);
-        if (mt_splits_backward(m)) s->spare = mt_arena_alloc(arena, R * m->C * size);
-        s->normed = mt_arena_alloc(arena, R * m->C * size);
+        s->dresidual = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_splits_backward(m)) s->dresidual_next = mt_arena_alloc(arena, R * m->C * size);
+        s->dnormed = mt_arena_alloc(arena, R * m->C * size);
     }
     int64_t start = arena->used;
-    s->hidden = mt_arena_alloc(arena, R * m->C * size);
+    s->block_out = mt_arena_alloc(arena, R * m->C * size);
     if (m->plan.train) {
-        s->wide = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
-        s->active = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
+        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
+        s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
         if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
     }
@@ -7222,7 +7358,7 @@ static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
-    m->micro_batches[0].logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
+    m->micro_batches[0].outputs[0].logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
     arena->used = mt_max(arena->used, end);
 }
 
@@ -7247,7 +7383,7 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
         m->mtp.dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp.djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
-    m->likeliest = mt_arena_alloc(arena, rows * 4);
+    m->argmax = mt_arena_alloc(arena, rows * 4);
     mt_layout_scratch(m, arena);
     mt_layout_experts(m, arena);
     if (m->grid->context.size > 1) {
@@ -7388,9 +7524,9 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->gathers = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
     e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
     e->grouped = o->moe_grouped_gemm, e->fuses = o->moe_permute_fusion;
-    e->balances = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
-    e->counts_globally = e->balances && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
-    e->together = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    e->has_aux_loss = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
+    e->counts_globally = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
+    e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
     e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
     e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
     e->places = e->gathers ? e->local : o->num_experts * grid->expert_tensor.size;
@@ -7437,9 +7573,9 @@ static void mt_experts_close(mt_model *m) {
             free(r->sent);
         }
     mt_expert_rows_free(m, &e->rows);
-    mt_expert_rows_free(m, &e->travelling);
+    mt_expert_rows_free(m, &e->dispatched);
     if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
-    if (e->told) m->ops->memory_free_host(e->told);
+    if (e->reported) m->ops->memory_free_host(e->reported);
     if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
     free(e->out_counts);
 }
@@ -7497,30 +7633,26 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
-    return (mt_linear){.kind = kind, .N = N, .K = K};
-}
+_Static_assert(offsetof(mt_linear, weight) == 0, "a weight that the table finds is its linear's first member");
 
-/* The linears of every layer and of the output, with this rank's sizes; weights are bound later (§12). */
-static void mt_model_linears(mt_model *m, const mt_options *o) {
-    const mt_experts *e = &m->experts;
-    int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
-    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+/* Kinds and sizes of the linears, from the table; weights are bound later (§12). */
+static void mt_model_linears(mt_model *m) {
+    mt_linear *linear = NULL;
+    for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
+        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        if (!param->continues) {
+            linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
+            *linear = (mt_linear){.kind = param->linear, .K = param->cols};
+            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts.local;
+            expert = param->expert;
+        }
+        if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
+    }
     for (int64_t i = 0; i < m->num_layers; i++) {
-        mt_layer *w = &m->layers[i];
-        w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
-        w->latent = mt_linear_of(MT_LINEAR_REPLICATED, mt_latent_width(o), m->C);
-        w->q_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * m->D, q_input);
-        w->kv_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * (o->qk_head_dim + m->Dv), o->kv_lora_rank);
-        w->o = mt_linear_of(MT_LINEAR_ROW, m->C, m->H * m->Dv);
-        w->fc1 = mt_linear_of(MT_LINEAR_COLUMN, mt_fc1_width(m, w->F), m->C);
-        w->down = mt_linear_of(MT_LINEAR_ROW, m->C, w->F);
-        w->router = mt_linear_of(MT_LINEAR_ROUTER, E, m->C);
-        w->shared_gate = mt_linear_of(MT_LINEAR_ROUTER, 1, m->C);
-        w->expert_fc1 = mt_linear_of(MT_LINEAR_GROUPED, 2 * e->F, m->C);
-        w->expert_down = mt_linear_of(MT_LINEAR_GROUPED, m->C, e->F);
-        w->expert_fc1.num_experts = w->expert_down.num_experts = e->local;
-        w->mtp_projection = mt_linear_of(MT_LINEAR_REPLICATED, m->C, 2 * m->C);
+        m->layers[i].slots = mt_malloc((int64_t)sizeof *m->layers[i].slots);
+        mt_layer_slots(m, m->layers[i].slots, &m->layers[i]);
     }
 }
 
@@ -7608,9 +7740,9 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         m->experts.host_counts[0] = -1;
         int64_t loads = m->experts.num_layers * m->experts.router.num_experts;
         int64_t step = 2 * loads + m->experts.num_layers; // numbers of four bytes
-        float *told = m->experts.told = m->ops->memory_alloc_host(2 * step * 4);
+        float *reported = m->experts.reported = m->ops->memory_alloc_host(2 * step * 4);
         for (int i = 0; i < 2; i++) {
-            m->results[i].loads = told + i * step, m->results[i].kept = m->results[i].loads + loads;
+            m->results[i].loads = reported + i * step, m->results[i].kept = m->results[i].loads + loads;
             m->results[i].invalid = (int32_t *)(void *)(m->results[i].kept + loads);
         }
     }
@@ -7709,7 +7841,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
     mt_model_micro_batches(m);
     mt_experts_open(m, options);
-    mt_model_linears(m, options);
+    mt_model_linears(m);
     mt_model_links(m);
     if (mt_model_allocate(m, error) != 0) {
         mt_model_destroy(m);
@@ -7783,6 +7915,7 @@ void mt_model_destroy(mt_model *m) {
     free(m->actions);
     free(m->params);
     free(m->buckets);
+    for (int64_t i = 0; i < m->num_layers; i++) free(m->layers[i].slots);
     free(m->layers);
     free(m->k_cache);
     free(m->v_cache);
@@ -7870,15 +8003,129 @@ int64_t mt_model_bytes(const mt_model *m) {
     return m->arena.capacity;
 }
 
-/* ==== §10c multi-token prediction ================================================================================ */
-/* Modules after the last layer, each of which predicts one token further than what is before it (DeepSeek-AI,
+/* ==== §10c embedding, head, layers =============================================================================== */
+/* The parts of a stage. Multi-token prediction uses the same embedding and head with parameters of its own. */
+
+/* Which bucket has the word embedding: its own, or that of a tied head on another rank than the embedding. */
+static int64_t mt_word_bucket(const mt_model *m) {
+    return m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
+}
+static mt_weight mt_word_embedding(const mt_model *m) {
+    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
+}
+
+/* x[R, C] = dropout(word embedding of tokens[T] + learned positions, if the model has them). `layer` is -1, or that of
+ * a module of multi-token prediction. */
+static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32_t *tokens, int64_t layer) {
+    mt_bucket_acquire(m, mt_word_bucket(m));
+    mt_vocab_embedding_forward(&p->tp, x, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
+    mt_bucket_release(m, mt_word_bucket(m));
+    if (m->position_bucket >= 0 && layer < 0) {
+        mt_bucket_acquire(m, m->position_bucket);
+        m->ops->embedding_forward(x, p->batch->positions + p->first_row, m->outer.position_embedding.w, p->rows, m->C,
+                                  0, m->options->max_position_embeddings, true, m->dtype, p->stream);
+        mt_bucket_release(m, m->position_bucket);
+    }
+    mt_dropout dropout = mt_model_dropout(m, p, layer, MT_DROP_EMBEDDING);
+    if (dropout.p > 0)
+        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
+                                    m->dtype, p->stream);
+}
+
+/* From dx[R, C]. `last`: nothing adds to the word embedding's gradient later in this step. */
+static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer,
+                              bool last) {
+    mt_dropout dropout = mt_model_dropout(m, p, layer, MT_DROP_EMBEDDING);
+    if (dropout.p > 0)
+        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
+                                     p->stream);
+    if (m->position_bucket >= 0 && layer < 0) {
+        mt_bucket_gradients_acquire(m, m->position_bucket);
+        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, p->batch->positions + p->first_row, p->rows,
+                                   m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
+        mt_bucket_gradients_release(m, m->position_bucket, p->last);
+    }
+    mt_bucket_gradients_acquire(m, mt_word_bucket(m)); // a tied head may hold it already
+    mt_vocab_embedding_backward(&p->tp, dx, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
+    mt_bucket_gradients_release(m, mt_word_bucket(m), last);
+}
+
+/* Logits of the normalised hidden states. */
+static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
+    mt_bucket_acquire(m, m->head_bucket);
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = out->norm.y, .y = out->logits});
+    mt_bucket_release(m, m->head_bucket);
+}
+
+/* Loss of the logits for labels[T], summed with weights[T]; entropy may be NULL. */
+static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
+                         const float *weights, double *sums, float *loss, float *entropy) {
+    mt_vocab_cross_entropy_forward(&p->tp, loss, entropy, out->lse, m->row_stats, out->logits, labels, p->T, m->V,
+                                   m->vocab_first, m->vocab_count);
+    if (!p->replay) m->ops->loss_accumulate(sums, loss, weights, p->T, p->stream);
+}
+
+/* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
+static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
+                             const float *weights) {
+    const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
+    m->ops->cross_entropy_backward(out->logits, out->logits, labels, out->lse, weights, p->T, m->V, m->vocab_first,
+                                   m->vocab_count, m->dtype, p->stream);
+    mt_bucket_acquire(m, m->head_bucket);
+    mt_bucket_gradients_acquire(m, m->head_bucket);
+    mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_PART_BOTH);
+    mt_bucket_release(m, m->head_bucket);
+}
+
+/* Around a layer's backward, experts first, as they are used first. */
+static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
+    bool has_experts = w->expert_bucket >= 0;
+    if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
+    if (gradients && has_experts) mt_bucket_gradients_acquire(m, w->expert_bucket);
+    if (params) mt_bucket_acquire(m, w->bucket);
+    if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
+}
+
+static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, bool params, bool gradients) {
+    bool has_experts = w->expert_bucket >= 0;
+    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, p->last);
+    if (params && has_experts) mt_bucket_release(m, w->expert_bucket);
+    if (gradients) mt_bucket_gradients_release(m, w->bucket, p->last);
+    if (params) mt_bucket_release(m, w->bucket);
+}
+
+/* Layers [begin, end) of the pass's chunk, from the input that the first one has to `output`. A layer's input norm is
+ * fused with the end of the layer before, except the first one's; so any run of layers can be replayed by itself. */
+static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output) {
+    mt_layer *layers = m->layers + m->first_local[p->at->chunk];
+    for (int64_t i = begin; i < end; i++) {
+        mt_layer *w = &layers[i];
+        mt_activations *a = &p->at->layers[m->plan.train ? i : 0], *after = m->plan.train ? a + 1 : a;
+        mt_next_norm next = {0};
+        if (i == begin) {
+            mt_bucket_acquire(m, w->bucket);
+            mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
+        }
+        if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
+        if (i + 1 < end) {
+            mt_bucket_acquire(m, w[1].bucket);
+            next = (mt_next_norm){&w[1].input_norm, &after->input_norm};
+        }
+        mt_layer_forward(m, p, w, a, i + 1 < end ? after->input : output, next);
+        if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
+        mt_bucket_release(m, w->bucket);
+    }
+}
+
+/* ==== §10d multi-token prediction ================================================================================ */
+/* Modules after the last layer, each of which predicts one token further than the one before (DeepSeek-AI,
  * "DeepSeek-V3", 2.2; Gloeckle et al., "Better & faster large language models via multi-token prediction"). Module k
- * joins the hidden state of position t with the embedding of token t + k, both normalised, puts a transformer layer and
- * a norm of its own on top, and predicts token t + k + 1 by the model's output layer. The hidden state is, as in
- * Megatron, what the output layer reads: of the main model for the first module, then of the module before. Embedding
- * and output layer are the model's, so the stage with the loss has a copy of the embedding, whose gradient is summed
- * with the first stage's as a tied output layer's is. Invariants: tokens and labels are rolled within each sequence on
- * the host, from whole sequences, so no layout changes them; generation and evaluation do without. */
+ * joins the hidden state of position t with the embedding of token t + k, both normalised; a projection, a transformer
+ * layer and a norm of its own follow; the model's head predicts token t + k + 1. As in Megatron, the hidden state is
+ * the head's input: that of the main model for the first module, then that of the module before. Embedding and head are
+ * the model's, so the stage with the loss has a copy of the embedding, whose gradient is summed with the first stage's.
+ * Invariants: tokens and labels are rolled within each sequence on the host, from whole sequences, so results do not
+ * depend on the layout; generation and evaluation use no modules. */
 
 /* A micro-batch one token further: within each sequence, whose end is filled with what counts nothing. */
 static void mt_mtp_roll(mt_batch *rolled) {
@@ -7936,183 +8183,89 @@ static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whol
     }
 }
 
-/* Where the word embedding is on the rank with the loss: the embedding's own, a copy, or the tied output layer. */
-static int64_t mt_mtp_word_bucket(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
-}
-
-static mt_weight mt_mtp_word_embedding(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
-}
-
-/* Which of the chunk's layers module k has, and of this rank's. */
-static int64_t mt_mtp_place(const mt_model *m, const mt_pass *p, int64_t k) {
+/* Which of the chunk's layers module k has. */
+static int64_t mt_mtp_index(const mt_model *m, const mt_pass *p, int64_t k) {
     return m->stages[p->at->chunk].num_layers + k;
 }
-static int64_t mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
-    return m->first_local[p->at->chunk] + mt_mtp_place(m, p, k);
+static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
+    return &m->layers[m->first_local[p->at->chunk] + mt_mtp_index(m, p, k)];
 }
 
-/* What module k takes from the one before. */
-static const void *mt_mtp_hidden(const mt_pass *p, int64_t k) {
-    return k > 0 ? p->at->mtp[k - 1].normed : p->at->final_normed;
+/* The norm of one half of a module's input, side by side in joined[R, 2C]: 0 of the embedding, 1 of the hidden state.
+ */
+static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
+    const mt_layer *w = mt_mtp_layer(m, p, k);
+    const mt_mtp_activations *a = &p->at->mtp[k];
+    mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(m, a->joined, half * m->C)};
+    mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
+    norm.x = half ? p->at->outputs[k].norm.y : a->embedded; // output 0 is the main model's
+    norm.y_stride = norm.dy_stride = 2 * m->C;
+    norm.dy = mt_at(m, m->mtp.djoined, half * m->C);
+    norm.dx = half ? m->mtp.dhidden : m->scratch.dresidual;
+    return norm;
 }
 
 /* out = eh_proj([norm(embedded); norm(hidden)]). */
 static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *out) {
-    const mt_ops *ops = m->ops;
-    const mt_layer *w = &m->layers[mt_mtp_layer(m, p, k)];
-    mt_mtp_activations *a = &p->at->mtp[k];
-    int64_t R = p->rows, C = m->C;
-    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .y_stride = 2 * C};
-    norm.eps = (float)m->options->norm_epsilon;
-    norm.y = a->joined, norm.rstd = a->embedded_rstd, norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w;
-    ops->rmsnorm_forward(&norm, m->dtype, p->stream);
-    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(p, k);
-    norm.w = w->mtp_hidden_norm.w;
-    ops->rmsnorm_forward(&norm, m->dtype, p->stream);
-    mt_linear_forward(&p->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
+    for (int half = 0; half < 2; half++) {
+        mt_norm_args norm = mt_mtp_norm(m, p, k, half);
+        m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    }
+    mt_linear_io projection = {.x = p->at->mtp[k].joined, .y = out};
+    mt_linear_forward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
 }
 
-/* From scratch.residual, the gradient of eh_proj's output, to those of the hidden state in mtp.dhidden and of what was
- * embedded in scratch.residual. */
+/* From scratch.dresidual, the gradient of eh_proj's output, to mtp.dhidden, that of the hidden state, and
+ * scratch.dresidual, that of the embedding. */
 static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
-    const mt_ops *ops = m->ops;
-    mt_layer *w = &m->layers[mt_mtp_layer(m, p, k)];
-    const mt_mtp_activations *a = &p->at->mtp[k];
-    void *residual = m->scratch.residual, *joined = m->mtp.djoined;
-    int64_t R = p->rows, C = m->C;
-    mt_linear_backward(&p->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
-                       MT_PART_BOTH);
-    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .dx_stride = C, .dy_stride = 2 * C};
-    norm.dx = m->mtp.dhidden, norm.dw = w->mtp_hidden_norm.dw, norm.dy = mt_at(m, joined, C);
-    norm.x = mt_mtp_hidden(p, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
-    ops->rmsnorm_backward(&norm, m->dtype, p->stream);
-    norm.dx = residual, norm.dw = w->mtp_embedding_norm.dw, norm.dy = joined;
-    norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w, norm.rstd = a->embedded_rstd;
-    ops->rmsnorm_backward(&norm, m->dtype, p->stream);
+    mt_linear_io projection = {.x = p->at->mtp[k].joined, .dy = m->scratch.dresidual, .dx = m->mtp.djoined};
+    mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_PART_BOTH);
+    for (int half = 1; half >= 0; half--) {
+        mt_norm_args norm = mt_mtp_norm(m, p, k, half);
+        m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
+    }
 }
 
-/* embedded = dropout(word embedding of the token that module k is told). */
-static void mt_mtp_embed_forward(mt_model *m, const mt_pass *p, int64_t k) {
-    void *x = p->at->mtp[k].embedded;
-    mt_bucket_acquire(m, mt_mtp_word_bucket(m));
-    mt_vocab_embedding_forward(&p->tp, x, p->at->batch.mtp_tokens + k * p->T, mt_mtp_word_embedding(m), m->C,
-                               m->vocab_first, m->V);
-    mt_bucket_release(m, mt_mtp_word_bucket(m));
-    mt_dropout dropout = mt_model_dropout(m, p, m->layers[mt_mtp_layer(m, p, k)].number, MT_DROP_EMBEDDING);
-    if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
-                                    m->dtype, p->stream);
-}
-
-/* The gradient of what was embedded is in scratch.residual. That of a tied output layer is held since mt_mtp_head. */
-static void mt_mtp_embed_backward(mt_model *m, const mt_pass *p, int64_t k) {
-    void *dx = m->scratch.residual;
-    int64_t word = mt_mtp_word_bucket(m);
-    bool is_last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
-    mt_dropout dropout = mt_model_dropout(m, p, m->layers[mt_mtp_layer(m, p, k)].number, MT_DROP_EMBEDDING);
-    if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
-                                     p->stream);
-    if (word != m->head_bucket) mt_bucket_gradients_acquire(m, word);
-    mt_vocab_embedding_backward(&p->tp, dx, p->at->batch.mtp_tokens + k * p->T, mt_mtp_word_embedding(m), m->C,
-                                m->vocab_first, m->V);
-    mt_bucket_gradients_release(m, word, is_last);
-}
-
-/* Logits and loss of module k. */
-static void mt_mtp_head_forward(mt_model *m, const mt_pass *p, int64_t k) {
-    mt_mtp_activations *a = &p->at->mtp[k];
-    const mt_batch_block *batch = &p->at->batch;
-    mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
-    mt_bucket_release(m, m->head_bucket);
-    mt_vocab_cross_entropy_forward(&p->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
-                                   batch->mtp_labels + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->numbers->mtp + 2 * k, m->mtp.loss, batch->mtp_weights + k * p->T, p->T, p->stream);
-}
-
-/* scratch.normed += mtp.dhidden, what a later module adds to the gradient of a hidden state. */
-static void mt_mtp_add_dhidden(mt_model *m, const mt_pass *p) {
-    void *normed = m->scratch.normed;
-    m->ops->dropout_add_forward(normed, m->mtp.dhidden, normed, p->batch->token_index, p->rows, m->C, 0,
-                                &(mt_dropout){0}, m->dtype, p->stream);
-}
-
-/* scratch.normed = the gradient of module k's final norm: of its own loss, and of the module after it. */
-static void mt_mtp_head_backward(mt_model *m, const mt_pass *p, int64_t k) {
-    const mt_mtp_activations *a = &p->at->mtp[k];
-    const mt_batch_block *batch = &p->at->batch;
-    m->ops->cross_entropy_backward(a->logits, a->logits, batch->mtp_labels + k * p->T, a->lse,
-                                   batch->mtp_weights + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count, m->dtype,
-                                   p->stream);
-    mt_bucket_acquire(m, m->head_bucket);
-    mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&p->tp, &m->outer.lm_head,
-                       &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
-    if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
-    mt_bucket_release(m, m->head_bucket);
-    if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m, p);
-}
-
-/* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone.
- */
-static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
-    bool has_experts = w->expert_bucket >= 0;
-    if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
-    if (gradients && has_experts) mt_bucket_gradients_acquire(m, w->expert_bucket);
-    if (params) mt_bucket_acquire(m, w->bucket);
-    if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
-}
-
-static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, bool params, bool gradients) {
-    bool has_experts = w->expert_bucket >= 0;
-    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, p->last);
-    if (params && has_experts) mt_bucket_release(m, w->expert_bucket);
-    if (gradients) mt_bucket_gradients_release(m, w->bucket, p->last);
-    if (params) mt_bucket_release(m, w->bucket);
-}
-
-/* All modules of the micro-batch at hand, whose final_normed is there. */
+/* All modules of the micro-batch at hand, whose main output is there. */
 static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
-    mt_micro_batch *at = p->at;
     for (int64_t k = 0; k < m->mtp.count; k++) {
-        int64_t layer = mt_mtp_layer(m, p, k);
-        const mt_layer *w = &m->layers[layer];
-        mt_activations *a = &at->layers[mt_mtp_place(m, p, k)];
-        mt_mtp_embed_forward(m, p, k);
+        mt_layer *w = mt_mtp_layer(m, p, k);
+        mt_activations *a = &p->at->layers[mt_mtp_index(m, p, k)];
+        mt_output *out = &p->at->outputs[1 + k];
+        mt_embed_forward(m, p, p->at->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
-        mt_norm input = mt_input_norm(m, layer, a);
-        mt_norm final = {w->mtp_final_norm, {0}, at->mtp[k].normed, NULL, at->mtp[k].rstd};
         mt_mtp_join_forward(m, p, k, a->input);
-        mt_norm_forward(m, p, input.y, input.mean, input.rstd, a->input, input.w, input.b, p->rows);
+        mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        mt_layer_forward(m, p, layer, a, at->mtp[k].output, &final);
+        mt_layer_forward(m, p, w, a, out->hidden, (mt_next_norm){&w->mtp_final_norm, &out->norm});
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
-        mt_mtp_head_forward(m, p, k);
+        mt_head_forward(m, p, out);
+        mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
+                     m->numbers->mtp + 2 * k, m->mtp.loss, NULL);
     }
 }
 
-/* mtp.dhidden = what the modules add to the gradient of final_normed. */
+/* mtp.dhidden = the modules' gradient of the main output. */
 static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
-    mt_micro_batch *at = p->at;
+    int64_t word = mt_word_bucket(m);
     for (int64_t k = m->mtp.count - 1; k >= 0; k--) {
-        int64_t layer = mt_mtp_layer(m, p, k);
-        mt_layer *w = &m->layers[layer];
-        mt_mtp_head_backward(m, p, k);
+        mt_layer *w = mt_mtp_layer(m, p, k);
+        mt_output *out = &p->at->outputs[1 + k];
+        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T);
+        if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
+        if (k + 1 < m->mtp.count) mt_add_to(m, p, m->scratch.dnormed, m->mtp.dhidden);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
-                         w->mtp_final_norm, (mt_weight){0}, p->rows);
-        mt_layer_backward(m, p, layer, &at->layers[mt_mtp_place(m, p, k)]);
+        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
+        mt_layer_backward(m, p, w, &p->at->layers[mt_mtp_index(m, p, k)]);
         mt_mtp_join_backward(m, p, k);
         mt_layer_release(m, p, w, true, true);
-        mt_mtp_embed_backward(m, p, k);
+        bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
+        mt_embed_backward(m, p, m->scratch.dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
     }
 }
 
-/* ==== §10d forward and backward ================================================================================== */
+/* ==== §10e a stage's forward and backward ======================================================================== */
 
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens) {
     mt_arena arena = {0};
@@ -8202,131 +8355,70 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *wh
 
 /* ---- a chunk's parts */
 
-/* x[R, C] = dropout(word + position). */
-static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x) {
-    mt_bucket_acquire(m, m->word_bucket);
-    mt_vocab_embedding_forward(&p->tp, x, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
-    mt_bucket_release(m, m->word_bucket);
-    if (m->position_bucket >= 0) {
-        mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, p->batch->positions + p->first_row, m->outer.position_embedding.w, p->rows, m->C,
-                                  0, m->options->max_position_embeddings, true, m->dtype, p->stream);
-        mt_bucket_release(m, m->position_bucket);
-    }
-    mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
-    if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
-                                    m->dtype, p->stream);
-}
-
-static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx) {
-    mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
-    if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
-                                     p->stream);
-    if (m->position_bucket >= 0) {
-        mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, p->batch->positions + p->first_row, p->rows,
-                                   m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
-        mt_bucket_gradients_release(m, m->position_bucket, p->last);
-    }
-    mt_bucket_gradients_acquire(m, m->word_bucket);
-    mt_vocab_embedding_backward(&p->tp, dx, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
-    mt_bucket_gradients_release(m, m->word_bucket, p->last);
-}
-
 /* Final norm and logits of x[rows, C]. */
 static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
-    mt_micro_batch *at = p->at;
+    const mt_output *out = &p->at->outputs[0];
     mt_bucket_acquire(m, m->output_bucket);
-    if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
-    mt_norm_forward(m, p, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
-                    m->outer.final_norm_bias, p->rows);
-    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
-    if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
+    mt_norm_forward(m, p, &m->outer.final_norm, &out->norm, x);
+    mt_head_forward(m, p, out);
     mt_bucket_release(m, m->output_bucket);
 }
 
 /* Logits and the loss of every token. */
 static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     MT_CHECK(p->T <= m->plan.max_logits);
-    mt_output_forward(m, p, p->at->output);
-    mt_vocab_cross_entropy_forward(&p->tp, m->loss, p->training ? NULL : m->entropy, p->at->lse, m->row_stats,
-                                   p->at->logits, p->batch->labels, p->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->numbers->sums, m->loss, p->batch->loss_mask, p->T, p->stream);
+    mt_output_forward(m, p, p->at->outputs[0].hidden);
+    mt_head_loss(m, p, &p->at->outputs[0], p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->loss,
+                 p->training ? NULL : m->entropy);
     if (p->training) mt_mtp_forward(m, p);
 }
 
-/* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. A tied head's gradient
- * is complete only when the embedding has added its own. */
+/* scratch.dresidual = the gradient of the last layer's output. A tied head's gradient is complete only when the
+ * embedding has added its own. */
 static void mt_loss_backward(mt_model *m, const mt_pass *p) {
-    mt_micro_batch *at = p->at;
-    bool own_head = m->head_bucket != m->output_bucket;
+    const mt_output *out = &p->at->outputs[0];
     mt_mtp_backward(m, p);
-    m->ops->cross_entropy_backward(at->logits, at->logits, p->batch->labels, at->lse, p->batch->loss_mask, p->T, m->V,
-                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
     mt_bucket_acquire(m, m->output_bucket);
-    if (own_head) mt_bucket_acquire(m, m->head_bucket);
-    if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_linear_backward(&p->tp, &m->outer.lm_head,
-                       &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
-    if (m->mtp.count > 0) mt_mtp_add_dhidden(m, p);
-    mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
-                     m->outer.final_norm, m->outer.final_norm_bias, p->rows);
+    mt_head_backward(m, p, out, p->batch->labels, p->batch->loss_mask);
+    if (m->mtp.count > 0) mt_add_to(m, p, m->scratch.dnormed, m->mtp.dhidden);
+    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
-    if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, p->last);
-    if (own_head) mt_bucket_release(m, m->head_bucket);
+    if (m->head_bucket != m->output_bucket && m->head_bucket != m->word_bucket)
+        mt_bucket_gradients_release(m, m->head_bucket, p->last);
     mt_bucket_release(m, m->output_bucket);
 }
 
 /* The residual stream as it enters the chunk of the micro-batch at hand. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
-    return m->stages[p->at->chunk].num_layers > 0 ? p->at->layers[0].input : p->at->output;
+    return m->stages[p->at->chunk].num_layers > 0 ? p->at->layers[0].input : p->at->outputs[0].hidden;
 }
 
 /* Embedding, if it is here, and layers. */
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
-    mt_micro_batch *at = p->at;
-    const mt_stage *stage = &m->stages[at->chunk];
-    int64_t first = m->first_local[at->chunk], n = stage->num_layers;
-    if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p));
-    for (int64_t i = 0; i < n; i++) {
-        bool last = i == n - 1;
-        const mt_layer *w = &m->layers[first + i];
-        mt_activations *a = &at->layers[m->plan.train ? i : 0], *next = m->plan.train ? a + 1 : a;
-        if (i == 0) mt_bucket_acquire(m, w->bucket);
-        mt_norm norm = mt_input_norm(m, first + i, a);
-        if (i == 0) mt_norm_forward(m, p, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, p->rows);
-        if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        if (!last) mt_bucket_acquire(m, w[1].bucket); // the next layer's norm is fused with the end of this one
-        if (!last) norm = mt_input_norm(m, first + i + 1, next);
-        mt_layer_forward(m, p, first + i, a, last ? at->output : next->input, last ? NULL : &norm);
-        if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
-        mt_bucket_release(m, w->bucket);
-    }
+    const mt_stage *stage = &m->stages[p->at->chunk];
+    if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
+    mt_layers_forward(m, p, 0, stage->num_layers, p->at->outputs[0].hidden);
 }
 
-/* scratch.residual, the gradient of the chunk's output, becomes that of its input. */
+/* scratch.dresidual, the gradient of the chunk's output, becomes that of its input. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
-    mt_micro_batch *at = p->at;
-    const mt_stage *stage = &m->stages[at->chunk];
+    const mt_stage *stage = &m->stages[p->at->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
-        int64_t layer = m->first_local[at->chunk] + i;
-        mt_layer_acquire(m, &m->layers[layer], true, p->parts == MT_PART_BOTH);
-        mt_layer_backward(m, p, layer, &at->layers[i]);
-        mt_layer_release(m, p, &m->layers[layer], true, p->parts == MT_PART_BOTH);
+        mt_layer *w = &m->layers[m->first_local[p->at->chunk] + i];
+        mt_layer_acquire(m, w, true, p->parts == MT_PART_BOTH);
+        mt_layer_backward(m, p, w, &p->at->layers[i]);
+        mt_layer_release(m, p, w, true, p->parts == MT_PART_BOTH);
     }
-    if (stage->embedding) mt_embed_backward(m, p, m->scratch.residual);
+    if (stage->embedding) mt_embed_backward(m, p, m->scratch.dresidual, p->batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
-    const mt_micro_batch *at = p->at;
-    for (int64_t i = m->stages[at->chunk].num_layers - 1; i >= 0; i--) {
-        int64_t layer = m->first_local[at->chunk] + i;
-        mt_layer_acquire(m, &m->layers[layer], false, true);
-        mt_layer_backward_weight(m, p, layer, &at->layers[i]);
-        mt_layer_release(m, p, &m->layers[layer], false, true);
+    for (int64_t i = m->stages[p->at->chunk].num_layers - 1; i >= 0; i--) {
+        mt_layer *w = &m->layers[m->first_local[p->at->chunk] + i];
+        mt_layer_acquire(m, w, false, true);
+        mt_layer_backward_weight(p, &p->at->layers[i]);
+        mt_layer_release(m, p, w, false, true);
     }
 }
 
@@ -8363,7 +8455,7 @@ static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->at->chunk];
     if (!stage->embedding) mt_link_take(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
     mt_chunk_forward(m, p);
-    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->at->output);
+    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->at->outputs[0].hidden);
 }
 
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
@@ -8371,9 +8463,9 @@ static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     if (stage->loss)
         mt_loss_backward(m, p);
     else
-        mt_link_take(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.residual);
+        mt_link_take(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.dresidual);
     mt_chunk_backward(m, p);
-    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.residual);
+    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
 }
 
 /* ---- a whole model's forward, and its backward on one rank */
@@ -8389,15 +8481,23 @@ static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     MT_CHECK(!training || m->grid->pipeline.size == 1);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        m->last_pass = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
-        mt_stage_forward(m, &m->last_pass);
-        if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_pass);
+        m->last_forward = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
+        mt_stage_forward(m, &m->last_forward);
+        if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_forward);
     }
 }
 
+void mt_model_replay(mt_model *m) {
+    mt_pass p = m->last_forward;
+    MT_CHECK(m->plan.train && m->grid->pipeline.size == 1);
+    p.replay = true;
+    mt_stage_forward(m, &p);
+    mt_loss_forward(m, &p);
+}
+
 void mt_model_backward(mt_model *m) {
-    MT_CHECK(m->plan.train && m->last_pass.training && m->grid->pipeline.size == 1);
-    mt_stage_backward(m, &m->last_pass);
+    MT_CHECK(m->plan.train && m->last_forward.training && m->grid->pipeline.size == 1);
+    mt_stage_backward(m, &m->last_forward);
 }
 
 /* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
@@ -8411,7 +8511,7 @@ static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits,
     int ranks = m->grid->tensor.size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        const void *shares = mt_at(m, at->logits, first * V);
+        const void *shares = mt_at(m, at->outputs[0].logits, first * V);
         if (ranks > 1) {
             m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
             shares = m->gathered_logits;
@@ -8432,16 +8532,16 @@ static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits,
 }
 
 void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
-    int64_t T = m->last_pass.T;
+    int64_t T = m->last_forward.T;
     if (loss && m->has_loss) m->ops->memory_copy(loss, m->loss, T * 4, m->stream);
     if (entropy && m->has_loss) {
-        MT_CHECK(!m->last_pass.training);
+        MT_CHECK(!m->last_forward.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
     if (loss) mt_model_share(m, loss, T * 4);
     if (entropy) mt_model_share(m, entropy, T * 4);
-    if (logits) mt_read_logits(m, m->last_pass.at, logits, T);
+    if (logits) mt_read_logits(m, m->last_forward.at, logits, T);
 }
 
 /* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
@@ -8476,10 +8576,10 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
         mt_stage_forward(m, &p);
     }
     if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank has the logits
-    m->ops->gather_rows(m->scratch.hidden, p.at->output, p.batch->logit_rows, rows, m->C, m->C, m->C, m->dtype,
-                        m->stream);
+    m->ops->gather_rows(m->scratch.block_out, p.at->outputs[0].hidden, p.batch->logit_rows, rows, m->C, m->C, m->C,
+                        m->dtype, m->stream);
     p.T = p.tp.T = p.rows = p.tp.rows = rows;
-    mt_output_forward(m, &p, m->scratch.hidden);
+    mt_output_forward(m, &p, m->scratch.block_out);
 }
 
 /* Whether a pass is a decode step: one token for each sequence. All steps of as many sequences run the same operations
@@ -8523,24 +8623,23 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
         mt_read_logits(m, mt_decode_output(m), logits, num_rows);
 }
 
-void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                               int64_t num_rows, int32_t *tokens) {
+void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, int32_t *tokens) {
     MT_CHECK(m->grid->world.size == 1);
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
-    const void *logits = mt_decode_output(m)->logits;
-    m->ops->likeliest(m->likeliest, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
-    m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
+    const void *logits = mt_decode_output(m)->outputs[0].logits;
+    m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
     m->ops->stream_wait(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 
 /* ==== §11 schedules ============================================================================================== */
 
-/* Who holds which layers and who computes what when. Invariants: everything here is a pure function of options and
- * rank; every micro-batch's every chunk is in a list once forward and, but for evaluation, once backward; the lists of
- * all ranks run against one another without deadlock; what is said about them (time, memory) is counted on the lists.
- */
+/* The layers of each rank, and the order of its work. Invariants: everything here is a pure function of options and
+ * rank; a list has one forward and, except for evaluation, one backward of every micro-batch on every chunk; the lists
+ * of all ranks run without deadlock; statements about them (time, memory) are counted on the lists. */
 
 /* ==== §11a lists ================================================================================================= */
 
@@ -8556,8 +8655,9 @@ static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro
     list->count++;
 }
 
-/* The `index`-th forward of a rank, the same on all: group by group, chunk by chunk, micro-batch by micro-batch. Only
- * the last group may be smaller. Backwards have the same order with chunks counted from the last. */
+/* Micro-batch and chunk of the `index`-th forward, the same on all ranks: group by group, within it chunk by chunk,
+ * within it micro-batch by micro-batch. Only the last group may be smaller. Backwards have the same order, with chunks
+ * counted from the last. */
 static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micro_batch, int64_t *chunk) {
     int64_t group = s->vp == 1 ? s->micro_batches : s->group;
     int64_t first = index / (group * s->vp) * group, size = s->micro_batches - first;
@@ -8591,7 +8691,7 @@ static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t 
     if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
 }
 
-/* Forwards before the first backward, but for the one that opens the steady part. */
+/* Forwards of warm-up: those before the first pair of a forward and a backward. */
 static int64_t mt_schedule_warmup(const mt_schedule *s, int64_t rank) {
     int64_t total = s->micro_batches * s->vp, ahead = s->pp - rank - 1;
     if (s->kind == MT_SCHEDULE_INTERLEAVED) ahead = 2 * ahead + (s->vp - 1) * s->group;
@@ -8623,32 +8723,32 @@ int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t ra
 }
 
 /* ==== §11b simulated time ======================================================================================== */
-/* Invariant: messages of one rank in one direction are received in the order in which they were sent, so a channel is
- * two counters and the times at which they moved. */
+/* Invariant: messages of one rank in one direction are received in the order in which they were sent, so a queue is two
+ * counters and the times at which they moved. */
 
-/* Channel 2 * rank holds what a rank sends forward, 2 * rank + 1 what it sends backward. */
-typedef struct mt_channels {
+/* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 those that it sends backward. */
+typedef struct mt_queues {
     int64_t in_flight, capacity;
-    int64_t *sent, *taken;      // [2 pp]
+    int64_t *sent, *received;   // [2 pp]
     double *ready_at, *free_at; // [2 pp, capacity]
-} mt_channels;
+} mt_queues;
 
-/* Sends at `now`, or when there is room; false while that is not known. */
-static bool mt_channel_send(mt_channels *c, int64_t channel, double cost, double *now) {
-    int64_t index = c->sent[channel], before = index - c->in_flight;
-    if (c->in_flight > 0 && before >= c->taken[channel]) return false;
-    if (c->in_flight > 0 && before >= 0) *now = fmax(*now, c->free_at[channel * c->capacity + before]);
-    c->ready_at[channel * c->capacity + index] = *now + cost;
-    c->sent[channel]++;
+/* Sends at `now`, or as soon as there is room; false while that time is unknown. */
+static bool mt_queue_send(mt_queues *q, int64_t queue, double cost, double *now) {
+    int64_t index = q->sent[queue], before = index - q->in_flight;
+    if (q->in_flight > 0 && before >= q->received[queue]) return false;
+    if (q->in_flight > 0 && before >= 0) *now = fmax(*now, q->free_at[queue * q->capacity + before]);
+    q->ready_at[queue * q->capacity + index] = *now + cost;
+    q->sent[queue]++;
     return true;
 }
 
-static bool mt_channel_receive(mt_channels *c, int64_t channel, double *now) {
-    int64_t index = c->taken[channel];
-    if (index == c->sent[channel]) return false;
-    *now = fmax(*now, c->ready_at[channel * c->capacity + index]);
-    c->free_at[channel * c->capacity + index] = *now;
-    c->taken[channel]++;
+static bool mt_queue_receive(mt_queues *q, int64_t queue, double *now) {
+    int64_t index = q->received[queue];
+    if (index == q->sent[queue]) return false;
+    *now = fmax(*now, q->ready_at[queue * q->capacity + index]);
+    q->free_at[queue * q->capacity + index] = *now;
+    q->received[queue]++;
     return true;
 }
 
@@ -8659,7 +8759,7 @@ static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) 
 }
 
 /* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
-static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_action_costs *costs, int64_t rank,
+static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *costs, int64_t rank,
                             int64_t index, double *now) {
     mt_action action = t->actions[index];
     bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
@@ -8667,11 +8767,11 @@ static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_acti
     switch (action.kind) {
     case MT_ACTION_SEND_FORWARD:
     case MT_ACTION_SEND_BACKWARD:
-        if (!mt_channel_send(channels, 2 * rank + backward, costs->send, now)) return false;
+        if (!mt_queue_send(queues, 2 * rank + backward, costs->send, now)) return false;
         break;
     case MT_ACTION_RECV_FORWARD:
     case MT_ACTION_RECV_BACKWARD:
-        if (!mt_channel_receive(channels, 2 * (int64_t)action.peer + backward, now)) return false;
+        if (!mt_queue_receive(queues, 2 * (int64_t)action.peer + backward, now)) return false;
         break;
     default:
         *now += mt_action_cost(action.kind, costs);
@@ -8680,7 +8780,7 @@ static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_acti
     return true;
 }
 
-/* Counts on the list of one rank: the work, and the forwards that wait for their backward. */
+/* Returns the work on the list of one rank, and sets its peak of forwards without their backward. */
 static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
     double work = 0;
     int64_t held = 0;
@@ -8704,12 +8804,12 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_act
     for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
     int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
     double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
-    mt_channels channels = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
+    mt_queues queues = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
     for (bool progress = true; progress;) {
         progress = false;
         for (int64_t r = 0; r < pp; r++)
             for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
-                if (!mt_timeline_act(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
+                if (!mt_timeline_act(t, &queues, costs, r, t->first[r] + next[r], &now[r])) break;
     }
     double work = 0;
     for (int64_t r = 0; r < pp; r++) {
@@ -8734,8 +8834,8 @@ int64_t mt_pipeline_layout_count(const char *letters) {
     return count;
 }
 
-/* Layers by the letters: the embedding first of all, the loss last of all, once each, and before it in its stage the
- * modules of multi-token prediction. */
+/* Layers from the letters of the layout: E first and L last, once each; the MTP modules right before L, in its stage.
+ */
 static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
     const char *letters = o->pipeline_letters;
     MT_CHECK(mt_pipeline_layout_count(letters) <=
@@ -8746,7 +8846,7 @@ static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_err
     while (mtp > letters && mtp[-1] == 'm') mtp--;
     int64_t modules = last - mtp;
     for (const char *at = letters; at < mtp; at++)
-        if (*at == 'm') modules = -1; // one stands where it cannot be
+        if (*at == 'm') modules = -1; // a module before other letters
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
@@ -8768,7 +8868,7 @@ static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_err
     return 0;
 }
 
-/* `layers` in `ranks` equal parts of `vp` equal stages; `what` names the layers for messages. */
+/* Layers per stage where `ranks` ranks share `layers` equally; `what` names the layers in the error. */
 static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
                                         mt_error *error) {
     int64_t vp = o->num_virtual_stages_per_pipeline_rank;
@@ -8779,7 +8879,7 @@ static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, i
                         what, (long long)layers, (long long)ranks, (long long)vp);
 }
 
-/* First and last rank with layers of their own; those between share the rest. */
+/* Numbers of layers for the first and the last rank; the other ranks share the rest equally. */
 static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
@@ -8811,7 +8911,8 @@ int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *er
     } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
         if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
     } else {
-        const char *what = embedding || loss ? "--num-layers with what --account-for-* counts" : "--num-layers";
+        const char *what =
+            embedding || loss ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
         int64_t share =
             mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
         if (share < 0) return -1;
@@ -8873,8 +8974,8 @@ static void mt_sharding_open(mt_model *m) {
     }
 }
 
-/* Room for whole buckets, where only shards stay: each slot as large as the largest bucket that may take it. */
-static void mt_layout_slots(mt_model *m, mt_arena *arena) {
+/* Room for whole buckets, where only shards stay: each buffer as large as the largest bucket that may take it. */
+static void mt_layout_bucket_buffers(mt_model *m, mt_arena *arena) {
     mt_sharding *s = &m->sharding;
     int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
     for (int64_t i = 0; i < m->num_buckets; i++) {
@@ -8882,12 +8983,12 @@ static void mt_layout_slots(mt_model *m, mt_arena *arena) {
         if (m->buckets[i].strategy != MT_NO_SHARD) *count = mt_max(*count, m->buckets[i].count);
     }
     for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
-        for (int slot = mt_first_slot[kind]; slot < mt_first_slot[kind + 1]; slot++) {
-            s->param_slots[slot] = s->grad_slots[slot] = (mt_slot){.bucket = -1};
+        for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
+            s->param_buffers[buffer] = s->grad_buffers[buffer] = (mt_bucket_buffer){.bucket = -1};
             if (largest[kind] > 0 && s->strategy >= MT_SHARD_PARAMS)
-                s->param_slots[slot].memory = mt_arena_alloc(arena, largest[kind] * mt_dtype_size(m->dtype));
+                s->param_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * mt_dtype_size(m->dtype));
             if (largest[kind] > 0 && s->strategy >= MT_SHARD_GRADS)
-                s->grad_slots[slot].memory = mt_arena_alloc(arena, largest[kind] * 4);
+                s->grad_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * 4);
         }
 }
 
@@ -8923,27 +9024,27 @@ static void mt_sharding_close(mt_model *m) {
     if (s->param_stream != m->stream) m->ops->stream_destroy(s->param_stream);
 }
 
-/* The slot that holds a bucket, or NULL. */
-static mt_slot *mt_slot_find(mt_slot *slots, int64_t bucket) {
-    for (int i = 0; i < MT_NUM_SLOTS; i++)
-        if (slots[i].bucket == bucket) return &slots[i];
+/* The buffer that holds a bucket, or NULL. */
+static mt_bucket_buffer *mt_buffer_find(mt_bucket_buffer *buffers, int64_t bucket) {
+    for (int i = 0; i < MT_NUM_BUFFERS; i++)
+        if (buffers[i].bucket == bucket) return &buffers[i];
     return NULL;
 }
 
-/* The slot for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
-static mt_slot *mt_slot_free(const mt_model *m, mt_slot *slots, int64_t bucket) {
+/* The buffer for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
+static mt_bucket_buffer *mt_buffer_free(const mt_model *m, mt_bucket_buffer *buffers, int64_t bucket) {
     mt_bucket_kind kind = m->sharding.progress[bucket].kind;
-    mt_slot *oldest = NULL;
-    for (int i = mt_first_slot[kind]; i < mt_first_slot[kind + 1]; i++)
-        if (slots[i].users == 0 && (!oldest || slots[i].age < oldest->age)) oldest = &slots[i];
+    mt_bucket_buffer *oldest = NULL;
+    for (int i = mt_first_buffer[kind]; i < mt_first_buffer[kind + 1]; i++)
+        if (buffers[i].users == 0 && (!oldest || buffers[i].age < oldest->age)) oldest = &buffers[i];
     return oldest;
 }
 
-static mt_slot *mt_slot_take(mt_model *m, mt_slot *slots, int64_t bucket) {
-    mt_slot *slot = mt_slot_free(m, slots, bucket);
-    MT_CHECK(slot);
-    slot->bucket = bucket, slot->age = ++m->sharding.age;
-    return slot;
+static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, int64_t bucket) {
+    mt_bucket_buffer *buffer = mt_buffer_free(m, buffers, bucket);
+    MT_CHECK(buffer);
+    buffer->bucket = bucket, buffer->age = ++m->sharding.age;
+    return buffer;
 }
 
 /* ---- parameters */
@@ -8954,9 +9055,9 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     mt_bucket *b = &m->buckets[bucket];
     void *whole = b->params;
     if (b->strategy == MT_SHARD_PARAMS) {
-        if (mt_slot_find(s->param_slots, bucket)) return;
-        whole = mt_slot_take(m, s->param_slots, bucket)->memory;
-        mt_follow(m, s->param_stream, m->stream); // who used the slot has read it
+        if (mt_buffer_find(s->param_buffers, bucket)) return;
+        whole = mt_buffer_take(m, s->param_buffers, bucket)->memory;
+        mt_follow(m, s->param_stream, m->stream); // who used the buffer has read it
     } else if (!s->progress[bucket].stale) {
         return;
     }
@@ -8984,20 +9085,21 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     if (strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
     mt_follow(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
     if (strategy == MT_SHARD_PARAMS) {
-        mt_slot *slot = mt_slot_find(s->param_slots, bucket);
-        slot->users++;
-        m->buckets[bucket].params = slot->memory;
+        mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
+        buffer->users++;
+        m->buckets[bucket].params = buffer->memory;
         mt_bind_weights(m, bucket);
     }
     int64_t next = mt_bucket_next(s, bucket, m->num_trained_buckets);
     if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
-    if (mt_slot_free(m, s->param_slots, next)) mt_bucket_gather(m, next);
+    if (mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather(m, next);
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
-    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS || --mt_slot_find(m->sharding.param_slots, bucket)->users > 0)
+    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
+        --mt_buffer_find(m->sharding.param_buffers, bucket)->users > 0)
         return;
-    m->buckets[bucket].params = NULL; // the slot may still be read for the next use, but through acquire only
+    m->buckets[bucket].params = NULL; // the buffer may still be read for the next use, but through acquire only
     mt_bind_weights(m, bucket);
 }
 
@@ -9026,7 +9128,7 @@ static void mt_params_changed(mt_model *m) {
     mt_sharding *s = &m->sharding;
     mt_follow_reader(m);
     mt_follow(m, m->stream, s->param_stream);
-    for (int i = 0; i < MT_NUM_SLOTS; i++) s->param_slots[i].bucket = -1;
+    for (int i = 0; i < MT_NUM_BUFFERS; i++) s->param_buffers[i].bucket = -1;
     s->gathered_bucket = -1;
 }
 
@@ -9067,10 +9169,10 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     progress->holds_gradients = true;
     bool begins = !begun && (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS);
     if (b->strategy >= MT_SHARD_GRADS && !begun) {
-        mt_slot *slot = mt_slot_take(m, s->grad_slots, bucket);
-        slot->users++;
-        if (slot == s->reducing) mt_follow(m, m->stream, s->grad_stream);
-        b->grads = slot->memory;
+        mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
+        buffer->users++;
+        if (buffer == s->reducing) mt_follow(m, m->stream, s->grad_stream);
+        b->grads = buffer->memory;
         mt_bind_weights(m, bucket);
     }
     if (begins) mt_bucket_zero_gradients(m, b);
@@ -9100,11 +9202,11 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
         if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
     } else {
-        mt_follow(m, m->stream, s->grad_stream); // all sums but the one that begins now: their slots are free again
+        mt_follow(m, m->stream, s->grad_stream); // all sums but the one that begins now: their buffers are free again
         mt_bucket_reduce(m, bucket);
-        mt_slot *slot = mt_slot_find(s->grad_slots, bucket);
-        slot->users = 0, slot->bucket = -1;
-        s->reducing = slot;
+        mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
+        buffer->users = 0, buffer->bucket = -1;
+        s->reducing = buffer;
         m->buckets[bucket].grads = NULL;
         mt_bind_weights(m, bucket);
     }
@@ -9174,7 +9276,7 @@ static void mt_gradients_finish_model(mt_model *m) {
 }
 
 /* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they judge
+ * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they check
  * the step alike. */
 static void mt_gradients_norm(mt_model *m) {
     m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
@@ -9237,11 +9339,11 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
         if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
         mt_follow(m, m->stream, s->param_stream);
-        return b->strategy == MT_SHARD_PARAMS ? mt_slot_find(s->param_slots, bucket)->memory : b->params;
+        return b->strategy == MT_SHARD_PARAMS ? mt_buffer_find(s->param_buffers, bucket)->memory : b->params;
     }
     if (b->strategy == MT_NO_SHARD) return part.data;
-    int slot = mt_first_slot[s->progress[bucket].kind];
-    void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_slots[slot].memory : b->grads;
+    int buffer = mt_first_buffer[s->progress[bucket].kind];
+    void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
     m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
@@ -9362,7 +9464,7 @@ static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, in
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
                   int64_t position, int32_t *order) {
     int64_t V = vocab_size, kept = V;
-    int32_t best = mt_row_likeliest(logits, V);
+    int32_t best = mt_row_argmax(logits, V);
     if (best < 0 || sampling->temperature == 0) return best;
     for (int32_t i = 0; i < V; i++) order[i] = i;
     double total = 0, sum = 0, t = sampling->temperature;
@@ -9525,7 +9627,7 @@ static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t
             if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
         if (g->batch.num_tokens == 0) break;
         if (g->argmax)
-            mt_model_decode_likeliest(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
+            mt_model_decode_argmax(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
         else
             mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
         for (int64_t row = 0; row < g->num_logits; row++)
@@ -9592,7 +9694,7 @@ static void mt_phase_end(mt_model *m) {
 }
 
 /* Finished gradients' norm and scale, and whether the step may update. */
-static void mt_step_judge(mt_model *m) {
+static void mt_step_check_gradients(mt_model *m) {
     const mt_options *o = m->options;
     mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
                             .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
@@ -9607,7 +9709,7 @@ static void mt_step_judge(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The weights' update, where the step was judged good. */
+/* The weights' update, where the step passed its check. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
@@ -9667,6 +9769,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     if (p.training) at->index = action->micro_batch;
     mt_stage_forward(m, &p);
     if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
+    m->last_forward = p;
     return 0;
 }
 
@@ -9785,7 +9888,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->results[slot];
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    mt_experts_tell(m, result);
+    mt_experts_copy_report(m, result);
     m->ops->event_record(m->pending[slot].done, m->stream);
     m->pending[slot].iteration = iteration;
 }
@@ -9812,10 +9915,10 @@ static double mt_mean_loss(const double sums[2]) {
 static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
     const mt_step_numbers *n = &result->numbers;
     double loss = mt_mean_loss(n->sums);
-    if (n->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
+    if (n->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES)
         snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
                  loss / n->guard[MT_GUARD_AVERAGE]);
-    else if (n->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
+    else if (n->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
         snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)n->grad_norm);
     else
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
@@ -9827,7 +9930,7 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     mt_bad_steps *bad = &m->bad_steps;
     char what[160];
     mt_step_describe(what, iteration, result);
-    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (o->bad_step_policy == MT_BAD_STEP_STOP)
         return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
     bad->skipped++;
@@ -9850,7 +9953,7 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
     if (m->bad_steps.rewind > 0) return 0; // it will be done again
-    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
     m->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -9918,7 +10021,7 @@ static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_
     if (mt_ranks_print(names, differs, world->size) > 0)
         mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
                      (long long)iteration, names,
-                     second->guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD ? "the second one counts" : "it is bad too");
+                     second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second one counts" : "it is bad too");
     else if (mt_ranks_print(names, not_finite, world->size) > 0)
         mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
                      (long long)iteration, names);
@@ -9935,19 +10038,19 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-/* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
+/* Gradients and their check. With --rerun-mode validate_results a bad step is done again, from the same
  * parameters and samples, and its second result takes the place of the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
                        mt_batch *batch, int64_t *tokens, mt_error *error) {
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_judge(m);
+    mt_step_check_gradients(m);
     if (!m->bad_steps.reruns) return 0;
     mt_step_numbers first = mt_step_numbers_read(m), second;
-    if (first.guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD) return 0;
+    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_judge(m);
+    mt_step_check_gradients(m);
     second = mt_step_numbers_read(m);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;

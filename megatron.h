@@ -8,9 +8,32 @@
  * A shape such as [T, C] is row-major; an operand whose rows are further apart than they are wide has a stride, counted
  * in elements. Sizes and offsets are int64_t. Functions that can fail on the user's input return 0, or -1 with one line
  * in mt_error.
+ *
+ * megatron.c compiles without any of these macros and then computes on one CPU thread of one rank. Each of them adds a
+ * library; `make` defines those that it finds, and this header does not depend on them.
+ *
+ *   MT_HAVE_MPI       several ranks, started by mpirun, and their collectives on CPUs. Link MPI (mpicc --showme:link).
+ *   MT_HAVE_BLAS      matrix products on the CPU by cblas_sgemm (plain C loops otherwise). Link -lopenblas.
+ *   MT_HAVE_OPENMP    threads within a rank. Compile and link with -fopenmp.
+ *   MT_HAVE_CUDA      mt_cuda_open and --device cuda. Link the objects of cuda/, -lcublasLt -lcublas -lcudart -lstdc++.
+ *                     The next three are for nvcc and cuda/ as well:
+ *   MT_HAVE_NCCL      several GPUs. Link -lnccl.
+ *   MT_HAVE_CUDNN     --attention-backend cudnn. Link -lcudnn (9.10 or later).
+ *   MT_HAVE_SM90A     kernels with wgmma and TMA. nvcc compiles for sm_90a.
+ *
+ * and in data/:
+ *   MT_HAVE_YAML      --config FILE.yaml (data/options.c). Link -lyaml.
+ *   MT_HAVE_PCRE2     tokenizers that split text by a pattern (data/tokenizer_encode.c). Link -lpcre2-8.
+ *   MT_HAVE_UTF8PROC  tokenizers with a Unicode normal form (data/tokenizer_encode.c). Link -lutf8proc.
  */
 #ifndef MEGATRON_H
 #define MEGATRON_H
+
+/* The version of this header; mt_version() is that of the library. The major number changes with the ABI. */
+#define MT_VERSION_MAJOR 1
+#define MT_VERSION_MINOR 0
+#define MT_VERSION_PATCH 0
+#define MT_VERSION       "1.0.0"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -22,6 +45,9 @@ extern "C" {
 #endif
 
 /* ==== §1 checks, arenas, random numbers =========================================================================== */
+
+/* The version of the library that is linked: its MT_VERSION. */
+const char *mt_version(void);
 
 /* One line for the user: what went wrong, where, and what to do. Parsers fill it and return -1; they never exit. */
 typedef struct mt_error {
@@ -56,8 +82,9 @@ static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-static inline int64_t mt_blocks(int64_t n, int64_t block) {
-    return (n + block - 1) / block;
+/* a / b rounded up, for a >= 0 and b > 0. */
+static inline int64_t mt_divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
 }
 
 /* Seconds of a monotonic clock. */
@@ -673,17 +700,17 @@ typedef void mt_route_backward_fn(float *dlogits, const float *dprobs, const int
  * sums[0, S, E] = the sums of each token's shares (softmax of its logits, or its sigmoids divided by their sum +
  * 1e-20), sums[1, S, E] = how many tokens have expert e among their k greatest scores, without groups and bias.
  * z_sum[0] += sum of logsumexp(logits)^2 (both added up in float64 and in a fixed order). */
-typedef void mt_balance_forward_fn(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
-                                   int64_t T, const mt_router *router, mt_stream *stream);
+typedef void mt_aux_loss_forward_fn(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
+                                    int64_t T, const mt_router *router, mt_stream *stream);
 /* loss[0] += sum over sequences of E (sum_e sums[0, s, e] sums[1, s, e]) / (sum_e sums[1, s, e]), which is the tokens
  * of a sequence times its auxiliary loss (Fedus et al., "Switch transformers"). Sequences without tokens add nothing.
  */
-typedef void mt_balance_loss_fn(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream);
+typedef void mt_aux_loss_value_fn(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream);
 /* dlogits[T, E] += aux_scale times the gradient of that loss, for counts [S, E] as constants, and z_scale times that of
  * z_sum. */
-typedef void mt_balance_backward_fn(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                    int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                    mt_stream *stream);
+typedef void mt_aux_loss_backward_fn(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                     int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                     mt_stream *stream);
 /* loads[E] += how often each expert is among experts[n]; -1 is none. Whole numbers, so exact below 2^24. */
 typedef void mt_count_experts_fn(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream);
 /* kept[t, j] for the rows [first, first + count) of experts[T, k]: the choice, or -1 where `capacity` others of the
@@ -775,8 +802,8 @@ typedef void mt_loss_accumulate_fn(double *sums, const float *loss, const float 
 
 /* ids[T] = the column of the greatest of logits[T, stride]'s first `count` columns, the lowest among equals; -1 where a
  * logit is not a number or the greatest is not finite. */
-typedef void mt_likeliest_fn(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                             mt_stream *stream);
+typedef void mt_argmax_fn(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                          mt_stream *stream);
 
 /* ---- optimizer, over any stretch of a bucket */
 
@@ -794,11 +821,11 @@ typedef struct mt_guard_rules {
     int64_t copies;      // how often the loss was added up
 } mt_guard_rules;
 
-/* A step's verdict. */
-typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
+/* The result of a step's check: the first rule that is broken. */
+typedef enum mt_guard_check { MT_STEP_PASSED, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_guard_check;
 
-/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
-enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
+/* A guard's numbers, kept from step to step: the last check, the average loss of the good steps, and their number. */
+enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 /* sum[0] += sum of squares. */
 typedef void mt_squared_norm_fn(double *sum, const float *x, int64_t n, mt_stream *stream);
@@ -808,7 +835,7 @@ typedef void mt_gradient_scale_fn(float *scale, float *norm, const double *sum_o
                                   float clip, mt_stream *stream);
 /* sum[n] += x[n]. */
 typedef void mt_accumulate_fn(float *sum, const float *x, int64_t n, mt_stream *stream);
-/* Decides on the device whether a step may update: guard[MT_GUARD_VERDICT] = the first rule that is broken by the loss
+/* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = the first rule that is broken by the loss
  * loss_sum[0] / (tokens[0] copies) or by norm[0]. A bad step's scale[0] becomes -1; a good one's loss l goes into the
  * average a of steps n: a += (l - a) / min(n + 1, window). */
 typedef void mt_step_guard_fn(double *guard, float *scale, const double *loss_sum, const double *tokens,
@@ -984,9 +1011,9 @@ typedef void mt_phase_end_fn(mt_stream *stream);
     OP(route_forward)                                                                                                  \
     OP(route_sinkhorn)                                                                                                 \
     OP(route_backward)                                                                                                 \
-    OP(balance_forward)                                                                                                \
-    OP(balance_loss)                                                                                                   \
-    OP(balance_backward)                                                                                               \
+    OP(aux_loss_forward)                                                                                               \
+    OP(aux_loss_value)                                                                                                 \
+    OP(aux_loss_backward)                                                                                              \
     OP(count_experts)                                                                                                  \
     OP(drop_tokens)                                                                                                    \
     OP(dispatch_plan)                                                                                                  \
@@ -1005,7 +1032,7 @@ typedef void mt_phase_end_fn(mt_stream *stream);
     OP(cross_entropy_loss)                                                                                             \
     OP(cross_entropy_backward)                                                                                         \
     OP(loss_accumulate)                                                                                                \
-    OP(likeliest)                                                                                                      \
+    OP(argmax)                                                                                                         \
     OP(accumulate)                                                                                                     \
     OP(squared_norm)                                                                                                   \
     OP(gradient_scale)                                                                                                 \
@@ -1120,20 +1147,8 @@ typedef struct mt_grid {
         kv_replicas; // ranks of the tensor group with the same key and value head, where heads are fewer than ranks
 } mt_grid;
 
-/* A job of one rank without a launcher: `static const mt_grid grid = MT_GRID_OF_ONE`. */
-#define MT_GROUP_OF_ONE(its_name)                                                                                      \
-    { .name = its_name, .size = 1 }
-#define MT_GRID_OF_ONE                                                                                                 \
-    {                                                                                                                  \
-        .world = MT_GROUP_OF_ONE("world"), .tensor = MT_GROUP_OF_ONE("tensor"), .context = MT_GROUP_OF_ONE("context"), \
-        .data = MT_GROUP_OF_ONE("data"), .data_context = MT_GROUP_OF_ONE("data-context"),                              \
-        .pipeline = MT_GROUP_OF_ONE("pipeline"), .embedding = MT_GROUP_OF_ONE("embedding"),                            \
-        .model = MT_GROUP_OF_ONE("model"), .tensor_context = MT_GROUP_OF_ONE("tensor-context"),                        \
-        .expert = MT_GROUP_OF_ONE("expert"), .expert_tensor = MT_GROUP_OF_ONE("expert-tensor"),                        \
-        .expert_data = MT_GROUP_OF_ONE("expert-data"), .expert_exchange = MT_GROUP_OF_ONE("expert-exchange"),          \
-        .kv_replicas = MT_GROUP_OF_ONE("kv-replicas"), .context_a2a = MT_GROUP_OF_ONE("context-a2a"),                  \
-        .context_ring = MT_GROUP_OF_ONE("context-ring")                                                                \
-    }
+/* The grid of a job of one rank without a launcher. */
+extern const mt_grid mt_grid_of_one;
 
 /* The sizes that groups follow from. world = tensor context data pipeline = expert_tensor expert expert_data pipeline.
  */
@@ -1193,10 +1208,10 @@ void mt_barrier(const mt_group *group);
 /* If any rank failed, fails on every rank with the error of the lowest such rank; else returns 0. Every rank calls it.
  */
 int mt_agree(const mt_group *world, bool failed, mt_error *error);
-/* One message between two ranks of a group, with a tag under MT_HOST_TAGS; the last is the CUDA backend's. */
-enum { MT_HOST_TAGS = 1000 };
-void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag);
-void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag);
+/* One message between two ranks of a group, in host memory. Messages from one rank to another arrive in order. Data on
+ * a device goes by channels, or to ranks of one host by mailboxes (§3). */
+void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
+void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
 
 /* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
  * before a barrier are seen by all ranks after it. */
@@ -1398,8 +1413,9 @@ typedef struct mt_param {
     int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
     const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
     bool is_vector;
-    bool is_embedding; // a lookup table: its backward adds to single rows
-    bool trained;      // by the optimizer
+    bool is_embedding;     // a lookup table: its backward adds to single rows
+    bool trained;          // by the optimizer
+    mt_linear_kind linear; // of a matrix
     mt_init init;
     double init_std;
     bool weight_decay;
@@ -1568,6 +1584,11 @@ void mt_model_set_reader(mt_model *model, mt_stream *reader);
  * be possible. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs its schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
+/* Does the last forward of a model on one pipeline rank again, from the same batch: writes the same activations and
+ * changes nothing else; no loss, load, auxiliary loss or gradient counts twice. Recomputation replays layers this way.
+ * Between a forward and its backward. */
+void mt_model_replay(mt_model *model);
+
 /* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens, and
  * what multi-token prediction adds to it. */
 void mt_model_backward(mt_model *model);
@@ -1583,10 +1604,10 @@ void mt_model_read(mt_model *model, float *loss, float *entropy, float *logits);
 void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits);
 
-/* The same with the likeliest token of each of these rows, tokens[num_rows], instead of the logits: the lowest id among
- * equals, -1 where the logits are not all numbers. */
-void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                               int64_t num_rows, int32_t *tokens);
+/* As mt_model_decode, but returns tokens[num_rows], the token of the greatest logit of each row: the lowest id among
+ * equals, -1 where a logit is NaN or the greatest is not finite. */
+void mt_model_decode_argmax(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, int32_t *tokens);
 
 /* ==== §11 schedules ================================================================================================
  */

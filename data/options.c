@@ -337,8 +337,7 @@ const mt_option *mt_option_find(const char *name, size_t length) {
     return NULL;
 }
 
-/* Letters to insert, delete or exchange to get from one name to the other (Levenshtein); long names are cut. */
-static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
+int mt_edit_distance(const char *a, size_t a_length, const char *b) {
     enum { LONGEST = 64 };
     int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
     for (int j = 0; j <= b_length; j++) row[j] = j;
@@ -610,8 +609,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
-static int mt_options_read_shape(mt_options *options, mt_error *error) {
+int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (!options->load && !options->hf_config) return 0;
     if (options->load && options->hf_config)
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",

@@ -23,6 +23,9 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
  * words of a list with blanks between them; "true" or "false" for a flag. */
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
 
+/* The Levenshtein distance of two names, for "did you mean": '_' in `a` equals '-'; names are cut after 64 letters. */
+int mt_edit_distance(const char *a, size_t a_length, const char *b);
+
 /* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
 void mt_options_default(mt_options *options);
 void mt_options_free(mt_options *options);
@@ -35,6 +38,10 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 /* Takes the model from the text of a Hugging Face config.json, except the options that were given; `path` is for
  * messages. */
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
+
+/* Takes the model's shape from config.json of the folder options->load, or from the file options->hf_config, but for
+ * options that were given. mt_options_parse does this itself. */
+int mt_options_read_shape(mt_options *options, mt_error *error);
 
 /* Writes config.json for options->hf_family (finished options), such that transformers (and this program) loads the
  * folder; the family "megatron" is read by this program only. Returns text to free. */

@@ -5,6 +5,7 @@
  * index (12 bytes per document).
  */
 #include "dataset.h"
+#include "file.h"
 #include "options.h"
 #include "text.h"
 #include "tokenizer.h"
@@ -87,30 +88,11 @@ static void print_help(void) {
            "them are complete.\n");
 }
 
-/* Levenshtein's distance, for words shorter than 64 bytes. */
-static int64_t edit_distance(const char *one, const char *other) {
-    int64_t row[64], length = (int64_t)strlen(other);
-    if (length >= 64) return INT64_MAX;
-    for (int64_t j = 0; j <= length; j++) row[j] = j;
-    for (int64_t i = 1; one[i - 1]; i++) {
-        int64_t diagonal = row[0];
-        row[0] = i;
-        for (int64_t j = 1; j <= length; j++) {
-            int64_t best = diagonal + (one[i - 1] != other[j - 1]);
-            diagonal = row[j];
-            if (row[j] + 1 < best) best = row[j] + 1;
-            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
-            row[j] = best;
-        }
-    }
-    return row[length];
-}
-
 static int unknown_option(const char *word, mt_error *error) {
     const char *nearest = NULL;
-    int64_t least = (int64_t)strlen(word) / 2;
+    int least = (int)(strlen(word) / 2);
     for (int64_t i = 0; i < NUM_OPTIONS; i++) {
-        int64_t distance = edit_distance(options[i].name, word);
+        int distance = mt_edit_distance(word, strlen(word), options[i].name);
         if (distance > least) continue;
         least = distance;
         nearest = options[i].name;
@@ -158,14 +140,9 @@ static int parse_option(settings *s, int argc, char **argv, int *next, mt_error 
     return 0;
 }
 
-static bool has_suffix(const char *text, const char *suffix) {
-    size_t length = strlen(text), tail = strlen(suffix);
-    return length >= tail && strcmp(text + length - tail, suffix) == 0;
-}
-
 static int choose_format(settings *s, mt_error *error) {
     static const char *const names[] = {"paragraphs", "lines", "file"};
-    bool plain = has_suffix(s->input, ".txt");
+    bool plain = mt_text_ends_with(s->input, ".txt");
     s->format = plain ? MT_TEXT_PARAGRAPHS : MT_TEXT_JSONL;
     if (s->documents && !plain)
         return mt_error_set(error, "--documents: is for plain text, but --input %s is not .txt", s->input);

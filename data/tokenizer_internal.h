@@ -194,9 +194,6 @@ const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id);
 int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id); // adds it to `lookup`; returns the id found if taken
 int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes); // -1 if absent
 
-/* Replaces control characters by '?': messages quote tokens, which may hold any byte. */
-void mt_error_one_line(mt_error *error);
-
 /* ---- tokenizer_encode.c ---------------------------------------------------------------------------------------- */
 
 extern const char mt_gpt2_pattern[];

@@ -2,7 +2,8 @@
  * file is either implemented exactly or refused by name; unknown keys are ignored, as by `tokenizers`. */
 #include "tokenizer_internal.h"
 
-#include <jansson.h>
+#include "file.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,16 +19,7 @@ typedef struct loader {
 /* ---- JSON ------------------------------------------------------------------------------------------------------ */
 
 static json_t *parse_json(const char *path, const mt_text *text, mt_error *error) {
-    json_error_t why;
-    json_t *root = json_loadb(text->bytes ? text->data : "", (size_t)text->bytes, JSON_ALLOW_NUL, &why);
-    if (!root) {
-        mt_error_set(error, "%s: not JSON, or damaged, at line %d: %s", path, why.line, why.text);
-    } else if (!json_is_object(root)) {
-        mt_error_set(error, "%s: not a JSON object", path);
-        json_decref(root);
-        root = NULL;
-    }
-    return root;
+    return mt_json_parse(text->bytes ? text->data : "", text->bytes, JSON_ALLOW_NUL, path, error);
 }
 
 static bool get_bool(const json_t *object, const char *key, bool otherwise) {
@@ -582,7 +574,6 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
     }
     json_t *root = parse_json(path, json, error);
     int failed = root ? load_json(&l, root, config) : -1;
-    if (failed) mt_error_one_line(error);
     free(l.keys);
     json_decref(root);
     json_decref(config);
@@ -634,7 +625,6 @@ int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, cons
     loader l = {.tokenizer = tokenizer, .path = vocab_path, .error = error};
     json_t *root = parse_json(vocab_path, vocab, error);
     int failed = root ? load_gpt2(&l, root, merges_path, merges) : -1;
-    if (failed) mt_error_one_line(error);
     free(l.keys);
     json_decref(root);
     return failed;

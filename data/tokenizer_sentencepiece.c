@@ -269,7 +269,5 @@ int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, c
     tokenizer->rules.remove_extra_whitespaces = true;
     tokenizer->rules.escape_whitespaces = true;
     if (!model->bytes) return mt_error_set(error, "%s: is empty; fetch the file again", path);
-    if (!load_model(&l, model)) return 0;
-    mt_error_one_line(error);
-    return -1;
+    return load_model(&l, model);
 }

@@ -266,8 +266,3 @@ int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id) {
 int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
     return tokenizer->lookup_capacity ? *lookup_slot(tokenizer, text, bytes) : -1;
 }
-
-void mt_error_one_line(mt_error *error) {
-    for (char *c = error->text; *c; c++)
-        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
-}

@@ -6,11 +6,11 @@
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
  * step runs. A picture is therefore wrong only if the program is wrong. */
 #include "../data/dataset.h"
+#include "../data/file.h"
 #include "../data/options.h"
 #include "../data/schedule_print.h"
 #include "../megatron.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -31,8 +31,8 @@ enum { BLUE, ORANGE, GREEN, YELLOW, PURPLE, RED, TEAL, NUM_FILLS };
 
 /* An SVG file being written. Lengths are in pixels. */
 typedef struct picture {
-    FILE *file;
-    char path[1024], temporary[1100];
+    FILE *file; // of `out`
+    mt_new_file out;
 } picture;
 
 /* Anchor of a text: its start, middle or end. */
@@ -45,10 +45,11 @@ static void check(int status, const mt_error *error) {
 /* `name` is also the title of the picture, for screen readers. */
 static picture picture_open(const char *folder, const char *name, const char *title, int width, int height) {
     picture p;
-    snprintf(p.path, sizeof p.path, "%s/%s.svg", folder, name);
-    snprintf(p.temporary, sizeof p.temporary, "%s.part", p.path);
-    p.file = fopen(p.temporary, "w");
-    if (!p.file) mt_die("%s: cannot be written: %s; name an existing folder", p.temporary, strerror(errno));
+    char path[1024];
+    mt_error error;
+    snprintf(path, sizeof path, "%s/%s.svg", folder, name);
+    check(mt_new_file_open(&p.out, path, "folder", &error), &error);
+    p.file = p.out.stream;
     fprintf(p.file, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\"\n",
             width, height, width, height);
     fprintf(p.file,
@@ -59,13 +60,9 @@ static picture picture_open(const char *folder, const char *name, const char *ti
 }
 
 static void picture_close(picture *p) {
+    mt_error error;
     fprintf(p->file, "</svg>\n");
-    bool failed = ferror(p->file) || fflush(p->file) != 0;
-    if (fclose(p->file) != 0 || failed || rename(p->temporary, p->path) != 0) {
-        int reason = errno;
-        unlink(p->temporary);
-        mt_die("%s: cannot be written: %s", p->path, strerror(reason));
-    }
+    check(mt_new_file_close(&p->out, 0, &error), &error);
 }
 
 static void box(picture *p, double x, double y, double width, double height, const char *fill) {
@@ -352,7 +349,7 @@ static void draw_bytes(picture *p, double x, double y, const char *title, const 
         text(p, x + per_byte * (total + 0.5 * bytes[i]), y + 17, MIDDLE, "%s", names[i]);
         total += bytes[i];
     }
-    text(p, x, y - 7, START, "%s: %d bytes a parameter", title, total);
+    text(p, x, y - 7, START, "%s: %d bytes per parameter", title, total);
 }
 
 /* Draws all buckets of the model side by side, to scale. */
@@ -463,7 +460,7 @@ static void draw_layer(const char *folder) {
     text(&p, 20, 28, START, "A layer of Qwen3 0.6B: T tokens of n elements between its operations");
     text_in(&p, FAINT, 20, 56, START, "forward, downwards");
     text_in(&p, FAINT, x, 56, MIDDLE, "tensor");
-    text_in(&p, FAINT, 660, 56, START, "what makes its gradient, upwards");
+    text_in(&p, FAINT, 660, 56, START, "backward, upwards");
     for (int i = 0; i < count; i++) {
         double y = top + step * i, w = scale * (double)flows[i].width;
         if (i > 0) text(&p, 20, y - 3, START, "%s", flows[i].forward);
@@ -478,8 +475,7 @@ static void draw_layer(const char *folder) {
     draw_residual(&p, left, x - 145, top + 9, top + step * 6 + 5);
     draw_residual(&p, left, x - 145, top + step * 6 + 13, top + step * 11 + 9);
     box(&p, 20, 500, 10, 10, fills[BLUE]);
-    text(&p, 36, 509, START,
-         "saved for the backward: %s elements a token, %s bytes in fp32; white: not this layer's own",
+    text(&p, 36, 509, START, "saved for the backward: %s elements per token, %s bytes in fp32; white: of another layer",
          grouped(saved, a), grouped(saved * 4, b));
     picture_close(&p);
     table_close(&t);
@@ -822,7 +818,7 @@ static void draw_step(const char *folder) {
     for (int i = 0; i < 5; i++) products += flops[i], most = fmax(most, flops[i]);
     flops[5] = total - products;
     picture p = picture_open(folder, "06-step", "Operations of a training step", 900, 280);
-    text(&p, 20, 28, START, "GPT-2 124M, %lld x %lld tokens: %.1f GFLOP a step, of which matrix products %.1f",
+    text(&p, 20, 28, START, "GPT-2 124M, %lld x %lld tokens: %.1f GFLOP per step, of which matrix products %.1f",
          (long long)sequences, (long long)o.seq_length, total * 1e-9, products * 1e-9);
     static const char *const parts[] = {"forward", "gradient of the input", "gradient of the weights"};
     for (int i = 0; i < 3; i++) {
@@ -840,7 +836,7 @@ static void draw_step(const char *folder) {
 static void draw_pipelines(const char *folder) {
     const mt_schedule plain = {MT_SCHEDULE_1F1B, 4, 1, 8, 0}, interleaved = {MT_SCHEDULE_INTERLEAVED, 4, 2, 8, 4},
                       zero_bubble = {MT_SCHEDULE_ZB_H1, 4, 1, 8, 0};
-    static const char *const names[] = {"forward", "backward (of the input)", "of the weights, apart"};
+    static const char *const names[] = {"forward", "backward (of the input)", "weights, delayed"};
     picture p = picture_open(folder, "07-schedules", "Three pipeline schedules", 900, 470);
     for (int i = 0; i < 3; i++) {
         box(&p, 20 + 190 * i, 20, 10, 10, fills[i == 0 ? BLUE : i == 1 ? GREEN : TEAL]);
@@ -848,7 +844,7 @@ static void draw_pipelines(const char *folder) {
     }
     text(&p, 590, 29, START, "lighter: later layers; right: live");
     draw_timeline(&p, 40, 70, 24, &plain, "1F1B");
-    draw_timeline(&p, 40, 210, 24, &interleaved, "interleaved, 2 stages a rank");
+    draw_timeline(&p, 40, 210, 24, &interleaved, "interleaved, 2 stages per rank");
     draw_timeline(&p, 40, 350, 24, &zero_bubble, "ZB-H1");
     picture_close(&p);
 }
@@ -860,7 +856,7 @@ static void draw_bubbles(const char *folder) {
                                         {MT_SCHEDULE_INTERLEAVED, PP, 2, 0, PP},
                                         {MT_SCHEDULE_INTERLEAVED, PP, 4, 0, PP},
                                         {MT_SCHEDULE_ZB_H1, PP, 1, 0, 0}};
-    static const char *const names[] = {"1F1B", "interleaved, 2 stages a rank", "interleaved, 4 stages a rank",
+    static const char *const names[] = {"1F1B", "interleaved, 2 stages per rank", "interleaved, 4 stages per rank",
                                         "ZB-H1"};
     static const char *const strokes[] = {"#5b6470", "#c0561a", "#b8860b", "#2f6db0"};
     const mt_action_costs costs = {1, 1, 1, 0};
@@ -871,7 +867,7 @@ static void draw_bubbles(const char *folder) {
         text(&p, x - 8, y + height * (1 - i / 4.0) + 4, END, "%d%%", 25 * i);
     }
     for (int m = PP; m <= MOST; m += PP) text(&p, x + width * (m - PP) / (MOST - PP), y + height + 18, MIDDLE, "%d", m);
-    text(&p, x + width / 2, y + height + 36, MIDDLE, "micro-batches a step, on %d ranks", PP);
+    text(&p, x + width / 2, y + height + 36, MIDDLE, "micro-batches per step, on %d ranks", PP);
     for (int k = 0; k < 4; k++) {
         fprintf(p.file, "<path d=\"");
         for (int64_t m = PP; m <= MOST; m += PP) {
@@ -922,7 +918,7 @@ static void sharer_open(sharer *s, const char *strategy, bool overlaps, const mt
                            "--overlap-grad-reduce",
                            "--overlap-param-gather"};
     mt_error error;
-    *s = (sharer){.grid = MT_GRID_OF_ONE};
+    *s = (sharer){.grid = mt_grid_of_one};
     s->grid.data_context.size = SHARING_RANKS, s->grid.data_context.rank = SHARING_RANK;
     parse_options(&s->options, words, (int)(sizeof words / sizeof *words) - (overlaps ? 0 : 2));
     mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .max_position = 64, .train = true};
@@ -993,7 +989,7 @@ static int64_t bucket_at(const void *values) {
         for (int k = 0; k < 3; k++)
             if (arrays[k] && (const char *)values >= arrays[k] && (const char *)values < arrays[k] + bytes[k]) return i;
     }
-    mt_die("a picture of values that are in no bucket");
+    mt_die("the address of a collective is in no bucket");
 }
 
 static void record(mt_stream *stream, double duration, const void *values) {
@@ -1085,12 +1081,13 @@ static void draw_talk(picture *p, double y, bool overlaps, double scale) {
 }
 
 static void draw_sharing(const char *folder) {
-    picture p = picture_open(folder, "09-shards", "What data-parallel ranks share out", 900, 400);
-    text(&p, 25, 28, START, "A layer's bucket on rank %d of %d: what is always there, and its bytes a parameter",
+    picture p = picture_open(folder, "09-shards", "Memory of data-parallel ranks", 900, 400);
+    text(&p, 25, 28, START,
+         "A layer's bucket on rank %d of %d: the part that is always in memory, and its bytes per parameter",
          SHARING_RANK, SHARING_RANKS);
     for (int i = 0; i < NUM_STRATEGIES; i++) draw_strategy(&p, 70 + 26 * i, strategies[i]);
     text(&p, 25, 214, START,
-         "A forward and a backward with optim_grads_params, a colour a bucket: matrix products, gathers, sums");
+         "A forward and a backward with optim_grads_params, one colour per bucket: matrix products, gathers, sums");
     draw_talk(&p, 236, false, 5);
     draw_talk(&p, 284, true, 5);
     picture_close(&p);
@@ -1164,8 +1161,9 @@ static void draw_context(const char *folder) {
     int64_t pairs[RING][RING];
     ring_steps(step, pairs);
     picture p = picture_open(folder, "08-zigzag", "The zig-zag and the steps of its ring", 900, 440);
-    text(&p, 20, 26, START, "%d tokens in %d chunks over %d ranks: who owns which, and in which step of the ring",
-         RING_TOKENS, 2 * RING, RING);
+    text(&p, 20, 26, START,
+         "%d tokens in %d chunks over %d ranks: the owner of each, and the step of the ring in which", RING_TOKENS,
+         2 * RING, RING);
     text(&p, 20, 42, START, "a query (row) meets a key (column)");
     draw_ring_mask(&p, 80, 78, 10, step);
     const double x = 500, scale = 1.5;
@@ -1186,7 +1184,7 @@ static void draw_context(const char *folder) {
         text(&p, x - 8, y, END, "rank %d", rank);
         text(&p, at + 8, y, START, "%lld", (long long)all);
     }
-    text(&p, x - 55, y += 46, START, "the same, were the sequence cut into %d stretches", RING);
+    text(&p, x - 55, y += 46, START, "the same with %d contiguous parts", RING);
     for (int rank = 0; rank < RING; rank++) {
         int64_t all = causal_pairs(rank * RING_TOKENS / RING, RING_TOKENS / RING);
         y += 26;
@@ -1204,7 +1202,7 @@ static void draw_context(const char *folder) {
 static void draw_groups(picture *p, double x, double y, const mt_grid_shape *shape, mt_group_kind kind) {
     enum { RANKS = 16, NUMBER_OF_COLOURS = NUM_FILLS + 1 };
     const double cell = 36;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     int colour_of[RANKS], groups = 0, largest = 1;
     for (int rank = 0; rank < RANKS; rank++) {
         int members[RANKS], count = mt_grid_members(members, shape, kind, rank);
@@ -1367,7 +1365,7 @@ static void note_layer(bool sequence_parallel) {
                                  "1"};
     mt_ops ops = mt_cpu_ops;
     mt_options options;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     mt_model *model;
     mt_batch batch;
     mt_error error;
@@ -1423,8 +1421,8 @@ static void draw_region(picture *p, double x, double y, const char *title) {
 static void draw_tensor(const char *folder) {
     picture p = picture_open(folder, "11-layer", "A layer on one rank of a tensor group", 900, 640);
     text(&p, 20, 28, START,
-         "A layer on one of %d ranks, T = %d, C = 64, F = 96, 8 heads, 2 groups of 8 channels: results, and what is "
-         "sent",
+         "A layer on one of %d ranks, T = %d, C = 64, F = 96, 8 heads, 2 groups of 8 channels: results, and "
+         "elements sent",
          TENSOR_RANKS, TENSOR_TOKENS);
     static const char *const meaning[] = {"some channels", "a part of a sum", "collective", "outside of the regions"};
     static const int colours[] = {BLUE, TEAL, ORANGE, GREEN};
@@ -1482,7 +1480,7 @@ static void draw_routers(const char *folder) {
     mt_router router = {.num_experts = EXPERTS, .topk = CHOICES, .sigmoid = true, .scaling = 1};
     mt_router together = {.num_experts = EXPERTS, .topk = CHOICES, .pre_softmax = true, .scaling = 1};
     picture p = picture_open(folder, "14-routing", "Four ways to choose experts", 900, 490);
-    text(&p, 20, 28, START, "%d tokens choose %d of %d experts by the same logits; below, what each expert gets",
+    text(&p, 20, 28, START, "%d tokens choose %d of %d experts by the same logits; below, the load of each expert",
          ROUTED, CHOICES, EXPERTS);
     routed_logits(logits);
     for (int t = 0; t < ROUTED; t++) index[t] = t;

@@ -15,8 +15,8 @@ tidy() {
     :
 }
 
-# verdict NAME COMMAND...: runs a test; if it fails, prints the output of its last program.
-verdict() {
+# check NAME COMMAND...: runs a test; if it fails, prints the output of its last program.
+check() {
     name=$1
     shift
     if "$@"; then

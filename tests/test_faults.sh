@@ -103,9 +103,9 @@ sizes_that_do_not_fit_the_ranks_are_refused() {
     [ "$(grep -c '^error: ' "$work/err")" = 1 ]
 }
 
-verdict "a hanging rank ends the job and the others report it" a_hanging_rank_ends_the_job_and_the_others_report_it
-verdict "a rank that dies ends the job" a_rank_that_dies_ends_the_job
-verdict "a run may be longer than the timeout" a_run_may_be_longer_than_the_timeout
-verdict "ranks with different options are named" ranks_with_different_options_are_named
-verdict "sizes that do not fit the ranks are refused" sizes_that_do_not_fit_the_ranks_are_refused
+check "a hanging rank ends the job and the others report it" a_hanging_rank_ends_the_job_and_the_others_report_it
+check "a rank that dies ends the job" a_rank_that_dies_ends_the_job
+check "a run may be longer than the timeout" a_run_may_be_longer_than_the_timeout
+check "ranks with different options are named" ranks_with_different_options_are_named
+check "sizes that do not fit the ranks are refused" sizes_that_do_not_fit_the_ranks_are_refused
 exit $failed

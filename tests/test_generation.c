@@ -1,4 +1,4 @@
-/* Generation: sampling against its definition, the key/value cache against full forwards, greedy continuations against
+/* Generation: sampling compared with its definition, the key/value cache with full forwards, greedy continuations with
  * Hugging Face transformers. */
 #include "../data/checkpoint.h"
 #include "../data/options.h"
@@ -15,7 +15,6 @@
 
 #include <cmocka.h>
 
-static const mt_grid grid = MT_GRID_OF_ONE;
 static const char *const families[] = {"gpt2",      "llama", "llama3_rope_tied",  "qwen2",
                                        "qwen2_moe", "qwen3", "deepseek_v3_dense", "deepseek_v3_no_q_latent"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
@@ -39,13 +38,13 @@ static mt_model *create_model(const mt_options *options, const mt_model_plan *pl
     mt_model *model;
     mt_error error = {{0}};
     mt_run_state state = {0};
-    if (mt_model_create(&model, options, &grid, &mt_cpu_ops, plan, &error) != 0 ||
+    if (mt_model_create(&model, options, &mt_grid_of_one, &mt_cpu_ops, plan, &error) != 0 ||
         mt_checkpoint_load(model, &state, options->load, &error) != 0)
         fail_msg("%s", error.text);
     return model;
 }
 
-/* `auto` may turn out to be a CPU, after the options were checked. */
+/* --device auto may select the CPU after the options were checked. */
 static void a_model_on_the_cpu_has_no_backend_of_a_gpu(void **state) {
     (void)state;
     const mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8};
@@ -55,7 +54,7 @@ static void a_model_on_the_cpu_has_no_backend_of_a_gpu(void **state) {
         mt_error error = {{0}};
         mt_model *model = NULL;
         options.attention_backend = backends[i];
-        assert_int_equal(mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, &error), -1);
+        assert_int_equal(mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error), -1);
         assert_non_null(strstr(error.text, "needs a GPU, and this run is on the CPU"));
         assert_non_null(strstr(error.text, i == 0 ? "unfused" : "cudnn"));
         assert_null(model);
@@ -69,7 +68,7 @@ static mt_options read_family(int family) {
     return read_options(folder);
 }
 
-/* The ids in an array of a JSON file. Returns their number. */
+/* Reads an array of ids from a JSON file; returns their number. */
 static int64_t read_ids(const char *path, const char *key, int32_t *ids, int64_t room) {
     json_t *root = json_load_file(path, 0, NULL), *item;
     size_t i;
@@ -88,7 +87,7 @@ static mt_sequence begin(const mt_options *options, int64_t id, const int32_t *p
     return sequence;
 }
 
-/* Generates until all sequences are finished, at most `piece` tokens of prompts a pass (0: as planned). */
+/* Generates until all sequences are finished, with at most `piece` tokens per forward (0: as planned). */
 static void run(const mt_options *options, mt_sequence *sequences, int64_t count, int64_t piece,
                 const mt_sampling *sampling, const mt_stops *stops) {
     mt_error error;
@@ -117,7 +116,7 @@ static void assert_same_tokens(const mt_sequence *a, const mt_sequence *b) {
             fail_msg("token %d of sequence %d: %d and %d", (int)i, (int)a->id, a->tokens[i], b->tokens[i]);
 }
 
-/* ---- choosing a token */
+/* ---- sampling */
 
 enum { DRAWS = 20000, CHOICES = 8 };
 
@@ -133,7 +132,7 @@ static void count_draws(const float *logits, int64_t V, const mt_sampling *sampl
     }
 }
 
-/* Fails where counts are unlikely (under 1 in 1,000) to come from weights: Pearson's chi-square over the n choices. */
+/* Fails if the counts come from these weights with a probability under 1 in 1,000 (Pearson's chi-square test). */
 static void assert_drawn_from(const double *weights, const int64_t *counts, int64_t V) {
     static const double limit[CHOICES] = {0, 10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32}; // by degrees of freedom
     double total = 0, chi_square = 0;
@@ -162,7 +161,7 @@ static void draws_follow_the_softmax_at_any_temperature(void **state) {
     }
 }
 
-static void top_k_draws_from_the_k_likeliest_in_proportion(void **state) {
+static void top_k_draws_from_the_k_most_probable_in_proportion(void **state) {
     (void)state;
     const int32_t by_rank[CHOICES] = {2, 5, 7, 0, 3, 4, 1, 6}; // 0 before 3: equal logits, lower id
     for (int64_t k = 1; k <= CHOICES; k++) {
@@ -177,17 +176,18 @@ static void top_k_draws_from_the_k_likeliest_in_proportion(void **state) {
 
 static void top_p_draws_from_the_fewest_that_hold_p(void **state) {
     (void)state;
-    const double weights[4] = {0.15, 0.5, 0.05, 0.3}; // from the likeliest: 0.5, 0.8, 0.95, 1
+    const double weights[4] = {0.15, 0.5, 0.05, 0.3}; // cumulative, most probable first: 0.5, 0.8, 0.95, 1
     float logits[4];
     for (int i = 0; i < 4; i++) logits[i] = (float)log(weights[i]);
     const struct {
         double top_p;
         int64_t top_k;
         double kept[4];
-    } cases[] = {{0.001, 0, {0, 0.5, 0, 0}},  {0.49, 0, {0, 0.5, 0, 0}},      {0.51, 0, {0, 0.5, 0, 0.3}},
-                 {0.79, 0, {0, 0.5, 0, 0.3}}, {0.81, 0, {0.15, 0.5, 0, 0.3}}, {0.96, 0, {0.15, 0.5, 0.05, 0.3}},
-                 {0.83, 3, {0, 0.5, 0, 0.3}}, {0.85, 3, {0.15, 0.5, 0, 0.3}}, // of the three: 0.526, 0.842, 1
-                 {0.62, 2, {0, 0.5, 0, 0}}};
+    } cases[] = {
+        {0.001, 0, {0, 0.5, 0, 0}},  {0.49, 0, {0, 0.5, 0, 0}},      {0.51, 0, {0, 0.5, 0, 0.3}},
+        {0.79, 0, {0, 0.5, 0, 0.3}}, {0.81, 0, {0.15, 0.5, 0, 0.3}}, {0.96, 0, {0.15, 0.5, 0.05, 0.3}},
+        {0.83, 3, {0, 0.5, 0, 0.3}}, {0.85, 3, {0.15, 0.5, 0, 0.3}}, // cumulative over the top three: 0.526, 0.842, 1
+        {0.62, 2, {0, 0.5, 0, 0}}};
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         int64_t counts[CHOICES];
         mt_sampling sampling = {.temperature = 1, .top_p = cases[k].top_p, .top_k = cases[k].top_k, .seed = 5};
@@ -196,7 +196,7 @@ static void top_p_draws_from_the_fewest_that_hold_p(void **state) {
     }
 }
 
-/* What a full sort would keep, from many random distributions with equal logits among them. */
+/* Compares with a full sort, for many random distributions that include equal logits. */
 static void top_k_and_top_p_keep_what_sorting_would(void **state) {
     (void)state;
     enum { V = 300 };
@@ -271,7 +271,7 @@ static void greedy_continuations_equal_transformers(void **state) {
         char path[512];
         snprintf(path, sizeof path, "%s/expected.json", options.load);
         int64_t count = read_ids(path, "greedy_ids", expected, 64);
-        assert_int_equal(count, 32); // the prompt's eight and 24 more
+        assert_int_equal(count, 32); // 8 of the prompt and 24 generated
         mt_sequence sequence = begin(&options, 0, expected, 8, 64);
         run(&options, &sequence, 1, 0, &greedy, &no_stops);
         assert_int_equal(sequence.num_tokens, count);
@@ -283,7 +283,49 @@ static void greedy_continuations_equal_transformers(void **state) {
     }
 }
 
-/* Logits [count, vocab_size] of one pass over the whole sequence. */
+static void a_folder_opens_and_generates_in_two_calls(void **state) {
+    (void)state;
+    const char *const settings[] = {"device", "cpu", NULL};
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        char folder[256], path[512];
+        mt_grid grid = mt_grid_of_one;
+        mt_hf *hf;
+        mt_error error;
+        int32_t expected[64], tokens[32];
+        int64_t num_tokens = 8;
+        snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[k]);
+        snprintf(path, sizeof path, "%s/expected.json", folder);
+        assert_int_equal(read_ids(path, "greedy_ids", expected, 64), 32);
+        memcpy(tokens, expected, 8 * sizeof *tokens);
+        if (mt_hf_open(&hf, folder, settings, 1, 32, &grid, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(mt_generate(hf->model, tokens, &num_tokens, 1, 32, NULL, NULL, &error), 0);
+        assert_int_equal(num_tokens, 32);
+        assert_memory_equal(tokens, expected, sizeof tokens);
+        mt_hf_close(hf);
+    }
+}
+
+static void a_folder_that_cannot_be_opened_says_why(void **state) {
+    (void)state;
+    const struct {
+        const char *folder, *name, *value, *says;
+        int64_t max_tokens;
+    } cases[] = {{"tests/golden/hf/absent", NULL, NULL, "No such file", 8},
+                 {"tests/golden/hf/llama", "devise", "cpu", "device", 8},
+                 {"tests/golden/hf/llama", "tensor_model_parallel_size", "2", "tensor-model-parallel-size", 8},
+                 {"tests/golden/hf/llama", "device", "cpu", "context", 1 << 30}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *const settings[] = {cases[i].name, cases[i].value, NULL};
+        mt_grid grid = mt_grid_of_one;
+        mt_hf *hf;
+        mt_error error;
+        assert_int_equal(mt_hf_open(&hf, cases[i].folder, settings, 1, cases[i].max_tokens, &grid, &error), -1);
+        assert_null(hf);
+        if (!strstr(error.text, cases[i].says)) fail_msg("%s does not say %s", error.text, cases[i].says);
+    }
+}
+
+/* Logits [count, vocab_size] of one forward of the whole sequence. */
 static void forward_whole(mt_model *model, mt_batch *batch, const int32_t *tokens, int64_t count, float *logits) {
     for (int64_t t = 0; t < count; t++) {
         batch->tokens[t] = tokens[t], batch->labels[t] = 0, batch->positions[t] = (int32_t)t;
@@ -295,7 +337,7 @@ static void forward_whole(mt_model *model, mt_batch *batch, const int32_t *token
     mt_model_read(model, NULL, NULL, logits);
 }
 
-/* Logits of the last of tokens [first, first + count), whose predecessors are in the cache from `base` on. */
+/* Logits of the last of tokens [first, first + count); the cache holds the earlier tokens from row `base` on. */
 static void decode(mt_model *model, mt_batch *batch, const int32_t *tokens, int64_t first, int64_t count, int64_t base,
                    float *logits) {
     int32_t rows[64], last = (int32_t)count - 1;
@@ -443,10 +485,10 @@ static void a_sequence_ends_at_a_stop_token_or_at_its_length(void **state) {
     const mt_stops stops = {.ids = {159, expected[8]}, .count = 2};
     mt_sequence stopped = begin(&options, 0, expected, 8, 64), cut = begin(&options, 0, expected, 8, 11);
     run(&options, &stopped, 1, 0, &greedy, &stops);
-    assert_int_equal(stopped.num_tokens, 9); // the stop token is the last
+    assert_int_equal(stopped.num_tokens, 9); // the last token is the stop token
     assert_int_equal(stopped.tokens[8], expected[8]);
     run(&options, &cut, 1, 0, &greedy, &no_stops);
-    assert_int_equal(cut.num_tokens, 11); // all of its context
+    assert_int_equal(cut.num_tokens, 11); // the whole context
     free(stopped.tokens), free(cut.tokens);
     mt_options_free(&options);
 }
@@ -504,7 +546,7 @@ static void prompts_that_cannot_be_continued_are_refused(void **state) {
     mt_options_free(&options);
 }
 
-/* ---- what a model's folder says */
+/* ---- files of a model's folder */
 
 static void write_text(const char *folder, const char *name, const char *text) {
     char path[512];
@@ -635,13 +677,15 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_model_on_the_cpu_has_no_backend_of_a_gpu),
         cmocka_unit_test(draws_follow_the_softmax_at_any_temperature),
-        cmocka_unit_test(top_k_draws_from_the_k_likeliest_in_proportion),
+        cmocka_unit_test(top_k_draws_from_the_k_most_probable_in_proportion),
         cmocka_unit_test(top_p_draws_from_the_fewest_that_hold_p),
         cmocka_unit_test(top_k_and_top_p_keep_what_sorting_would),
         cmocka_unit_test(greedy_takes_the_lowest_id_among_equals),
         cmocka_unit_test(logits_that_are_not_numbers_are_refused),
         cmocka_unit_test(a_draw_depends_on_seed_sequence_and_position_alone),
         cmocka_unit_test(greedy_continuations_equal_transformers),
+        cmocka_unit_test(a_folder_opens_and_generates_in_two_calls),
+        cmocka_unit_test(a_folder_that_cannot_be_opened_says_why),
         cmocka_unit_test(decoding_gives_the_logits_of_a_full_forward),
         cmocka_unit_test(a_batch_of_unequal_prompts_equals_single_runs),
         cmocka_unit_test(prompts_read_in_pieces_equal_prompts_read_at_once),

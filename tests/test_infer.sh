@@ -235,30 +235,30 @@ shows_tokens_that_the_tokenizer_lacks() {
         >"$work/out" 2>"$work/err" && grep -aq "^Once.*$(printf '\357\277\275')" "$work/out"
 }
 
-verdict greedy_continuations_equal_transformers continues_as_transformers
-verdict scores_entropies_and_logits_equal_transformers scores_as_transformers
-verdict score_takes_the_whole_file_by_default scores_whole_file
-verdict bf16_weights_generate runs_in_bf16
-verdict a_seed_repeats_a_text repeats_by_seed
-verdict several_prompts_are_answered_like_each_alone answers_several_prompts
-verdict each_line_of_standard_input_is_answered answers_lines
-verdict generation_stops_at_the_context_with_a_note stops_at_the_context
-verdict standard_output_has_only_the_text writes_only_text_to_standard_output
-verdict bad_prompts_are_refused_in_one_line refuses_bad_prompts
-verdict bad_scores_are_refused_and_leave_no_files refuses_bad_scores
-verdict a_full_disk_is_reported_and_keeps_the_old_file reports_a_full_disk
+check greedy_continuations_equal_transformers continues_as_transformers
+check scores_entropies_and_logits_equal_transformers scores_as_transformers
+check score_takes_the_whole_file_by_default scores_whole_file
+check bf16_weights_generate runs_in_bf16
+check a_seed_repeats_a_text repeats_by_seed
+check several_prompts_are_answered_like_each_alone answers_several_prompts
+check each_line_of_standard_input_is_answered answers_lines
+check generation_stops_at_the_context_with_a_note stops_at_the_context
+check standard_output_has_only_the_text writes_only_text_to_standard_output
+check bad_prompts_are_refused_in_one_line refuses_bad_prompts
+check bad_scores_are_refused_and_leave_no_files refuses_bad_scores
+check a_full_disk_is_reported_and_keeps_the_old_file reports_a_full_disk
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
-    verdict ranks_continue_as_transformers_and_one_rank ranks_continue_as_one
-    verdict ranks_score_as_one_rank ranks_score_as_one
-    verdict lines_of_standard_input_reach_every_rank ranks_answer_lines
-    verdict ranks_refuse_with_one_error ranks_refuse_together
-    [ -r "$story/config.json" ] && verdict ranks_tell_the_same_story ranks_tell_its_story
+    check ranks_continue_as_transformers_and_one_rank ranks_continue_as_one
+    check ranks_score_as_one_rank ranks_score_as_one
+    check lines_of_standard_input_reach_every_rank ranks_answer_lines
+    check ranks_refuse_with_one_error ranks_refuse_together
+    [ -r "$story/config.json" ] && check ranks_tell_the_same_story ranks_tell_its_story
 else
     echo 'skipped: infer on several ranks, MPI is absent'
 fi
 if [ -r "$story/config.json" ]; then
-    verdict stories260k_tells_its_story tells_its_story
-    verdict tokens_without_text_are_shown_as_replacements shows_tokens_that_the_tokenizer_lacks
+    check stories260k_tells_its_story tells_its_story
+    check tokens_without_text_are_shown_as_replacements shows_tokens_that_the_tokenizer_lacks
 else
     echo "skipped: stories260k_tells_its_story, $story is absent"
 fi

@@ -219,6 +219,6 @@ for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mp
     a_run_that_loses_ranks_repeatedly_has_the_same_losses a_rank_that_always_fails_is_left_out \
     an_unreachable_host_is_left_out restarts_without_progress_end \
     a_signal_to_the_launcher_saves_and_ends_the_run the_launcher_refuses_runs_that_it_cannot_restart; do
-    verdict $name $name
+    check $name $name
 done
 exit $failed

@@ -1,4 +1,5 @@
-/* Pipeline schedules: the lists against Megatron's own tables, and against one another. */
+/* Pipeline schedules: comparison with Megatron's tables; the lists of all ranks run together; time, layouts, pictures.
+ */
 #include "../data/options.h"
 #include "../data/schedule_print.h"
 
@@ -24,7 +25,7 @@ static int64_t number(const json_t *object, const char *key) {
     return (int64_t)json_integer_value(json_object_get(object, key));
 }
 
-/* The actions that compute. Returns how many. */
+/* Gets the actions that compute; returns their number. */
 static int64_t computing_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank) {
     mt_action all[MAX_ACTIONS];
     int64_t count = mt_schedule_actions(all, schedule, rank), kept = 0;
@@ -34,8 +35,8 @@ static int64_t computing_actions(mt_action *actions, const mt_schedule *schedule
     return kept;
 }
 
-/* The list of one rank as Megatron's schedule runs: warm-up forwards in the order of the table, then a forward and a
- * backward in turn, then backwards, whose chunks count from the last. */
+/* Compares the list of one rank with Megatron's: warm-up forwards in the order of the table, then forwards and
+ * backwards alternately, then backwards, whose chunks count from the last. */
 static void assert_as_megatron(const mt_schedule *schedule, int64_t rank, const json_t *table, int64_t warmup,
                                int64_t remaining) {
     mt_action actions[MAX_ACTIONS];
@@ -108,15 +109,15 @@ static void describe(const mt_schedule *s, const char *what) {
              (int)s->micro_batches, (int)s->group, what);
 }
 
-/* How often each virtual stage did what to each micro-batch, and which messages are on their way. */
+/* Counts of actions by virtual stage and micro-batch, and the messages in flight. */
 typedef struct progress {
     int done[4][MAX_PP * MAX_VP][MAX_MICRO_BATCHES]; // by mt_action_kind
     int sent[2][MAX_PP * MAX_VP][MAX_MICRO_BATCHES]; // by direction and the virtual stage that sent
     int received[2][MAX_PP * MAX_VP][MAX_MICRO_BATCHES];
 } progress;
 
-/* Runs one action, asserting all that it needs; false if it is a receive whose message is not sent yet. Messages are
- * found by name: virtual stage and micro-batch. */
+/* Runs one action and asserts its preconditions; false for a receive whose message is not sent yet. A virtual stage and
+ * a micro-batch identify a message. */
 static bool take_action(progress *p, const mt_schedule *s, int64_t rank, const mt_action *action) {
     int64_t stage = action->chunk * s->pp + rank, last = s->pp * s->vp - 1, m = action->micro_batch;
     assert_true(action->chunk >= 0 && action->chunk < s->vp && m >= 0 && m < s->micro_batches);
@@ -149,7 +150,7 @@ static bool take_action(progress *p, const mt_schedule *s, int64_t rank, const m
     return true;
 }
 
-/* Every stage did to every micro-batch what the schedule is for, once. */
+/* Every stage ran the actions of the schedule once on every micro-batch. */
 static void assert_complete(const progress *p, const mt_schedule *s) {
     bool trains = s->kind != MT_SCHEDULE_FORWARD_ONLY, splits = s->kind == MT_SCHEDULE_ZB_H1;
     int64_t last = s->pp * s->vp - 1;
@@ -216,7 +217,7 @@ static void messages_of_a_direction_are_received_in_the_order_of_their_sends(voi
 
 static const mt_action_costs units = {1, 1, 1, 0};
 
-/* With unlimited room, with the least that the contract names, and with slow messages. */
+/* With unlimited messages in flight, with the fewest that the contract allows, and with slow messages. */
 static void check_room(const mt_schedule *s) {
     const mt_action_costs slow = {1, 1, 1, 7};
     int64_t least = s->vp > 1 ? s->group - s->pp + 1 : 1;
@@ -246,7 +247,7 @@ static int64_t least_of(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* Micro-batches between forward and the backward of the input at most, counted here. */
+/* Peak number of micro-batches between forward and backward of the input. */
 static int64_t in_backward_of_input(const mt_timeline *t, int64_t rank) {
     int64_t held = 0, most = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
@@ -257,8 +258,8 @@ static int64_t in_backward_of_input(const mt_timeline *t, int64_t rank) {
     return most;
 }
 
-/* 1F1B: pp - rank. Interleaved: the warm-up and one. ZB-H1: pp on every rank, which 1F1B has on its first; of these
- * pp - rank wait for the gradient of their input. */
+/* Live micro-batches: 1F1B pp - rank; interleaved the warm-up and one; ZB-H1 pp on every rank, as 1F1B on its first, of
+ * which pp - rank wait for the gradient of their input. */
 static void check_peak(const mt_schedule *s) {
     mt_timeline t;
     assert_int_equal(mt_timeline_create(&t, s, &units, 0), 0);
@@ -292,9 +293,9 @@ static double span_of(const mt_schedule *s, const mt_action_costs *costs) {
     return span;
 }
 
-/* With forward, gradient of the input and of the weights one unit each. ZB-H1's bubble is a third of 1F1B's; too few
- * micro-batches to fill the pipeline take a forward and a backward through all ranks, then two units each on the first
- * rank. Interleaved formulas are for whole groups of pp. */
+/* Forward, gradient of the input and gradient of the weights take one unit each. ZB-H1's bubble is a third of 1F1B's.
+ * With fewer micro-batches than fill the pipeline: a forward and a backward through all ranks, then two units each on
+ * the first rank. The formulas of the interleaved schedule hold for whole groups of pp. */
 static void check_span(const mt_schedule *s) {
     double m = (double)s->micro_batches, vp = (double)s->vp, ahead = (double)(s->pp - 1),
            expected = 3 * (m * vp + ahead);
@@ -336,7 +337,7 @@ static void one_rank_alternates_forward_and_backward(void **state) {
 
 /* ---- layouts */
 
-/* The options of a pipeline without a model, finished for one rank: --print-schedule needs no more. */
+/* Options of a pipeline without a model, finished for one rank, which is enough for --print-schedule. */
 static int open_pipeline(mt_options *options, const char *line, mt_error *error) {
     char text[512], *words[64] = {"train", "--print-schedule"};
     int count = 2;
@@ -346,7 +347,7 @@ static int open_pipeline(mt_options *options, const char *line, mt_error *error)
     return status ? status : mt_options_finish(options, MT_PROGRAM_TRAIN, 1, error);
 }
 
-/* A layout as text: per stage, in the order of layers, E, the layers' numbers, L. */
+/* A layout as text: for each stage, in the order of layers, E, the numbers of its layers, L. */
 static void assert_layout(const char *line, const char *expected) {
     mt_options options;
     mt_error error;
@@ -412,7 +413,7 @@ static void layouts_share_layers_out(void **state) {
                   "35,36|37,38|39,40|41,42|43,44|45,46|47,48|49,50|51,52|53,54|55,56|57,58|59,60|L");
 }
 
-/* How many of `name` Megatron's stage has. */
+/* Number of `name` in a stage of Megatron's layout. */
 static int64_t entries(const json_t *stage, const char *name) {
     int64_t count = 0;
     for (size_t i = 0; i < json_array_size(stage); i++)
@@ -473,7 +474,7 @@ static void layouts_that_cannot_be_are_refused(void **state) {
     assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
                    "--num-layers 6 must be a multiple of");
     assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
-                   "--num-layers with what --account-for-* counts, 7, must be");
+                   "--num-layers plus the layers that --account-for-* adds, 7, must be");
     assert_refused("--num-layers 6 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1",
                    "the layers of the other ranks, 5, must be");
     assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
@@ -576,7 +577,7 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
     mt_options_free(&options);
 }
 
-/* --print-schedule FILE.svg: a whole SVG with a box for every forward and backward. */
+/* --print-schedule FILE.svg: a complete SVG with a box for every forward and backward. */
 static void schedule_is_drawn_into_a_file(void **state) {
     (void)state;
     mt_options options;

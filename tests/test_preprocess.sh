@@ -1,13 +1,13 @@
 #!/bin/sh
 # Tests of the program data/preprocess. Prints "ok NAME" or "not ok NAME" for each test.
+set -u
+. tests/suite.sh
 program=${MT_BIN:-.}/data/preprocess
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+scratch=$work
 bytes='--tokenizer-type ByteLevel'
-status=0
 
-# check NAME: all commands in $scratch/test must succeed. (`set -e` has no effect in the condition of an `if`.)
-check() {
+# script NAME: all commands in $scratch/test must succeed. (`set -e` has no effect in the condition of an `if`.)
+script() {
     (
         set -e
         . "$scratch/test"
@@ -17,24 +17,13 @@ check() {
     else
         echo "not ok $1"
         cat "$scratch/log"
-        status=1
+        failed=1
     fi
 }
 
 # numbers TYPE FILE [SKIP BYTES]: prints the numbers of a binary file on one line.
 numbers() { od -An -v -t "$1" -w1000000 ${3:+-j "$3"} ${4:+-N "$4"} "$2" | sed 's/^ *//; s/  */ /g'; }
 same() { [ "$1" = "$2" ] || { echo "got '$1', expected '$2'"; false; }; }
-# refused WORDS COMMAND...: the command must fail with one line that has these words.
-refused() {
-    words=$1
-    shift
-    if "$@" >"$scratch/out" 2>"$scratch/err"; then
-        echo "was accepted: $*"
-        return 1
-    fi
-    [ "$(wc -l <"$scratch/err")" = 1 ] || { echo "not one line:" && cat "$scratch/err" && return 1; }
-    grep -qF -- "$words" "$scratch/err" || { echo "does not say '$words':" && cat "$scratch/err" && return 1; }
-}
 nothing() { [ -z "$(find "$scratch" -name "$1*")" ] || { find "$scratch" -name "$1*" && false; }; }
 
 cat >"$scratch/test" <<'END'
@@ -47,7 +36,7 @@ same "$(numbers u4 "$scratch/a_text_document.idx" 18 16)" "2 0 4 0"
 same "$(numbers d4 "$scratch/a_text_document.idx" 34 8)" "6 6"
 same "$(numbers d8 "$scratch/a_text_document.idx" 42)" "0 12 0 1 1 2"
 END
-check a_small_jsonl_becomes_the_expected_bytes
+script a_small_jsonl_becomes_the_expected_bytes
 
 cat >"$scratch/test" <<'END'
 printf '{"text":"ab","other":["x","","yz"]}\n\n{"other":[],"text":"c"}\n' >"$scratch/k.jsonl"
@@ -57,7 +46,7 @@ same "$(numbers u2 "$scratch/k_other_document.bin")" "120 121 122 256"
 same "$(numbers d4 "$scratch/k_other_document.idx" 34 8)" "1 3"
 same "$(numbers d8 "$scratch/k_other_document.idx" 58)" "0 2 2"
 END
-check every_key_has_its_own_files_and_lists_become_sequences
+script every_key_has_its_own_files_and_lists_become_sequences
 
 cat >"$scratch/test" <<'END'
 printf '\none\ntwo\n \n\nthree\n\nfour' >"$scratch/p.txt"
@@ -71,7 +60,7 @@ for p in p l f; do
     same "$(numbers u2 "$scratch/${p}_text_document.bin")" "$(numbers u1 "$scratch/p.txt")"
 done
 END
-check the_documents_of_plain_text_in_order_are_the_file
+script the_documents_of_plain_text_in_order_are_the_file
 
 # Long lines, many lines, and lines longer than a batch.
 cat >"$scratch/test" <<'END'
@@ -86,7 +75,7 @@ cmp "$scratch/w1_text_document.bin" "$scratch/w5_text_document.bin"
 cmp "$scratch/w1_text_document.idx" "$scratch/w5_text_document.idx"
 same "$(numbers u4 "$scratch/w1_text_document.idx" 18 4)" 20000
 END
-check output_does_not_depend_on_the_number_of_workers
+script output_does_not_depend_on_the_number_of_workers
 
 cat >"$scratch/test" <<'END'
 i=0
@@ -102,7 +91,7 @@ for line in '{"text":1}' '{"tex":"a"}' '["text"]' '{"text":"a"' '{"text":"a"} b'
 done
 same $i 9
 END
-check a_bad_line_stops_the_job_and_leaves_the_output_unchanged
+script a_bad_line_stops_the_job_and_leaves_the_output_unchanged
 
 cat >"$scratch/test" <<'END'
 refused "did you mean --input?" $program --inptu x
@@ -118,19 +107,19 @@ refused "--documents" $program --input "$scratch/a.jsonl" --output-prefix "$scra
 refused "named twice" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/n" $bytes --json-keys a a
 refused "absent.jsonl" $program --input "$scratch/absent.jsonl" --output-prefix "$scratch/n" $bytes
 refused "Is a directory" $program --input "$scratch" --output-prefix "$scratch/n" $bytes
-refused "cannot be created" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/absent/n" $bytes
+refused "cannot be written" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/absent/n" $bytes
 : >"$scratch/empty.jsonl"
 refused "holds no documents" $program --input "$scratch/empty.jsonl" --output-prefix "$scratch/n" $bytes
 nothing n_
 END
-check wrong_options_are_refused_in_one_line
+script wrong_options_are_refused_in_one_line
 
 cat >"$scratch/test" <<'END'
 job="$program --input $scratch/w.jsonl --output-prefix $scratch/n $bytes"
 refused "cannot be written" sh -c "ulimit -f 64; exec $job"
 nothing n_
 END
-check a_write_that_fails_is_reported_and_leaves_nothing
+script a_write_that_fails_is_reported_and_leaves_nothing
 
 cat >"$scratch/test" <<'END'
 mkdir "$scratch/disk"
@@ -140,7 +129,7 @@ refused "No space left" $program --input "$scratch/w.jsonl" --output-prefix "$sc
 nothing n_
 END
 if (mkdir "$scratch/probe" && mount -t tmpfs tmpfs "$scratch/probe" && umount "$scratch/probe") 2>/dev/null; then
-    check a_full_disk_is_reported_and_leaves_nothing
+    script a_full_disk_is_reported_and_leaves_nothing
 else
     echo "skipped: a_full_disk_is_reported_and_leaves_nothing: no permission to mount a small disk"
 fi
@@ -159,7 +148,7 @@ exec 3>&-
 grep -q interrupted "$scratch/err"
 nothing n_
 END
-check an_interrupted_job_leaves_nothing
+script an_interrupted_job_leaves_nothing
 
 cat >"$scratch/test" <<'END'
 same "$(printf 'a\nb\303\251' | $program --encode $bytes)" "97 10 98 195 169"
@@ -168,7 +157,7 @@ same "$(printf '' | $program --encode $bytes)" ""
 printf 'a\n\000b\303\251' >"$scratch/raw"
 $program --encode $bytes <"$scratch/raw" | $program --decode $bytes | cmp - "$scratch/raw"
 END
-check encode_prints_ids_on_one_line_and_decode_reverses_it
+script encode_prints_ids_on_one_line_and_decode_reverses_it
 
 cat >"$scratch/test" <<'END'
 for ids in '1 x' '1 2.5' '-1' '99999999999' '1 256 257'; do
@@ -177,6 +166,6 @@ for ids in '1 x' '1 2.5' '-1' '99999999999' '1 256 257'; do
 done
 [ ! -e /dev/full ] || refused "No space left" sh -c "echo text | $program --encode $bytes >/dev/full"
 END
-check bad_ids_and_a_full_output_are_refused
+script bad_ids_and_a_full_output_are_refused
 
-exit $status
+exit $failed

@@ -1,4 +1,4 @@
-/* --profile: the timed operations change nothing, count what the model asks for, and account for the step's time. */
+/* --profile: timed operations change no result, count the work of the model, and add up to the time of the step. */
 #include "../data/options.h"
 #include "../data/profile.h"
 
@@ -76,9 +76,8 @@ static void read_options(mt_options *options, char *activation) {
         fail_msg("%s", error.text);
 }
 
-/* Trains a few steps, profiled or not, and gives each step's loss and norm. */
+/* Trains a few steps, profiled or not; returns the metrics of each step. */
 static void train_with(const mt_ops *ops, char *activation, bool profiled, mt_metrics *metrics) {
-    static const mt_grid grid = MT_GRID_OF_ONE;
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_options options;
     mt_model *model;
@@ -87,7 +86,7 @@ static void train_with(const mt_ops *ops, char *activation, bool profiled, mt_me
     mt_error error;
     read_options(&options, activation);
     if (profiled) ops = mt_profile_open(ops);
-    if (mt_model_create(&model, &options, &grid, ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&model, &options, &mt_grid_of_one, ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_model_init(model);
     mt_batch_alloc(&batch, TOKENS);
     for (int i = 0; i < STEPS; i++) {
@@ -105,7 +104,7 @@ static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
     train_with(ops, "--swiglu", profiled, metrics);
 }
 
-/* A fused operation as its contract defines it, for a backend that has it. */
+/* A backend with a fused operation, which calls the operations that define it. */
 static void residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_norm_args norm = *a;
     mt_cpu_ops.dropout_add_forward(a->sum, a->x, a->residual, a->token_index, a->T, a->C, 0, &a->dropout, dtype,
@@ -157,7 +156,7 @@ static void expect_same(const mt_metrics *a, const mt_metrics *b) {
     }
 }
 
-/* The layer calls a fused operation where the backend has it, and it alone, with the same results to the last bit. */
+/* Where the backend has the fused operation, the layer calls it and none of its parts; results have the same bits. */
 static void fused_operations_take_the_place_of_those_they_stand_for(void **state) {
     (void)state;
     mt_metrics plain[STEPS], fused[STEPS];
@@ -169,8 +168,8 @@ static void fused_operations_take_the_place_of_those_they_stand_for(void **state
     const mt_profile_row *rows = mt_profile_read()->rows;
     assert_int_equal(rows[MT_OPERATION_residual_norm_forward].calls, 0);
     assert_int_equal(rows[MT_OPERATION_qk_forward].calls + rows[MT_OPERATION_qk_backward].calls, 0);
-    assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 5);     // two layers and the output
-    assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 5); // and the embedding
+    assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 5);     // two per layer and the final norm
+    assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 5); // two per layer and the embedding
     mt_profile_close();
     train(&ops, true, fused);
     assert_true(rows[MT_OPERATION_residual_norm_forward].calls == passes * 3);
@@ -183,7 +182,7 @@ static void fused_operations_take_the_place_of_those_they_stand_for(void **state
     expect_same(plain, fused);
 }
 
-/* As above, for the approximation of GELU. */
+/* The same for linear layers fused with the tanh approximation of GELU. */
 static void gelu_is_fused_with_the_products_on_either_side(void **state) {
     (void)state;
     mt_metrics plain[STEPS], fused[STEPS];
@@ -249,7 +248,7 @@ static void so_they_do_on_a_gpu(void **state) {
     expect_same_steps_and_all_time(cuda_or_skip());
 }
 
-/* Elements of the matrices that multiply every token. */
+/* Elements of all matrices that multiply every token. */
 static double product_weights(const mt_options *options) {
     mt_param *params;
     int64_t count = mt_params_build(&params, options, NULL);
@@ -272,20 +271,20 @@ static void work_equals_the_count_from_the_parameter_table(void **state) {
     assert_true(rows[MT_OPERATION_linear_forward].flops == linear);
     assert_true(rows[MT_OPERATION_linear_backward_input].flops == linear);
     assert_true(rows[MT_OPERATION_linear_backward_weight].flops == linear);
-    /* 2 products of D channels forward and 5 backward, for each head and each key that a query sees */
-    double seen = passes * 2 * SEQUENCES * (SEQ_LENGTH * (SEQ_LENGTH + 1) / 2) * 64; // layers, and H D
+    /* forward 2 and backward 5 products of D channels, for each head and each pair of a query and a key that it sees */
+    double seen = passes * 2 * SEQUENCES * (SEQ_LENGTH * (SEQ_LENGTH + 1) / 2) * 64; // two layers; 64 = H D
     assert_true(rows[MT_OPERATION_attention_forward].flops == 4 * seen);
     assert_true(rows[MT_OPERATION_attention_backward].flops == 10 * seen);
     assert_true(rows[MT_OPERATION_swiglu_forward].bytes ==
                 passes * 2 * TOKENS * (double)options.ffn_hidden_size * 3 * 4);
-    assert_true(rows[MT_OPERATION_squared_norm].calls == (STEPS - 1) * 4); // a bucket
+    assert_true(rows[MT_OPERATION_squared_norm].calls == (STEPS - 1) * 4); // one per bucket
     assert_true(rows[MT_OPERATION_adamw_step].bytes == 7 * rows[MT_OPERATION_squared_norm].bytes);
     assert_int_equal(rows[MT_OPERATION_random_normal].calls, 0); // parameters are drawn before the steps
     mt_profile_close();
     mt_options_free(&options);
 }
 
-/* What mt_profile_print prints, to free. */
+/* The text that mt_profile_print prints, to free. */
 static char *print_table(void) {
     char *text;
     size_t bytes;
@@ -332,7 +331,7 @@ static void one_step_alone_leaves_nothing_to_show(void **state) {
     mt_profile_close();
 }
 
-/* Against a count of instants: intervals at whole numbers, and what runs in the middle between two. */
+/* Compares mt_traffic_expose with counting: intervals begin and end at whole numbers, instants lie halfway between. */
 static void exposed_time_is_what_nothing_hides(void **state) {
     (void)state;
     enum { INTERVALS = 40, END = 60 };

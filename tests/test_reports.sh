@@ -156,16 +156,16 @@ plot_says_what_is_no_metrics_file() {
 }
 
 if command -v python3 >/dev/null; then
-    verdict event_files_hold_what_the_metrics_say event_files_hold_what_the_metrics_say
-    verdict a_resumed_run_adds_a_file_of_its_own a_resumed_run_adds_a_file_of_its_own
-    verdict metrics_stay_json_when_numbers_are_not_finite metrics_stay_json_when_numbers_are_not_finite
+    check event_files_hold_what_the_metrics_say event_files_hold_what_the_metrics_say
+    check a_resumed_run_adds_a_file_of_its_own a_resumed_run_adds_a_file_of_its_own
+    check metrics_stay_json_when_numbers_are_not_finite metrics_stay_json_when_numbers_are_not_finite
 else
     echo "skipped: there is no python3 to read event files with"
 fi
-verdict a_folder_that_cannot_be_written_is_told a_folder_that_cannot_be_written_is_told_before_training
+check a_folder_that_cannot_be_written_is_told a_folder_that_cannot_be_written_is_told_before_training
 if command -v gnuplot >/dev/null; then
-    verdict plot_draws_every_curve_of_several_runs plot_draws_every_curve_of_several_runs
-    verdict plot_says_what_is_no_metrics_file plot_says_what_is_no_metrics_file
+    check plot_draws_every_curve_of_several_runs plot_draws_every_curve_of_several_runs
+    check plot_says_what_is_no_metrics_file plot_says_what_is_no_metrics_file
 else
     echo "skipped: gnuplot is absent"
 fi

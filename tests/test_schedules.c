@@ -1,4 +1,5 @@
-/* Learning rate, weight decay, batch ramp, operation counts and pipeline schedules against Megatron-LM's own answers.
+/* Learning rate, weight decay, batch ramp, operation counts and pipeline schedules, compared with Megatron-LM's
+ * results.
  */
 #include "../data/options.h"
 

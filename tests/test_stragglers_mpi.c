@@ -1,4 +1,4 @@
-/* --log-straggler on four ranks: one rank's operations are slowed down, and the report names it and what was slow. */
+/* --log-straggler on four ranks: operations of one rank are delayed; the report names the rank and the part. */
 #include "../data/options.h"
 #include "../data/profile.h"
 #include "../data/report.h"
@@ -61,9 +61,9 @@ static void options_open(mt_options *options, const char *layout, const char *me
     if (mt_grid_build(&grid, options, &error) != 0) fail_msg("%s", error.text);
 }
 
-/* Four steps; what the fourth reports, on rank 0, to free. */
+/* Trains four steps; returns the report of the fourth on rank 0, to free. */
 static json_t *report_of_four_steps(const char *layout) {
-    char path[64]; // of rank 0, which alone writes
+    char path[64]; // of rank 0, the only one that writes
     snprintf(path, sizeof path, "/tmp/mt-stragglers-%d.jsonl", (int)getpid());
     mt_options options;
     mt_model *model;
@@ -111,7 +111,7 @@ static double number(const json_t *report, const char *part, const char *key) {
     return json_number_value(value);
 }
 
-/* In `part` the rank takes at least the delays longer than others; in the two others nobody waits that long. */
+/* In `part` the rank is slower than the fastest by at least the delays; in the other two parts no rank is. */
 static void assert_slow(json_t *report, const char *part, int rank, double delays) {
     static const char *const parts[] = {"straggler_data", "straggler_forward", "straggler_backward"};
     if (!report) return;
@@ -123,7 +123,7 @@ static void assert_slow(json_t *report, const char *part, int rank, double delay
         }
     }
     assert_true(number(report, "straggler_optimizer", "slowest_ms") > 0);
-    // who is slow is waited for, and waits least
+    // the others wait for the slow rank, which waits least
     assert_int_equal((int)number(report, "straggler_communication", "fastest_rank"), rank);
     assert_true(number(report, "straggler_communication", "slowest_ms") > 0.5 * delays * DELAY_MS);
     json_decref(report);
@@ -140,7 +140,7 @@ static void the_rank_that_is_slow_is_named_with_what_is_slow(void **state) {
     slow_data = false;
 }
 
-/* Its neighbours' forwards last as long, but waiting is not computing. */
+/* Its neighbours' forwards last as long, but waiting does not count as computation. */
 static void a_slow_rank_of_a_tensor_group_is_told_from_those_that_wait_for_it(void **state) {
     (void)state;
     slow_forward = grid.world.rank == 1;

@@ -1,7 +1,7 @@
 /* --trace and the profile's communication on four ranks on the CPU. Run by mpirun. */
 #include "trace.h"
 
-/* ---- what a trace refuses, and clocks */
+/* ---- refused traces; clocks */
 
 static void expect_refusal(const char *more, const char *words) {
     mt_error error = {{0}};
@@ -23,7 +23,7 @@ static void traces_that_cannot_be_written_are_refused_on_every_rank(void **state
     assert_int_equal(access("t.json", F_OK), -1);
 }
 
-/* Every rank's clock is a thousand seconds ahead of that of the rank before it. */
+/* Each rank's clock is 1000 seconds ahead of the previous rank's. */
 static double skewed_clock(void) {
     return mt_time() + 1000.0 * grid.world.rank;
 }
@@ -36,13 +36,13 @@ static void clocks_are_compared_with_that_of_rank_0(void **state) {
 
 /* ---- communication */
 
-/* What the tensor group moves in a step of `tokens` tokens, in bytes that each of its t ranks sends, as
- * notes/11-tensor-parallelism.md counts. */
+/* Bytes that each of the t ranks of a tensor group sends in a step of `tokens` tokens: the formulas of
+ * notes/11-tensor-parallelism.md. */
 static double tensor_bytes(const mt_options *o, double tokens, int64_t t, bool sequence_parallel) {
     double L = (double)o->num_layers, C = (double)o->hidden_size, part = (double)(t - 1) / (double)t;
     double statistics = (double)(t - 1) * 3 * tokens * 4;
     if (!sequence_parallel) return (4 * L + 2) * 2 * part * tokens * C * 4 + statistics;
-    double padded = ceil(C / 64) * 64, norms = (L * (padded + C) + C) * 4; // a layer's two travel together
+    double padded = ceil(C / 64) * 64, norms = (L * (padded + C) + C) * 4; // the two of a layer are one message
     return (10 * L + 5) * part * tokens * C * 4 + statistics + 2 * part * norms;
 }
 
@@ -61,7 +61,7 @@ static void tensor_communication_is_what_the_notes_count(void **state) {
         double bytes = sums->traffic[MT_TRAFFIC_TENSOR].bytes / (RUN_STEPS - 1);
         assert_true(bytes ==
                     tensor_bytes(&f.options, TOKENS / 2, 2, k > 0)); // two data-parallel ranks share the tokens
-        // the ten of a layer and three of the output layer's five go rank by rank: between two ranks one trade each
+        // ten of a layer and three of the output layer's five go rank by rank: with two ranks, one exchange each
         int64_t trades = sums->rows[MT_OPERATION_mailbox_trade].calls, micro_batches = SEQUENCES / 2;
         assert_int_equal(trades, k < 2 ? 0 : (RUN_STEPS - 1) * micro_batches * (10 * f.options.num_layers + 3));
         mt_profile_close();
@@ -69,7 +69,7 @@ static void tensor_communication_is_what_the_notes_count(void **state) {
     mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);
 }
 
-/* Rows and results of experts on four ranks, forward and backward: the formulas of notes/15-experts.md. */
+/* Bytes of tokens and results of experts on four ranks, forward and backward: the formulas of notes/15-experts.md. */
 static void communication_of_experts_is_what_the_notes_count(void **state) {
     (void)state;
     static const layout ways[] = {
@@ -99,7 +99,7 @@ static void communication_of_experts_is_what_the_notes_count(void **state) {
     mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);
 }
 
-/* On the CPU nothing runs beside anything else, so all time is exposed, and kinds and rows have the same sum. */
+/* Operations of the CPU do not overlap, so all time is exposed, and the kinds add up to the rows. */
 static void kinds_of_time_sum_to_the_step(void **state) {
     (void)state;
     for (int k = 0; k < NUM_LAYOUTS; k++) {

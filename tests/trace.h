@@ -15,7 +15,7 @@ static mt_grid grid;
 static const mt_ops *real_ops; // the backend's own
 static char trace_path[256];
 
-/* How four ranks share llama, whose micro-batches are single sequences, and what they then say to one another. */
+/* A layout of llama on four ranks, with micro-batches of one sequence, and its communication. */
 typedef struct layout {
     const char *options;
     int tp, cp, pp, dp;
@@ -69,7 +69,7 @@ static fixture open_llama(const char *more, int64_t world_size) {
     return f;
 }
 
-/* A few steps of llama in a layout, with --trace or --profile (`more`) or neither. The profile stays open. */
+/* Trains llama for some steps in a layout; `more` may hold --trace or --profile. The profile stays open. */
 static void train_layout(const layout *way, const char *more, mt_metrics metrics[RUN_STEPS]) {
     char words[512];
     mt_run_state run = {0};
@@ -78,7 +78,7 @@ static void train_layout(const layout *way, const char *more, mt_metrics metrics
         .max_tokens = SEQ_LENGTH, .max_logits = SEQ_LENGTH, .max_position = SEQ_LENGTH, .train = true};
     snprintf(words, sizeof words, "%s %s", way->options, more);
     fixture f = open_llama(words, RANKS);
-    mt_grid built = grid; // the world alone is shared
+    mt_grid built = grid; // only the world is shared
     if (mt_grid_build(&built, &f.options, &error) != 0) fail_msg("%s", error.text);
     backend = mt_backend_open(strcmp(real_ops->name, "cpu") == 0 ? MT_DEVICE_CPU : MT_DEVICE_CUDA, &built, &error);
     if (!backend) fail_msg("%s", error.text);
@@ -155,10 +155,10 @@ static trace_box *boxes_of(const json_t *events, int rank, int64_t *count) {
     return boxes;
 }
 
-/* Microseconds that two decimals of a nanosecond may be apart when they are the same. */
+/* Tolerance in microseconds for equal times, which are rounded to a nanosecond. */
 #define SAME 0.0005
 
-/* Boxes of a thread lie beside one another; those of the phases lie in their step, which is the box before them. */
+/* Boxes of a thread do not overlap, except phases, which lie inside their step, the box before them. */
 static void assert_beside_one_another(const trace_box *boxes, int64_t count) {
     const trace_box *step = NULL, *last = NULL;
     for (int64_t i = 0; i < count; i++) {
@@ -173,7 +173,7 @@ static void assert_beside_one_another(const trace_box *boxes, int64_t count) {
     }
 }
 
-/* Steps FIRST to LAST are there, every box is in one of them, and what belongs to a micro-batch is in its phase. */
+/* The trace has steps FIRST to LAST; each box lies in one of them; each box of a micro-batch lies in its phase. */
 static void assert_inside(const trace_box *boxes, int64_t count, bool on_cpu) {
     int steps = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -192,7 +192,7 @@ static void assert_inside(const trace_box *boxes, int64_t count, bool on_cpu) {
     assert_int_equal(steps, LAST - FIRST + 1);
 }
 
-/* Every micro-batch goes forward and back once a step. */
+/* Every step has one forward and one backward of each micro-batch. */
 static void assert_phases(const trace_box *boxes, int64_t count, const layout *way) {
     int forwards[SEQUENCES] = {0}, backwards[SEQUENCES] = {0}, weights[SEQUENCES] = {0}, optimizers = 0;
     bool splits = strstr(way->options, "zb-h1") != NULL;
@@ -210,12 +210,12 @@ static void assert_phases(const trace_box *boxes, int64_t count, const layout *w
     assert_int_equal(optimizers, steps);
     for (int i = 0; i < SEQUENCES / way->dp; i++) {
         assert_int_equal(forwards[i], steps);
-        // a rank whose weights' part follows at once does both parts in one
-        assert_true(backwards[i] == steps || (splits && backwards[i] + weights[i] < 2 * steps));
+        assert_int_equal(backwards[i], steps);
+        assert_int_equal(weights[i], splits ? steps : 0);
     }
 }
 
-/* A rank's names: itself with its coordinates, tp the fastest, then cp, dp and pp; and its threads. */
+/* Names: the rank with its coordinates (tp is the fastest, then cp, dp, pp), and its threads. */
 static void assert_names(const json_t *events, int rank, const layout *way) {
     char expected[128], process[128] = "";
     const char *threads[MAX_THREADS] = {NULL};
@@ -238,7 +238,7 @@ static void assert_names(const json_t *events, int rank, const layout *way) {
     }
 }
 
-/* Every message that a rank sends arrives, once, at another, and not before it was sent. */
+/* Every message arrives once, on another rank, not before it was sent. */
 static void assert_arrows(const json_t *events, bool expected) {
     int64_t sent = 0, received = 0;
     for (size_t i = 0; i < json_array_size(events); i++) {
@@ -260,7 +260,7 @@ static void assert_arrows(const json_t *events, bool expected) {
     assert_int_equal(sent > 0, expected);
 }
 
-/* What all ranks multiply with weights, in a step: 2 operations a token and weight of every matrix. */
+/* Operations of all ranks with weights in a step: 2 per token and per weight of every matrix. */
 static double forward_flops(void) {
     mt_param *params;
     fixture f = open_llama("", 1);

@@ -1,0 +1,75 @@
+/* Replay: a forward that is done again before its backward changes nothing that a step reports or learns. */
+#include "golden.h"
+
+/* The model whose forward is replayed twice at the first operation of each backward; NULL: none. */
+static mt_model *replayed;
+static int64_t replays;
+
+static void replaying_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
+                                             const float *dloss, int64_t T, int64_t stride, int64_t first,
+                                             int64_t count, mt_dtype dtype, mt_stream *stream) {
+    for (int i = 0; replayed && i < 2; i++, replays++) mt_model_replay(replayed);
+    mt_cpu_ops.cross_entropy_backward(dlogits, logits, labels, lse, dloss, T, stride, first, count, dtype, stream);
+}
+
+/* Three steps of two micro-batches; what they report, and the weights afterwards. */
+static void train_steps(const char *family, bool replay, mt_metrics metrics[3], uint32_t *weights) {
+    fixture f = open_family(family, 2, 1, false);
+    mt_run_state run = {0};
+    mt_error error;
+    int64_t count;
+    create_model(&f, &mt_grid_of_one);
+    replayed = replay ? f.model : NULL;
+    for (int64_t step = 0; step < 3; step++) {
+        source from = {&f, step, 2, 0, 2};
+        if (mt_train_step(f.model, &run, 2, next_micro_batch, &from, &f.batch, &metrics[step], &error) != 0)
+            fail_msg("%s", error.text);
+        metrics[step].seconds = metrics[step].data_seconds = 0;
+    }
+    replayed = NULL;
+    mt_bucket *buckets = mt_model_buckets(f.model, &count);
+    *weights = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const unsigned char *bytes = buckets[i].params;
+        for (int64_t k = 0; k < buckets[i].count * 4; k++) *weights = *weights * 31 + bytes[k];
+    }
+    close_family(&f);
+}
+
+/* Losses, auxiliary losses, loads, drops, gradient norms and weights are the same to the bit. */
+static void a_replayed_forward_counts_nothing(void **state) {
+    static const struct {
+        const char *family, *options;
+    } cases[] = {
+        {"gpt2", "--hidden-dropout 0.1 --attention-dropout 0.1"},
+        {"qwen3", ""},
+        {"qwen2_moe", "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"},
+        {"qwen3_moe", "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 "
+                      "--moe-expert-capacity-factor 1"},
+        {"mixtral", ""},
+        {"deepseek_v3", "--moe-router-bias-update-rate 0.01"},
+    };
+    (void)state;
+    static mt_ops ops;
+    ops = mt_cpu_ops;
+    ops.cross_entropy_backward = replaying_cross_entropy_backward;
+    backend = &ops;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_metrics once[3], again[3];
+        uint32_t weights[2];
+        more_options = cases[i].options;
+        train_steps(cases[i].family, false, once, &weights[0]);
+        replays = 0;
+        train_steps(cases[i].family, true, again, &weights[1]);
+        assert_true(replays >= 12);
+        if (memcmp(once, again, sizeof once) != 0 || weights[0] != weights[1])
+            fail_msg("%s: a replay changed the step: loss %.9f, %.9f; norm %.9f, %.9f; aux %g, %g; weights %08x, %08x",
+                     cases[i].family, once[2].loss, again[2].loss, once[2].grad_norm, again[2].grad_norm,
+                     once[2].load_balancing_loss, again[2].load_balancing_loss, weights[0], weights[1]);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_replayed_forward_counts_nothing)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
