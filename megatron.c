@@ -957,7 +957,7 @@ static mt_scratch mt_scratch_reserve(int64_t floats) {
 #ifdef MT_HAVE_OPENMP
     threads = omp_get_max_threads();
 #endif
-    floats = mt_blocks(floats, 16) * 16; // whole cache lines: threads do not share one
+    floats = mt_divide_up(floats, 16) * 16; // whole cache lines: threads do not share one
     return (mt_scratch){mt_scratch_grow(threads * floats), floats};
 }
 
@@ -1088,7 +1088,7 @@ static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_str
     (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
-    for (int64_t i = 0; i < mt_blocks(bytes, piece); i++)
+    for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memcpy((char *)to + i * piece, (const char *)from + i * piece, (size_t)mt_min(piece, bytes - i * piece));
 }
 
@@ -1096,7 +1096,7 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
     (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
-    for (int64_t i = 0; i < mt_blocks(bytes, piece); i++)
+    for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memset((char *)memory + i * piece, 0, (size_t)mt_min(piece, bytes - i * piece));
 }
 
@@ -1141,7 +1141,7 @@ enum { MT_PLAIN = 0, MT_TRANSPOSED = 1 };
 
 #ifdef MT_HAVE_BLAS
 static int64_t mt_halve(int64_t n) {
-    return mt_blocks(n, 128) * 64;
+    return mt_divide_up(n, 128) * 64;
 }
 
 /* Under OpenMP's threads the library must keep to one; to say so is not for them, who would say it all at once. */
@@ -1158,7 +1158,7 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t rows = M, columns = N;
     while (rows > 512) rows = mt_halve(rows);
-    while (columns > 768 || (columns > 192 && mt_blocks(M, rows) * mt_blocks(N, columns) < 4))
+    while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
         columns = mt_halve(columns);
     mt_matmul_prepare();
 #pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
@@ -1858,7 +1858,7 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
     (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
+    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
     mt_scratch scratch =
         mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
@@ -1998,7 +1998,7 @@ static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_
     (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
+    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
     for (int64_t s = 0; s < a->spans.count; s++)
@@ -2941,7 +2941,7 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
     (void)stream;
     enum { PARTS = 256 }; // however many threads there are
     double parts[PARTS] = {0};
-    int64_t length = mt_blocks(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
+    int64_t length = mt_divide_up(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t part = 0; part < PARTS; part++)
         for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
@@ -3082,11 +3082,30 @@ void mt_cuda_groups_end(void) {
 #endif
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
-/* Who works with whom. Invariants: a group of one rank needs no library and no call; every rank of a group sees its
- * members in the same order, that of their world ranks; which ranks make a group is a pure function of the sizes. One
- * process is one rank. */
+/* Ranks and their groups. One process is one rank. Invariants: a group of one rank needs no library and no call; all
+ * ranks of a group list its members in the same order, by world rank; the members of a group are a pure function of the
+ * grid's sizes. */
 
-/* True when mpirun, srun or another launcher started this process: MPI_Init alone would start a helper daemon. */
+const mt_grid mt_grid_of_one = {
+    .world = {.name = "world", .size = 1},
+    .tensor = {.name = "tensor", .size = 1},
+    .context = {.name = "context", .size = 1},
+    .data = {.name = "data", .size = 1},
+    .data_context = {.name = "data-context", .size = 1},
+    .pipeline = {.name = "pipeline", .size = 1},
+    .embedding = {.name = "embedding", .size = 1},
+    .model = {.name = "model", .size = 1},
+    .tensor_context = {.name = "tensor-context", .size = 1},
+    .expert = {.name = "expert", .size = 1},
+    .expert_tensor = {.name = "expert-tensor", .size = 1},
+    .expert_data = {.name = "expert-data", .size = 1},
+    .expert_exchange = {.name = "expert-exchange", .size = 1},
+    .kv_replicas = {.name = "kv-replicas", .size = 1},
+    .context_a2a = {.name = "context-a2a", .size = 1},
+    .context_ring = {.name = "context-ring", .size = 1},
+};
+
+/* True if mpirun, srun or another launcher started this process. Without one, MPI_Init would start a helper daemon. */
 static bool mt_launched_by_mpi(void) {
     static const char *const signs[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS"};
     for (size_t i = 0; i < sizeof signs / sizeof *signs; i++)
@@ -3094,7 +3113,7 @@ static bool mt_launched_by_mpi(void) {
     return false;
 }
 
-/* This rank's number among those of its host, and how many they are. */
+/* This rank's number among the ranks of its host, and their number. */
 static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     *rank = 0, *size = 1;
 #ifdef MT_HAVE_MPI
@@ -3110,14 +3129,14 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
 }
 
 #ifdef MT_HAVE_MPI
-/* Ranks on one host share its cores; without this each would start a thread for every core. */
+/* Divides the cores of a host among its ranks; by default, each rank would start a thread per core. */
 static void mt_share_threads(const mt_group *world) {
 #ifdef MT_HAVE_OPENMP
     if (getenv("OMP_NUM_THREADS")) return;
     int local_rank, local_ranks;
     mt_host_ranks(world, &local_rank, &local_ranks);
     int cores = omp_get_num_procs(), all_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to its own cores
+    if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to cores of its own
     omp_set_num_threads(cores > 1 ? cores : 1);
 #else
     (void)world;
@@ -3125,26 +3144,33 @@ static void mt_share_threads(const mt_group *world) {
 }
 #endif
 
+/* Where a kind of group is in mt_grid, and the dimensions in which its members differ: tp, cp, dp, pp, or for groups of
+ * experts etp, ep, edp, pp. */
+static const struct {
+    size_t offset;
+    bool of_experts;
+    bool is_free[4];
+} mt_group_kinds[MT_NUM_GROUP_KINDS] = {
+    [MT_GROUP_WORLD] = {offsetof(mt_grid, world), false, {true, true, true, true}},
+    [MT_GROUP_TENSOR] = {offsetof(mt_grid, tensor), false, {true, false, false, false}},
+    [MT_GROUP_CONTEXT] = {offsetof(mt_grid, context), false, {false, true, false, false}},
+    [MT_GROUP_DATA] = {offsetof(mt_grid, data), false, {false, false, true, false}},
+    [MT_GROUP_DATA_CONTEXT] = {offsetof(mt_grid, data_context), false, {false, true, true, false}},
+    [MT_GROUP_PIPELINE] = {offsetof(mt_grid, pipeline), false, {false, false, false, true}},
+    [MT_GROUP_EMBEDDING] = {offsetof(mt_grid, embedding), false, {false, false, false, true}},
+    [MT_GROUP_MODEL] = {offsetof(mt_grid, model), false, {true, false, false, true}},
+    [MT_GROUP_TENSOR_CONTEXT] = {offsetof(mt_grid, tensor_context), false, {true, true, false, false}},
+    [MT_GROUP_EXPERT] = {offsetof(mt_grid, expert), true, {false, true, false, false}},
+    [MT_GROUP_EXPERT_TENSOR] = {offsetof(mt_grid, expert_tensor), true, {true, false, false, false}},
+    [MT_GROUP_EXPERT_DATA] = {offsetof(mt_grid, expert_data), true, {false, false, true, false}},
+    [MT_GROUP_EXPERT_EXCHANGE] = {offsetof(mt_grid, expert_exchange), true, {true, true, false, false}},
+    [MT_GROUP_KV_REPLICAS] = {offsetof(mt_grid, kv_replicas), false, {true, false, false, false}},
+    [MT_GROUP_CONTEXT_A2A] = {offsetof(mt_grid, context_a2a), false, {false, true, false, false}},
+    [MT_GROUP_CONTEXT_RING] = {offsetof(mt_grid, context_ring), false, {false, true, false, false}},
+};
+
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
-    static const size_t offsets[MT_NUM_GROUP_KINDS] = {
-        [MT_GROUP_WORLD] = offsetof(mt_grid, world),
-        [MT_GROUP_TENSOR] = offsetof(mt_grid, tensor),
-        [MT_GROUP_CONTEXT] = offsetof(mt_grid, context),
-        [MT_GROUP_DATA] = offsetof(mt_grid, data),
-        [MT_GROUP_DATA_CONTEXT] = offsetof(mt_grid, data_context),
-        [MT_GROUP_PIPELINE] = offsetof(mt_grid, pipeline),
-        [MT_GROUP_EMBEDDING] = offsetof(mt_grid, embedding),
-        [MT_GROUP_MODEL] = offsetof(mt_grid, model),
-        [MT_GROUP_TENSOR_CONTEXT] = offsetof(mt_grid, tensor_context),
-        [MT_GROUP_EXPERT] = offsetof(mt_grid, expert),
-        [MT_GROUP_EXPERT_TENSOR] = offsetof(mt_grid, expert_tensor),
-        [MT_GROUP_EXPERT_DATA] = offsetof(mt_grid, expert_data),
-        [MT_GROUP_EXPERT_EXCHANGE] = offsetof(mt_grid, expert_exchange),
-        [MT_GROUP_KV_REPLICAS] = offsetof(mt_grid, kv_replicas),
-        [MT_GROUP_CONTEXT_A2A] = offsetof(mt_grid, context_a2a),
-        [MT_GROUP_CONTEXT_RING] = offsetof(mt_grid, context_ring),
-    };
-    return (mt_group *)((char *)grid + offsets[kind]);
+    return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
 }
 
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
@@ -3166,21 +3192,21 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
     return shape;
 }
 
-/* The ranks that differ from `rank` only in the dimensions that are free, counting the first dimension fastest. */
+/* The ranks that differ from `rank` in free dimensions only. The first dimension varies fastest. */
 static int mt_grid_free_dimensions(int *members, const int64_t sizes[4], const bool is_free[4], int rank) {
     int64_t stride[5] = {1};
     for (int d = 0; d < 4; d++) stride[d + 1] = stride[d] * sizes[d];
     int count = 0;
     for (int64_t other = 0; other < stride[4]; other++) {
-        bool together = true;
+        bool is_member = true;
         for (int d = 0; d < 4; d++)
-            together = together && (is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d]);
-        if (together) members[count++] = (int)other;
+            is_member = is_member && (is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d]);
+        if (is_member) members[count++] = (int)other;
     }
     return count;
 }
 
-/* Of `count` members in a row keeps the first and the last, if `rank` is one of them, else `rank` alone. */
+/* Keeps the first and the last member if `rank` is one of them, else `rank` alone. */
 static int mt_grid_keep_ends(int *members, int count, int rank) {
     int last = members[count - 1];
     if (count == 1 || (rank != members[0] && rank != last)) {
@@ -3191,48 +3217,29 @@ static int mt_grid_keep_ends(int *members, int count, int rank) {
     return 2;
 }
 
-/* Of a tensor group keeps the neighbours that hold the same key and value head. */
+/* Keeps the neighbours in a tensor group that hold the same key and value head. */
 static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_groups, int rank) {
-    int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, place = 0;
-    while (members[place] != rank) place++;
-    memmove(members, members + place / copies * copies, (size_t)copies * sizeof(int));
+    int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, index = 0;
+    while (members[index] != rank) index++;
+    memmove(members, members + index / copies * copies, (size_t)copies * sizeof(int));
     return copies;
 }
 
-/* Of a context group keeps the `neighbours` in a row that `rank` is one of, or those in its place in every such row. */
-static int mt_grid_keep_level(int *members, int count, int neighbours, bool in_a_row, int rank) {
-    int place = 0, kept = in_a_row ? neighbours : count / neighbours;
-    while (members[place] != rank) place++;
-    int first = in_a_row ? place / neighbours * neighbours : place % neighbours, step = in_a_row ? 1 : neighbours;
+/* Splits a context group into runs of `neighbours` ranks. Keeps the run of `rank`, or the ranks with its index in every
+ * run. */
+static int mt_grid_keep_level(int *members, int count, int neighbours, bool within_run, int rank) {
+    int index = 0, kept = within_run ? neighbours : count / neighbours;
+    while (members[index] != rank) index++;
+    int first = within_run ? index / neighbours * neighbours : index % neighbours, step = within_run ? 1 : neighbours;
     for (int i = 0; i < kept; i++) members[i] = members[first + i * step];
     return kept;
 }
 
 int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, int rank) {
-    static const bool is_free[MT_NUM_GROUP_KINDS][4] = {
-        // tp, cp, dp, pp; for experts etp, ep, edp, pp
-        [MT_GROUP_WORLD] = {true, true, true, true},
-        [MT_GROUP_TENSOR] = {true, false, false, false},
-        [MT_GROUP_CONTEXT] = {false, true, false, false},
-        [MT_GROUP_DATA] = {false, false, true, false},
-        [MT_GROUP_DATA_CONTEXT] = {false, true, true, false},
-        [MT_GROUP_PIPELINE] = {false, false, false, true},
-        [MT_GROUP_EMBEDDING] = {false, false, false, true},
-        [MT_GROUP_MODEL] = {true, false, false, true},
-        [MT_GROUP_TENSOR_CONTEXT] = {true, true, false, false},
-        [MT_GROUP_EXPERT] = {false, true, false, false},
-        [MT_GROUP_EXPERT_TENSOR] = {true, false, false, false},
-        [MT_GROUP_EXPERT_DATA] = {false, false, true, false},
-        [MT_GROUP_EXPERT_EXCHANGE] = {true, true, false, false},
-        [MT_GROUP_KV_REPLICAS] = {true, false, false, false},
-        [MT_GROUP_CONTEXT_A2A] = {false, true, false, false},
-        [MT_GROUP_CONTEXT_RING] = {false, true, false, false},
-    };
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
-    bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA ||
-                      kind == MT_GROUP_EXPERT_EXCHANGE;
-    int count = mt_grid_free_dimensions(members, of_experts ? expert : dense, is_free[kind], rank);
+    const int64_t *sizes = mt_group_kinds[kind].of_experts ? expert : dense;
+    int count = mt_grid_free_dimensions(members, sizes, mt_group_kinds[kind].is_free, rank);
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
     if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
         return mt_grid_keep_level(members, count, (int)mt_max(1, s->context_a2a), kind == MT_GROUP_CONTEXT_A2A, rank);
@@ -3241,7 +3248,7 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
 }
 
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
-    *grid = (mt_grid)MT_GRID_OF_ONE;
+    *grid = mt_grid_of_one;
     if (!mt_launched_by_mpi()) return;
 #ifdef MT_HAVE_MPI
     MPI_Comm *world = mt_malloc(sizeof *world);
@@ -3253,8 +3260,8 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
-    // A kernel that is loaded at its first launch may wait for all that runs on the GPU, a receive among it whose
-    // sender waits for this rank: where there are several, CUDA loads kernels when it starts.
+    // Loading a kernel at its first launch may wait for all work on the GPU. If that includes a receive whose sender
+    // waits for this rank, both wait forever. So CUDA loads all kernels when it starts.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
     (void)argc, (void)argv;
@@ -3265,7 +3272,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
 #endif
 }
 
-/* Makes one group; all ranks of the world call it together, since each is in one group of every kind. */
+/* Makes one group. All ranks of the world call it: each is in one group of every kind. */
 static void mt_group_make(mt_group *group, const mt_group *world, const int *members, int count) {
     group->size = count;
     group->rank = 0;
@@ -3282,9 +3289,9 @@ static void mt_group_make(mt_group *group, const mt_group *world, const int *mem
 #endif
 }
 
-/* The watchdog: a thread that looks at what this rank waits for. A rank that hangs keeps all others waiting, so the job
- * ends with a line from each of them; the rank without a line is the one to look at. One process is one rank and ops
- * have no context, so it is a static object. */
+/* The watchdog: a thread that checks how long this rank has waited for an operation. If one rank hangs, all others
+ * wait; each prints a line and ends the job, so the rank without a line is the faulty one. A static object, because ops
+ * have no context. */
 static struct {
     pthread_t thread;
     pthread_mutex_t lock;
@@ -3292,7 +3299,7 @@ static struct {
     bool running, stopping;
     int rank;
     double timeout, since;
-    const char *operation, *group;           // waited for since; NULL: nothing
+    const char *operation, *group;           // that this rank waits for; NULL: none
     const char *last_operation, *last_group; // enqueued last on a device
 } mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
 
@@ -3318,8 +3325,8 @@ void mt_watch_note(const char *operation, const char *group) {
     pthread_mutex_unlock(&mt_watch.lock);
 }
 
-/* Says what was waited for and ends the job. The others get a moment to say theirs. */
-static void mt_watch_bark(void) {
+/* Prints the operation and ends the job. Other ranks get a second to print theirs. */
+static void mt_watch_expire(void) {
     char last[160] = "";
     if (mt_watch.last_operation)
         snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
@@ -3329,7 +3336,7 @@ static void mt_watch_bark(void) {
             mt_watch.rank, mt_watch.timeout, mt_watch.operation, mt_watch.group ? " in group " : "",
             mt_watch.group ? mt_watch.group : "", last);
     sleep(1);
-    alarm(10); // should MPI be in no state to abort
+    alarm(10); // in case MPI_Abort hangs
 #ifdef MT_HAVE_MPI
     MPI_Abort(MPI_COMM_WORLD, 1);
 #endif
@@ -3349,9 +3356,9 @@ static void *mt_watch_run(void *unused) {
         pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
         double now = mt_time(), slept = now - looked;
         if (slept > 1)
-            mt_watch.since = fmin(now, mt_watch.since + slept); // this process was stopped: it is the culprit
+            mt_watch.since = fmin(now, mt_watch.since + slept); // this process was stopped: others wait for it
         looked = now;
-        if (mt_watch.operation && now - mt_watch.since > mt_watch.timeout) mt_watch_bark();
+        if (mt_watch.operation && now - mt_watch.since > mt_watch.timeout) mt_watch_expire();
     }
     pthread_mutex_unlock(&mt_watch.lock);
     return NULL;
@@ -3359,7 +3366,7 @@ static void *mt_watch_run(void *unused) {
 
 static void mt_watch_start(int rank, double timeout) {
     if (mt_watch.running) return;
-    sigset_t all, old; // signals are for the thread that trains
+    sigset_t all, old; // signals go to the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
     mt_watch.rank = rank, mt_watch.timeout = timeout, mt_watch.stopping = false;
@@ -3380,11 +3387,11 @@ static void mt_watch_stop(void) {
 }
 
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
-    int64_t together =
+    int64_t model_ranks =
         options->tensor_model_parallel_size * options->context_parallel_size * options->pipeline_model_parallel_size;
-    if (together < 1 || grid->world.size % together != 0)
-        return mt_error_set(error, "%d ranks do not divide by the %lld that hold one model", grid->world.size,
-                            (long long)together);
+    if (model_ranks < 1 || grid->world.size % model_ranks != 0)
+        return mt_error_set(error, "%d ranks are not a multiple of the %lld that hold one model", grid->world.size,
+                            (long long)model_ranks);
     mt_grid_shape shape = mt_grid_shape_of(options, grid->world.size);
     int *members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
@@ -3439,7 +3446,7 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
     free(members);
 }
 
-/* The first kind of group with the same members: such groups share a communicator. */
+/* The first group with the same members, or NULL. Such groups share a communicator. */
 static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
     const mt_group *group = mt_grid_group(grid, kind);
     for (int k = 0; k < (int)kind; k++) {
@@ -3462,7 +3469,7 @@ const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error) 
         ops = NULL;
     }
 #endif
-    if (mt_agree(&grid->world, ops == NULL, error) != 0) // a GPU for every rank, or for none
+    if (mt_agree(&grid->world, ops == NULL, error) != 0) // all ranks have a GPU, or none uses one
         return device == MT_DEVICE_AUTO ? &mt_cpu_ops : NULL;
     for (int kind = 0; ops && kind < MT_NUM_GROUP_KINDS; kind++) {
         mt_group *group = mt_grid_group(grid, kind);
@@ -3496,29 +3503,29 @@ void mt_grid_clear(mt_grid *grid) {
         free(group->members);
     }
     mt_group world = grid->world;
-    *grid = (mt_grid)MT_GRID_OF_ONE;
+    *grid = mt_grid_of_one;
     grid->world = world;
 }
 
 void mt_grid_stop(mt_grid *grid) {
     mt_grid_close_groups(grid);
-    mt_cuda_groups_end(); // while the watch still sees who hangs
+    mt_cuda_groups_end(); // the watchdog still runs: this may hang
     mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
     if (grid->world.comm) MPI_Finalize();
 #endif
     free(grid->world.comm);
     free(grid->world.members);
-    *grid = (mt_grid)MT_GRID_OF_ONE;
+    *grid = mt_grid_of_one;
 }
 
 /* ==== §5 collectives ============================================================================================= */
-/* What groups do together, on the CPU by MPI (cuda/comm.cu: on GPUs by NCCL). Invariants: every rank of the group calls
- * in the same order; a sum is made in rank order, so it has the same bits on every rank and in every run; a group of
- * one returns at once. */
+/* Collective operations and messages: here on the CPU by MPI, in cuda/comm.cu on GPUs by NCCL. Invariants: all ranks of
+ * a group call in the same order; sums are made in rank order, so they have the same bits on every rank and in every
+ * run; a group of one returns at once. */
 
-/* Tags of messages: those within collectives, of mt_send, and of channels. */
-enum { MT_TAG_COLLECTIVE = 0, MT_TAG_HOST = 1, MT_TAG_CHANNEL = MT_TAG_HOST + MT_HOST_TAGS, MT_TAGS = 32768 };
+/* Tags of messages: in collectives, of mt_send, and of channels. */
+enum { MT_TAG_COLLECTIVE, MT_TAG_HOST, MT_TAG_CHANNEL, MT_TAGS = 32768 };
 
 /* ---- messages */
 
@@ -3527,8 +3534,8 @@ static void mt_mpi_check(int status, const char *call, const mt_group *group) {
     if (status != MPI_SUCCESS) mt_die("%s failed in group %s on its rank %d", call, group->name, group->rank);
 }
 
-/* MPI's counts are int: `count` elements of `type` are any number of bytes. Freed by mt_mpi_bytes_free, also while a
- * message still uses it. */
+/* MPI's counts are int: `count` elements of `type` are any number of bytes. mt_mpi_bytes_free may be called while a
+ * message still uses the type. */
 typedef struct mt_mpi_bytes {
     MPI_Datatype type;
     int count;
@@ -3556,9 +3563,11 @@ static MPI_Comm mt_mpi_comm(const mt_group *group) {
     return *(MPI_Comm *)group->comm;
 }
 
-static void mt_mpi_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag) {
+static void mt_mpi_start_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag,
+                              MPI_Request *request) {
     mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
-    mt_mpi_check(MPI_Send(buffer, length.count, length.type, to, tag, mt_mpi_comm(group)), "MPI_Send", group);
+    mt_mpi_check(MPI_Isend(buffer, length.count, length.type, to, tag, mt_mpi_comm(group), request), "MPI_Isend",
+                 group);
     mt_mpi_bytes_free(&length);
 }
 
@@ -3570,38 +3579,35 @@ static void mt_mpi_start_receive(const mt_group *group, void *buffer, int64_t by
     mt_mpi_bytes_free(&length);
 }
 
-/* A step of a collective: sends to one rank while it receives from another. */
-static void mt_mpi_exchange(const mt_group *group, const void *out, int64_t out_bytes, int to, void *in,
+/* Sends to one rank while it receives from another. 0 bytes: no message. */
+static void mt_mpi_exchange(const mt_group *group, int tag, const void *out, int64_t out_bytes, int to, void *in,
                             int64_t in_bytes, int from) {
-    MPI_Request request = MPI_REQUEST_NULL;
-    if (in_bytes > 0) mt_mpi_start_receive(group, in, in_bytes, from, MT_TAG_COLLECTIVE, &request);
-    if (out_bytes > 0) mt_mpi_send(group, out, out_bytes, to, MT_TAG_COLLECTIVE);
-    mt_mpi_check(MPI_Wait(&request, MPI_STATUS_IGNORE), "MPI_Wait", group);
+    MPI_Request requests[2] = {MPI_REQUEST_NULL, MPI_REQUEST_NULL};
+    if (in_bytes > 0) mt_mpi_start_receive(group, in, in_bytes, from, tag, &requests[0]);
+    if (out_bytes > 0) mt_mpi_start_send(group, out, out_bytes, to, tag, &requests[1]);
+    mt_mpi_check(MPI_Waitall(2, requests, MPI_STATUSES_IGNORE), "MPI_Waitall", group);
 }
 #endif
 
-void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag) {
-    MT_CHECK(to != group->rank && to < group->size && tag >= 0 && tag < MT_HOST_TAGS);
+/* The same from the host, for mt_send and mt_receive. Without MPI no group has another rank. */
+static void mt_host_message(const char *operation, const mt_group *group, const void *out, int64_t out_bytes, void *in,
+                            int64_t in_bytes, int peer) {
+    MT_CHECK(peer != group->rank && peer >= 0 && peer < group->size);
 #ifdef MT_HAVE_MPI
-    mt_watch_begin("send", group->name);
-    mt_mpi_send(group, buffer, bytes, to, MT_TAG_HOST + tag);
+    mt_watch_begin(operation, group->name);
+    mt_mpi_exchange(group, MT_TAG_HOST, out, out_bytes, peer, in, in_bytes, peer);
     mt_watch_end();
 #else
-    (void)buffer, (void)bytes; // without MPI no group has another rank
+    (void)operation, (void)out, (void)out_bytes, (void)in, (void)in_bytes;
 #endif
 }
 
-void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag) {
-    MT_CHECK(from != group->rank && from < group->size && tag >= 0 && tag < MT_HOST_TAGS);
-#ifdef MT_HAVE_MPI
-    MPI_Request request;
-    mt_watch_begin("receive", group->name);
-    mt_mpi_start_receive(group, buffer, bytes, from, MT_TAG_HOST + tag, &request);
-    mt_mpi_check(MPI_Wait(&request, MPI_STATUS_IGNORE), "MPI_Wait", group);
-    mt_watch_end();
-#else
-    (void)buffer, (void)bytes; // without MPI no group has another rank
-#endif
+void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to) {
+    mt_host_message("send", group, buffer, bytes, NULL, 0, to);
+}
+
+void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from) {
+    mt_host_message("receive", group, NULL, 0, buffer, bytes, from);
 }
 
 void mt_barrier(const mt_group *group) {
@@ -3653,7 +3659,7 @@ static void mt_reduce_rows(void *out, const void *rows, int size, int64_t stride
     }
 }
 
-/* Elements of a slice that ranks sum at once, such that their rows fit a bounded scratch. */
+/* Elements of a slice that ranks sum at once. Bounds the scratch that holds the rows of all ranks. */
 static int64_t mt_reduce_slice(const mt_group *group) {
     return mt_max(1024, (1 << 20) / group->size);
 }
@@ -3662,50 +3668,50 @@ static int64_t mt_clamp(int64_t x, int64_t low, int64_t high) {
     return mt_min(mt_max(x, low), high);
 }
 
-/* out = the reduction of slice `rank` over the group. Slice r is at in + r * stride, n elements or what is left of it
- * before `end`. All ranks send first: `out` may lie in the own slice. */
+/* out = the reduction of slice `rank` over the group. Slice r is in[r * stride, r * stride + n), cut at `end`. All
+ * ranks send before they reduce, so `out` may lie in the own slice. */
 static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int64_t n, int64_t end,
                                  const mt_group *group, mt_reduction reduction, mt_dtype dtype) {
     int size = group->size, rank = group->rank;
     int64_t width = mt_dtype_size(dtype), own = mt_clamp(end - rank * stride, 0, n);
-    char *rows = (char *)mt_scratch_grow(mt_blocks(size * n * width, 4));
+    char *rows = (char *)mt_scratch_grow(mt_divide_up(size * n * width, 4));
     memcpy(rows + rank * n * width, in + rank * stride * width, (size_t)(own * width));
     for (int step = 1; step < size; step++) {
         int to = (rank + step) % size, from = (rank - step + size) % size;
-        mt_mpi_exchange(group, in + to * stride * width, mt_clamp(end - to * stride, 0, n) * width, to,
-                        rows + from * n * width, own * width, from);
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride * width, mt_clamp(end - to * stride, 0, n) * width,
+                        to, rows + from * n * width, own * width, from);
     }
     mt_reduce_rows(out, rows, size, n, own, reduction, dtype);
 }
 
-/* A few numbers: one gather, and every rank makes the same sum. */
+/* For few elements: one all-gather, then every rank makes the same sum. */
 static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                                     const mt_group *group) {
     int64_t bytes = count * mt_dtype_size(dtype);
-    char *rows = (char *)mt_scratch_grow(mt_blocks(group->size * bytes, 4));
+    char *rows = (char *)mt_scratch_grow(mt_divide_up(group->size * bytes, 4));
     mt_mpi_check(MPI_Allgather(buffer, (int)bytes, MPI_BYTE, rows, (int)bytes, MPI_BYTE, mt_mpi_comm(group)),
                  "MPI_Allgather", group);
     mt_reduce_rows(buffer, rows, group->size, count, count, reduction, dtype);
 }
 
-/* Every rank sums a slice, then sends it to all: each moves 2 (size - 1) / size of the buffer. */
+/* Every rank sums a slice, then sends it to all: each sends 2 (size - 1) / size of the buffer. */
 static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                               const mt_group *group) {
     int size = group->size, rank = group->rank;
-    int64_t width = mt_dtype_size(dtype), together = mt_reduce_slice(group) * size;
+    int64_t width = mt_dtype_size(dtype), part = mt_reduce_slice(group) * size;
     if (count * width <= 1 << 14) {
         mt_mpi_all_reduce_small(buffer, count, reduction, dtype, group);
         return;
     }
-    for (int64_t start = 0; start < count; start += together) {
+    for (int64_t start = 0; start < count; start += part) {
         char *piece = buffer + start * width;
-        int64_t end = mt_min(together, count - start), n = mt_blocks(end, size);
+        int64_t end = mt_min(part, count - start), n = mt_divide_up(end, size);
         int64_t own = mt_clamp(end - rank * n, 0, n);
         mt_mpi_reduce_slices(piece + rank * n * width, piece, n, n, end, group, reduction, dtype);
         for (int step = 1; step < size; step++) {
             int to = (rank + step) % size, from = (rank - step + size) % size;
-            mt_mpi_exchange(group, piece + rank * n * width, own * width, to, piece + from * n * width,
-                            mt_clamp(end - from * n, 0, n) * width, from);
+            mt_mpi_exchange(group, MT_TAG_COLLECTIVE, piece + rank * n * width, own * width, to,
+                            piece + from * n * width, mt_clamp(end - from * n, 0, n) * width, from);
         }
     }
 }
@@ -3755,7 +3761,7 @@ void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dt
     mt_host_all_reduce(buffer, count, MT_MAX, dtype, group);
 }
 
-/* ---- what only moves */
+/* ---- data movement */
 
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
@@ -3768,7 +3774,7 @@ static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype
     mt_watch_begin("all_gather", group->name);
     for (int step = 1; step < group->size; step++) {
         int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, own, bytes, to, (char *)out + from * bytes, bytes, from);
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, own, bytes, to, (char *)out + from * bytes, bytes, from);
     }
     mt_watch_end();
 #endif
@@ -3785,7 +3791,8 @@ static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype
     mt_watch_begin("all_to_all", group->name);
     for (int step = 1; step < group->size; step++) {
         int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes, bytes, from);
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes,
+                        bytes, from);
     }
     mt_watch_end();
 #endif
@@ -3811,8 +3818,9 @@ static void mt_cpu_all_to_all_v(void *out, const int64_t *out_counts, const void
     mt_watch_begin("all_to_all_v", group->name);
     for (int step = 1; step < group->size; step++) {
         int to = (rank + step) % group->size, from = (rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, (const char *)in + mt_sum_before(in_counts, to) * width, in_counts[to] * width, to,
-                        (char *)out + mt_sum_before(out_counts, from) * width, out_counts[from] * width, from);
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + mt_sum_before(in_counts, to) * width,
+                        in_counts[to] * width, to, (char *)out + mt_sum_before(out_counts, from) * width,
+                        out_counts[from] * width, from);
     }
     mt_watch_end();
 #endif
@@ -3840,7 +3848,7 @@ static void mt_cpu_broadcast(void *buffer, int64_t count, mt_dtype dtype, int ro
 }
 
 static void mt_cpu_stream_follow(mt_stream *stream, mt_stream *other) {
-    (void)stream, (void)other; // everything is done at once
+    (void)stream, (void)other; // operations are complete when they return
 }
 
 /* ---- channels */
@@ -3866,7 +3874,7 @@ static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, 
 static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
     (void)stream;
     MT_CHECK(ticket >= 0 && ticket < channel->next);
-    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its place was needed, so it was waited for then
+    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is through
 #ifdef MT_HAVE_MPI
     MPI_Request *request = &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS];
     mt_watch_begin(channel->group->rank == channel->from ? "channel_send" : "channel_recv", channel->group->name);
@@ -3875,12 +3883,22 @@ static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *
 #endif
 }
 
-/* The place of the next message, free, and its ticket. */
-static int64_t mt_cpu_channel_next(mt_channel *channel, int64_t bytes) {
-    int64_t ticket = channel->next;
+/* Starts the next message, out of `out` or into `in` (the other is NULL); returns its ticket. */
+static int64_t mt_cpu_channel_start(mt_channel *channel, const void *out, void *in, int64_t bytes) {
+    int64_t ticket = channel->next, slot = ticket % MT_CHANNEL_TICKETS;
     if (ticket >= MT_CHANNEL_TICKETS) mt_cpu_channel_wait(channel, ticket - MT_CHANNEL_TICKETS, NULL);
-    channel->bytes[ticket % MT_CHANNEL_TICKETS] = bytes;
+    channel->bytes[slot] = bytes;
     channel->next++;
+#ifdef MT_HAVE_MPI
+    MPI_Request *request = &((mt_cpu_channel *)channel)->requests[slot];
+    int tag = MT_TAG_CHANNEL + channel->id;
+    if (channel->group->rank == channel->from)
+        mt_mpi_start_send(channel->group, out, bytes, channel->to, tag, request);
+    else
+        mt_mpi_start_receive(channel->group, in, bytes, channel->from, tag, request);
+#else
+    (void)out, (void)in;
+#endif
     return ticket;
 }
 
@@ -3888,32 +3906,14 @@ static int64_t mt_cpu_channel_send(mt_channel *channel, const void *buffer, int6
                                    mt_stream *stream) {
     (void)stream;
     MT_CHECK(channel->group->rank == channel->from);
-    int64_t bytes = count * mt_dtype_size(dtype), ticket = mt_cpu_channel_next(channel, bytes);
-#ifdef MT_HAVE_MPI
-    mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
-    mt_mpi_check(MPI_Isend(buffer, length.count, length.type, channel->to, MT_TAG_CHANNEL + channel->id,
-                           mt_mpi_comm(channel->group),
-                           &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS]),
-                 "MPI_Isend", channel->group);
-    mt_mpi_bytes_free(&length);
-#else
-    (void)buffer;
-#endif
-    return ticket;
+    return mt_cpu_channel_start(channel, buffer, NULL, count * mt_dtype_size(dtype));
 }
 
 static int64_t mt_cpu_channel_recv(mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype,
                                    mt_stream *stream) {
     (void)stream;
     MT_CHECK(channel->group->rank == channel->to);
-    int64_t bytes = count * mt_dtype_size(dtype), ticket = mt_cpu_channel_next(channel, bytes);
-#ifdef MT_HAVE_MPI
-    mt_mpi_start_receive(channel->group, buffer, bytes, channel->from, MT_TAG_CHANNEL + channel->id,
-                         &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS]);
-#else
-    (void)buffer;
-#endif
-    return ticket;
+    return mt_cpu_channel_start(channel, NULL, buffer, count * mt_dtype_size(dtype));
 }
 
 static void mt_cpu_channel_close(mt_channel *channel) {
@@ -3923,7 +3923,7 @@ static void mt_cpu_channel_close(mt_channel *channel) {
     free(channel);
 }
 
-/* ---- mailboxes: every copy is a message */
+/* ---- mailboxes: here, every copy is a message */
 
 static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
@@ -3940,7 +3940,7 @@ static void mt_cpu_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t co
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
 #ifdef MT_HAVE_MPI
     mt_watch_begin("mailbox_trade", mailbox->group->name);
-    mt_mpi_exchange(mailbox->group, in, bytes, to, mailbox->memory + at, bytes, from);
+    mt_mpi_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
     mt_watch_end();
 #else
     (void)in, (void)to; // without MPI no group has another rank
@@ -4003,10 +4003,10 @@ void mt_host_memory_close(mt_host_memory *shared) {
 #endif
 }
 
-/* ---- what every rank must agree on */
+/* ---- agreement on errors */
 
 int mt_agree(const mt_group *world, bool failed, mt_error *error) {
-    double first = failed ? world->size - world->rank : 0; // the largest is that of the lowest rank
+    double first = failed ? world->size - world->rank : 0; // the maximum comes from the lowest rank that failed
     mt_all_reduce_max(world, &first, 1, MT_F64);
     if (first == 0) return 0;
     mt_broadcast(world, error->text, sizeof error->text, world->size - (int)first);
@@ -4015,8 +4015,8 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error) {
 
 /* ---- several channels */
 
-/* Closes a rank's channels, of which some may be NULL, in the order in which all ranks opened theirs: by id, then by
- * sender. A backend may wait for the other end, so in any other order a ring of ranks could wait for itself. */
+/* Closes a rank's channels (some may be NULL) in the order in which all ranks opened theirs: by id, then by sender. A
+ * backend may wait for the other end, so in any other order the ranks of a ring could wait for each other. */
 static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int count) {
     for (int closed = 0; closed < count; closed++) {
         int first = closed;

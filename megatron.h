@@ -56,8 +56,9 @@ static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-static inline int64_t mt_blocks(int64_t n, int64_t block) {
-    return (n + block - 1) / block;
+/* a / b rounded up, for a >= 0 and b > 0. */
+static inline int64_t mt_divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
 }
 
 /* Seconds of a monotonic clock. */
@@ -1120,20 +1121,8 @@ typedef struct mt_grid {
         kv_replicas; // ranks of the tensor group with the same key and value head, where heads are fewer than ranks
 } mt_grid;
 
-/* A job of one rank without a launcher: `static const mt_grid grid = MT_GRID_OF_ONE`. */
-#define MT_GROUP_OF_ONE(its_name)                                                                                      \
-    { .name = its_name, .size = 1 }
-#define MT_GRID_OF_ONE                                                                                                 \
-    {                                                                                                                  \
-        .world = MT_GROUP_OF_ONE("world"), .tensor = MT_GROUP_OF_ONE("tensor"), .context = MT_GROUP_OF_ONE("context"), \
-        .data = MT_GROUP_OF_ONE("data"), .data_context = MT_GROUP_OF_ONE("data-context"),                              \
-        .pipeline = MT_GROUP_OF_ONE("pipeline"), .embedding = MT_GROUP_OF_ONE("embedding"),                            \
-        .model = MT_GROUP_OF_ONE("model"), .tensor_context = MT_GROUP_OF_ONE("tensor-context"),                        \
-        .expert = MT_GROUP_OF_ONE("expert"), .expert_tensor = MT_GROUP_OF_ONE("expert-tensor"),                        \
-        .expert_data = MT_GROUP_OF_ONE("expert-data"), .expert_exchange = MT_GROUP_OF_ONE("expert-exchange"),          \
-        .kv_replicas = MT_GROUP_OF_ONE("kv-replicas"), .context_a2a = MT_GROUP_OF_ONE("context-a2a"),                  \
-        .context_ring = MT_GROUP_OF_ONE("context-ring")                                                                \
-    }
+/* The grid of a job of one rank without a launcher. */
+extern const mt_grid mt_grid_of_one;
 
 /* The sizes that groups follow from. world = tensor context data pipeline = expert_tensor expert expert_data pipeline.
  */
@@ -1193,10 +1182,10 @@ void mt_barrier(const mt_group *group);
 /* If any rank failed, fails on every rank with the error of the lowest such rank; else returns 0. Every rank calls it.
  */
 int mt_agree(const mt_group *world, bool failed, mt_error *error);
-/* One message between two ranks of a group, with a tag under MT_HOST_TAGS; the last is the CUDA backend's. */
-enum { MT_HOST_TAGS = 1000 };
-void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag);
-void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag);
+/* One message between two ranks of a group, in host memory. Messages from one rank to another arrive in order. Data on
+ * a device goes by channels, or to ranks of one host by mailboxes (§3). */
+void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
+void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
 
 /* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
  * before a barrier are seen by all ranks after it. */

@@ -309,9 +309,9 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
         ncclUniqueId unique;
         if (group->rank == from) {
             MT_NCCL(group, ncclGetUniqueId(&unique));
-            mt_send(group, &unique, sizeof unique, to, MT_HOST_TAGS - 1);
+            mt_send(group, &unique, sizeof unique, to);
         } else
-            mt_receive(group, &unique, sizeof unique, from, MT_HOST_TAGS - 1);
+            mt_receive(group, &unique, sizeof unique, from);
         channel->comm = mt_comm_open(&unique, group->members ? members : NULL, 2, group->rank == to, group);
     }
     int least, greatest; // messages take precedence over queued kernels

@@ -266,11 +266,11 @@ typedef struct mt_writer {
 
 /* The most that a piece takes of the ring, where it lies as aligned as in its file. */
 static int64_t mt_piece_bytes(int64_t bytes) {
-    return mt_blocks(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
+    return mt_divide_up(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
 }
 
 static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity, bool holds_all) {
-    *w = (mt_writer){.ops = ops, .capacity = mt_blocks(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
+    *w = (mt_writer){.ops = ops, .capacity = mt_divide_up(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
     if (holds_all) w->stream = ops->stream_create(NULL, 0, false), w->copied = ops->event_create();
     w->block = ops->memory_alloc_host(w->capacity + MT_DIRECT);
     w->memory = mt_align_direct(w->block);
@@ -296,7 +296,7 @@ static char *mt_writer_reserve(mt_writer *w, int64_t offset, int64_t bytes) {
     int64_t at = w->reserved + ((offset - w->reserved) & (MT_DIRECT - 1));
     MT_CHECK(mt_piece_bytes(bytes) <= w->capacity);
     if (at % w->capacity + bytes > w->capacity) // a piece is not cut in two
-        at = mt_blocks(at, w->capacity) * w->capacity + (offset & (MT_DIRECT - 1));
+        at = mt_divide_up(at, w->capacity) * w->capacity + (offset & (MT_DIRECT - 1));
     pthread_mutex_lock(&w->lock);
     while (at + bytes - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
     pthread_mutex_unlock(&w->lock);
@@ -1010,10 +1010,10 @@ static void mt_saver_collect_sums(mt_saver *s) {
     const mt_group *world = &mt_model_grid(s->model)->world;
     for (int64_t i = 0; i < s->writer.sums.count; i++) {
         mt_file_checksums *file = &s->writer.sums.files[i];
-        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0, 0);
+        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0);
         uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
         for (int rank = 1; rank < world->size && theirs; rank++) {
-            mt_receive(world, theirs, file->count * 4, rank, 0);
+            mt_receive(world, theirs, file->count * 4, rank);
             for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
         }
         free(theirs);

@@ -37,8 +37,8 @@ int mt_folder_create(const char *folder, const char *option, mt_error *error) {
     bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
     free(path);
     if (made == 0 || is_folder) return 0;
-    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another%s%s", folder, strerror(reason),
-                        option ? " " : "", option ? option : "");
+    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another %s", folder, strerror(reason),
+                        option ? option : "path");
 }
 
 int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context) {
@@ -118,15 +118,12 @@ char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *er
 
 int mt_file_write_error(mt_error *error, const char *path, const char *option) {
     int reason = errno;
-    const char *space = option ? " " : "";
-    option = option ? option : "";
-    if (reason == ENOSPC || reason == EDQUOT)
-        return mt_error_set(error, "%s: cannot be written: no space left on the disk; free some or choose another%s%s",
-                            path, space, option);
+    bool full = reason == ENOSPC || reason == EDQUOT;
     if (reason == EFBIG)
         return mt_error_set(error, "%s: cannot be written: too large for the limit on file sizes; raise it (ulimit -f)",
                             path);
-    return mt_error_set(error, "%s: cannot be written: %s; choose another%s%s", path, strerror(reason), space, option);
+    return mt_error_set(error, "%s: cannot be written: %s; %schoose another %s", path, strerror(reason),
+                        full ? "free some space or " : "", option ? option : "path");
 }
 
 int mt_file_sync(const char *path, const char *option, mt_error *error) {
@@ -171,20 +168,27 @@ int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_err
     return mt_file_write_error(error, file->path, file->option);
 }
 
-int mt_new_file_close(mt_new_file *file, int status, mt_error *error) {
-    if (!file->stream) return status;
-    int reason = errno; // of a write that failed before, where all that stdio kept can be written now
-    bool whole = status == 0 && fflush(file->stream) == 0 && fsync(fileno(file->stream)) == 0;
+int mt_new_file_seal(mt_new_file *file, mt_error *error) {
+    bool failed = ferror(file->stream) != 0; // of an earlier write: errno is still its reason, or the next flush fails
+    int reason = errno;
+    bool whole = fflush(file->stream) == 0 && fsync(fileno(file->stream)) == 0;
     if (!whole) reason = errno;
-    if (ferror(file->stream)) whole = false;
     if (fclose(file->stream) != 0 && whole) whole = false, reason = errno;
-    if (whole && rename(file->temporary, file->path) != 0) whole = false, reason = errno;
-    if (!whole) unlink(file->temporary);
+    file->stream = NULL;
     errno = reason;
-    if (whole)
-        status = mt_file_sync_folder(file->path, file->option, error);
-    else if (status == 0)
+    return whole && !failed ? 0 : mt_file_write_error(error, file->path, file->option);
+}
+
+int mt_new_file_close(mt_new_file *file, int status, mt_error *error) {
+    if (!file->path) return status;
+    if (status == 0 && file->stream) status = mt_new_file_seal(file, error);
+    if (file->stream) fclose(file->stream);
+    if (status == 0 && rename(file->temporary, file->path) != 0)
         status = mt_file_write_error(error, file->path, file->option);
+    if (status != 0)
+        unlink(file->temporary);
+    else
+        status = mt_file_sync_folder(file->path, file->option, error);
     mt_new_file_free(file);
     return status;
 }
@@ -197,15 +201,14 @@ int mt_file_write(const char *path, const void *data, int64_t bytes, const char 
 
 /* ---- JSON */
 
-json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error) {
+json_t *mt_json_parse(const char *text, int64_t bytes, size_t flags, const char *path, mt_error *error) {
     json_error_t detail;
-    json_t *json = json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, &detail);
+    json_t *json = json_loadb(text, (size_t)bytes, flags, &detail);
     if (json && json_is_object(json)) return json;
     if (json)
-        mt_error_set(error, "%s: its JSON must be an object, between { and }; get the file again", path);
+        mt_error_set(error, "%s: not a JSON object, between { and }; get the file again", path);
     else
-        mt_error_set(error, "%s: bad JSON in line %d, column %d: %s; get the file again", path, detail.line,
-                     detail.column, detail.text);
+        mt_error_set(error, "%s:%d: not JSON, or damaged: %s; get the file again", path, detail.line, detail.text);
     json_decref(json);
     return NULL;
 }
@@ -213,7 +216,7 @@ json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_erro
 json_t *mt_json_read(const char *path, mt_error *error) {
     int64_t bytes;
     char *text = mt_file_read(path, 100000000, &bytes, error);
-    json_t *json = text ? mt_json_parse(text, bytes, path, error) : NULL;
+    json_t *json = text ? mt_json_parse(text, bytes, JSON_REJECT_DUPLICATES, path, error) : NULL;
     free(text);
     return json;
 }

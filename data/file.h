@@ -44,8 +44,8 @@ char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *er
 
 /* ---- writing */
 
-/* Sets the error of a file that cannot be written, from errno; returns -1. `option` (such as "--save", or NULL) named
- * the file. */
+/* Sets the error of a file that cannot be written, from errno; returns -1. `option` (such as "--save", or NULL) is the
+ * one that named the file. */
 int mt_file_write_error(mt_error *error, const char *path, const char *option);
 
 /* Brings a file or a folder's entries to the disk. */
@@ -53,7 +53,7 @@ int mt_file_sync(const char *path, const char *option, mt_error *error);
 
 /* A file that takes its place only when it is whole and on the disk. Write to `stream`; stdio remembers its errors. */
 typedef struct mt_new_file {
-    FILE *stream; // NULL: not open
+    FILE *stream; // NULL: not open, or sealed
     char *path, *temporary;
     const char *option;
 } mt_new_file;
@@ -61,12 +61,16 @@ typedef struct mt_new_file {
 /* Opens PATH.tmp-PID. */
 int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error);
 
-/* Writes to an open file; nothing where it is not open. A failed write is an error. */
+/* Writes to an open file; does nothing for a file that is not open. */
 int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_error *error);
 
-/* With status 0: flushes, syncs and renames the file to its path, then syncs the folder. Else, or where one of these
- * fails: removes the temporary file, and an older file at the path stays. Returns the status, or -1 with error. Nothing
- * happens to a file that is not open. */
+/* Optional, where several files take their places together: brings the file to the disk and closes `stream`, so that
+ * mt_new_file_close only renames it. */
+int mt_new_file_seal(mt_new_file *file, mt_error *error);
+
+/* With status 0: seals the file, renames it to its path, and syncs the folder. Else, or where one of these fails:
+ * removes the temporary file, and an older file at the path stays. Returns the status, or -1 with error. Does nothing
+ * for a file that is not open. */
 int mt_new_file_close(mt_new_file *file, int status, mt_error *error);
 
 /* Writes a whole file by these two. */
@@ -74,11 +78,11 @@ int mt_file_write(const char *path, const void *data, int64_t bytes, const char 
 
 /* ---- JSON */
 
-/* Parses JSON that must be an object without duplicate keys, on which readers would disagree; NULL with error, which
- * names the file, line and column. */
-json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error);
+/* Parses JSON that must be an object; NULL with error, which names the file and line. `flags` are jansson's: with
+ * JSON_REJECT_DUPLICATES a key may not come twice, as readers would disagree on its value. */
+json_t *mt_json_parse(const char *text, int64_t bytes, size_t flags, const char *path, mt_error *error);
 
-/* The same for a file of at most 100,000,000 bytes. */
+/* The same, with JSON_REJECT_DUPLICATES, for a file of at most 100,000,000 bytes. */
 json_t *mt_json_read(const char *path, mt_error *error);
 
 /* Sets object[key]. */

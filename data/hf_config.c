@@ -406,15 +406,11 @@ static void mt_config_read_family(mt_config *config, mt_options *shape, const ch
 }
 
 static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
-    json_error_t problem;
     mt_config config = {.path = path, .error = error};
-    config.root = json_loadb(json, (size_t)bytes, JSON_REJECT_DUPLICATES, &problem);
-    if (!config.root) return mt_error_set(error, "%s:%d: is not JSON: %s", path, problem.line, problem.text);
+    config.root = mt_json_parse(json, bytes, JSON_REJECT_DUPLICATES, path, error);
+    if (!config.root) return -1;
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
-    if (!json_is_object(config.root))
-        mt_config_fail(&config, "must hold a JSON object");
-    else if (!family ||
-             !mt_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
+    if (!family || !mt_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
         mt_config_fail(&config,
                        "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe and "
                        "deepseek_v3 are supported",

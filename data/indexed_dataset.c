@@ -2,6 +2,8 @@
  * hosts: the format is little-endian. */
 #include "dataset.h"
 
+#include "file.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -258,15 +260,8 @@ int mt_indexed_dataset_get(const mt_indexed_dataset *dataset, int64_t sequence, 
 
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
 
-/* A file that is written under a temporary name, then renamed. */
-typedef struct pending_file {
-    char *path, *temporary;
-    FILE *stream;
-    bool published;
-} pending_file;
-
 struct mt_indexed_writer {
-    pending_file bin, idx;
+    mt_new_file bin, idx;
     mt_dtype dtype;
     int32_t *lengths; // [num_sequences]
     int64_t num_sequences, sequence_capacity;
@@ -280,50 +275,11 @@ mt_dtype mt_indexed_dtype_for_vocab(int64_t vocab_size) {
     return vocab_size < 65500 ? MT_U16 : MT_I32;
 }
 
-static int pending_open(pending_file *file, const char *prefix, const char *suffix, mt_error *error) {
-    char name[64];
-    snprintf(name, sizeof name, "%s.tmp-%ld", suffix, (long)getpid());
-    file->path = path_with_suffix(prefix, suffix);
-    file->temporary = path_with_suffix(prefix, name);
-    file->stream = fopen(file->temporary, "wb");
-    if (!file->stream)
-        return mt_error_set(error, "%s: cannot be created: %s; choose another output", file->temporary,
-                            strerror(errno));
-    return 0;
-}
-
-static int pending_fail(const pending_file *file, mt_error *error) {
-    const char *remedy = errno == ENOSPC ? "free some space or choose another output" : "choose another output";
-    return mt_error_set(error, "%s: cannot be written: %s; %s", file->path, strerror(errno), remedy);
-}
-
-static int pending_write(pending_file *file, const void *bytes, int64_t size, mt_error *error) {
-    if (size == 0 || fwrite(bytes, 1, (size_t)size, file->stream) == (size_t)size) return 0;
-    return pending_fail(file, error);
-}
-
-static int pending_seal(pending_file *file, mt_error *error) {
-    FILE *stream = file->stream;
-    file->stream = NULL;
-    if (fflush(stream) != 0 || fsync(fileno(stream)) != 0) {
-        int result = pending_fail(file, error);
-        fclose(stream);
-        return result;
-    }
-    return fclose(stream) == 0 ? 0 : pending_fail(file, error);
-}
-
-static int pending_publish(pending_file *file, mt_error *error) {
-    if (rename(file->temporary, file->path) != 0) return pending_fail(file, error);
-    file->published = true;
-    return 0;
-}
-
-static void pending_close(pending_file *file) {
-    if (file->stream) fclose(file->stream);
-    if (file->temporary && !file->published) unlink(file->temporary);
-    free(file->path);
-    free(file->temporary);
+static int open_new(mt_new_file *file, const char *prefix, const char *suffix, mt_error *error) {
+    char *path = path_with_suffix(prefix, suffix);
+    int status = mt_new_file_open(file, path, "--output-prefix", error);
+    free(path);
+    return status;
 }
 
 int mt_indexed_writer_open(mt_indexed_writer **out, const char *prefix, mt_dtype dtype, mt_error *error) {
@@ -334,8 +290,7 @@ int mt_indexed_writer_open(mt_indexed_writer **out, const char *prefix, mt_dtype
     writer->document_capacity = 1024;
     writer->documents = mt_malloc(writer->document_capacity * (int64_t)sizeof *writer->documents);
     writer->documents[0] = 0;
-    if (pending_open(&writer->bin, prefix, ".bin", error) == 0 &&
-        pending_open(&writer->idx, prefix, ".idx", error) == 0)
+    if (open_new(&writer->bin, prefix, ".bin", error) == 0 && open_new(&writer->idx, prefix, ".idx", error) == 0)
         return 0;
     mt_indexed_writer_close(writer);
     *out = NULL;
@@ -344,7 +299,7 @@ int mt_indexed_writer_open(mt_indexed_writer **out, const char *prefix, mt_dtype
 
 /* Converts tokens to u16 where the file has u16. */
 static int write_tokens(mt_indexed_writer *writer, const int32_t *tokens, int64_t count, mt_error *error) {
-    if (writer->dtype == MT_I32) return pending_write(&writer->bin, tokens, count * 4, error);
+    if (writer->dtype == MT_I32) return mt_new_file_write(&writer->bin, tokens, count * 4, error);
     if (count > writer->narrow_capacity) {
         writer->narrow_capacity = count;
         writer->narrow = mt_realloc(writer->narrow, count * 2);
@@ -353,7 +308,7 @@ static int write_tokens(mt_indexed_writer *writer, const int32_t *tokens, int64_
         MT_CHECK(tokens[i] >= 0 && tokens[i] <= UINT16_MAX);
         writer->narrow[i] = (uint16_t)tokens[i];
     }
-    return pending_write(&writer->bin, writer->narrow, count * 2, error);
+    return mt_new_file_write(&writer->bin, writer->narrow, count * 2, error);
 }
 
 int mt_indexed_writer_add_document(mt_indexed_writer *writer, const int32_t *tokens, const int32_t *lengths,
@@ -383,32 +338,33 @@ static int write_index(mt_indexed_writer *writer, mt_error *error) {
     header[17] = (uint8_t)dtype_code(writer->dtype);
     memcpy(header + 18, &sequences, 8);
     memcpy(header + 26, &entries, 8);
-    pending_file *idx = &writer->idx;
-    if (pending_write(idx, header, sizeof header, error) != 0) return -1;
-    if (pending_write(idx, writer->lengths, writer->num_sequences * 4, error) != 0) return -1;
+    mt_new_file *idx = &writer->idx;
+    if (mt_new_file_write(idx, header, sizeof header, error) != 0) return -1;
+    if (mt_new_file_write(idx, writer->lengths, writer->num_sequences * 4, error) != 0) return -1;
     int64_t offset = 0;
     for (int64_t i = 0; i < writer->num_sequences; i++) {
-        if (pending_write(idx, &offset, 8, error) != 0) return -1;
+        if (mt_new_file_write(idx, &offset, 8, error) != 0) return -1;
         offset += writer->lengths[i] * dtype_bytes(writer->dtype);
     }
-    return pending_write(idx, writer->documents, (writer->num_documents + 1) * 8, error);
+    return mt_new_file_write(idx, writer->documents, (writer->num_documents + 1) * 8, error);
 }
 
 int mt_indexed_writer_seal(mt_indexed_writer *writer, mt_error *error) {
     if (write_index(writer, error) != 0) return -1;
-    if (pending_seal(&writer->bin, error) != 0) return -1;
-    return pending_seal(&writer->idx, error);
+    if (mt_new_file_seal(&writer->bin, error) != 0) return -1;
+    return mt_new_file_seal(&writer->idx, error);
 }
 
 int mt_indexed_writer_publish(mt_indexed_writer *writer, mt_error *error) {
-    if (pending_publish(&writer->bin, error) != 0) return -1;
-    return pending_publish(&writer->idx, error);
+    if (mt_new_file_close(&writer->bin, 0, error) != 0) return -1;
+    return mt_new_file_close(&writer->idx, 0, error);
 }
 
 void mt_indexed_writer_close(mt_indexed_writer *writer) {
     if (!writer) return;
-    pending_close(&writer->bin);
-    pending_close(&writer->idx);
+    mt_error ignored;
+    mt_new_file_close(&writer->bin, -1, &ignored); // what was not published
+    mt_new_file_close(&writer->idx, -1, &ignored);
     free(writer->lengths);
     free(writer->documents);
     free(writer->narrow);

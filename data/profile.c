@@ -1000,12 +1000,11 @@ static void mt_rank_profile_print(const mt_rank_profile *own, int rank, const ch
 }
 
 void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
-    enum { TAG = 1 };
     const mt_group *world = &grid->world;
     if (world->size == 1 || mt_profiler.sums.steps == 0) return;
     mt_rank_profile own = mt_rank_profile_of(&mt_profiler.sums);
     if (world->rank > 0) {
-        mt_send(world, &own, sizeof own, 0, TAG);
+        mt_send(world, &own, sizeof own, 0);
         return;
     }
     mt_rank_profile slowest = own;
@@ -1013,7 +1012,7 @@ void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
     int slowest_rank = 0;
     for (int rank = 1; rank < world->size; rank++) {
         mt_rank_profile other = {0};
-        mt_receive(world, &other, sizeof other, rank, TAG);
+        mt_receive(world, &other, sizeof other, rank);
         least[0] = fmin(least[0], other.step), most[0] = fmax(most[0], other.step);
         least[1] = fmin(least[1], other.computing), most[1] = fmax(most[1], other.computing);
         if (other.computing > slowest.computing) slowest = other, slowest_rank = rank;

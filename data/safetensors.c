@@ -177,7 +177,8 @@ static int mt_safetensors_add(mt_safetensors *file, mt_safetensors_file image, m
     file->files[file->num_files++] = image;
     int64_t header_bytes = mt_header_length(&image, error);
     if (header_bytes < 0) return -1;
-    json_t *header = mt_json_parse((const char *)image.base + 8, header_bytes, image.path, error);
+    json_t *header =
+        mt_json_parse((const char *)image.base + 8, header_bytes, JSON_REJECT_DUPLICATES, image.path, error);
     if (!header) return -1;
     int status = mt_header_read(file, &image, header_bytes, header, error);
     json_decref(header);

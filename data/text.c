@@ -36,19 +36,11 @@ const char *mt_text_document_end(mt_text_format format, const char *text, const 
     return format == MT_TEXT_PARAGRAPHS ? paragraph_end(text, end) : line_end(text, end);
 }
 
-/* What jansson says of a bad line quotes the line, which may hold anything. */
-static int invalid_json(const json_error_t *json_error, mt_error *error) {
-    char text[sizeof json_error->text];
-    size_t length = strnlen(json_error->text, sizeof text - 1);
-    for (size_t i = 0; i < length; i++) {
-        unsigned char c = (unsigned char)json_error->text[i];
-        text[i] = c < 0x20 || c >= 0x7f ? '?' : (char)c;
-    }
-    text[length] = '\0';
-    if (json_error_code(json_error) == json_error_premature_end_of_input)
-        return mt_error_set(error, "is cut short (%s); correct or remove the line", text);
-    return mt_error_set(error, "is not valid JSON at column %d: %s; correct or remove the line", json_error->column,
-                        text);
+static int invalid_json(const json_error_t *detail, mt_error *error) {
+    if (json_error_code(detail) == json_error_premature_end_of_input)
+        return mt_error_set(error, "is cut short (%s); correct or remove the line", detail->text);
+    return mt_error_set(error, "is not valid JSON at column %d: %s; correct or remove the line", detail->column,
+                        detail->text);
 }
 
 /* Visits a string, or the strings of a list. */

@@ -1,78 +1,28 @@
 /* tokenizer.c: opens, saves and closes tokenizers, and decodes ids to text. */
 #include "tokenizer_internal.h"
 
-#include <errno.h>
-#include <jansson.h>
+#include "file.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #define BYTE_LEVEL_MARKER "{\n  \"tokenizer_class\": \"ByteLevel\"\n}\n"
 
 /* ---- files ----------------------------------------------------------------------------------------------------- */
-
-static char *join_path(const char *folder, const char *name) {
-    int64_t bytes = (int64_t)strlen(folder) + (int64_t)strlen(name) + 2;
-    char *path = mt_malloc(bytes);
-    snprintf(path, (size_t)bytes, "%s/%s", folder, name);
-    return path;
-}
 
 static bool is_folder(const char *path) {
     struct stat info;
     return stat(path, &info) == 0 && S_ISDIR(info.st_mode);
 }
 
-static bool exists_in(const char *folder, const char *name) {
-    char *path = join_path(folder, name);
-    bool exists = access(path, F_OK) == 0;
-    free(path);
-    return exists;
-}
-
-static int read_file(const char *path, mt_text *out, mt_error *error) {
-    FILE *file = is_folder(path) ? (errno = EISDIR, NULL) : fopen(path, "rb");
-    if (!file) return mt_error_set(error, "%s: cannot be opened: %s", path, strerror(errno));
-    size_t got;
-    do {
-        mt_text_reserve(out, 1 << 16);
-        got = fread(out->data + out->bytes, 1, (size_t)(out->capacity - out->bytes), file);
-        out->bytes += (int64_t)got;
-    } while (got && out->bytes <= MT_MAX_TEXT);
-    int failed = ferror(file)               ? mt_error_set(error, "%s: cannot be read: %s", path, strerror(errno))
-                 : out->bytes > MT_MAX_TEXT ? mt_error_set(error, "%s: too large for a tokenizer", path)
-                                            : 0;
-    fclose(file);
-    return failed;
-}
-
-/* Writes `path` whole or not at all: under a temporary name first, which is renamed when all of it is on the disk. */
-static int write_file(const char *path, const mt_text *content, mt_error *error) {
-    char *temporary = mt_malloc((int64_t)strlen(path) + 5);
-    sprintf(temporary, "%s.tmp", path);
-    FILE *file = fopen(temporary, "wb");
-    bool written = file && fwrite(content->data, 1, (size_t)content->bytes, file) == (size_t)content->bytes &&
-                   fflush(file) == 0 && fsync(fileno(file)) == 0;
-    int why = errno;
-    if (file && fclose(file) != 0 && written) {
-        why = errno;
-        written = false;
-    }
-    if (written && rename(temporary, path) != 0) {
-        why = errno;
-        written = false;
-    }
-    if (file && !written) unlink(temporary);
-    free(temporary);
-    return written ? 0 : mt_error_set(error, "%s: cannot be written: %s", path, strerror(why));
-}
-
 /* Reads a file and keeps it under its name in a model folder. */
 static int keep_file(mt_tokenizer *tokenizer, const char *path, const char *name, mt_error *error) {
     mt_file *file = &tokenizer->files[tokenizer->file_count++];
     file->name = mt_strdup(name);
-    return read_file(path, &file->content, error);
+    file->content.data = mt_file_read(path, MT_MAX_TEXT, &file->content.bytes, error);
+    file->content.capacity = file->content.bytes + 1;
+    return file->content.data ? 0 : -1;
 }
 
 /* ---- opening --------------------------------------------------------------------------------------------------- */
@@ -130,8 +80,8 @@ static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error)
     if (slash) folder[slash - path] = 0;
     const char *config_name = "tokenizer_config.json";
     int failed = 0;
-    if (exists_in(folder, config_name)) {
-        char *config_path = join_path(folder, config_name);
+    if (mt_folder_has(folder, config_name)) {
+        char *config_path = mt_path_join(folder, config_name);
         failed = keep_file(tokenizer, config_path, config_name, error);
         free(config_path);
     }
@@ -177,7 +127,7 @@ static int open_gpt2(mt_tokenizer *tokenizer, const char *path, mt_error *error)
 /* Opens folder/name by `open`. */
 static int open_in(mt_tokenizer *tokenizer, const char *folder, const char *name,
                    int (*open)(mt_tokenizer *, const char *, mt_error *), mt_error *error) {
-    char *path = join_path(folder, name);
+    char *path = mt_path_join(folder, name);
     free(tokenizer->path);
     tokenizer->path = mt_strdup(path);
     int failed = open(tokenizer, path, error);
@@ -215,8 +165,9 @@ int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *pa
 }
 
 static bool has_byte_level_marker(const char *folder) {
-    char *path = join_path(folder, "tokenizer_config.json");
-    json_t *config = json_load_file(path, 0, NULL);
+    mt_error ignored; // a damaged file is reported where a tokenizer reads it
+    char *path = mt_path_join(folder, "tokenizer_config.json");
+    json_t *config = mt_json_read(path, &ignored);
     const char *class = json_string_value(json_object_get(config, "tokenizer_class"));
     bool found = class && !strcmp(class, "ByteLevel");
     json_decref(config);
@@ -227,9 +178,10 @@ static bool has_byte_level_marker(const char *folder) {
 int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *error) {
     *out = NULL;
     if (has_byte_level_marker(folder)) return mt_tokenizer_open(out, MT_TOKENIZER_BYTE_LEVEL, NULL, error);
-    if (exists_in(folder, "tokenizer.json")) return mt_tokenizer_open(out, MT_TOKENIZER_HUGGINGFACE, folder, error);
-    if (exists_in(folder, "tokenizer.model")) return mt_tokenizer_open(out, MT_TOKENIZER_SENTENCEPIECE, folder, error);
-    if (exists_in(folder, "vocab.json") && exists_in(folder, "merges.txt"))
+    if (mt_folder_has(folder, "tokenizer.json")) return mt_tokenizer_open(out, MT_TOKENIZER_HUGGINGFACE, folder, error);
+    if (mt_folder_has(folder, "tokenizer.model"))
+        return mt_tokenizer_open(out, MT_TOKENIZER_SENTENCEPIECE, folder, error);
+    if (mt_folder_has(folder, "vocab.json") && mt_folder_has(folder, "merges.txt"))
         return mt_tokenizer_open(out, MT_TOKENIZER_GPT2_BPE, folder, error);
     return mt_error_set(error,
                         "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); copy "
@@ -239,8 +191,9 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
 
 int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_error *error) {
     for (int i = 0; i < tokenizer->file_count; i++) {
-        char *path = join_path(folder, tokenizer->files[i].name);
-        int failed = write_file(path, &tokenizer->files[i].content, error);
+        char *path = mt_path_join(folder, tokenizer->files[i].name);
+        const mt_text *content = &tokenizer->files[i].content;
+        int failed = mt_file_write(path, content->data, content->bytes, NULL, error);
         free(path);
         if (failed) return -1;
     }

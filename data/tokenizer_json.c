@@ -2,7 +2,8 @@
  * file is either implemented exactly or refused by name; unknown keys are ignored, as by `tokenizers`. */
 #include "tokenizer_internal.h"
 
-#include <jansson.h>
+#include "file.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,16 +19,7 @@ typedef struct loader {
 /* ---- JSON ------------------------------------------------------------------------------------------------------ */
 
 static json_t *parse_json(const char *path, const mt_text *text, mt_error *error) {
-    json_error_t why;
-    json_t *root = json_loadb(text->bytes ? text->data : "", (size_t)text->bytes, JSON_ALLOW_NUL, &why);
-    if (!root) {
-        mt_error_set(error, "%s: not JSON, or damaged, at line %d: %s", path, why.line, why.text);
-    } else if (!json_is_object(root)) {
-        mt_error_set(error, "%s: not a JSON object", path);
-        json_decref(root);
-        root = NULL;
-    }
-    return root;
+    return mt_json_parse(text->bytes ? text->data : "", text->bytes, JSON_ALLOW_NUL, path, error);
 }
 
 static bool get_bool(const json_t *object, const char *key, bool otherwise) {

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TRACE_LANES = 64, CLOCK_TAG = 2, PART_TAG = 3 };
+enum { TRACE_LANES = 64 };
 
 /* A box of the timeline; a lane is a thread of the trace. Numbers are -1 where there is none. */
 typedef struct trace_event {
@@ -50,13 +50,13 @@ double mt_clock_offset(const mt_group *world, double (*clock)(void)) {
         for (int round = 0; round < ROUNDS; round++) {
             double asked, answer = 0;
             if (world->rank == 0) {
-                mt_receive(world, &asked, sizeof asked, rank, CLOCK_TAG);
+                mt_receive(world, &asked, sizeof asked, rank);
                 answer = clock();
-                mt_send(world, &answer, sizeof answer, rank, CLOCK_TAG);
+                mt_send(world, &answer, sizeof answer, rank);
             } else if (world->rank == rank) {
                 asked = clock();
-                mt_send(world, &asked, sizeof asked, 0, CLOCK_TAG);
-                mt_receive(world, &answer, sizeof answer, 0, CLOCK_TAG);
+                mt_send(world, &asked, sizeof asked, 0);
+                mt_receive(world, &answer, sizeof answer, 0);
                 double answered = clock();
                 if (answered - asked >= fastest) continue;
                 fastest = answered - asked;
@@ -266,9 +266,9 @@ static int write_file(const char *text, size_t bytes, mt_error *error) {
     if (status == 0) status = mt_new_file_write(&file, text, (int64_t)bytes, error);
     for (int rank = 1; rank < world->size; rank++) {
         int64_t length = 0;
-        mt_receive(world, &length, sizeof length, rank, PART_TAG);
+        mt_receive(world, &length, sizeof length, rank);
         char *part = mt_malloc(length);
-        mt_receive(world, part, length, rank, PART_TAG);
+        mt_receive(world, part, length, rank);
         if (status == 0) status = mt_new_file_write(&file, part, length, error);
         free(part);
     }
@@ -292,8 +292,8 @@ int mt_trace_write(mt_error *error) {
     if (world->rank == 0)
         status = write_file(text, bytes, error);
     else {
-        mt_send(world, &length, sizeof length, 0, PART_TAG);
-        mt_send(world, text, length, 0, PART_TAG);
+        mt_send(world, &length, sizeof length, 0);
+        mt_send(world, text, length, 0);
     }
     free(text);
     free(trace.events);

@@ -6,11 +6,11 @@
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
  * step runs. A picture is therefore wrong only if the program is wrong. */
 #include "../data/dataset.h"
+#include "../data/file.h"
 #include "../data/options.h"
 #include "../data/schedule_print.h"
 #include "../megatron.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -31,8 +31,8 @@ enum { BLUE, ORANGE, GREEN, YELLOW, PURPLE, RED, TEAL, NUM_FILLS };
 
 /* An SVG file being written. Lengths are in pixels. */
 typedef struct picture {
-    FILE *file;
-    char path[1024], temporary[1100];
+    FILE *file; // of `out`
+    mt_new_file out;
 } picture;
 
 /* Anchor of a text: its start, middle or end. */
@@ -45,10 +45,11 @@ static void check(int status, const mt_error *error) {
 /* `name` is also the title of the picture, for screen readers. */
 static picture picture_open(const char *folder, const char *name, const char *title, int width, int height) {
     picture p;
-    snprintf(p.path, sizeof p.path, "%s/%s.svg", folder, name);
-    snprintf(p.temporary, sizeof p.temporary, "%s.part", p.path);
-    p.file = fopen(p.temporary, "w");
-    if (!p.file) mt_die("%s: cannot be written: %s; name an existing folder", p.temporary, strerror(errno));
+    char path[1024];
+    mt_error error;
+    snprintf(path, sizeof path, "%s/%s.svg", folder, name);
+    check(mt_new_file_open(&p.out, path, "folder", &error), &error);
+    p.file = p.out.stream;
     fprintf(p.file, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\"\n",
             width, height, width, height);
     fprintf(p.file,
@@ -59,13 +60,9 @@ static picture picture_open(const char *folder, const char *name, const char *ti
 }
 
 static void picture_close(picture *p) {
+    mt_error error;
     fprintf(p->file, "</svg>\n");
-    bool failed = ferror(p->file) || fflush(p->file) != 0;
-    if (fclose(p->file) != 0 || failed || rename(p->temporary, p->path) != 0) {
-        int reason = errno;
-        unlink(p->temporary);
-        mt_die("%s: cannot be written: %s", p->path, strerror(reason));
-    }
+    check(mt_new_file_close(&p->out, 0, &error), &error);
 }
 
 static void box(picture *p, double x, double y, double width, double height, const char *fill) {
@@ -921,7 +918,7 @@ static void sharer_open(sharer *s, const char *strategy, bool overlaps, const mt
                            "--overlap-grad-reduce",
                            "--overlap-param-gather"};
     mt_error error;
-    *s = (sharer){.grid = MT_GRID_OF_ONE};
+    *s = (sharer){.grid = mt_grid_of_one};
     s->grid.data_context.size = SHARING_RANKS, s->grid.data_context.rank = SHARING_RANK;
     parse_options(&s->options, words, (int)(sizeof words / sizeof *words) - (overlaps ? 0 : 2));
     mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .max_position = 64, .train = true};
@@ -1205,7 +1202,7 @@ static void draw_context(const char *folder) {
 static void draw_groups(picture *p, double x, double y, const mt_grid_shape *shape, mt_group_kind kind) {
     enum { RANKS = 16, NUMBER_OF_COLOURS = NUM_FILLS + 1 };
     const double cell = 36;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     int colour_of[RANKS], groups = 0, largest = 1;
     for (int rank = 0; rank < RANKS; rank++) {
         int members[RANKS], count = mt_grid_members(members, shape, kind, rank);
@@ -1368,7 +1365,7 @@ static void note_layer(bool sequence_parallel) {
                                  "1"};
     mt_ops ops = mt_cpu_ops;
     mt_options options;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     mt_model *model;
     mt_batch batch;
     mt_error error;

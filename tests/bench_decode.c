@@ -96,7 +96,7 @@ static double decode_rate(mt_generator *generator, const mt_options *options, in
 
 /* Measures and prints the speed with `texts` texts at once. */
 static void bench(const mt_options *options, const mt_ops *ops, int64_t texts, double bandwidth) {
-    const mt_grid grid = MT_GRID_OF_ONE;
+    const mt_grid grid = mt_grid_of_one;
     const mt_sampling greedy = {.temperature = 0, .top_p = 1};
     const mt_stops stops = {.count = 0};
     mt_model_plan plan = mt_generator_plan(texts, PROMPT + NEW_TOKENS, PROMPT * texts);
@@ -149,7 +149,7 @@ int main(int argc, char **argv) {
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
         mt_die("%s", error.text);
     options.max_new_tokens = NEW_TOKENS;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     const mt_ops *ops = mt_backend_open(options.device, &grid, &error);
     if (!ops) mt_die("%s", error.text);
     if (ops == &mt_cpu_ops) {

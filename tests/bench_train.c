@@ -72,7 +72,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc && count < MAX_ARGUMENTS; i++) arguments[count++] = argv[i];
     mt_options options;
     mt_error error;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
         mt_die("%s", error.text);

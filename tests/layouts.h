@@ -176,7 +176,7 @@ static void jobs_open(void) {
 
 /* A grid to build on the world of a job; free it with grid_close. */
 static mt_grid grid_of_job(int size) {
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     if (size == 1) return grid;
     grid.world.comm = mt_malloc(sizeof(MPI_Comm));
     *(MPI_Comm *)grid.world.comm = job_comms[size];

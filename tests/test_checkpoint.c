@@ -10,8 +10,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const mt_grid grid = MT_GRID_OF_ONE;
-
 static void write_text(const char *path, const char *text) {
     FILE *file = fopen(path, "wb");
     assert_non_null(file);
@@ -236,11 +234,11 @@ static void every_family_comes_out_as_it_went_in(void **state) {
     for (int k = 0; k < NUM_FAMILIES; k++) {
         fixture f = open_family(families[k], 4, 1, false), again = open_family(families[k], 4, 1, false);
         mt_run_state run = {0};
-        create_model(&f, &grid);
+        create_model(&f, &mt_grid_of_one);
         save(&f, &run, at(families[k]));
         assert_same_tensors(at(families[k]), f.folder);
         assert_same_bytes(at(families[k]), f.folder, "model.safetensors"); // save_pretrained writes no other bytes
-        create_model(&again, &grid);
+        create_model(&again, &mt_grid_of_one);
         spoil(&again);
         load(&again, &run, at(families[k]));
         assert_same_model(&f, &again);
@@ -254,7 +252,7 @@ static void small_shards_hold_the_same_tensors(void **state) {
     for (int k = 0; k < NUM_FAMILIES; k++) {
         mt_error error;
         fixture f = open_family(families[k], 4, 1, false);
-        create_model(&f, &grid);
+        create_model(&f, &mt_grid_of_one);
         assert_int_equal(mkdir(at(families[k]), 0777), 0);
         assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, &error), 0);
         assert_true(count_entries(at(families[k]), "-of-0") > 3);
@@ -275,8 +273,8 @@ static void every_stored_type_loads_exactly(void **state) {
         write_changed(family, at("source"), &how);
         fixture f = open_family(family, 4, 1, false), half = open_family(family, 4, 1, true);
         mt_run_state run;
-        create_model(&f, &grid);
-        create_model(&half, &grid);
+        create_model(&f, &mt_grid_of_one);
+        create_model(&half, &mt_grid_of_one);
         mt_safetensors *original = open_tensors(f.folder, "model");
         load(&f, &run, at("source"));
         load(&half, &run, at("source"));
@@ -306,7 +304,7 @@ static void every_stored_type_loads_exactly(void **state) {
 static void rows_that_pad_the_vocabulary_become_zero(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, true);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     spoil(&f);
     mt_run_state run;
     load(&f, &run, f.folder);
@@ -333,7 +331,7 @@ static void names_without_their_prefix_and_old_masks_load(void **state) {
         write_changed(names[k], at(names[k]), k ? &llama : &gpt2);
         fixture f = open_family(names[k], 4, 1, false);
         mt_run_state run = {0};
-        create_model(&f, &grid);
+        create_model(&f, &mt_grid_of_one);
         spoil(&f);
         load(&f, &run, at(names[k]));
         save(&f, &run, at("saved"));
@@ -359,7 +357,7 @@ static void weights_that_do_not_fit_are_refused_by_name(void **state) {
         {{.drop = "lm_head.weight", .add = {"lm_head.weight"}, .add_dtype = MT_I8}, "is I8; weights may be"},
     };
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         write_changed("llama", at("changed"), &cases[i].how);
         assert_load_fails(&f, at("changed"), cases[i].words);
@@ -372,7 +370,7 @@ static void values_that_are_not_finite_are_reported(void **state) {
     changes how = {.not_finite = "model.norm.weight"};
     write_changed("llama", at("source"), &how);
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run;
     fflush(stderr);
     int before = dup(2);
@@ -397,7 +395,7 @@ static void the_folder_itself_becomes_a_hugging_face_folder(void **state) {
     (void)state;
     char link[64] = {0};
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 10};
     save(&f, &run, at("deep/er/out"));
     assert_same_tensors(at("deep/er/out"), f.folder);
@@ -428,7 +426,7 @@ static void the_latest_moves_on_and_links_that_are_stale_go(void **state) {
     (void)state;
     mt_error error;
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 1};
     assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, "{}", &error), 0);
     assert_true(exists(at("out/tokenizer.json")));
@@ -448,7 +446,7 @@ static void saving_an_iteration_again_replaces_it_whole(void **state) {
     (void)state;
     mt_error error;
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 3};
     assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, "{}", &error), 0);
     run.consumed_train_samples = 77;
@@ -463,7 +461,7 @@ static void saving_an_iteration_again_replaces_it_whole(void **state) {
 static void what_a_killed_run_left_is_removed_and_nothing_else(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 1};
     const char *const others[] = {"out/iter_0000008", "out/iter_0000007.tmp-x", "out/my.tmp-1", "out/iter_.tmp-1"};
     assert_int_equal(mkdir(at("out"), 0777), 0);
@@ -485,7 +483,7 @@ static void someone_elses_model_is_not_overwritten(void **state) {
     (void)state;
     changes none = {0};
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     write_changed("llama", at("model"), &none);
     assert_save_fails(&f, at("model"), "choose another --save");
     assert_same_tensors(at("model"), f.folder);
@@ -507,7 +505,7 @@ static void someone_elses_model_is_not_overwritten(void **state) {
 static void a_full_disk_leaves_the_checkpoint_before(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 6};
     save(&f, &run, at("out"));
     struct rlimit before, limit;
@@ -534,7 +532,7 @@ static void a_failing_addition_leaves_the_checkpoint_before(void **state) {
     (void)state;
     mt_error error;
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 6};
     save(&f, &run, at("out"));
     assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, NULL, &error), -1);
@@ -552,8 +550,8 @@ static void moments_masters_and_the_place_in_the_run_return_bit_for_bit(void **s
         fixture f = open_family(families[k / 2], 4, 1, k % 2), again = open_family(families[k / 2], 4, 1, k % 2);
         mt_run_state run = {
             .iteration = 5, .consumed_train_samples = 40, .consumed_valid_samples = 8, .optimizer_step = 4};
-        create_model(&f, &grid);
-        create_model(&again, &grid);
+        create_model(&f, &mt_grid_of_one);
+        create_model(&again, &mt_grid_of_one);
         fill_state(&f);
         save(&f, &run, at("out"));
         spoil(&again);
@@ -581,8 +579,8 @@ static void a_resumed_run_continues_bit_for_bit(void **state) {
     for (int k = 0; k < 2 * NUM_FAMILIES; k++) {
         fixture f = open_family(families[k / 2], 4, 1, k % 2), again = open_family(families[k / 2], 4, 1, k % 2);
         mt_run_state run = {0}, resumed = {0};
-        create_model(&f, &grid);
-        create_model(&again, &grid);
+        create_model(&f, &mt_grid_of_one);
+        create_model(&again, &mt_grid_of_one);
         train_steps(&f, &run, 0, 3);
         save(&f, &run, at("out"));
         load(&again, &resumed, at("out"));
@@ -604,7 +602,7 @@ static float first_moment(fixture *f) {
 static void options_say_what_a_run_takes_over(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     fill_state(&f);
     mt_run_state run = {.iteration = 5, .consumed_train_samples = 40, .optimizer_step = 4}, loaded;
     save(&f, &run, at("out"));
@@ -618,7 +616,7 @@ static void options_say_what_a_run_takes_over(void **state) {
                  {true, true, 0, 0, 0, false}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         fixture again = open_family("llama", 4, 1, false);
-        create_model(&again, &grid);
+        create_model(&again, &mt_grid_of_one);
         again.options.finetune = cases[i].finetune, again.options.no_load_optim = cases[i].no_load_optim;
         load(&again, &loaded, at("out"));
         assert_int_equal(loaded.iteration, cases[i].iteration);
@@ -642,8 +640,8 @@ static void a_run_may_change_its_precision(void **state) {
     for (int to_bf16 = 0; to_bf16 < 2; to_bf16++) {
         fixture f = open_family("gpt2", 4, 1, !to_bf16), again = open_family("gpt2", 4, 1, to_bf16);
         mt_run_state run = {.iteration = 5};
-        create_model(&f, &grid);
-        create_model(&again, &grid);
+        create_model(&f, &mt_grid_of_one);
+        create_model(&again, &mt_grid_of_one);
         fill_state(&f);
         save(&f, &run, at("out"));
         load(&again, &run, at("out"));
@@ -664,7 +662,7 @@ static void a_run_may_change_its_precision(void **state) {
 static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 5};
     assert_load_fails(&f, at("absent"), "No such file or directory; name a folder");
     write_text(at("file"), "");
@@ -705,8 +703,8 @@ static void an_optimizer_without_a_tensor_is_refused(void **state) {
     fixture f = open_family("llama", 4, 1, false), tied = open_family("llama3_rope_tied", 4, 1, false);
     mt_error error;
     mt_run_state run = {.iteration = 5};
-    create_model(&f, &grid);
-    create_model(&tied, &grid);
+    create_model(&f, &mt_grid_of_one);
+    create_model(&tied, &mt_grid_of_one);
     save(&f, &run, at("out"));
     unlink(at("out/iter_0000005/optimizer.safetensors"));
     assert_load_fails(&f, at("out"), "damaged: optimizer.safetensors was saved, but is not there");
@@ -724,7 +722,7 @@ static void a_cut_checkpoint_never_loads(void **state) {
     (void)state;
     static const char *const names[] = {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"};
     fixture f = open_family("llama", 4, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 1};
     save(&f, &run, at("out"));
     for (int k = 1; k < 4; k++) {
@@ -800,8 +798,8 @@ static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
 #endif
     fixture f = open_family("llama", 4, 1, false), before = open_family("llama", 4, 1, false);
     mt_run_state run = {.iteration = 1};
-    create_model(&f, &grid);
-    create_model(&before, &grid);
+    create_model(&f, &mt_grid_of_one);
+    create_model(&before, &mt_grid_of_one);
     mt_model_init(before.model);
     fill_state(&before);
     save(&before, &run, at("out"));

@@ -26,7 +26,7 @@ static void check_size(int size) {
 
 static void a_group_of_1_only_copies(void **state) {
     (void)state;
-    mt_group alone = MT_GROUP_OF_ONE("alone");
+    mt_group alone = {.name = "alone", .size = 1};
     check_group(&alone);
 }
 
@@ -59,9 +59,9 @@ static void host_values_are_summed_and_maximised(void **state) {
     mt_all_reduce_max(&grid.world, &max, 1, MT_F64);
     assert_true(sum[0] == 1.5 * size && sum[1] == size * (size - 1) / 2.0 && max == 0);
     int token = grid.world.rank == 0 ? 41 : 0; // passed on from rank to rank
-    if (grid.world.rank > 0) mt_receive(&grid.world, &token, sizeof token, grid.world.rank - 1, 3);
+    if (grid.world.rank > 0) mt_receive(&grid.world, &token, sizeof token, grid.world.rank - 1);
     token++;
-    if (grid.world.rank + 1 < size) mt_send(&grid.world, &token, sizeof token, grid.world.rank + 1, 3);
+    if (grid.world.rank + 1 < size) mt_send(&grid.world, &token, sizeof token, grid.world.rank + 1);
     assert_int_equal(token, 42 + grid.world.rank);
 }
 

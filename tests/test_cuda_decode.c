@@ -341,8 +341,6 @@ static void linear_layers_of_few_rows_match_float64_and_do_not_mix_rows(void **s
 
 enum { SEQUENCES = 3, STEPS = 14, HALF = STEPS / 2, CONTEXT = 64 };
 
-static const mt_grid grid = MT_GRID_OF_ONE;
-
 static int64_t launches; // of graphs
 
 static void count_launch(const mt_graph *graph, mt_stream *on) {
@@ -379,7 +377,7 @@ static mt_model *create_model(const mt_options *options, const mt_ops *ops, cons
     mt_model *model;
     mt_error error = {{0}};
     mt_run_state state = {0};
-    if (mt_model_create(&model, options, &grid, ops, plan, &error) != 0 ||
+    if (mt_model_create(&model, options, &mt_grid_of_one, ops, plan, &error) != 0 ||
         mt_checkpoint_load(model, &state, options->load, &error) != 0)
         fail_msg("%s", error.text);
     return model;

@@ -10,7 +10,6 @@ enum { MAX_RANKS = 4, NUM_STRATEGIES = 4, TINY_LENGTH = 8 };
 static const char *const strategies[NUM_STRATEGIES] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
 
 static mt_grid grid;
-static const mt_grid alone = MT_GRID_OF_ONE;
 
 /* ---- grids of the first ranks of the world */
 
@@ -27,10 +26,10 @@ static mt_group group_of(const char *name, int size) {
 }
 
 static void open_grids(void) {
-    first_ranks[1] = alone;
+    first_ranks[1] = mt_grid_of_one;
     for (int size = 2; size <= grid.world.size && size <= MAX_RANKS; size++) {
         MPI_Comm_split(MPI_COMM_WORLD, grid.world.rank < size, grid.world.rank, &communicators[size]);
-        first_ranks[size] = alone;
+        first_ranks[size] = mt_grid_of_one;
         first_ranks[size].world = group_of("world", size);
         first_ranks[size].data = group_of("data", size);
         first_ranks[size].data_context = group_of("data-context", size);
@@ -187,7 +186,7 @@ static void every_strategy_trains_like_one_rank(const char *words, double tolera
     for (int64_t micro_batches = 1; micro_batches <= 3; micro_batches += 2)
         for (int ranks = 1; ranks <= MAX_RANKS; ranks++) {
             if (!is_in_grid(ranks)) continue;
-            outcome expected = ten_steps(&alone, words, 0, false, ranks * micro_batches);
+            outcome expected = ten_steps(&mt_grid_of_one, words, 0, false, ranks * micro_batches);
             assert_true(expected.losses[STEPS - 1] < 0.9 * expected.losses[0]); // the model learns
             for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
                 char what[160];
@@ -216,7 +215,7 @@ static void every_strategy_trains_in_bf16_to_within_two_percent(void **state) {
     char words[512];
     snprintf(words, sizeof words, "%s --bf16 --lr 2e-3", untied); // few weights then round differently
     for (int strategy = 0; strategy < NUM_STRATEGIES; strategy++) {
-        outcome expected = ten_steps(&alone, words, 0, false, 3 * grid.world.size);
+        outcome expected = ten_steps(&mt_grid_of_one, words, 0, false, 3 * grid.world.size);
         outcome o = ten_steps(&grid, words, strategy, true, 3);
         assert_same_outcome(&o, &expected, 0.02, strategies[strategy]);
         free(o.weights), free(expected.weights);
@@ -368,7 +367,7 @@ static void streams_wait_for_their_inputs(void **state) {
     mt_ops late = late_ops();
     for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
         const char *words = variant % 2 ? tied : untied;
-        outcome expected = ten_steps(&alone, words, 0, false, 2 * grid.world.size);
+        outcome expected = ten_steps(&mt_grid_of_one, words, 0, false, 2 * grid.world.size);
         backend = &late, most_late_calls = 0;
         outcome o = ten_steps(&grid, words, variant / 2, true, 2);
         backend = &mt_cpu_ops;
@@ -431,7 +430,7 @@ static void initial_weights_do_not_depend_on_the_strategy(void **state) {
         float *weights[2];
         int64_t count[2];
         for (int i = 0; i < 2; i++) {
-            trainee_open(&t[i], i ? &grid : &alone, tied, i ? strategy : 0, false);
+            trainee_open(&t[i], i ? &grid : &mt_grid_of_one, tied, i ? strategy : 0, false);
             mt_model_init(t[i].model);
             weights[i] = whole_state(t[i].model, MT_STATE_WEIGHTS, &count[i]);
             trainee_close(&t[i]);
@@ -554,7 +553,7 @@ static void one_rank_loads_the_checkpoint_of_many(void **state) {
         train_one_step(&together, 1);
         if (mt_checkpoint_save(together.model, &together.state, folder, NULL, NULL, &error) != 0)
             fail_msg("%s", error.text);
-        trainee_open(&single, &alone, untied, 0, false);
+        trainee_open(&single, &mt_grid_of_one, untied, 0, false);
         if (mt_checkpoint_load(single.model, &single.state, folder, &error) != 0) fail_msg("%s", error.text);
         assert_same_state(&together, &single);
         trainee_close(&together), trainee_close(&single);

@@ -437,7 +437,7 @@ static void an_unpublished_writer_leaves_nothing_behind(void **state) {
     assert_ok(mt_indexed_writer_seal(writer, &error), &error);
     mt_indexed_writer_close(writer);
     assert_int_equal(rmdir(directory.path), 0); // fails unless the directory is empty
-    assert_refused(mt_indexed_writer_open(&writer, prefix, MT_U16, &error), &error, "cannot be created");
+    assert_refused(mt_indexed_writer_open(&writer, prefix, MT_U16, &error), &error, "cannot be written");
     free(prefix);
 }
 

@@ -15,7 +15,6 @@
 
 #include <cmocka.h>
 
-static const mt_grid grid = MT_GRID_OF_ONE;
 static const char *const families[] = {"gpt2",      "llama", "llama3_rope_tied",  "qwen2",
                                        "qwen2_moe", "qwen3", "deepseek_v3_dense", "deepseek_v3_no_q_latent"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
@@ -39,7 +38,7 @@ static mt_model *create_model(const mt_options *options, const mt_model_plan *pl
     mt_model *model;
     mt_error error = {{0}};
     mt_run_state state = {0};
-    if (mt_model_create(&model, options, &grid, &mt_cpu_ops, plan, &error) != 0 ||
+    if (mt_model_create(&model, options, &mt_grid_of_one, &mt_cpu_ops, plan, &error) != 0 ||
         mt_checkpoint_load(model, &state, options->load, &error) != 0)
         fail_msg("%s", error.text);
     return model;
@@ -55,7 +54,7 @@ static void a_model_on_the_cpu_has_no_backend_of_a_gpu(void **state) {
         mt_error error = {{0}};
         mt_model *model = NULL;
         options.attention_backend = backends[i];
-        assert_int_equal(mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, &error), -1);
+        assert_int_equal(mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error), -1);
         assert_non_null(strstr(error.text, "needs a GPU, and this run is on the CPU"));
         assert_non_null(strstr(error.text, i == 0 ? "unfused" : "cudnn"));
         assert_null(model);

@@ -2,8 +2,6 @@
  * gradient, ten training steps. */
 #include "golden.h"
 
-static const mt_grid grid = MT_GRID_OF_ONE;
-
 static void assert_all_close(const char *what, const float *actual, const float *expected, int64_t count, double sign,
                              double tolerance) {
     for (int64_t i = 0; i < count; i++)
@@ -15,7 +13,7 @@ static void logits_logprobs_and_entropy_equal_transformers(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++) {
         fixture f = open_family(families[k], 4, 1, false);
-        create_model(&f, &grid);
+        create_model(&f, &mt_grid_of_one);
         int64_t vocabulary = f.options.vocab_size;
         float *expected_logits = read_file(f.folder, "logits.f32", TOKENS * vocabulary * 4);
         float *expected_logprobs = read_file(f.folder, "logprobs.f32", TOKENS * 4);
@@ -53,7 +51,7 @@ static void every_gradient_equals_transformers(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++) {
         fixture f = open_family(families[k], 4, 1, false);
-        create_model(&f, &grid);
+        create_model(&f, &mt_grid_of_one);
         char folder[512];
         snprintf(folder, sizeof folder, "%s/grads", f.folder);
         mt_error error;
@@ -88,7 +86,7 @@ static void ten_steps_equal_pytorch_for_any_micro_batch_size(void **state) {
     for (int k = 0; k < NUM_FAMILIES; k++)
         for (int64_t micro_batch_size = 1; micro_batch_size <= 4; micro_batch_size *= 2) {
             double losses[STEPS], norms[STEPS];
-            train_ten_steps(families[k], &grid, micro_batch_size, false, losses, norms);
+            train_ten_steps(families[k], &mt_grid_of_one, micro_batch_size, false, losses, norms);
             assert_expected(families[k], losses, norms);
         }
 }
@@ -97,8 +95,8 @@ static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++) {
         double losses[STEPS], norms[STEPS], reference[STEPS];
-        train_ten_steps(families[k], &grid, 2, false, reference, norms);
-        train_ten_steps(families[k], &grid, 2, true, losses, norms);
+        train_ten_steps(families[k], &mt_grid_of_one, 2, false, reference, norms);
+        train_ten_steps(families[k], &mt_grid_of_one, 2, true, losses, norms);
         for (int i = 0; i < STEPS; i++)
             if (!(fabs(losses[i] - reference[i]) <= 0.02 * reference[i]))
                 fail_msg("%s step %d: loss %g in bf16, %g in fp32", families[k], i + 1, losses[i], reference[i]);
@@ -113,7 +111,7 @@ static void two_runs_repeat_bit_for_bit(void **state) {
         for (int bf16 = 0; bf16 < 2; bf16++) {
             double losses[2][STEPS], norms[2][STEPS];
             for (int turn = 0; turn < 2; turn++)
-                train_ten_steps(families[k], &grid, 2, bf16, losses[turn], norms[turn]);
+                train_ten_steps(families[k], &mt_grid_of_one, 2, bf16, losses[turn], norms[turn]);
             for (int i = 0; i < STEPS; i++)
                 if (losses[0][i] != losses[1][i] || norms[0][i] != norms[1][i])
                     fail_msg("%s in %s step %d: loss %.17g and %.17g, norm %.17g and %.17g", families[k],
@@ -130,9 +128,9 @@ static int train_step(fixture *f, mt_run_state *run, mt_metrics *metrics, mt_err
 static void unread_metrics_change_nothing(void **state) {
     (void)state;
     double losses[STEPS], norms[STEPS];
-    train_ten_steps("llama", &grid, 1, false, losses, norms);
+    train_ten_steps("llama", &mt_grid_of_one, 1, false, losses, norms);
     fixture f = open_family("llama", 1, 1, false);
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     mt_run_state run = {0};
     mt_error error;
     mt_metrics metrics;
@@ -170,7 +168,7 @@ static void a_non_finite_loss_is_reported_with_its_step_within_two_steps(void **
     (void)state;
     for (int64_t more = 0; more <= 3; more++) { // steps after the bad step
         fixture f = open_family("llama", 1, 1, false);
-        create_model(&f, &grid);
+        create_model(&f, &mt_grid_of_one);
         mt_run_state run = {0};
         mt_error error = {{0}};
         int status = 0;

@@ -164,7 +164,7 @@ static void ranks_with_the_same_key_head_are_neighbours(void **state) {
 
 static void the_table_is_compact_for_64_ranks(void **state) {
     (void)state;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     mt_options options;
     char text[4096] = "", *line = text;
     mt_options_default(&options);

@@ -64,7 +64,7 @@ static void open_trainee(trainee *t, const char *family, const layout *l, const 
                              ? " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
                              : "";
     snprintf(all, sizeof all, "%s%s%s %s", l->words, rows, shares, words);
-    *t = (trainee){.layout = l, .grid = MT_GRID_OF_ONE};
+    *t = (trainee){.layout = l, .grid = mt_grid_of_one};
     more_options = all;
     t->f = open_family(family, 1, l->is_alone ? 1 : NUM_RANKS, false);
     more_options = "";
@@ -446,7 +446,7 @@ static void a_failed_mailbox_is_an_error_on_every_rank(void **state) {
     (void)state;
     mt_ops closed = *backend;
     mt_error error = {{0}};
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     mt_model_plan plan = {max_tokens, max_tokens, 0, SEQ_LENGTH, true};
     closed.mailbox_open = half_open;
     more_options = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap";

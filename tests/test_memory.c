@@ -13,7 +13,6 @@ enum { TOKENS = 256, HIDDEN = 64, FFN = 256 };
 
 /* KiB of activations in the printed plan for training a model with this vocabulary size. */
 static double planned_activations(const char *vocab_size) {
-    static const mt_grid grid = MT_GRID_OF_ONE;
     char *arguments[] = {"train",
                          "--num-layers",
                          "2",
@@ -44,7 +43,7 @@ static double planned_activations(const char *vocab_size) {
     mt_model *model = NULL;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof arguments / sizeof *arguments, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0 ||
-        mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, &error) != 0)
+        mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
     char *text;
     size_t bytes;

@@ -6,8 +6,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const mt_grid grid = MT_GRID_OF_ONE;
-
 /* ---- the batch: sequences of different lengths with masked labels */
 
 enum { LENGTH = 20, NUM_SPANS = 3, VOCABULARY = 23, MODULES = 2, CHANNELS = 12, HEADS = 2, D = 6, F = 16 };
@@ -192,7 +190,8 @@ static void open_subject(subject *s, const char *words) {
     mt_model_plan plan = {.max_tokens = LENGTH, .max_logits = LENGTH, .max_position = LENGTH, .train = true};
     int64_t num_buckets;
     if (parse(&s->options, words, &error) != 0) fail_msg("%s", error.text);
-    if (mt_model_create(&s->model, &s->options, &grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&s->model, &s->options, &mt_grid_of_one, backend, &plan, &error) != 0)
+        fail_msg("%s", error.text);
     mt_model_init(s->model);
     mt_batch_alloc(&s->batch, LENGTH);
     s->params = mt_model_params(s->model, &s->num_params);
@@ -301,7 +300,8 @@ static void open_with_modules(fixture *f, const char *family, const char *words)
     more_options = words;
     *f = open_family(family, 4, 1, false);
     more_options = "";
-    if (mt_model_create(&f->model, &f->options, &grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&f->model, &f->options, &mt_grid_of_one, backend, &plan, &error) != 0)
+        fail_msg("%s", error.text);
     mt_model_init(f->model);
 }
 
@@ -373,7 +373,7 @@ static int load_folder(const mt_options *options, const char *folder, bool train
     mt_model *model;
     mt_run_state run;
     mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8, .train = train};
-    if (mt_model_create(&model, options, &grid, backend, &plan, error) != 0) return -1;
+    if (mt_model_create(&model, options, &mt_grid_of_one, backend, &plan, error) != 0) return -1;
     int status = mt_checkpoint_load(model, &run, folder, error);
     mt_model_destroy(model);
     return status;

@@ -1088,8 +1088,8 @@ static void biases_are_read_apart(void **state) {
 
 static void bad_configs_are_refused_by_key(void **state) {
     (void)state;
-    expect_config_error("", "is not JSON");
-    expect_config_error("[1]", "must hold a JSON object");
+    expect_config_error("", "not JSON");
+    expect_config_error("[1]", "not a JSON object");
     expect_config_error("{}", "\"model_type\" is missing");
     expect_config_error("{\"model_type\": 3}", "\"model_type\" must be a string");
     expect_config_error("{\"model_type\": \"llama\"}", "is missing");
@@ -1098,7 +1098,7 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"vocab_size\" must be a whole number");
     expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": -1}", "\"vocab_size\" is -1, must be in [1,");
     expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": 1e3}", "must be a whole number");
-    expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": 99999999999999999999}", "is not JSON");
+    expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": 99999999999999999999}", "not JSON");
     expect_config_error(LLAMA ", \"rms_norm_eps\": 2}", "\"rms_norm_eps\" is 2, must be in");
     expect_config_error(LLAMA ", \"rms_norm_eps\": \"x\"}", "\"rms_norm_eps\" must be a number");
     expect_config_error(LLAMA ", \"num_key_value_heads\": 3}", "the 4 heads do not divide into 3 groups");

@@ -107,7 +107,7 @@ refused "--documents" $program --input "$scratch/a.jsonl" --output-prefix "$scra
 refused "named twice" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/n" $bytes --json-keys a a
 refused "absent.jsonl" $program --input "$scratch/absent.jsonl" --output-prefix "$scratch/n" $bytes
 refused "Is a directory" $program --input "$scratch" --output-prefix "$scratch/n" $bytes
-refused "cannot be created" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/absent/n" $bytes
+refused "cannot be written" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/absent/n" $bytes
 : >"$scratch/empty.jsonl"
 refused "holds no documents" $program --input "$scratch/empty.jsonl" --output-prefix "$scratch/n" $bytes
 nothing n_

@@ -78,7 +78,6 @@ static void read_options(mt_options *options, char *activation) {
 
 /* Trains a few steps, profiled or not; returns the metrics of each step. */
 static void train_with(const mt_ops *ops, char *activation, bool profiled, mt_metrics *metrics) {
-    static const mt_grid grid = MT_GRID_OF_ONE;
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_options options;
     mt_model *model;
@@ -87,7 +86,7 @@ static void train_with(const mt_ops *ops, char *activation, bool profiled, mt_me
     mt_error error;
     read_options(&options, activation);
     if (profiled) ops = mt_profile_open(ops);
-    if (mt_model_create(&model, &options, &grid, ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&model, &options, &mt_grid_of_one, ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_model_init(model);
     mt_batch_alloc(&batch, TOKENS);
     for (int i = 0; i < STEPS; i++) {
