@@ -51,6 +51,9 @@
  *   §15c forward, backward, decoding
  *   §16  generation
  */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // clock_gettime, madvise
+#endif
 #include "megatron.h"
 
 #include "data/file.h"
@@ -90,6 +93,10 @@
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
 /* What everything else stands on. Invariants: library code never exits on the user's input, memory is asked for here
  * and nowhere else, and a random number is a pure function of what it is for. */
+
+const char *mt_version(void) {
+    return MT_VERSION;
+}
 
 int mt_error_set(mt_error *error, const char *format, ...) {
     va_list arguments;
@@ -3065,7 +3072,8 @@ const mt_ops mt_cpu_ops = {.name = "cpu", MT_OPERATIONS(MT_CPU_ENTRY)};
 #ifndef MT_HAVE_CUDA
 const mt_ops *mt_cuda_open(int device, mt_error *error) {
     (void)device;
-    mt_error_set(error, "this build has no CUDA; install the CUDA toolkit and run make again, or take --device cpu");
+    mt_error_set(error, "this build has no CUDA; make compiles it for the GPU that it finds, or for CUDA_ARCH=90a; "
+                        "or take --device cpu");
     return NULL;
 }
 
@@ -4602,30 +4610,52 @@ static int mt_names_of(const mt_options *o) {
 /* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
 typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
 
-typedef struct mt_role_row {
-    mt_role role;
-    mt_unit unit;
+/* Kinds of parameters. */
+typedef enum mt_param_kind {
+    MT_EMBEDDING,  // rows of the vocabulary
+    MT_COLUMN,     // column-parallel linear: a share of the outputs
+    MT_COLUMN_KV,  // the same for key and value heads
+    MT_ROW,        // row-parallel linear: a share of the inputs
+    MT_REPLICATED, // whole on every rank
+    MT_ROUTING,    // the same in fp32
+    MT_COLUMN_BIAS,
+    MT_COLUMN_KV_BIAS,
+    MT_ROW_BIAS,
+    MT_NORM,
+    MT_NORM_BIAS,
+    MT_HEAD_NORM // one weight for all heads
+} mt_param_kind;
+
+static const struct {
     mt_cut cut;
     mt_init init;
     mt_gradient gradient;
+    mt_linear_kind linear; // of matrices; experts' are grouped
+} mt_param_kinds[] = {
+    [MT_EMBEDDING] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN}, // also a tied output layer
+    [MT_COLUMN] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN},
+    [MT_COLUMN_KV] = {MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA, MT_LINEAR_COLUMN},
+    [MT_ROW] = {MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE, MT_LINEAR_ROW},
+    [MT_REPLICATED] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
+    [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
+    [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
+    [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
+    [MT_ROW_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
+    [MT_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
+    [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
+    [MT_HEAD_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+};
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_param_kind kind;
     mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
     unsigned when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
     const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
 } mt_role_row;
-
-/* Kinds of parameters: cut, init, gradient. */
-#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
-#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
-#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
-#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
-#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
-#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
-#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
-#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
-#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
-#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
 
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
  */
@@ -4644,7 +4674,7 @@ typedef struct mt_role_row {
     MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
-    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
                "transformer.wte.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", "transformer.wpe.weight"),
@@ -4671,9 +4701,9 @@ static const mt_role_row mt_role_rows[] = {
              NULL, NULL, "mlp.shared_expert.up_proj.weight"),
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
             NULL, NULL, "mlp.shared_expert.down_proj.weight"),
-    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+    MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
             "block_sparse_moe.gate.weight"),
-    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
     /* multi-token prediction; its norms are the first vectors */
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
@@ -4787,9 +4817,10 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->weight_decay = !param->is_vector;
     param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED;
-    param->init = row->init;
-    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
-    param->gradient = row->gradient;
+    param->init = mt_param_kinds[row->kind].init;
+    param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = mt_param_kinds[row->kind].gradient;
+    param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
     param->rows_option = mt_dimension_option[row->rows];
     param->cols_option = mt_dimension_option[row->cols];
     for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
@@ -4800,7 +4831,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
     mt_param_join_tensor(table);
-    mt_param_cut(table, row->cut, param);
+    mt_param_cut(table, mt_param_kinds[row->kind].cut, param);
 }
 
 /* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
@@ -9302,32 +9333,26 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
-    return (mt_linear){.kind = kind, .N = N, .K = K};
-}
+_Static_assert(offsetof(mt_linear, weight) == 0, "a weight that the table finds is its linear's first member");
 
-/* The linears of every layer and of the output, with this rank's sizes; weights are bound later (§12). */
-static void mt_model_linears(mt_model *m, const mt_options *o) {
-    const mt_experts *e = m->experts;
-    int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
-    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+/* Kinds and sizes of the linears, from the table; weights are bound later (§12). And the layers' slots. */
+static void mt_model_linears(mt_model *m) {
+    mt_linear *linear = NULL;
+    for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
+        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        if (!param->continues) {
+            linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
+            *linear = (mt_linear){.kind = param->linear, .K = param->cols};
+            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->local;
+            expert = param->expert;
+        }
+        if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
+    }
     for (int64_t i = 0; i < m->num_layers; i++) {
-        mt_layer *w = &m->layers[i];
-        w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
-        w->latent = mt_linear_of(MT_LINEAR_REPLICATED, mt_latent_width(o), m->C);
-        w->q_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * m->D, q_input);
-        w->kv_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * (o->qk_head_dim + m->Dv), o->kv_lora_rank);
-        w->o = mt_linear_of(MT_LINEAR_ROW, m->C, m->H * m->Dv);
-        w->fc1 = mt_linear_of(MT_LINEAR_COLUMN, mt_fc1_width(m, w->F), m->C);
-        w->down = mt_linear_of(MT_LINEAR_ROW, m->C, w->F);
-        w->router = mt_linear_of(MT_LINEAR_ROUTER, E, m->C);
-        w->shared_gate = mt_linear_of(MT_LINEAR_ROUTER, 1, m->C);
-        w->expert_fc1 = mt_linear_of(MT_LINEAR_GROUPED, 2 * e->F, m->C);
-        w->expert_down = mt_linear_of(MT_LINEAR_GROUPED, m->C, e->F);
-        w->expert_fc1.num_experts = w->expert_down.num_experts = e->local;
-        w->mtp_projection = mt_linear_of(MT_LINEAR_REPLICATED, m->C, 2 * m->C);
-        w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
-        mt_layer_slots(m, w->slots, w);
+        m->layers[i].slots = mt_model_calloc(m, (int64_t)sizeof *m->layers[i].slots);
+        mt_layer_slots(m, m->layers[i].slots, &m->layers[i]);
     }
 }
 
@@ -9506,7 +9531,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_buckets_find(m);
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
-    mt_model_linears(m, o);
+    mt_model_linears(m);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);
     return 0;

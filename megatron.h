@@ -8,9 +8,32 @@
  * A shape such as [T, C] is row-major; an operand whose rows are further apart than they are wide has a stride, counted
  * in elements. Sizes and offsets are int64_t. Functions that can fail on the user's input return 0, or -1 with one line
  * in mt_error.
+ *
+ * megatron.c compiles without any of these macros and then computes on one CPU thread of one rank. Each of them adds a
+ * library; `make` defines those that it finds, and this header does not depend on them.
+ *
+ *   MT_HAVE_MPI       several ranks, started by mpirun, and their collectives on CPUs. Link MPI (mpicc --showme:link).
+ *   MT_HAVE_BLAS      matrix products on the CPU by cblas_sgemm (plain C loops otherwise). Link -lopenblas.
+ *   MT_HAVE_OPENMP    threads within a rank. Compile and link with -fopenmp.
+ *   MT_HAVE_CUDA      mt_cuda_open and --device cuda. Link the objects of cuda/, -lcublasLt -lcublas -lcudart -lstdc++.
+ *                     The next three are for nvcc and cuda/ as well:
+ *   MT_HAVE_NCCL      several GPUs. Link -lnccl.
+ *   MT_HAVE_CUDNN     --attention-backend cudnn. Link -lcudnn (9.10 or later).
+ *   MT_HAVE_SM90A     kernels with wgmma and TMA. nvcc compiles for sm_90a.
+ *
+ * and in data/:
+ *   MT_HAVE_YAML      --config FILE.yaml (data/options.c). Link -lyaml.
+ *   MT_HAVE_PCRE2     tokenizers that split text by a pattern (data/tokenizer_encode.c). Link -lpcre2-8.
+ *   MT_HAVE_UTF8PROC  tokenizers with a Unicode normal form (data/tokenizer_encode.c). Link -lutf8proc.
  */
 #ifndef MEGATRON_H
 #define MEGATRON_H
+
+/* The version of this header; mt_version() is that of the library. The major number changes with the ABI. */
+#define MT_VERSION_MAJOR 1
+#define MT_VERSION_MINOR 0
+#define MT_VERSION_PATCH 0
+#define MT_VERSION       "1.0.0"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -22,6 +45,9 @@ extern "C" {
 #endif
 
 /* ==== §1 checks, arenas, random numbers =========================================================================== */
+
+/* The version of the library that is linked: its MT_VERSION. */
+const char *mt_version(void);
 
 /* One line for the user: what went wrong, where, and what to do. Parsers fill it and return -1; they never exit. */
 typedef struct mt_error {
@@ -1387,8 +1413,9 @@ typedef struct mt_param {
     int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
     const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
     bool is_vector;
-    bool is_embedding; // a lookup table: its backward adds to single rows
-    bool trained;      // by the optimizer
+    bool is_embedding;     // a lookup table: its backward adds to single rows
+    bool trained;          // by the optimizer
+    mt_linear_kind linear; // of a matrix
     mt_init init;
     double init_std;
     bool weight_decay;

@@ -1,8 +1,6 @@
 /* Replay: a forward that is done again before its backward changes nothing that a step reports or learns. */
 #include "golden.h"
 
-static const mt_grid grid = MT_GRID_OF_ONE;
-
 /* The model whose forward is replayed twice at the first operation of each backward; NULL: none. */
 static mt_model *replayed;
 static int64_t replays;
@@ -20,7 +18,7 @@ static void train_steps(const char *family, bool replay, mt_metrics metrics[3], 
     mt_run_state run = {0};
     mt_error error;
     int64_t count;
-    create_model(&f, &grid);
+    create_model(&f, &mt_grid_of_one);
     replayed = replay ? f.model : NULL;
     for (int64_t step = 0; step < 3; step++) {
         source from = {&f, step, 2, 0, 2};
