@@ -10101,6 +10101,12 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
                 const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
     static const mt_sampling greedy = {.top_p = 1};
     static const mt_stops none = {.count = 0};
+    const mt_model_plan *plan = &model->plan;
+    if (count < 1 || count > plan->max_logits || count > plan->max_tokens || max_tokens > plan->cache_rows / count)
+        return mt_error_set(error,
+                            "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
+                            "mt_generator_plan for this size",
+                            (long long)count, (long long)max_tokens);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     int status = 0;
     for (int64_t s = 0; s < count && status == 0; s++) {
