@@ -9153,7 +9153,7 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
                                                     "activations", "KV cache",  "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
-    fprintf(file, "memory plan          MiB   bytes a parameter\n");
+    fprintf(file, "memory plan          MiB   bytes per parameter\n");
     for (int i = 0; i < MT_NUM_PLANS; i++)
         if (m->bytes[i] > 0)
             fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
