@@ -13,7 +13,7 @@ program() {
     chmod +x "$work/bin/$1"
 }
 
-# expect NAME STATUS PATTERN...: runs the script; each pattern is found in what it prints.
+# expect NAME STATUS PATTERN...: runs the script; each pattern must be in its output.
 expect() {
     name=$1 status=$2 missing=''
     shift 2

@@ -163,7 +163,7 @@ a_rank_that_always_fails_is_left_out() {
     ./launch.sh -n 4 --pause 0 "$work/faulty" "$work" "$train" $small --train-iters 200 --save "$work/save" \
         --save-interval 25 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
     rm -f "$work/sick"
-    grep -q 'launch: fewer ranks are tried: 2' "$work/err" && grep -q 'starting 2 ranks from iteration' "$work/err" &&
+    grep -q 'launch: trying fewer ranks: 2' "$work/err" && grep -q 'starting 2 ranks from iteration' "$work/err" &&
         [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 200 ] &&
         same_losses "$work/m.jsonl" "$work/plain"
 }
