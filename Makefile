@@ -93,8 +93,8 @@ ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
 
-# CUDA is compiled for CUDA_ARCH, or else for the GPU that answers here. With 80 comes its PTX, which the driver compiles
-# for newer GPUs. wgmma and TMA need 90a.
+# CUDA is compiled for CUDA_ARCH, or else for the GPU that answers here. With 80 comes its PTX, which the driver
+# compiles for newer GPUs. wgmma and TMA need 90a.
 ifneq ($(and $(HAVE_CUDA),$(wildcard cuda/*.cu)),)
 GPU_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | \
 	grep -x '[0-9]*' | sort -u)
