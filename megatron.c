@@ -962,7 +962,7 @@ static mt_scratch mt_scratch_reserve(int64_t floats) {
 #ifdef MT_HAVE_OPENMP
     threads = omp_get_max_threads();
 #endif
-    floats = mt_blocks(floats, 16) * 16; // whole cache lines: threads do not share one
+    floats = mt_divide_up(floats, 16) * 16; // whole cache lines: threads do not share one
     return (mt_scratch){mt_scratch_grow(threads * floats), floats};
 }
 
@@ -1093,7 +1093,7 @@ static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_str
     (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
-    for (int64_t i = 0; i < mt_blocks(bytes, piece); i++)
+    for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memcpy((char *)to + i * piece, (const char *)from + i * piece, (size_t)mt_min(piece, bytes - i * piece));
 }
 
@@ -1101,7 +1101,7 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
     (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
-    for (int64_t i = 0; i < mt_blocks(bytes, piece); i++)
+    for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memset((char *)memory + i * piece, 0, (size_t)mt_min(piece, bytes - i * piece));
 }
 
@@ -1146,7 +1146,7 @@ enum { MT_PLAIN = 0, MT_TRANSPOSED = 1 };
 
 #ifdef MT_HAVE_BLAS
 static int64_t mt_halve(int64_t n) {
-    return mt_blocks(n, 128) * 64;
+    return mt_divide_up(n, 128) * 64;
 }
 
 /* Under OpenMP's threads the library must keep to one; to say so is not for them, who would say it all at once. */
@@ -1163,7 +1163,7 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t rows = M, columns = N;
     while (rows > 512) rows = mt_halve(rows);
-    while (columns > 768 || (columns > 192 && mt_blocks(M, rows) * mt_blocks(N, columns) < 4))
+    while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
         columns = mt_halve(columns);
     mt_matmul_prepare();
 #pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
@@ -1863,7 +1863,7 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
     (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
+    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
     mt_scratch scratch =
         mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
@@ -2003,7 +2003,7 @@ static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_
     (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
+    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
     for (int64_t s = 0; s < a->spans.count; s++)
@@ -2946,7 +2946,7 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
     (void)stream;
     enum { PARTS = 256 }; // however many threads there are
     double parts[PARTS] = {0};
-    int64_t length = mt_blocks(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
+    int64_t length = mt_divide_up(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t part = 0; part < PARTS; part++)
         for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
@@ -3680,7 +3680,7 @@ static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int6
                                  const mt_group *group, mt_reduction reduction, mt_dtype dtype) {
     int size = group->size, rank = group->rank;
     int64_t width = mt_dtype_size(dtype), own = mt_clamp(end - rank * stride, 0, n);
-    char *rows = (char *)mt_scratch_grow(mt_blocks(size * n * width, 4));
+    char *rows = (char *)mt_scratch_grow(mt_divide_up(size * n * width, 4));
     memcpy(rows + rank * n * width, in + rank * stride * width, (size_t)(own * width));
     for (int step = 1; step < size; step++) {
         int to = (rank + step) % size, from = (rank - step + size) % size;
@@ -3694,7 +3694,7 @@ static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int6
 static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                                     const mt_group *group) {
     int64_t bytes = count * mt_dtype_size(dtype);
-    char *rows = (char *)mt_scratch_grow(mt_blocks(group->size * bytes, 4));
+    char *rows = (char *)mt_scratch_grow(mt_divide_up(group->size * bytes, 4));
     mt_mpi_check(MPI_Allgather(buffer, (int)bytes, MPI_BYTE, rows, (int)bytes, MPI_BYTE, mt_mpi_comm(group)),
                  "MPI_Allgather", group);
     mt_reduce_rows(buffer, rows, group->size, count, count, reduction, dtype);
@@ -3711,7 +3711,7 @@ static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reductio
     }
     for (int64_t start = 0; start < count; start += part) {
         char *piece = buffer + start * width;
-        int64_t end = mt_min(part, count - start), n = mt_blocks(end, size);
+        int64_t end = mt_min(part, count - start), n = mt_divide_up(end, size);
         int64_t own = mt_clamp(end - rank * n, 0, n);
         mt_mpi_reduce_slices(piece + rank * n * width, piece, n, n, end, group, reduction, dtype);
         for (int step = 1; step < size; step++) {

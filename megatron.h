@@ -82,8 +82,9 @@ static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-static inline int64_t mt_blocks(int64_t n, int64_t block) {
-    return (n + block - 1) / block;
+/* a / b rounded up, for a >= 0 and b > 0. */
+static inline int64_t mt_divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
 }
 
 /* Seconds of a monotonic clock. */

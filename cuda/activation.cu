@@ -278,13 +278,13 @@ __global__ void __launch_bounds__(256, 8)
     if (stripe > 0) row = row % stripes * stripe + row / stripes;
     if (row >= num_rows) return;
     int64_t source = from_rows ? from_rows[row] : row;
-    bool there = source >= 0;
+    bool valid = source >= 0;
     to += (to_rows ? to_rows[row] : row) * to_stride;
-    from += (there ? source : 0) * from_stride;
+    from += (valid ? source : 0) * from_stride;
     mt_pack<T, N> packs[K];
 #pragma unroll
     for (int k = 0; k < K; k++)
-        if (first + k * step < width) packs[k] = mt_load<N>(from + first + k * step, there);
+        if (first + k * step < width) packs[k] = mt_load<N>(from + first + k * step, valid);
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= width) break;

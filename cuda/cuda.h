@@ -72,10 +72,6 @@ static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
     return stream ? stream->stream : (cudaStream_t)0;
 }
 
-static inline int64_t mt_divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
 /* Prototypes of every operation of the table, with C linkage. */
 #define MT_CUDA_PROTOTYPE(operation) extern "C" mt_##operation##_fn mt_cuda_##operation;
 MT_ALL_OPERATIONS(MT_CUDA_PROTOTYPE)

@@ -25,12 +25,12 @@ template <int bytes> struct mt_word {
 };
 template <> struct mt_word<2> { using type = uint16_t; };
 
-/* Loads the pack at `from`, or returns zeros if `there` is false. */
-template <int N, class T> __device__ static inline mt_pack<T, N> mt_load(const T *from, bool there = true) {
+/* Loads the pack at `from`, or returns zeros if `valid` is false. */
+template <int N, class T> __device__ static inline mt_pack<T, N> mt_load(const T *from, bool valid = true) {
     using word = typename mt_word<sizeof(mt_pack<T, N>)>::type;
     constexpr int count = sizeof(mt_pack<T, N>) / sizeof(word);
     word words[count] = {};
-    if (there)
+    if (valid)
         for (int i = 0; i < count; i++) words[i] = ((const word *)from)[i];
     mt_pack<T, N> pack;
     memcpy(&pack, words, sizeof pack);
@@ -61,21 +61,21 @@ template <class T, int N> __device__ static inline void mt_store(T *to, const mt
     for (int i = 0; i < count; i++) mt_store_word((word *)to + i, words[i]);
 }
 
-/* Starts an asynchronous copy (cp.async) of the pack at `from` to shared memory, or of zeros if `there` is false. The
+/* Starts an asynchronous copy (cp.async) of the pack at `from` to shared memory, or of zeros if `valid` is false. The
  * data does not pass through registers. cp.async needs at least 4 bytes; smaller packs are copied synchronously. */
 template <class T, int N>
-__device__ static inline void mt_load_async(mt_pack<T, N> *shared, const T *from, bool there) {
+__device__ static inline void mt_load_async(mt_pack<T, N> *shared, const T *from, bool valid) {
     constexpr int bytes = sizeof(mt_pack<T, N>);
     if constexpr (bytes == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-                     "l"(from), "r"(there ? 16 : 0)
+                     "l"(from), "r"(valid ? 16 : 0)
                      : "memory");
     else if constexpr (bytes >= 4)
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-                     "l"(from), "n"(bytes), "r"(there ? bytes : 0)
+                     "l"(from), "n"(bytes), "r"(valid ? bytes : 0)
                      : "memory");
     else
-        *shared = mt_load<N>(from, there);
+        *shared = mt_load<N>(from, valid);
 }
 
 /* commit closes a group of copies; wait<pending> waits until at most the last `pending` groups of this thread are
@@ -207,9 +207,9 @@ static inline dim3 mt_reduction_block(int64_t packs, int64_t k, int64_t smallest
 }
 
 /* x[m] = the sum of x[m] over the blockDim.x threads that share a row; all of them receive the same bits. Every thread
- * of the block must call it. `turn` must alternate between 0 and 1: it selects the shared-memory buffer, so that the
+ * of the block must call it. `buffer` must alternate between 0 and 1: it selects the shared-memory buffer, so that the
  * next sum does not overwrite one that is still being read. */
-template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int turn) {
+template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int buffer) {
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2)
         for (int m = 0; m < M; m++) {
@@ -220,9 +220,9 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int tur
     __shared__ float of_warp[2][M][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, first = threadIdx.y * warps;
     if (lane == 0)
-        for (int m = 0; m < M; m++) of_warp[turn][m][first + warp] = x[m];
+        for (int m = 0; m < M; m++) of_warp[buffer][m][first + warp] = x[m];
     __syncthreads();
-    for (int m = 0; m < M; m++) x[m] = mt_warp_sum(lane < warps ? of_warp[turn][m][first + lane] : 0);
+    for (int m = 0; m < M; m++) x[m] = mt_warp_sum(lane < warps ? of_warp[buffer][m][first + lane] : 0);
 }
 
 /* Launches a kernel with programmatic dependent launch. Every thread of the kernel must call mt_wait_for_previous. */

@@ -306,7 +306,7 @@ static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
 /* The next stretch of the file, once its slot is free; -1: there is none. */
 static int64_t mt_reader_claim(mt_reader *r) {
     mt_slots *slots = r->slots;
-    int64_t count = mt_blocks(r->image->bytes, MT_STRETCH);
+    int64_t count = mt_divide_up(r->image->bytes, MT_STRETCH);
     pthread_mutex_lock(&slots->lock);
     while (slots->claimed < count && slots->uses[slots->claimed % MT_SLOTS] != slots->claimed / MT_SLOTS)
         pthread_cond_wait(&slots->changed, &slots->lock);
@@ -318,7 +318,7 @@ static int64_t mt_reader_claim(mt_reader *r) {
 /* Reads bytes [offset, offset + bytes) of the file to an aligned place, whole pages where that can be. */
 static int mt_reader_read(const mt_reader *r, char *to, int64_t offset, int64_t bytes) {
     ssize_t got = -1;
-    if (r->direct >= 0) got = pread(r->direct, to, (size_t)(mt_blocks(bytes, MT_DIRECT) * MT_DIRECT), offset);
+    if (r->direct >= 0) got = pread(r->direct, to, (size_t)(mt_divide_up(bytes, MT_DIRECT) * MT_DIRECT), offset);
     int64_t done = mt_max(got, 0);
     return done >= bytes ? 0 : mt_file_read_at(r->descriptor, to + done, bytes - done, offset + done);
 }
@@ -423,7 +423,7 @@ static void mt_wanted_rows(const mt_wanted *w, int64_t *first, int64_t *end) {
         int64_t begin = mt_max(parts[i]->first - w->param->offset, 0);
         int64_t last = mt_min(parts[i]->first + parts[i]->count - w->param->offset, count);
         if (!parts[i]->data || begin >= last) continue;
-        *first = mt_min(*first, begin / cols), *end = mt_max(*end, mt_blocks(last, cols));
+        *first = mt_min(*first, begin / cols), *end = mt_max(*end, mt_divide_up(last, cols));
     }
     if (*end == 0) *first = 0;
 }

@@ -266,11 +266,11 @@ typedef struct mt_writer {
 
 /* The most that a piece takes of the ring, where it lies as aligned as in its file. */
 static int64_t mt_piece_bytes(int64_t bytes) {
-    return mt_blocks(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
+    return mt_divide_up(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
 }
 
 static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity, bool holds_all) {
-    *w = (mt_writer){.ops = ops, .capacity = mt_blocks(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
+    *w = (mt_writer){.ops = ops, .capacity = mt_divide_up(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
     if (holds_all) w->stream = ops->stream_create(NULL, 0, false), w->copied = ops->event_create();
     w->block = ops->memory_alloc_host(w->capacity + MT_DIRECT);
     w->memory = mt_align_direct(w->block);
@@ -296,7 +296,7 @@ static char *mt_writer_reserve(mt_writer *w, int64_t offset, int64_t bytes) {
     int64_t at = w->reserved + ((offset - w->reserved) & (MT_DIRECT - 1));
     MT_CHECK(mt_piece_bytes(bytes) <= w->capacity);
     if (at % w->capacity + bytes > w->capacity) // a piece is not cut in two
-        at = mt_blocks(at, w->capacity) * w->capacity + (offset & (MT_DIRECT - 1));
+        at = mt_divide_up(at, w->capacity) * w->capacity + (offset & (MT_DIRECT - 1));
     pthread_mutex_lock(&w->lock);
     while (at + bytes - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
     pthread_mutex_unlock(&w->lock);
