@@ -5,8 +5,8 @@
  *   §2   options: the struct's rules
  *   §2a  sizes, positions, lengths
  *   §2b  ranks and experts
- *   §2c  schedules and sharding
- *   §2d  checks of a run
+ *   §2c  stages, batches, schedules
+ *   §2d  operation counts
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -252,9 +252,9 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 }
 
 /* ==== §2 options: the struct's rules ============================================================================= */
-/* A run is described by one flat struct and by nothing else. Text (command line, YAML, config.json, --help) is read and
- * written by data/options.c; here stands what follows from the values and every rule between them, each error naming
- * both sides. Invariant: mt_options_derive allocates nothing that a run needs and can be called again. */
+/* One flat struct describes a run. This section derives values that were left open and holds the rules between values;
+ * data/options.c reads and writes the struct as text (command line, YAML, config.json, --help) and checks ranges.
+ * Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be called again. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
@@ -265,6 +265,27 @@ bool mt_options_gave(const mt_options *options, size_t offset) {
 bool mt_options_converts(const mt_options *o) {
     return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
 }
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rules have no numbers
+
+/* A rule that may be broken, and its message with a %lld for each number. */
+typedef struct mt_rule {
+    bool broken;
+    const char *message;
+    long long numbers[5];
+} mt_rule;
+
+/* The first broken rule is the error. */
+static int mt_rules_check(const mt_rule *rules, size_t count, mt_error *error) {
+    for (size_t i = 0; i < count; i++) {
+        const long long *n = rules[i].numbers;
+        if (rules[i].broken) return mt_error_set(error, rules[i].message, n[0], n[1], n[2], n[3], n[4]);
+    }
+    return 0;
+}
+
+#define MT_CHECK_RULES(rules, error) mt_rules_check(rules, sizeof rules / sizeof *rules, error)
 
 /* ==== §2a sizes, positions, lengths ============================================================================== */
 
@@ -279,113 +300,119 @@ void mt_options_derive_sizes(mt_options *o) {
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
-/* What multi-token prediction asks of the model; generation and scoring do without it. */
-static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *error) {
-    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
-    if (o->mtp_num_layers == 0) return 0;
-    if (o->normalization != MT_RMSNORM) return mt_error_set(error, "--mtp-num-layers needs --normalization RMSNorm");
-    if (o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE)
-        return mt_error_set(error, "--mtp-num-layers needs --position-embedding-type rope or none, which is "
-                                   "learned_absolute");
-    if (o->pipeline_schedule == MT_SCHEDULE_ZB_H1)
-        return mt_error_set(error, "--mtp-num-layers does not split its backward: leave out --pipeline-schedule zb-h1");
-    if (o->seq_length > 0 && o->seq_length <= o->mtp_num_layers)
-        return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
-                            (long long)o->mtp_num_layers, (long long)o->seq_length);
-    return 0;
-}
-
-static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
-    const struct {
-        int64_t value;
-        const char *name;
-    } needed[] = {{o->num_layers, "num-layers"},
-                  {o->hidden_size, "hidden-size"},
-                  {o->num_attention_heads, "num-attention-heads"}};
-    for (int i = 0; i < 3; i++)
-        if (needed[i].value == 0)
-            return mt_error_set(error, "--%s is missing: give the model's shape by its options, --hf-config or --load",
-                                needed[i].name);
-    if (!o->group_query_attention && o->num_query_groups > 0 && o->num_query_groups != o->num_attention_heads)
-        return mt_error_set(error, "--num-query-groups %lld needs --group-query-attention",
-                            (long long)o->num_query_groups);
-    if (o->multi_latent_attention && (o->normalization != MT_RMSNORM || o->position_embedding_type != MT_POSITION_ROPE))
-        return mt_error_set(error, "--multi-latent-attention needs --normalization RMSNorm and "
-                                   "--position-embedding-type rope");
-    if (o->kv_channels == 0 && !o->multi_latent_attention && o->hidden_size % o->num_attention_heads != 0)
-        return mt_error_set(
-            error, "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
-            (long long)o->hidden_size, (long long)o->num_attention_heads);
+/* Sizes and biases of the model. */
+static int mt_options_derive_model(mt_options *o, mt_error *error) {
+    int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
+    bool latent = o->multi_latent_attention, rope = o->position_embedding_type == MT_POSITION_ROPE;
+    const mt_rule before[] = {
+        {o->num_layers == 0, "--num-layers is missing: give the model's shape by its options, --hf-config or --load"},
+        {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
+        {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
+        {!o->group_query_attention && groups > 0 && groups != heads,
+         "--num-query-groups %lld needs --group-query-attention",
+         {groups}},
+        {latent && (o->normalization != MT_RMSNORM || !rope),
+         "--multi-latent-attention needs --normalization RMSNorm and --position-embedding-type rope"},
+        {heads > 0 && o->kv_channels == 0 && !latent && C % heads != 0,
+         "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
+         {C, heads}},
+    };
+    if (MT_CHECK_RULES(before, error)) return -1;
     mt_options_derive_sizes(o);
-    if (o->ffn_hidden_size == 0)
-        return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
-                            (long long)o->hidden_size);
-    if (o->num_attention_heads % o->num_query_groups != 0)
-        return mt_error_set(error, "--num-attention-heads %lld must be a multiple of --num-query-groups %lld",
-                            (long long)o->num_attention_heads, (long long)o->num_query_groups);
-    if (o->swiglu && o->openai_gelu)
-        return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
     if (o->add_bias_linear) {
         o->attention_output_bias = o->mlp_bias = true;
-        o->add_qkv_bias = !o->multi_latent_attention; // Megatron's have none there
+        o->add_qkv_bias = !latent; // as in Megatron
     }
-    double attention = (double)o->num_attention_heads * (double)o->kv_channels;
-    double parameters =
-        (double)o->num_layers * (double)o->hidden_size * (4 * attention + 3 * (double)o->ffn_hidden_size);
-    if (parameters > 1e15)
-        return mt_error_set(error,
-                            "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
-                            "make %.3g parameters; at most 1e15 are supported",
-                            parameters);
-    return 0;
+    const mt_rule after[] = {
+        {o->ffn_hidden_size == 0, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it", {C}},
+        {heads % o->num_query_groups != 0,
+         "--num-attention-heads %lld must be a multiple of --num-query-groups %lld",
+         {heads, o->num_query_groups}},
+        {o->swiglu && o->openai_gelu, "--swiglu and --openai-gelu exclude each other; leave one out"},
+    };
+    double attention = (double)heads * (double)o->kv_channels, mlp = (double)o->ffn_hidden_size;
+    double parameters = (double)o->num_layers * (double)C * (4 * attention + 3 * mlp);
+    if (MT_CHECK_RULES(after, error)) return -1;
+    if (parameters <= 1e15) return 0;
+    return mt_error_set(error,
+                        "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
+                        "make %.3g parameters; at most 1e15 are supported",
+                        parameters);
 }
 
-/* What each kind of scaling needs. */
-static int mt_options_finish_rope(mt_options *o, mt_error *error) {
-    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
-    if (o->multi_latent_attention && o->qk_pos_emb_head_dim % 2 != 0)
-        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)o->qk_pos_emb_head_dim);
-    int64_t turning = (int64_t)((double)o->kv_channels * o->rotary_percent);
-    if (o->multi_latent_attention) turning = o->qk_pos_emb_head_dim;
-    if (turning < 2 || turning % 2 != 0)
-        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for rotary positions",
+/* YaRN's g(m), from which the scale of attention follows (Peng et al., "YaRN"; DeepSeek's two factors). */
+static double mt_yarn_mscale(double factor, double mscale) {
+    return 0.1 * mscale * log(factor) + 1;
+}
+
+/* RoPE: its channels, and the numbers of its scaling. */
+static int mt_options_derive_rope(mt_options *o, mt_error *error) {
+    bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    bool linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
+    if (o->position_embedding_type != MT_POSITION_ROPE) {
+        if (!linear && !llama3 && !yarn) return 0;
+        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope");
+    }
+    int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
+    if (o->multi_latent_attention) channels = latent;
+    if (o->multi_latent_attention && latent % 2 != 0)
+        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)latent);
+    if (channels < 2 || channels % 2 != 0)
+        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for RoPE",
                             (long long)o->kv_channels, o->rotary_percent);
-    bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3,
-         is_yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
     if (o->rotary_seq_len_interpolation_factor > 0)
         o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
-    if (is_llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
-    if (is_llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
-    if (o->rope_scaling_type != MT_ROPE_SCALING_NONE && o->rope_scaling_factor == 0)
-        return mt_error_set(error, "--rope-scaling-type %s needs --rope-scaling-factor", is_yarn ? "yarn" : "linear");
-    if (is_yarn && o->original_max_position_embeddings == 0)
-        return mt_error_set(error, "--rope-scaling-type yarn needs --original-max-position-embeddings");
-    if (is_llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
+    if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
+    if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
+    const mt_rule rules[] = {
+        {linear && o->rope_scaling_factor == 0, "--rope-scaling-type linear needs --rope-scaling-factor"},
+        {yarn && o->rope_scaling_factor == 0, "--rope-scaling-type yarn needs --rope-scaling-factor"},
+        {yarn && o->original_max_position_embeddings == 0,
+         "--rope-scaling-type yarn needs --original-max-position-embeddings"},
+    };
+    if (MT_CHECK_RULES(rules, error)) return -1;
+    if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
         return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
                             o->rope_low_freq_factor, o->rope_high_freq_factor);
-    if (is_yarn && o->yarn_attention_factor == 0) { // Peng et al., "YaRN"; DeepSeek's two factors
-        double stretch = 0.1 * log(o->rope_scaling_factor);
+    if (yarn && o->yarn_attention_factor == 0) {
         bool both = o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0;
-        o->yarn_attention_factor =
-            both ? (stretch * o->yarn_mscale + 1) / (stretch * o->yarn_mscale_all_dim + 1) : stretch + 1;
+        o->yarn_attention_factor = mt_yarn_mscale(o->rope_scaling_factor, both ? o->yarn_mscale : 1);
+        if (both) o->yarn_attention_factor /= mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     }
     return 0;
 }
 
-/* Vocabulary, positions and the length of a sequence. */
-static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error *error) {
-    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
-    if (o->vocab_size == 0)
-        return mt_error_set(error, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and "
-                                   "--tokenizer-model");
+/* Multi-token prediction; generation and scoring do without it. */
+static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *error) {
+    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
+    if (o->mtp_num_layers == 0) return 0;
+    const mt_rule rules[] = {
+        {o->normalization != MT_RMSNORM, "--mtp-num-layers needs --normalization RMSNorm"},
+        {o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE,
+         "--mtp-num-layers needs --position-embedding-type rope or none, which is learned_absolute"},
+        {o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
+         "--mtp-num-layers does not split its backward: leave out --pipeline-schedule zb-h1"},
+        {o->seq_length > 0 && o->seq_length <= o->mtp_num_layers,
+         "--mtp-num-layers %lld must be less than --seq-length %lld",
+         {o->mtp_num_layers, o->seq_length}},
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
+/* Vocabulary, positions and sequence length. */
+static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
+    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
     int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
+    const mt_rule rules[] = {
+        {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
+        {o->seq_length == 0 && o->score, "--seq-length is missing: --score needs it"},
+        {o->seq_length == 0 && trains, "--seq-length is missing"},
+    };
+    if (MT_CHECK_RULES(rules, error)) return -1;
     o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
-    bool needs_length = program == MT_PROGRAM_TRAIN || o->score;
-    if (o->seq_length == 0 && needs_length)
-        return mt_error_set(error, "--seq-length is missing%s", o->score ? ": --score needs it" : "");
     if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
     if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
-    if (o->seq_length > o->max_position_embeddings && (learned || program == MT_PROGRAM_TRAIN))
+    if (o->seq_length > o->max_position_embeddings && (learned || trains))
         return mt_error_set(error, "--seq-length %lld is more than --max-position-embeddings %lld; %s",
                             (long long)o->seq_length, (long long)o->max_position_embeddings,
                             learned && o->load ? "the weights have no more" : "lower the one or raise the other");
@@ -393,279 +420,257 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
 }
 
 /* ==== §2b ranks and experts ====================================================================================== */
-/* Who computes what: stages, parts of layers, of sequences and of the batch, and experts. */
+/* How ranks split the model, sequences and the batch. */
 
-/* Virtual stages a rank, by whichever option says it. */
-static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
-    if (o->pipeline_letters) {
-        int64_t count = mt_pipeline_layout_count(o->pipeline_letters);
-        if (count % pp != 0)
-            return mt_error_set(error,
-                                "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
-                                "--pipeline-model-parallel-size %lld",
-                                (long long)count, (long long)pp);
-        o->num_virtual_stages_per_pipeline_rank = count / pp;
-    } else if (per_stage > 0) {
-        int64_t layers = o->num_layers + o->account_for_embedding_in_pipeline_split;
-        layers += o->account_for_loss_in_pipeline_split;
-        if (layers % (pp * per_stage) != 0)
-            return mt_error_set(error,
-                                "--num-layers %lld%s must be a multiple of --pipeline-model-parallel-size %lld times "
-                                "--num-layers-per-virtual-pipeline-stage %lld",
-                                (long long)o->num_layers,
-                                layers > o->num_layers ? " with what --account-for-* counts" : "", (long long)pp,
-                                (long long)per_stage);
-        o->num_virtual_stages_per_pipeline_rank = layers / (pp * per_stage);
-    } else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
-        o->num_virtual_stages_per_pipeline_rank = 1;
-    if (pp * o->num_virtual_stages_per_pipeline_rank > 1000000)
-        return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks",
-                            (long long)o->num_virtual_stages_per_pipeline_rank, (long long)pp);
+/* `a` must be a multiple of `b`; messages show both with their names. */
+typedef struct mt_multiple {
+    const char *a_name;
+    int64_t a;
+    const char *b_name;
+    int64_t b;
+} mt_multiple;
+
+/* Everything that ranks split evenly. */
+static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
+    int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
+    const char *tensor = "--tensor-model-parallel-size";
+    const mt_multiple rows[] = {
+        {"--num-attention-heads", o->num_attention_heads, tensor, tp},
+        {"--ffn-hidden-size", o->ffn_hidden_size, tensor, tp},
+        {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
+        {"--seq-length", o->seq_length,
+         "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
+         o->sequence_parallel ? tp * cp : 1},
+        {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
+        {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
+        {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
+        {"the world size", world_size,
+         "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
+         o->num_experts > 0 ? ep * etp * pp : 1},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (rows[i].a % rows[i].b != 0)
+            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
+                                rows[i].b_name, (long long)rows[i].b);
     return 0;
 }
 
-/* The order of work, and whether it can do with these stages. */
-static int mt_options_finish_order(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
-    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
-        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
-    bool interleaved = o->pipeline_schedule == MT_SCHEDULE_INTERLEAVED;
-    bool zero_bubble = o->pipeline_schedule == MT_SCHEDULE_ZB_H1;
-    if (interleaved && vp == 1)
-        return mt_error_set(error, "--pipeline-schedule interleaved needs several virtual stages: give "
-                                   "--num-virtual-stages-per-pipeline-rank");
-    if (!interleaved && vp > 1)
-        return mt_error_set(error,
-                            "--pipeline-schedule %s has one stage a rank, but there are %lld: leave it out, or "
-                            "--num-virtual-stages-per-pipeline-rank and what else makes them",
-                            zero_bubble ? "zb-h1" : "1f1b", (long long)vp);
-    if (zero_bubble && pp == 1)
-        return mt_error_set(error, "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1");
-    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
-    if (vp == 1 && *group > 0)
-        return mt_error_set(error, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: "
-                                   "give --num-virtual-stages-per-pipeline-rank");
-    if (vp > 1 && *group < pp)
-        return mt_error_set(error,
-                            "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least "
-                            "--pipeline-model-parallel-size %lld",
-                            (long long)*group, (long long)pp);
-    if (*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS) // messages under way, of which each end holds half
-        return mt_error_set(error,
-                            "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than "
-                            "--pipeline-model-parallel-size %lld + %d: more messages would be under way than have room",
-                            (long long)*group, (long long)pp, 2 * MT_CHANNEL_TICKETS - 1);
-    return 0;
-}
-
-/* Interleaved groups must be full, or the last one long enough to fill the pipeline. */
-static int mt_options_check_micro_batches(const mt_options *o, int64_t batch_size, mt_error *error) {
-    int64_t micro_batches = batch_size / (o->micro_batch_size * o->data_parallel_size);
-    int64_t pp = o->pipeline_model_parallel_size, group = o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (o->num_virtual_stages_per_pipeline_rank == 1) return 0;
-    if (micro_batches < group)
-        return mt_error_set(error,
-                            "a batch of %lld sequences is %lld micro-batches, fewer than the %lld of "
-                            "--microbatch-group-size-per-virtual-pipeline-stage (when not given: "
-                            "--pipeline-model-parallel-size); raise the batch",
-                            (long long)batch_size, (long long)micro_batches, (long long)group);
-    if (micro_batches % group != 0 && micro_batches % group < pp)
-        return mt_error_set(error,
-                            "a batch of %lld sequences is %lld micro-batches; groups of %lld leave %lld over, fewer "
-                            "than --pipeline-model-parallel-size %lld: change the batch or "
-                            "--microbatch-group-size-per-virtual-pipeline-stage",
-                            (long long)batch_size, (long long)micro_batches, (long long)group,
-                            (long long)(micro_batches % group), (long long)pp);
-    return 0;
-}
-
-/* What every rank gets of the model, of a sequence and of the batch; the ranks that are left work on other samples. */
-static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_error *error) {
+/* The data-parallel ranks: those that the model's split leaves over. */
+static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
     int64_t model = tp * pp * cp, groups = o->num_query_groups;
-    const char *tensor = "--tensor-model-parallel-size";
-    if (model > world_size || world_size % model != 0)
-        return mt_error_set(error,
-                            "%s %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are %lld "
-                            "ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
-                            tensor, (long long)tp, (long long)pp, (long long)cp, (long long)model,
-                            (long long)world_size);
+    const mt_rule rules[] = {
+        {model > world_size || world_size % model != 0,
+         "--tensor-model-parallel-size %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are "
+         "%lld ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
+         {tp, pp, cp, model, world_size}},
+        {o->sequence_parallel && tp == 1,
+         "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; raise it or leave the flag out"},
+        {o->tp_comm_overlap && !o->sequence_parallel,
+         "--tp-comm-overlap needs --sequence-parallel, whose communication it overlaps"},
+    };
+    if (MT_CHECK_RULES(rules, error) || mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / model;
-    if (o->num_attention_heads % tp != 0)
-        return mt_error_set(error, "--num-attention-heads %lld must be a multiple of %s %lld",
-                            (long long)o->num_attention_heads, tensor, (long long)tp);
-    if (groups % tp != 0 && tp % groups != 0)
-        return mt_error_set(error, "--num-query-groups %lld must be a multiple or a divisor of %s %lld",
-                            (long long)groups, tensor, (long long)tp);
-    if (o->ffn_hidden_size % tp != 0)
-        return mt_error_set(error, "--ffn-hidden-size %lld must be a multiple of %s %lld",
-                            (long long)o->ffn_hidden_size, tensor, (long long)tp);
-    if (o->sequence_parallel && tp == 1)
-        return mt_error_set(error, "--sequence-parallel needs %s of 2 or more; raise it or leave the flag out", tensor);
-    if (o->tp_comm_overlap && !o->sequence_parallel)
-        return mt_error_set(error, "--tp-comm-overlap needs --sequence-parallel, which cuts the rows that travel while "
-                                   "others are multiplied");
-    if (cp > 1 && o->seq_length % (2 * cp) != 0)
-        return mt_error_set(error, "--seq-length %lld must be a multiple of 2 x --context-parallel-size %lld",
-                            (long long)o->seq_length, (long long)cp);
-    if (o->sequence_parallel && o->seq_length % (tp * cp) != 0)
-        return mt_error_set(error,
-                            "--seq-length %lld must be a multiple of %s %lld x --context-parallel-size %lld for "
-                            "--sequence-parallel",
-                            (long long)o->seq_length, tensor, (long long)tp, (long long)cp);
-    return 0;
+    if (groups % tp == 0 || tp % groups == 0) return 0;
+    return mt_error_set(error,
+                        "--num-query-groups %lld must be a multiple or a divisor of --tensor-model-parallel-size %lld",
+                        (long long)groups, (long long)tp);
 }
 
-/* What Sinkhorn's choice goes with: as Megatron's, it has probabilities of its own. */
+/* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
 static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
-    const char *type = "--moe-router-load-balancing-type sinkhorn";
-    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
     if (o->moe_router_load_balancing_type != MT_BALANCING_SINKHORN) return 0;
-    if (o->moe_aux_loss_coeff > 0)
-        return mt_error_set(error, "%s needs --moe-aux-loss-coeff 0: loads are even without a loss", type);
-    if (o->moe_router_topk == 1 && !sigmoid)
-        return mt_error_set(error, "%s with --moe-router-topk 1 needs --moe-router-score-function sigmoid", type);
-    if (o->moe_router_topk > 1 && !o->moe_router_pre_softmax)
-        return mt_error_set(error, "%s with --moe-router-topk %lld needs --moe-router-pre-softmax", type,
-                            (long long)o->moe_router_topk);
-    if (o->moe_router_num_groups > 0 || o->moe_router_enable_expert_bias || o->moe_expert_capacity_factor > 0)
-        return mt_error_set(error,
-                            "%s cannot have --moe-router-num-groups, --moe-router-enable-expert-bias or "
-                            "--moe-expert-capacity-factor",
-                            type);
-    return 0;
+    const mt_rule rules[] = {
+        {o->moe_aux_loss_coeff > 0,
+         "--moe-router-load-balancing-type sinkhorn needs --moe-aux-loss-coeff 0: it balances loads without a loss"},
+        {o->moe_router_topk == 1 && o->moe_router_score_function != MT_SCORE_SIGMOID,
+         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk 1 needs --moe-router-score-function "
+         "sigmoid"},
+        {o->moe_router_topk > 1 && !o->moe_router_pre_softmax,
+         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk %lld needs --moe-router-pre-softmax",
+         {o->moe_router_topk}},
+        {o->moe_router_num_groups > 0 || o->moe_router_enable_expert_bias || o->moe_expert_capacity_factor > 0,
+         "--moe-router-load-balancing-type sinkhorn excludes --moe-router-num-groups, --moe-router-enable-expert-bias "
+         "and --moe-expert-capacity-factor"},
+    };
+    return MT_CHECK_RULES(rules, error);
 }
 
-/* How experts are chosen. */
+/* How the router chooses experts. */
 static int mt_options_check_router(const mt_options *o, mt_error *error) {
     int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
-    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
-    if (k > E)
-        return mt_error_set(error, "--moe-router-topk %lld must be at most --num-experts %lld", (long long)k,
-                            (long long)E);
-    if (sigmoid && o->moe_router_pre_softmax)
-        return mt_error_set(error, "--moe-router-pre-softmax needs --moe-router-score-function softmax");
-    if (!sigmoid && k == 1 && !o->moe_router_pre_softmax)
-        return mt_error_set(error,
-                            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen expert "
-                            "is always 1, so that the router would not learn");
-    if (!sigmoid && o->moe_router_enable_expert_bias)
-        return mt_error_set(error, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid");
-    if (groups > 0 && (E % groups != 0 || o->moe_router_group_topk > groups || o->moe_router_group_topk > k))
-        return mt_error_set(error,
-                            "--moe-router-num-groups %lld must divide --num-experts %lld and be at least "
-                            "--moe-router-group-topk %lld, which must be at most --moe-router-topk %lld",
-                            (long long)groups, (long long)E, (long long)o->moe_router_group_topk, (long long)k);
-    if (groups > 0 && k > E / groups * o->moe_router_group_topk)
-        return mt_error_set(error,
-                            "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld "
-                            "groups; raise it or lower --moe-router-num-groups",
-                            (long long)k, (long long)(E / groups * o->moe_router_group_topk),
-                            (long long)o->moe_router_group_topk);
+    int64_t group_topk = o->moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
+    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
+    const mt_rule rules[] = {
+        {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
+        {sigmoid && pre_softmax, "--moe-router-pre-softmax needs --moe-router-score-function softmax"},
+        {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
+                                             "chosen expert is always 1, so that the "
+                                             "router would not learn"},
+        {!sigmoid && o->moe_router_enable_expert_bias,
+         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"},
+        {groups > 0 && (E % groups != 0 || group_topk > groups || group_topk > k),
+         "--moe-router-num-groups %lld must divide --num-experts %lld and be at least --moe-router-group-topk %lld, "
+         "which must be at most --moe-router-topk %lld",
+         {groups, E, group_topk, k}},
+        {groups > 0 && k > choice,
+         "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld groups; raise it or "
+         "lower --moe-router-num-groups",
+         {k, choice, group_topk}},
+    };
+    if (MT_CHECK_RULES(rules, error)) return -1;
     if (o->moe_aux_loss_coeff > 0 && o->moe_router_load_balancing_type == MT_BALANCING_NONE)
         return mt_error_set(error, "--moe-aux-loss-coeff %g needs a --moe-router-load-balancing-type other than none",
                             o->moe_aux_loss_coeff);
     return mt_options_check_sinkhorn(o, error);
 }
 
-/* How ranks share the experts. */
-static int mt_options_check_expert_ranks(const mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
-    int64_t ep = o->expert_model_parallel_size, etp = o->expert_tensor_parallel_size;
-    int64_t pp = o->pipeline_model_parallel_size;
-    if (o->num_experts % ep != 0)
-        return mt_error_set(error, "--num-experts %lld must be a multiple of --expert-model-parallel-size %lld",
-                            (long long)o->num_experts, (long long)ep);
-    if (o->moe_ffn_hidden_size % etp != 0)
-        return mt_error_set(error,
-                            "--moe-ffn-hidden-size %lld must be a multiple of --expert-tensor-parallel-size %lld",
-                            (long long)o->moe_ffn_hidden_size, (long long)etp);
-    if (o->moe_shared_expert_intermediate_size % o->tensor_model_parallel_size != 0)
-        return mt_error_set(
-            error, "--moe-shared-expert-intermediate-size %lld must be a multiple of --tensor-model-parallel-size %lld",
-            (long long)o->moe_shared_expert_intermediate_size, (long long)o->tensor_model_parallel_size);
-    if (world_size % (ep * etp * pp) != 0)
-        return mt_error_set(error,
-                            "--expert-tensor-parallel-size %lld x --expert-model-parallel-size %lld x "
-                            "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
-                            (long long)etp, (long long)ep, (long long)pp, (long long)world_size);
-    if (program == MT_PROGRAM_TRAIN && o->tensor_model_parallel_size > 1 && !o->sequence_parallel)
-        return mt_error_set(error,
-                            "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each "
-                            "rank routes tokens of its own",
-                            (long long)o->tensor_model_parallel_size);
-    return 0;
-}
-
-/* The experts: what they derive from, and what they must keep. */
-static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+/* Experts. */
+static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size;
     if (o->num_experts == 0) return 0;
     if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = tp;
     if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
-        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
-    if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = o->tensor_model_parallel_size;
-    if (!o->swiglu) return mt_error_set(error, "--num-experts needs --swiglu: experts have gates");
-    if (o->mlp_bias) return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
-    if (mt_options_check_router(o, error)) return -1;
-    return mt_options_check_expert_ranks(o, program, world_size, error);
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
+    const mt_rule rules[] = {
+        {!o->swiglu, "--num-experts needs --swiglu: experts have gates"},
+        {o->mlp_bias, "--num-experts needs --disable-bias-linear: experts have no biases"},
+        {program != MT_PROGRAM_INFER && tp > 1 && !o->sequence_parallel,
+         "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each rank routes tokens of "
+         "its own",
+         {tp}},
+    };
+    return MT_CHECK_RULES(rules, error) || mt_options_check_router(o, error) ? -1 : 0;
 }
 
-/* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
-static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
+/* Context parallelism: the ranks that trade tokens for heads, and the layouts that a sliding window allows. With one
+ * context rank --cp-comm-type has no effect, as in Megatron. */
+static int mt_options_derive_context(mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
+    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
     const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
-    bool is_hierarchical = o->cp_comm_type == MT_CP_A2A_P2P;
-    int64_t a2a = sizes->items[0], ring = sizes->items[1];
-    if (!is_hierarchical && sizes->count > 0)
-        return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p");
-    if (!is_hierarchical || (o->context_parallel_size == 1 && sizes->count == 0)) return 0;
-    if (sizes->count != 2 || a2a < 1 || ring < 1 || a2a > o->context_parallel_size ||
-        a2a * ring != o->context_parallel_size)
+    bool hierarchical = o->cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);
+    int64_t a2a = hierarchical ? sizes->items[0] : o->cp_comm_type == MT_CP_A2A ? cp : 1;
+    if (hierarchical && (sizes->count != 2 || a2a < 1 || a2a > cp || a2a * sizes->items[1] != cp))
         return mt_error_set(error,
                             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
                             "whose product is --context-parallel-size %lld",
-                            (long long)o->context_parallel_size);
+                            (long long)cp);
+    if (heads % a2a != 0 || groups % a2a != 0)
+        return mt_error_set(error,
+                            "--cp-comm-type %s splits the heads of a rank over %lld ranks: %lld query heads and %lld "
+                            "key and value heads (--num-attention-heads and --num-query-groups divided by "
+                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
+                            hierarchical ? "a2a+p2p" : "a2a", (long long)a2a, (long long)heads, (long long)groups);
+    if (o->window_size > 0 && cp > a2a && o->cp_comm_type != MT_CP_ALL_GATHER)
+        return mt_error_set(error,
+                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
+                            "apart; take all_gather or a2a",
+                            (long long)o->window_size, hierarchical ? "a2a+p2p" : "p2p");
     o->context_a2a_size = a2a;
     return 0;
 }
 
-/* What --cp-comm-type asks of heads and windows. With one context rank it says nothing, as in Megatron. */
-static int mt_options_finish_context(mt_options *o, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
-    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
-    bool gather = o->cp_comm_type == MT_CP_ALL_GATHER;
-    o->context_a2a_size = o->cp_comm_type == MT_CP_A2A ? cp : 1;
-    if (mt_options_read_hierarchy(o, error)) return -1;
-    int64_t a2a = o->context_a2a_size;
-    if (heads % a2a != 0 || groups % a2a != 0)
+/* ==== §2c stages, batches, schedules ============================================================================= */
+
+/* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
+static int mt_options_derive_stages(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
+    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
+    int64_t layers = o->num_layers + extra, *vp = &o->num_virtual_stages_per_pipeline_rank;
+    int64_t stages = o->pipeline_letters ? mt_pipeline_layout_count(o->pipeline_letters) : pp;
+    if (stages % pp != 0)
         return mt_error_set(error,
-                            "--cp-comm-type %s shares the heads of a rank among %lld: %lld query heads and %lld key "
-                            "and value heads (--num-attention-heads and --num-query-groups over "
-                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
-                            o->cp_comm_type == MT_CP_A2A ? "a2a" : "a2a+p2p", (long long)a2a, (long long)heads,
-                            (long long)groups);
-    if (o->window_size > 0 && cp > a2a && !gather)
+                            "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
+                            "--pipeline-model-parallel-size %lld",
+                            (long long)stages, (long long)pp);
+    if (!o->pipeline_letters && per_stage > 0 && layers % (pp * per_stage) != 0)
         return mt_error_set(error,
-                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
-                            "apart; take all_gather or a2a",
-                            (long long)o->window_size, o->cp_comm_type == MT_CP_P2P ? "p2p" : "a2a+p2p");
-    return 0;
+                            "--num-layers %lld%s must be a multiple of --pipeline-model-parallel-size %lld times "
+                            "--num-layers-per-virtual-pipeline-stage %lld",
+                            (long long)o->num_layers, extra ? " and the layers that --account-for-* adds" : "",
+                            (long long)pp, (long long)per_stage);
+    if (o->pipeline_letters)
+        *vp = stages / pp;
+    else if (per_stage > 0)
+        *vp = layers / (pp * per_stage);
+    else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
+        *vp = 1;
+    if (pp * *vp <= 1000000) return 0;
+    return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks", (long long)*vp,
+                        (long long)pp);
 }
 
-/* `name` = `value` sequences must cut into micro-batches for every rank. */
+/* The schedule, which must fit the number of virtual stages. */
+static int mt_options_derive_order(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
+    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
+        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
+    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
+    mt_schedule_kind kind = o->pipeline_schedule;
+    const mt_rule rules[] = {
+        {kind == MT_SCHEDULE_INTERLEAVED && vp == 1,
+         "--pipeline-schedule interleaved needs several virtual stages: give --num-virtual-stages-per-pipeline-rank"},
+        {kind == MT_SCHEDULE_1F1B && vp > 1,
+         "--pipeline-schedule 1f1b has one stage per rank, but there are %lld: leave it out, or leave out "
+         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
+         {vp}},
+        {kind == MT_SCHEDULE_ZB_H1 && vp > 1,
+         "--pipeline-schedule zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
+         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
+         {vp}},
+        {kind == MT_SCHEDULE_ZB_H1 && pp == 1,
+         "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1"},
+        {vp == 1 && *group > 0, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: give "
+                                "--num-virtual-stages-per-pipeline-rank"},
+        {vp > 1 && *group < pp,
+         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least --pipeline-model-parallel-size %lld",
+         {*group, pp}},
+        {*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS, // messages in flight, of which each end holds half
+         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than --pipeline-model-parallel-size "
+         "%lld + %lld: more messages would be in flight than fit",
+         {*group, pp, 2 * MT_CHANNEL_TICKETS - 1}},
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
+/* Interleaved groups of micro-batches must be full, or the last one long enough to fill the pipeline. */
+static int mt_options_check_micro_batches(const mt_options *o, int64_t batch, mt_error *error) {
+    int64_t micro_batches = batch / (o->micro_batch_size * o->data_parallel_size);
+    int64_t pp = o->pipeline_model_parallel_size, group = o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (o->num_virtual_stages_per_pipeline_rank == 1) return 0;
+    int64_t rest = micro_batches % group;
+    const mt_rule rules[] = {
+        {micro_batches < group,
+         "a batch of %lld sequences is %lld micro-batches, fewer than the %lld of "
+         "--microbatch-group-size-per-virtual-pipeline-stage (default: --pipeline-model-parallel-size); raise the "
+         "batch",
+         {batch, micro_batches, group}},
+        {rest != 0 && rest < pp,
+         "a batch of %lld sequences is %lld micro-batches; groups of %lld leave %lld over, fewer than "
+         "--pipeline-model-parallel-size %lld: change the batch or --microbatch-group-size-per-virtual-pipeline-stage",
+         {batch, micro_batches, group, rest, pp}},
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
+/* A batch of `value` sequences must split into micro-batches for every data-parallel rank. */
 static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
-    int64_t together = o->micro_batch_size * o->data_parallel_size, less = value / together * together;
+    int64_t unit = o->micro_batch_size * o->data_parallel_size, less = value / unit * unit;
     char other[64] = "";
-    if (value > 0 && value % together == 0) return 0;
+    if (value > 0 && value % unit == 0) return 0;
     if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
     return mt_error_set(error,
                         "%s %lld must be a multiple of --micro-batch-size %lld times the data-parallel size %lld; "
                         "try %s%lld",
                         name, (long long)value, (long long)o->micro_batch_size, (long long)o->data_parallel_size, other,
-                        (long long)(less + together));
+                        (long long)(less + unit));
 }
 
-static int mt_options_finish_batches(mt_options *o, mt_error *error) {
+static int mt_options_derive_batches(mt_options *o, mt_error *error) {
     const int64_t *ramp = o->rampup_batch_size.items;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
     if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
@@ -676,8 +681,8 @@ static int mt_options_finish_batches(mt_options *o, mt_error *error) {
     if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
     if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
         return mt_error_set(error,
-                            "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the way "
-                            "must be a multiple of the increment",
+                            "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the "
+                            "difference must be a multiple of the increment",
                             (long long)ramp[0], (long long)ramp[1], (long long)o->global_batch_size);
     if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
     if (mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error)) return -1;
@@ -687,20 +692,18 @@ static int mt_options_finish_batches(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Stages, their order, and the batches, which the ranks that hold the same stage share. */
-static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size;
+/* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
+static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
     if (o->num_layers == 0)
         return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
                                    "--load");
-    if (mt_options_finish_virtual_stages(o, error) || mt_options_finish_order(o, error)) return -1;
-    mt_stage *stages = mt_calloc(pp * o->num_virtual_stages_per_pipeline_rank * (int64_t)sizeof(mt_stage));
-    int status = mt_pipeline_layout_build(stages, o, error);
-    free(stages);
-    return status ? status : mt_options_finish_batches(o, error);
+    if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
+    int64_t stages = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
+    mt_stage *unused = mt_calloc(stages * (int64_t)sizeof *unused);
+    int status = mt_pipeline_layout_build(unused, o, error);
+    free(unused);
+    return status ? status : mt_options_derive_batches(o, error);
 }
-
-/* ==== §2c schedules and sharding ================================================================================= */
 
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
@@ -720,15 +723,14 @@ static mt_durations mt_options_durations(const mt_options *o) {
     return d;
 }
 
-/* Steps that train_samples make: whole batches of the size at that point, as Megatron counts them. */
+/* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
 static int64_t mt_options_count_iterations(const mt_options *o) {
     if (o->train_samples == 0) return o->train_iters;
     if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
-    int64_t ramp = o->rampup_batch_size.items[2], iterations = 0, consumed = 0;
-    int64_t end = ramp < o->train_samples ? ramp : o->train_samples;
+    int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->train_samples);
     while (consumed <= end) {
         int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
-        while (low < high) { // the steps until the batch grows: sizes never shrink, so halve the interval
+        while (low < high) { // bisect for the step at which the batch grows; it never shrinks
             int64_t middle = low + (high - low + 1) / 2;
             if (mt_global_batch_size(o, consumed + (middle - 1) * batch) == batch)
                 low = middle;
@@ -741,8 +743,25 @@ static int64_t mt_options_count_iterations(const mt_options *o) {
     return iterations;
 }
 
-static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
-    bool is_wsd = o->lr_decay_style == MT_LR_WSD;
+/* Weight decay starts and ends at --weight-decay unless it has a schedule. */
+static int mt_options_derive_weight_decay(mt_options *o, mt_error *error) {
+    bool constant = o->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT;
+    bool start = MT_GIVEN(o, start_weight_decay), end = MT_GIVEN(o, end_weight_decay);
+    const mt_rule rules[] = {
+        {constant && (start || end),
+         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"},
+        {!constant && (!start || !end || o->start_weight_decay > o->end_weight_decay),
+         "--weight-decay-incr-style linear and cosine need --start-weight-decay and --end-weight-decay, the first at "
+         "most the second"},
+    };
+    if (MT_CHECK_RULES(rules, error)) return -1;
+    if (constant) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
+    return 0;
+}
+
+/* The length of training, and the schedules of learning rate and weight decay. */
+static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
+    bool wsd = o->lr_decay_style == MT_LR_WSD;
     o->num_iterations = 0;
     if (mt_options_converts(o)) return 0;
     if ((o->train_iters > 0) == (o->train_samples > 0))
@@ -758,145 +777,121 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
     mt_durations d = mt_options_durations(o);
     const char *unit = o->train_samples > 0 ? "samples" : "iters";
     if (d.warmup >= d.decay)
-        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (when not given: --train-%s)", unit,
-                            unit, unit);
-    if (is_wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
+        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
+                            unit);
+    if (wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
         return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
-    if (!is_wsd && d.wsd_decay > 0) return mt_error_set(error, "--lr-wsd-decay-%s needs --lr-decay-style WSD", unit);
-    bool ramps = o->weight_decay_incr_style != MT_WEIGHT_DECAY_CONSTANT;
-    bool has_start = MT_GIVEN(o, start_weight_decay), has_end = MT_GIVEN(o, end_weight_decay);
-    if (!ramps && (has_start || has_end))
-        return mt_error_set(error, "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear "
-                                   "or cosine");
-    if (!ramps) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
-    if (ramps && (!has_start || !has_end || o->start_weight_decay > o->end_weight_decay))
-        return mt_error_set(error,
-                            "--weight-decay-incr-style %s needs --start-weight-decay and --end-weight-decay, the "
-                            "first at most the second",
-                            o->weight_decay_incr_style == MT_WEIGHT_DECAY_LINEAR ? "linear" : "cosine");
-    return 0;
+    return mt_options_derive_weight_decay(o, error);
 }
 
-/* The distributed optimizer is a strategy's older name; the strategy alone is read afterwards. */
-static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
-    bool whole = o->data_parallel_sharding_strategy == MT_NO_SHARD;
-    if (whole && o->use_distributed_optimizer) {
-        if (MT_GIVEN(o, data_parallel_sharding_strategy))
-            return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard "
-                                       "exclude each other; leave one out");
-        o->data_parallel_sharding_strategy = MT_SHARD_OPTIM;
-        whole = false;
-    }
-    if (o->overlap_param_gather && whole)
-        return mt_error_set(error, "--overlap-param-gather needs --use-distributed-optimizer or a "
-                                   "--data-parallel-sharding-strategy other than no_shard, under which every rank has "
-                                   "all parameters");
-    if (o->overlap_param_gather && !o->overlap_grad_reduce)
-        return mt_error_set(error, "--overlap-param-gather needs --overlap-grad-reduce");
-    if (o->data_parallel_sharding_strategy >= MT_SHARD_GRADS && o->pipeline_schedule == MT_SCHEDULE_ZB_H1)
-        return mt_error_set(error,
-                            "--pipeline-schedule zb-h1 adds to gradients in two parts, which must stay whole between "
-                            "them: take --data-parallel-sharding-strategy optim rather than %s, or another schedule",
-                            o->data_parallel_sharding_strategy == MT_SHARD_GRADS ? "optim_grads"
-                                                                                 : "optim_grads_params");
-    return 0;
+/* --use-distributed-optimizer is an older name of strategy optim; only the strategy is read afterwards. */
+static int mt_options_derive_sharding(mt_options *o, mt_error *error) {
+    mt_strategy *strategy = &o->data_parallel_sharding_strategy;
+    bool distributed = *strategy == MT_NO_SHARD && o->use_distributed_optimizer;
+    if (distributed && MT_GIVEN(o, data_parallel_sharding_strategy))
+        return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
+                                   "each other; leave one out");
+    if (distributed) *strategy = MT_SHARD_OPTIM;
+    const mt_rule rules[] = {
+        {o->overlap_param_gather && *strategy == MT_NO_SHARD,
+         "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy other than "
+         "no_shard, with which every rank has all parameters"},
+        {o->overlap_param_gather && !o->overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce"},
+        {*strategy >= MT_SHARD_GRADS && o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
+         "--pipeline-schedule zb-h1 accumulates gradients in two parts and needs them whole between the two: take "
+         "--data-parallel-sharding-strategy optim, which does not shard gradients, or another schedule"},
+    };
+    return MT_CHECK_RULES(rules, error);
 }
 
-/* ==== §2d checks of a run ======================================================================================== */
-
-/* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels, but for those of
- * latent attention. */
+/* cuDNN's attention takes sequences of whole tiles of tokens and heads of at most this many channels; more only for
+ * latent attention of DeepSeek-V3's sizes. */
 enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
 
-/* What cuDNN's attention cannot do, and the CPU, which has one implementation. */
+/* Limits of cuDNN's attention; the CPU has one implementation. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
-    bool is_cudnn = o->attention_backend == MT_ATTENTION_CUDNN, trains = program == MT_PROGRAM_TRAIN;
-    if ((is_cudnn || o->attention_backend == MT_ATTENTION_UNFUSED) && o->device == MT_DEVICE_CPU)
-        return mt_error_set(error, "--attention-backend %s needs --device cuda; leave it out",
-                            is_cudnn ? "cudnn" : "unfused");
-    if (!is_cudnn) return 0;
-    if (!o->bf16) return mt_error_set(error, "--attention-backend cudnn needs --bf16");
-    if (trains && o->attention_dropout > 0)
+    int64_t D = o->kv_channels, Dv = o->v_head_dim;
+    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, unfused = o->attention_backend == MT_ATTENTION_UNFUSED;
+    bool cpu = o->device == MT_DEVICE_CPU, trains = program != MT_PROGRAM_INFER, latent = o->multi_latent_attention;
+    bool deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
+    const mt_rule rules[] = {
+        {unfused && cpu, "--attention-backend unfused needs --device cuda; leave it out"},
+        {cudnn && cpu, "--attention-backend cudnn needs --device cuda; leave it out"},
+        {cudnn && !o->bf16, "--attention-backend cudnn needs --bf16"},
+        {cudnn && trains && o->deterministic_mode,
+         "--attention-backend cudnn and --deterministic-mode exclude each other: its backward does not repeat bit for "
+         "bit; use flash"},
+        {cudnn && o->window_size > 0, "--attention-backend cudnn has no --window-size; use flash"},
+        {cudnn && latent && Dv != D && !deepseek,
+         "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
+         "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
+         {MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, Dv, D}},
+        {cudnn && (D % 8 != 0 || (D > MT_CUDNN_CHANNELS && !deepseek)),
+         "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
+         "use flash",
+         {MT_CUDNN_CHANNELS, D}},
+        {cudnn && trains && o->seq_length % MT_CUDNN_TOKENS != 0,
+         "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
+         {MT_CUDNN_TOKENS, o->seq_length}},
+#ifndef MT_HAVE_CUDNN
+        {cudnn, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
+#endif
+    };
+    if (cudnn && trains && o->attention_dropout > 0)
         return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
                             o->attention_dropout);
-    if (trains && o->deterministic_mode)
-        return mt_error_set(error,
-                            "--attention-backend cudnn and --deterministic-mode exclude each other: its backward "
-                            "does not repeat bit for bit; use flash");
-    if (o->window_size > 0) return mt_error_set(error, "--attention-backend cudnn has no --window-size; use flash");
-    bool latent = o->multi_latent_attention && o->kv_channels == MT_CUDNN_LATENT_CHANNELS &&
-                  o->v_head_dim == MT_CUDNN_CHANNELS; // DeepSeek-V3's
-    if (o->multi_latent_attention && o->v_head_dim != o->kv_channels && !latent)
-        return mt_error_set(error,
-                            "--attention-backend cudnn needs values as wide as keys, or keys of %d and values of %d, "
-                            "and --v-head-dim is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
-                            MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, (long long)o->v_head_dim,
-                            (long long)o->kv_channels);
-    if (o->kv_channels % 8 != 0 || (o->kv_channels > MT_CUDNN_CHANNELS && !latent))
-        return mt_error_set(error,
-                            "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %d, and "
-                            "--kv-channels is %lld; use flash",
-                            MT_CUDNN_CHANNELS, (long long)o->kv_channels);
-    if (trains && o->seq_length % MT_CUDNN_TOKENS != 0)
-        return mt_error_set(error,
-                            "--attention-backend cudnn needs a --seq-length that is a multiple of %d, not %lld; "
-                            "use flash",
-                            MT_CUDNN_TOKENS, (long long)o->seq_length);
-#ifndef MT_HAVE_CUDNN
-    return mt_error_set(error, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash");
-#endif
-    return 0;
+    return MT_CHECK_RULES(rules, error);
 }
 
-int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+/* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */
+static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, model = o->tensor_model_parallel_size * pp * o->context_parallel_size;
+    if (world_size > 1 && world_size % model != 0)
+        return mt_error_set(error, "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                            (long long)pp, (long long)world_size);
+    o->data_parallel_size = mt_max(world_size / model, 1);
+    return mt_options_derive_pipeline(o, error);
+}
+
+int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
-    options->data_parallel_size = world_size;
-    if (options->print_schedule) { // a picture needs no ranks
-        int64_t model = options->tensor_model_parallel_size * options->pipeline_model_parallel_size *
-                        options->context_parallel_size;
-        if (world_size > 1 && world_size % model != 0)
-            return mt_error_set(error,
-                                "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
-                                (long long)options->pipeline_model_parallel_size, (long long)world_size);
-        options->data_parallel_size = mt_max(world_size / model, 1);
-        return mt_options_finish_pipeline(options, error);
-    }
-    if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
-    if (mt_options_finish_mtp(options, program, error)) return -1;
-    if (mt_options_finish_lengths(options, program, error)) return -1;
-    if (mt_options_check_attention(options, program, error)) return -1;
-    if (mt_options_finish_parallel(options, world_size, error)) return -1;
-    if (mt_options_finish_experts(options, program, world_size, error)) return -1;
-    if (mt_options_finish_context(options, error)) return -1;
-    if (mt_options_finish_pipeline(options, error)) return -1;
-    if (program == MT_PROGRAM_INFER && options->data_parallel_size > 1)
+    o->data_parallel_size = world_size;
+    if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
+    if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
+    if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
+    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, program, error)) return -1;
+    if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
+    if (mt_options_derive_pipeline(o, error)) return -1;
+    if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1)
         return mt_error_set(error,
-                            "infer shares one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
-                            "--pipeline-model-parallel-size %lld; start so many, or raise a size",
-                            (long long)world_size, (long long)options->tensor_model_parallel_size,
-                            (long long)options->pipeline_model_parallel_size);
+                            "infer runs one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
+                            "--pipeline-model-parallel-size %lld; start fewer ranks, or raise a size",
+                            (long long)world_size, (long long)o->tensor_model_parallel_size,
+                            (long long)o->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
-    if (mt_options_finish_sharding(options, error)) return -1;
-    return mt_options_finish_schedules(options, error);
+    return mt_options_derive_sharding(o, error) || mt_options_derive_schedules(o, error) ? -1 : 0;
 }
 
-/* Multiplications of latent attention a token, the norms' included, as Megatron counts them. */
+#pragma GCC diagnostic pop
+
+/* ==== §2d operation counts ======================================================================================= */
+
+/* Multiplications per token of latent attention, including its norms, as Megatron counts them. */
 static double mt_latent_multiplications(const mt_options *o) {
     double heads = (double)o->num_attention_heads, C = (double)o->hidden_size, T = (double)o->seq_length;
-    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, still = (double)o->qk_head_dim;
-    double turning = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (still + turning);
+    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
+    double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
     double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
-    double keys = kv_rank * (C + heads * (still + values) + 1) + C * turning;
+    double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
     return queries + keys + heads * values * C + T / 2 * (width + heads * values);
 }
 
 double mt_flops(const mt_options *o, int64_t num_sequences) {
     double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
-    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output, multiplications a token
+    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
     double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = 0; // of a layer with experts, those that a token visits
-    for (int64_t i = 0; o->moe_layers && i < o->num_layers; i++) experts += o->moe_layers[i] == '1';
+    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = (double)mt_num_expert_layers(o);
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
     double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
@@ -2327,7 +2322,7 @@ static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float 
 }
 
 /* The column of the greatest of x[n], the lowest among equals; -1 if one is not a number or the greatest not finite. */
-static int32_t mt_row_likeliest(const float *x, int64_t n) {
+static int32_t mt_row_argmax(const float *x, int64_t n) {
     int32_t best = 0;
     bool numbers = true;
     for (int32_t i = 0; i < n; i++) {
@@ -2337,13 +2332,13 @@ static int32_t mt_row_likeliest(const float *x, int64_t n) {
     return numbers && isfinite(x[best]) ? best : -1;
 }
 
-static void mt_cpu_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                             mt_stream *stream) {
+static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                          mt_stream *stream) {
     (void)stream;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
-        ids[t] = mt_row_likeliest(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
+        ids[t] = mt_row_argmax(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
 }
 
 /* ==== §3h mixture of experts ===================================================================================== */
@@ -2597,8 +2592,8 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
     for (int64_t e = 0; e < E; e++) picked[e] = (finite ? picked[e] == -INFINITY : e < k) ? 1.0f : 0.0f;
 }
 
-static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
-                                   int64_t T, const mt_router *router, mt_stream *stream) {
+static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
+                                    int64_t T, const mt_router *router, mt_stream *stream) {
     (void)stream;
     enum { TOKENS = 512 }; // whose rows are kept between the two passes
     int64_t E = router->num_experts, k = router->topk;
@@ -2627,7 +2622,7 @@ static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logi
     for (int64_t i = 0; i < 2 * S * E; i++) sums[i] = (float)totals[i];
 }
 
-static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
     (void)stream;
     for (int64_t s = 0; s < S; s++) {
         const float *shares = sums + s * E, *counts = shares + S * E;
@@ -2641,9 +2636,9 @@ static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int6
 }
 
 /* The loss is a sum of shares times E counts / sum(counts): see route_backward. */
-static void mt_cpu_balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                    int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                    mt_stream *stream) {
+static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                     int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                     mt_stream *stream) {
     (void)stream, (void)S;
     int64_t E = router->num_experts;
     mt_scratch scratch = mt_scratch_reserve(E);
@@ -2980,15 +2975,15 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     (void)stream;
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
-    mt_verdict verdict = MT_STEP_IS_GOOD;
+    mt_guard_check check = MT_STEP_PASSED;
     if (rules->finite && !isfinite(loss))
-        verdict = MT_LOSS_NOT_FINITE;
+        check = MT_LOSS_NOT_FINITE;
     else if (rules->finite && !isfinite(norm[0]))
-        verdict = MT_NORM_NOT_FINITE;
+        check = MT_NORM_NOT_FINITE;
     else if (rules->spike_factor > 0 && steps >= window && loss > rules->spike_factor * average)
-        verdict = MT_LOSS_SPIKES;
-    guard[MT_GUARD_VERDICT] = verdict;
-    if (verdict != MT_STEP_IS_GOOD) {
+        check = MT_LOSS_SPIKES;
+    guard[MT_GUARD_CHECK] = check;
+    if (check != MT_STEP_PASSED) {
         scale[0] = -1;
     } else if (isfinite(loss)) {
         guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
@@ -4608,30 +4603,52 @@ static int mt_names_of(const mt_options *o) {
 /* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
 typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
 
-typedef struct mt_role_row {
-    mt_role role;
-    mt_unit unit;
+/* Kinds of parameters. */
+typedef enum mt_param_kind {
+    MT_EMBEDDING,  // rows of the vocabulary
+    MT_COLUMN,     // column-parallel linear: a share of the outputs
+    MT_COLUMN_KV,  // the same for key and value heads
+    MT_ROW,        // row-parallel linear: a share of the inputs
+    MT_REPLICATED, // whole on every rank
+    MT_ROUTING,    // the same in fp32
+    MT_COLUMN_BIAS,
+    MT_COLUMN_KV_BIAS,
+    MT_ROW_BIAS,
+    MT_NORM,
+    MT_NORM_BIAS,
+    MT_HEAD_NORM // one weight for all heads
+} mt_param_kind;
+
+static const struct {
     mt_cut cut;
     mt_init init;
     mt_gradient gradient;
+    mt_linear_kind linear; // of matrices; experts' are grouped
+} mt_param_kinds[] = {
+    [MT_EMBEDDING] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN}, // also a tied output layer
+    [MT_COLUMN] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN},
+    [MT_COLUMN_KV] = {MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA, MT_LINEAR_COLUMN},
+    [MT_ROW] = {MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE, MT_LINEAR_ROW},
+    [MT_REPLICATED] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
+    [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
+    [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
+    [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
+    [MT_ROW_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
+    [MT_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
+    [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
+    [MT_HEAD_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+};
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_param_kind kind;
     mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
     unsigned when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
     const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
 } mt_role_row;
-
-/* Kinds of parameters: cut, init, gradient. */
-#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
-#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
-#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
-#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
-#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
-#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
-#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
-#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
-#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
-#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
 
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
  */
@@ -4650,7 +4667,7 @@ typedef struct mt_role_row {
     MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
-    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
                "transformer.wte.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", "transformer.wpe.weight"),
@@ -4677,9 +4694,9 @@ static const mt_role_row mt_role_rows[] = {
              NULL, NULL, "mlp.shared_expert.up_proj.weight"),
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
             NULL, NULL, "mlp.shared_expert.down_proj.weight"),
-    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+    MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
             "block_sparse_moe.gate.weight"),
-    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
     /* multi-token prediction; its norms are the first vectors */
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
@@ -4793,9 +4810,10 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->weight_decay = !param->is_vector;
     param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED;
-    param->init = row->init;
-    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
-    param->gradient = row->gradient;
+    param->init = mt_param_kinds[row->kind].init;
+    param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = mt_param_kinds[row->kind].gradient;
+    param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
     param->rows_option = mt_dimension_option[row->rows];
     param->cols_option = mt_dimension_option[row->cols];
     for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
@@ -4806,7 +4824,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
     mt_param_join_tensor(table);
-    mt_param_cut(table, row->cut, param);
+    mt_param_cut(table, mt_param_kinds[row->kind].cut, param);
 }
 
 /* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
@@ -5138,7 +5156,7 @@ typedef struct mt_decode_graph {
     mt_graph *graph;
 } mt_decode_graph;
 
-/* What a training step is judged by, on the device; copied to the host in one piece. */
+/* The numbers that decide about a training step, on the device; copied to the host in one piece. */
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
@@ -5261,7 +5279,7 @@ struct mt_model {
     int64_t max_actions;
     void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
     void *staged_logits;            // the same on the host, or [max_logits] token ids
-    int32_t *likeliest;             // [max_logits]
+    int32_t *argmax;                // [max_logits]
     mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;            // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
@@ -5308,18 +5326,9 @@ static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     return frequency;
 }
 
-static double mt_yarn_mscale(double factor, double mscale) {
-    return factor <= 1 ? 1 : 0.1 * mscale * log(factor) + 1;
-}
-
 /* YaRN also makes attention a little sharper, by scaling cos and sin. */
 static double mt_rope_amplitude(const mt_options *o) {
-    if (o->rope_scaling_type != MT_ROPE_SCALING_YARN) return 1;
-    if (o->yarn_attention_factor > 0) return o->yarn_attention_factor;
-    double factor = o->rope_scaling_factor;
-    if (o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0)
-        return mt_yarn_mscale(factor, o->yarn_mscale) / mt_yarn_mscale(factor, o->yarn_mscale_all_dim);
-    return mt_yarn_mscale(factor, 1);
+    return o->rope_scaling_type == MT_ROPE_SCALING_YARN ? o->yarn_attention_factor : 1;
 }
 
 /* Computes the tables in double on the host, then copies them to the device. */
@@ -6002,11 +6011,11 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     int64_t E = e->router.num_experts, S = by_sequence ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-    m->ops->balance_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
-                            p->rows, &e->router, p->stream);
+    m->ops->aux_loss_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL,
+                             S, p->rows, &e->router, p->stream);
     m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
     if (e->counts_globally) mt_count_globally(m, p, w, r->aux_stats + E);
-    if (group->rank == 0) m->ops->balance_loss(e->losses, r->aux_stats, S, E, p->stream);
+    if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
 }
 
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
@@ -6071,9 +6080,9 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->spans.count : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->has_aux_loss)
-        m->ops->balance_backward(e->dlogits, r->logits, r->aux_stats + S * E,
-                                 S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
-                                 (float)o->moe_z_loss_coeff, &e->router, p->stream);
+        m->ops->aux_loss_backward(e->dlogits, r->logits, r->aux_stats + S * E,
+                                  S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
+                                  (float)o->moe_z_loss_coeff, &e->router, p->stream);
     mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
@@ -6139,7 +6148,7 @@ static void mt_experts_finish(mt_model *m) {
 
 static void mt_follow_reader(mt_model *m); // §12a
 
-/* After the step was judged: the biases follow the loads, unless it was bad. */
+/* After the step's check: the biases follow the loads, unless the step was bad. */
 static void mt_experts_move_biases(mt_model *m) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
@@ -7374,7 +7383,7 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
         m->mtp.dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp.djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
-    m->likeliest = mt_arena_alloc(arena, rows * 4);
+    m->argmax = mt_arena_alloc(arena, rows * 4);
     mt_layout_scratch(m, arena);
     mt_layout_experts(m, arena);
     if (m->grid->context.size > 1) {
@@ -7624,32 +7633,26 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
-    return (mt_linear){.kind = kind, .N = N, .K = K};
-}
+_Static_assert(offsetof(mt_linear, weight) == 0, "a weight that the table finds is its linear's first member");
 
-/* The linears of every layer and of the output, with this rank's sizes; weights are bound later (§12). */
-static void mt_model_linears(mt_model *m, const mt_options *o) {
-    const mt_experts *e = &m->experts;
-    int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
-    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+/* Kinds and sizes of the linears, from the table; weights are bound later (§12). */
+static void mt_model_linears(mt_model *m) {
+    mt_linear *linear = NULL;
+    for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
+        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        if (!param->continues) {
+            linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
+            *linear = (mt_linear){.kind = param->linear, .K = param->cols};
+            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts.local;
+            expert = param->expert;
+        }
+        if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
+    }
     for (int64_t i = 0; i < m->num_layers; i++) {
-        mt_layer *w = &m->layers[i];
-        w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
-        w->latent = mt_linear_of(MT_LINEAR_REPLICATED, mt_latent_width(o), m->C);
-        w->q_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * m->D, q_input);
-        w->kv_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * (o->qk_head_dim + m->Dv), o->kv_lora_rank);
-        w->o = mt_linear_of(MT_LINEAR_ROW, m->C, m->H * m->Dv);
-        w->fc1 = mt_linear_of(MT_LINEAR_COLUMN, mt_fc1_width(m, w->F), m->C);
-        w->down = mt_linear_of(MT_LINEAR_ROW, m->C, w->F);
-        w->router = mt_linear_of(MT_LINEAR_ROUTER, E, m->C);
-        w->shared_gate = mt_linear_of(MT_LINEAR_ROUTER, 1, m->C);
-        w->expert_fc1 = mt_linear_of(MT_LINEAR_GROUPED, 2 * e->F, m->C);
-        w->expert_down = mt_linear_of(MT_LINEAR_GROUPED, m->C, e->F);
-        w->expert_fc1.num_experts = w->expert_down.num_experts = e->local;
-        w->mtp_projection = mt_linear_of(MT_LINEAR_REPLICATED, m->C, 2 * m->C);
-        w->slots = mt_malloc((int64_t)sizeof *w->slots);
-        mt_layer_slots(m, w->slots, w);
+        m->layers[i].slots = mt_malloc((int64_t)sizeof *m->layers[i].slots);
+        mt_layer_slots(m, m->layers[i].slots, &m->layers[i]);
     }
 }
 
@@ -7838,7 +7841,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
     mt_model_micro_batches(m);
     mt_experts_open(m, options);
-    mt_model_linears(m, options);
+    mt_model_linears(m);
     mt_model_links(m);
     if (mt_model_allocate(m, error) != 0) {
         mt_model_destroy(m);
@@ -8626,8 +8629,8 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
     const void *logits = mt_decode_output(m)->outputs[0].logits;
-    m->ops->likeliest(m->likeliest, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
-    m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
+    m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
     m->ops->stream_wait(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
@@ -9273,7 +9276,7 @@ static void mt_gradients_finish_model(mt_model *m) {
 }
 
 /* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they judge
+ * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they check
  * the step alike. */
 static void mt_gradients_norm(mt_model *m) {
     m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
@@ -9461,7 +9464,7 @@ static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, in
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
                   int64_t position, int32_t *order) {
     int64_t V = vocab_size, kept = V;
-    int32_t best = mt_row_likeliest(logits, V);
+    int32_t best = mt_row_argmax(logits, V);
     if (best < 0 || sampling->temperature == 0) return best;
     for (int32_t i = 0; i < V; i++) order[i] = i;
     double total = 0, sum = 0, t = sampling->temperature;
@@ -9691,7 +9694,7 @@ static void mt_phase_end(mt_model *m) {
 }
 
 /* Finished gradients' norm and scale, and whether the step may update. */
-static void mt_step_judge(mt_model *m) {
+static void mt_step_check_gradients(mt_model *m) {
     const mt_options *o = m->options;
     mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
                             .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
@@ -9706,7 +9709,7 @@ static void mt_step_judge(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The weights' update, where the step was judged good. */
+/* The weights' update, where the step passed its check. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
@@ -9912,10 +9915,10 @@ static double mt_mean_loss(const double sums[2]) {
 static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
     const mt_step_numbers *n = &result->numbers;
     double loss = mt_mean_loss(n->sums);
-    if (n->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
+    if (n->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES)
         snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
                  loss / n->guard[MT_GUARD_AVERAGE]);
-    else if (n->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
+    else if (n->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
         snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)n->grad_norm);
     else
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
@@ -9927,7 +9930,7 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     mt_bad_steps *bad = &m->bad_steps;
     char what[160];
     mt_step_describe(what, iteration, result);
-    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (o->bad_step_policy == MT_BAD_STEP_STOP)
         return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
     bad->skipped++;
@@ -9950,7 +9953,7 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
     if (m->bad_steps.rewind > 0) return 0; // it will be done again
-    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
     m->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -10018,7 +10021,7 @@ static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_
     if (mt_ranks_print(names, differs, world->size) > 0)
         mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
                      (long long)iteration, names,
-                     second->guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD ? "the second one counts" : "it is bad too");
+                     second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second one counts" : "it is bad too");
     else if (mt_ranks_print(names, not_finite, world->size) > 0)
         mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
                      (long long)iteration, names);
@@ -10035,19 +10038,19 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-/* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
+/* Gradients and their check. With --rerun-mode validate_results a bad step is done again, from the same
  * parameters and samples, and its second result takes the place of the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
                        mt_batch *batch, int64_t *tokens, mt_error *error) {
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_judge(m);
+    mt_step_check_gradients(m);
     if (!m->bad_steps.reruns) return 0;
     mt_step_numbers first = mt_step_numbers_read(m), second;
-    if (first.guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD) return 0;
+    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_judge(m);
+    mt_step_check_gradients(m);
     second = mt_step_numbers_read(m);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;
