@@ -2327,7 +2327,7 @@ static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float 
 }
 
 /* The column of the greatest of x[n], the lowest among equals; -1 if one is not a number or the greatest not finite. */
-static int32_t mt_row_likeliest(const float *x, int64_t n) {
+static int32_t mt_row_argmax(const float *x, int64_t n) {
     int32_t best = 0;
     bool numbers = true;
     for (int32_t i = 0; i < n; i++) {
@@ -2337,13 +2337,13 @@ static int32_t mt_row_likeliest(const float *x, int64_t n) {
     return numbers && isfinite(x[best]) ? best : -1;
 }
 
-static void mt_cpu_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                             mt_stream *stream) {
+static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                          mt_stream *stream) {
     (void)stream;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
-        ids[t] = mt_row_likeliest(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
+        ids[t] = mt_row_argmax(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
 }
 
 /* ==== §3h mixture of experts ===================================================================================== */
@@ -2597,8 +2597,8 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
     for (int64_t e = 0; e < E; e++) picked[e] = (finite ? picked[e] == -INFINITY : e < k) ? 1.0f : 0.0f;
 }
 
-static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
-                                   int64_t T, const mt_router *router, mt_stream *stream) {
+static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
+                                    int64_t T, const mt_router *router, mt_stream *stream) {
     (void)stream;
     enum { TOKENS = 512 }; // whose rows are kept between the two passes
     int64_t E = router->num_experts, k = router->topk;
@@ -2627,7 +2627,7 @@ static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logi
     for (int64_t i = 0; i < 2 * S * E; i++) sums[i] = (float)totals[i];
 }
 
-static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
     (void)stream;
     for (int64_t s = 0; s < S; s++) {
         const float *shares = sums + s * E, *counts = shares + S * E;
@@ -2641,9 +2641,9 @@ static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int6
 }
 
 /* The loss is a sum of shares times E counts / sum(counts): see route_backward. */
-static void mt_cpu_balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                    int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                    mt_stream *stream) {
+static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                     int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                     mt_stream *stream) {
     (void)stream, (void)S;
     int64_t E = router->num_experts;
     mt_scratch scratch = mt_scratch_reserve(E);
@@ -2980,15 +2980,15 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     (void)stream;
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
-    mt_verdict verdict = MT_STEP_IS_GOOD;
+    mt_guard_check check = MT_STEP_PASSED;
     if (rules->finite && !isfinite(loss))
-        verdict = MT_LOSS_NOT_FINITE;
+        check = MT_LOSS_NOT_FINITE;
     else if (rules->finite && !isfinite(norm[0]))
-        verdict = MT_NORM_NOT_FINITE;
+        check = MT_NORM_NOT_FINITE;
     else if (rules->spike_factor > 0 && steps >= window && loss > rules->spike_factor * average)
-        verdict = MT_LOSS_SPIKES;
-    guard[MT_GUARD_VERDICT] = verdict;
-    if (verdict != MT_STEP_IS_GOOD) {
+        check = MT_LOSS_SPIKES;
+    guard[MT_GUARD_CHECK] = check;
+    if (check != MT_STEP_PASSED) {
         scale[0] = -1;
     } else if (isfinite(loss)) {
         guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
@@ -4608,30 +4608,52 @@ static int mt_names_of(const mt_options *o) {
 /* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
 typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
 
-typedef struct mt_role_row {
-    mt_role role;
-    mt_unit unit;
+/* Kinds of parameters. */
+typedef enum mt_param_kind {
+    MT_EMBEDDING,  // rows of the vocabulary
+    MT_COLUMN,     // column-parallel linear: a share of the outputs
+    MT_COLUMN_KV,  // the same for key and value heads
+    MT_ROW,        // row-parallel linear: a share of the inputs
+    MT_REPLICATED, // whole on every rank
+    MT_ROUTING,    // the same in fp32
+    MT_COLUMN_BIAS,
+    MT_COLUMN_KV_BIAS,
+    MT_ROW_BIAS,
+    MT_NORM,
+    MT_NORM_BIAS,
+    MT_HEAD_NORM // one weight for all heads
+} mt_param_kind;
+
+static const struct {
     mt_cut cut;
     mt_init init;
     mt_gradient gradient;
+    mt_linear_kind linear; // of matrices; experts' are grouped
+} mt_param_kinds[] = {
+    [MT_EMBEDDING] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN}, // also a tied output layer
+    [MT_COLUMN] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN},
+    [MT_COLUMN_KV] = {MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA, MT_LINEAR_COLUMN},
+    [MT_ROW] = {MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE, MT_LINEAR_ROW},
+    [MT_REPLICATED] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
+    [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
+    [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
+    [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
+    [MT_ROW_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
+    [MT_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
+    [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
+    [MT_HEAD_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+};
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_param_kind kind;
     mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
     unsigned when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
     const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
 } mt_role_row;
-
-/* Kinds of parameters: cut, init, gradient. */
-#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
-#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
-#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
-#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
-#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
-#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
-#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
-#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
-#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
-#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
 
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
  */
@@ -4650,7 +4672,7 @@ typedef struct mt_role_row {
     MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
-    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
                "transformer.wte.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", "transformer.wpe.weight"),
@@ -4677,9 +4699,9 @@ static const mt_role_row mt_role_rows[] = {
              NULL, NULL, "mlp.shared_expert.up_proj.weight"),
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
             NULL, NULL, "mlp.shared_expert.down_proj.weight"),
-    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+    MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
             "block_sparse_moe.gate.weight"),
-    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
     /* multi-token prediction; its norms are the first vectors */
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
@@ -4793,9 +4815,10 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->weight_decay = !param->is_vector;
     param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED;
-    param->init = row->init;
-    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
-    param->gradient = row->gradient;
+    param->init = mt_param_kinds[row->kind].init;
+    param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = mt_param_kinds[row->kind].gradient;
+    param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
     param->rows_option = mt_dimension_option[row->rows];
     param->cols_option = mt_dimension_option[row->cols];
     for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
@@ -4806,7 +4829,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
     mt_param_join_tensor(table);
-    mt_param_cut(table, row->cut, param);
+    mt_param_cut(table, mt_param_kinds[row->kind].cut, param);
 }
 
 /* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
@@ -5138,7 +5161,7 @@ typedef struct mt_decode_graph {
     mt_graph *graph;
 } mt_decode_graph;
 
-/* What a training step is judged by, on the device; copied to the host in one piece. */
+/* The numbers that decide about a training step, on the device; copied to the host in one piece. */
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
@@ -5261,7 +5284,7 @@ struct mt_model {
     int64_t max_actions;
     void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
     void *staged_logits;            // the same on the host, or [max_logits] token ids
-    int32_t *likeliest;             // [max_logits]
+    int32_t *argmax;                // [max_logits]
     mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;            // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
@@ -6002,11 +6025,11 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     int64_t E = e->router.num_experts, S = by_sequence ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-    m->ops->balance_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
-                            p->rows, &e->router, p->stream);
+    m->ops->aux_loss_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL,
+                             S, p->rows, &e->router, p->stream);
     m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
     if (e->counts_globally) mt_count_globally(m, p, w, r->aux_stats + E);
-    if (group->rank == 0) m->ops->balance_loss(e->losses, r->aux_stats, S, E, p->stream);
+    if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
 }
 
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
@@ -6071,9 +6094,9 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->spans.count : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->has_aux_loss)
-        m->ops->balance_backward(e->dlogits, r->logits, r->aux_stats + S * E,
-                                 S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
-                                 (float)o->moe_z_loss_coeff, &e->router, p->stream);
+        m->ops->aux_loss_backward(e->dlogits, r->logits, r->aux_stats + S * E,
+                                  S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
+                                  (float)o->moe_z_loss_coeff, &e->router, p->stream);
     mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
@@ -6139,7 +6162,7 @@ static void mt_experts_finish(mt_model *m) {
 
 static void mt_follow_reader(mt_model *m); // §12a
 
-/* After the step was judged: the biases follow the loads, unless it was bad. */
+/* After the step's check: the biases follow the loads, unless the step was bad. */
 static void mt_experts_move_biases(mt_model *m) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
@@ -7374,7 +7397,7 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
         m->mtp.dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp.djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
-    m->likeliest = mt_arena_alloc(arena, rows * 4);
+    m->argmax = mt_arena_alloc(arena, rows * 4);
     mt_layout_scratch(m, arena);
     mt_layout_experts(m, arena);
     if (m->grid->context.size > 1) {
@@ -7624,32 +7647,26 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
-    return (mt_linear){.kind = kind, .N = N, .K = K};
-}
+_Static_assert(offsetof(mt_linear, weight) == 0, "a weight that the table finds is its linear's first member");
 
-/* The linears of every layer and of the output, with this rank's sizes; weights are bound later (§12). */
-static void mt_model_linears(mt_model *m, const mt_options *o) {
-    const mt_experts *e = &m->experts;
-    int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
-    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+/* Kinds and sizes of the linears, from the table; weights are bound later (§12). */
+static void mt_model_linears(mt_model *m) {
+    mt_linear *linear = NULL;
+    for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
+        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        if (!param->continues) {
+            linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
+            *linear = (mt_linear){.kind = param->linear, .K = param->cols};
+            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts.local;
+            expert = param->expert;
+        }
+        if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
+    }
     for (int64_t i = 0; i < m->num_layers; i++) {
-        mt_layer *w = &m->layers[i];
-        w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
-        w->latent = mt_linear_of(MT_LINEAR_REPLICATED, mt_latent_width(o), m->C);
-        w->q_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * m->D, q_input);
-        w->kv_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * (o->qk_head_dim + m->Dv), o->kv_lora_rank);
-        w->o = mt_linear_of(MT_LINEAR_ROW, m->C, m->H * m->Dv);
-        w->fc1 = mt_linear_of(MT_LINEAR_COLUMN, mt_fc1_width(m, w->F), m->C);
-        w->down = mt_linear_of(MT_LINEAR_ROW, m->C, w->F);
-        w->router = mt_linear_of(MT_LINEAR_ROUTER, E, m->C);
-        w->shared_gate = mt_linear_of(MT_LINEAR_ROUTER, 1, m->C);
-        w->expert_fc1 = mt_linear_of(MT_LINEAR_GROUPED, 2 * e->F, m->C);
-        w->expert_down = mt_linear_of(MT_LINEAR_GROUPED, m->C, e->F);
-        w->expert_fc1.num_experts = w->expert_down.num_experts = e->local;
-        w->mtp_projection = mt_linear_of(MT_LINEAR_REPLICATED, m->C, 2 * m->C);
-        w->slots = mt_malloc((int64_t)sizeof *w->slots);
-        mt_layer_slots(m, w->slots, w);
+        m->layers[i].slots = mt_malloc((int64_t)sizeof *m->layers[i].slots);
+        mt_layer_slots(m, m->layers[i].slots, &m->layers[i]);
     }
 }
 
@@ -7838,7 +7855,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
     mt_model_micro_batches(m);
     mt_experts_open(m, options);
-    mt_model_linears(m, options);
+    mt_model_linears(m);
     mt_model_links(m);
     if (mt_model_allocate(m, error) != 0) {
         mt_model_destroy(m);
@@ -8626,8 +8643,8 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
     const void *logits = mt_decode_output(m)->outputs[0].logits;
-    m->ops->likeliest(m->likeliest, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
-    m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
+    m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
     m->ops->stream_wait(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
@@ -9273,7 +9290,7 @@ static void mt_gradients_finish_model(mt_model *m) {
 }
 
 /* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they judge
+ * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they check
  * the step alike. */
 static void mt_gradients_norm(mt_model *m) {
     m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
@@ -9461,7 +9478,7 @@ static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, in
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
                   int64_t position, int32_t *order) {
     int64_t V = vocab_size, kept = V;
-    int32_t best = mt_row_likeliest(logits, V);
+    int32_t best = mt_row_argmax(logits, V);
     if (best < 0 || sampling->temperature == 0) return best;
     for (int32_t i = 0; i < V; i++) order[i] = i;
     double total = 0, sum = 0, t = sampling->temperature;
@@ -9691,7 +9708,7 @@ static void mt_phase_end(mt_model *m) {
 }
 
 /* Finished gradients' norm and scale, and whether the step may update. */
-static void mt_step_judge(mt_model *m) {
+static void mt_step_check_gradients(mt_model *m) {
     const mt_options *o = m->options;
     mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
                             .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
@@ -9706,7 +9723,7 @@ static void mt_step_judge(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The weights' update, where the step was judged good. */
+/* The weights' update, where the step passed its check. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
@@ -9912,10 +9929,10 @@ static double mt_mean_loss(const double sums[2]) {
 static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
     const mt_step_numbers *n = &result->numbers;
     double loss = mt_mean_loss(n->sums);
-    if (n->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
+    if (n->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES)
         snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
                  loss / n->guard[MT_GUARD_AVERAGE]);
-    else if (n->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
+    else if (n->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
         snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)n->grad_norm);
     else
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
@@ -9927,7 +9944,7 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     mt_bad_steps *bad = &m->bad_steps;
     char what[160];
     mt_step_describe(what, iteration, result);
-    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (o->bad_step_policy == MT_BAD_STEP_STOP)
         return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
     bad->skipped++;
@@ -9950,7 +9967,7 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
     if (m->bad_steps.rewind > 0) return 0; // it will be done again
-    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
     m->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -10018,7 +10035,7 @@ static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_
     if (mt_ranks_print(names, differs, world->size) > 0)
         mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
                      (long long)iteration, names,
-                     second->guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD ? "the second one counts" : "it is bad too");
+                     second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second one counts" : "it is bad too");
     else if (mt_ranks_print(names, not_finite, world->size) > 0)
         mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
                      (long long)iteration, names);
@@ -10035,19 +10052,19 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-/* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
+/* Gradients and their check. With --rerun-mode validate_results a bad step is done again, from the same
  * parameters and samples, and its second result takes the place of the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
                        mt_batch *batch, int64_t *tokens, mt_error *error) {
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_judge(m);
+    mt_step_check_gradients(m);
     if (!m->bad_steps.reruns) return 0;
     mt_step_numbers first = mt_step_numbers_read(m), second;
-    if (first.guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD) return 0;
+    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_judge(m);
+    mt_step_check_gradients(m);
     second = mt_step_numbers_read(m);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;

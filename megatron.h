@@ -700,17 +700,17 @@ typedef void mt_route_backward_fn(float *dlogits, const float *dprobs, const int
  * sums[0, S, E] = the sums of each token's shares (softmax of its logits, or its sigmoids divided by their sum +
  * 1e-20), sums[1, S, E] = how many tokens have expert e among their k greatest scores, without groups and bias.
  * z_sum[0] += sum of logsumexp(logits)^2 (both added up in float64 and in a fixed order). */
-typedef void mt_balance_forward_fn(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
-                                   int64_t T, const mt_router *router, mt_stream *stream);
+typedef void mt_aux_loss_forward_fn(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
+                                    int64_t T, const mt_router *router, mt_stream *stream);
 /* loss[0] += sum over sequences of E (sum_e sums[0, s, e] sums[1, s, e]) / (sum_e sums[1, s, e]), which is the tokens
  * of a sequence times its auxiliary loss (Fedus et al., "Switch transformers"). Sequences without tokens add nothing.
  */
-typedef void mt_balance_loss_fn(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream);
+typedef void mt_aux_loss_value_fn(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream);
 /* dlogits[T, E] += aux_scale times the gradient of that loss, for counts [S, E] as constants, and z_scale times that of
  * z_sum. */
-typedef void mt_balance_backward_fn(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                    int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                    mt_stream *stream);
+typedef void mt_aux_loss_backward_fn(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                     int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                     mt_stream *stream);
 /* loads[E] += how often each expert is among experts[n]; -1 is none. Whole numbers, so exact below 2^24. */
 typedef void mt_count_experts_fn(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream);
 /* kept[t, j] for the rows [first, first + count) of experts[T, k]: the choice, or -1 where `capacity` others of the
@@ -802,8 +802,8 @@ typedef void mt_loss_accumulate_fn(double *sums, const float *loss, const float 
 
 /* ids[T] = the column of the greatest of logits[T, stride]'s first `count` columns, the lowest among equals; -1 where a
  * logit is not a number or the greatest is not finite. */
-typedef void mt_likeliest_fn(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                             mt_stream *stream);
+typedef void mt_argmax_fn(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                          mt_stream *stream);
 
 /* ---- optimizer, over any stretch of a bucket */
 
@@ -821,11 +821,11 @@ typedef struct mt_guard_rules {
     int64_t copies;      // how often the loss was added up
 } mt_guard_rules;
 
-/* A step's verdict. */
-typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
+/* The result of a step's check: the first rule that is broken. */
+typedef enum mt_guard_check { MT_STEP_PASSED, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_guard_check;
 
-/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
-enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
+/* A guard's numbers, kept from step to step: the last check, the average loss of the good steps, and their number. */
+enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 /* sum[0] += sum of squares. */
 typedef void mt_squared_norm_fn(double *sum, const float *x, int64_t n, mt_stream *stream);
@@ -835,7 +835,7 @@ typedef void mt_gradient_scale_fn(float *scale, float *norm, const double *sum_o
                                   float clip, mt_stream *stream);
 /* sum[n] += x[n]. */
 typedef void mt_accumulate_fn(float *sum, const float *x, int64_t n, mt_stream *stream);
-/* Decides on the device whether a step may update: guard[MT_GUARD_VERDICT] = the first rule that is broken by the loss
+/* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = the first rule that is broken by the loss
  * loss_sum[0] / (tokens[0] copies) or by norm[0]. A bad step's scale[0] becomes -1; a good one's loss l goes into the
  * average a of steps n: a += (l - a) / min(n + 1, window). */
 typedef void mt_step_guard_fn(double *guard, float *scale, const double *loss_sum, const double *tokens,
@@ -1011,9 +1011,9 @@ typedef void mt_phase_end_fn(mt_stream *stream);
     OP(route_forward)                                                                                                  \
     OP(route_sinkhorn)                                                                                                 \
     OP(route_backward)                                                                                                 \
-    OP(balance_forward)                                                                                                \
-    OP(balance_loss)                                                                                                   \
-    OP(balance_backward)                                                                                               \
+    OP(aux_loss_forward)                                                                                               \
+    OP(aux_loss_value)                                                                                                 \
+    OP(aux_loss_backward)                                                                                              \
     OP(count_experts)                                                                                                  \
     OP(drop_tokens)                                                                                                    \
     OP(dispatch_plan)                                                                                                  \
@@ -1032,7 +1032,7 @@ typedef void mt_phase_end_fn(mt_stream *stream);
     OP(cross_entropy_loss)                                                                                             \
     OP(cross_entropy_backward)                                                                                         \
     OP(loss_accumulate)                                                                                                \
-    OP(likeliest)                                                                                                      \
+    OP(argmax)                                                                                                         \
     OP(accumulate)                                                                                                     \
     OP(squared_norm)                                                                                                   \
     OP(gradient_scale)                                                                                                 \
@@ -1413,8 +1413,9 @@ typedef struct mt_param {
     int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
     const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
     bool is_vector;
-    bool is_embedding; // a lookup table: its backward adds to single rows
-    bool trained;      // by the optimizer
+    bool is_embedding;     // a lookup table: its backward adds to single rows
+    bool trained;          // by the optimizer
+    mt_linear_kind linear; // of a matrix
     mt_init init;
     double init_std;
     bool weight_decay;
@@ -1603,8 +1604,8 @@ void mt_model_read(mt_model *model, float *loss, float *entropy, float *logits);
 void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits);
 
-/* The same with the likeliest token of each of these rows, tokens[num_rows], instead of the logits: the lowest id among
- * equals, -1 where the logits are not all numbers. */
+/* As mt_model_decode, but returns tokens[num_rows], the token of the greatest logit of each row: the lowest id among
+ * equals, -1 where a logit is NaN or the greatest is not finite. */
 void mt_model_decode_argmax(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, int32_t *tokens);
 

@@ -79,7 +79,7 @@ __global__ void gelu_backward(T *dx, const T *dy, const T *x, int64_t begin, int
 template <class T, int N>
 static void launch_gelu_forward(void *y, const void *x, int64_t begin, int64_t end, bool tanh_approximation,
                                 cudaStream_t stream) {
-    unsigned blocks = mt_blocks(end - begin, 256 * packs_per_thread * N);
+    unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread * N);
     auto kernel = tanh_approximation ? gelu_forward<T, N, true> : gelu_forward<T, N, false>;
     kernel<<<blocks, 256, 0, stream>>>((T *)y, (const T *)x, begin, end);
     MT_CUDA_LAUNCHED();
@@ -98,7 +98,7 @@ extern "C" void mt_cuda_gelu_forward(void *y, const void *x, int64_t n, bool tan
 template <class T, int N>
 static void launch_gelu_backward(void *dx, const void *dy, const void *x, int64_t begin, int64_t end,
                                  bool tanh_approximation, cudaStream_t stream) {
-    unsigned blocks = mt_blocks(end - begin, 256 * packs_per_thread / 2 * N);
+    unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread / 2 * N);
     auto kernel = tanh_approximation ? gelu_backward<T, N, true> : gelu_backward<T, N, false>;
     kernel<<<blocks, 256, 0, stream>>>((T *)dx, (const T *)dy, (const T *)x, begin, end);
     MT_CUDA_LAUNCHED();
@@ -234,7 +234,7 @@ extern "C" void mt_cuda_dropout_add_forward(void *out, const void *x, const void
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
-        unsigned blocks = mt_blocks(T, grid.rows) * grid.blocks_per_row;
+        unsigned blocks = mt_grid_size(T, grid.rows) * grid.blocks_per_row;
         dropout_add<E, N><<<blocks, dim3(grid.threads, grid.rows), 0, mt_cuda_stream(stream)>>>(
             (E *)out, (const E *)x, (const E *)residual, token_index, T, (int)C, grid.blocks_per_row, first_channel,
             mt_dropout_masks(dropout));
@@ -463,7 +463,7 @@ extern "C" void mt_cuda_embedding_backward(float *dw, const void *dout, const in
     uint32_t *keys = (uint32_t *)(workspace + partial_room), *tokens = keys + array;
     uint32_t *sorted_keys = tokens + array, *sorted_tokens = sorted_keys + array;
     cudaStream_t on = mt_cuda_stream(stream);
-    embedding_keys<<<mt_blocks(T, 256), 256, 0, on>>>(keys, tokens, ids, T, first, count);
+    embedding_keys<<<mt_grid_size(T, 256), 256, 0, on>>>(keys, tokens, ids, T, first, count);
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(sorted_tokens + array, sort_bytes, keys, sorted_keys, tokens, sorted_tokens,
                                             (int)T, 0, bits, on));
@@ -503,7 +503,7 @@ template <class To, class From>
 static void launch_convert(void *to, const void *from, int64_t n, bool wide, cudaStream_t stream) {
     mt_split<8>(n, wide, [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
-        unsigned blocks = mt_blocks(end - begin, 256 * packs_per_thread / 2 * N);
+        unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread / 2 * N);
         convert<To, From, N><<<blocks, 256, 0, stream>>>((To *)to, (const From *)from, begin, end);
         MT_CUDA_LAUNCHED();
     });

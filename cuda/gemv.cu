@@ -88,7 +88,7 @@ static void launch(void *y, const void *x, const void *w, const void *bias, int6
     auto kernel = N < enough ? gemv<E, rows, few, 4> : gemv<E, rows, many, 8 / many>;
     cudaLaunchAttribute early;
     cudaLaunchConfig_t config = {};
-    config.gridDim = mt_blocks(N, WARPS * (N < enough ? few : many));
+    config.gridDim = mt_grid_size(N, WARPS * (N < enough ? few : many));
     config.blockDim = 32 * WARPS;
     config.stream = mt_cuda_stream(stream);
     if (stream && stream->capturing) mt_cuda_launch_early(&config, &early);

@@ -109,8 +109,8 @@ __global__ void cross_entropy_combine(float *row_max, float *row_sum, float *row
 extern "C" void mt_cuda_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
                                               const float *parts, int64_t n, int64_t T, mt_stream *stream) {
     if (T == 0) return;
-    cross_entropy_combine<<<mt_blocks(T, 128), 128, 0, mt_cuda_stream(stream)>>>(row_max, row_sum, row_target,
-                                                                                 row_weighted, parts, n, T);
+    cross_entropy_combine<<<mt_grid_size(T, 128), 128, 0, mt_cuda_stream(stream)>>>(row_max, row_sum, row_target,
+                                                                                    row_weighted, parts, n, T);
     MT_CUDA_LAUNCHED();
 }
 
@@ -129,8 +129,8 @@ extern "C" void mt_cuda_cross_entropy_loss(float *loss, float *entropy, float *l
                                            const float *row_sum, const float *row_target, const float *row_weighted,
                                            int64_t T, mt_stream *stream) {
     if (T == 0) return;
-    cross_entropy_loss<<<mt_blocks(T, 128), 128, 0, mt_cuda_stream(stream)>>>(loss, entropy, lse, row_max, row_sum,
-                                                                              row_target, row_weighted, T);
+    cross_entropy_loss<<<mt_grid_size(T, 128), 128, 0, mt_cuda_stream(stream)>>>(loss, entropy, lse, row_max, row_sum,
+                                                                                 row_target, row_weighted, T);
     MT_CUDA_LAUNCHED();
 }
 
@@ -213,7 +213,7 @@ extern "C" void mt_cuda_loss_accumulate(double *sums, const float *loss, const f
 
 /* ---- argmax ------------------------------------------------------------------------------------------------------ */
 
-static constexpr int likeliest_threads = 512, likeliest_packs = 4;
+static constexpr int argmax_threads = 512, argmax_packs = 4;
 
 /* The greatest logit so far and its column; the lowest column among equals. */
 struct candidate {
@@ -236,9 +236,8 @@ __device__ static inline candidate warp_best(candidate best) {
 
 /* One block per row. Reads each logit once: 2 bytes in bf16, 4 in fp32. */
 template <class T, int N>
-__global__ void __launch_bounds__(likeliest_threads)
-    likeliest(int32_t *ids, const T *logits, int64_t stride, int count) {
-    constexpr int K = likeliest_packs;
+__global__ void __launch_bounds__(argmax_threads) argmax(int32_t *ids, const T *logits, int64_t stride, int count) {
+    constexpr int K = argmax_packs;
     const T *row = logits + blockIdx.x * stride;
     int whole = count / N * N, step = blockDim.x * N;
     candidate best = {-INFINITY, INT_MAX};
@@ -261,23 +260,23 @@ __global__ void __launch_bounds__(likeliest_threads)
     }
     if (whole + (int)threadIdx.x < count) add(mt_to_float(row[whole + threadIdx.x]), whole + threadIdx.x);
 
-    __shared__ candidate of_warp[likeliest_threads / 32];
+    __shared__ candidate of_warp[argmax_threads / 32];
     best = warp_best(best);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
     numbers = __syncthreads_and(numbers);
     if (threadIdx.x >= 32) return;
-    best = warp_best(of_warp[threadIdx.x % (likeliest_threads / 32)]);
+    best = warp_best(of_warp[threadIdx.x % (argmax_threads / 32)]);
     if (threadIdx.x == 0) ids[blockIdx.x] = numbers && isfinite(best.value) ? best.column : -1;
 }
 
-extern "C" void mt_cuda_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count,
-                                  mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count,
+                               mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
     mt_by_type(dtype, mt_wide(dtype, {logits}, {stride}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
-        likeliest<E, N>
-            <<<(unsigned)T, likeliest_threads, 0, mt_cuda_stream(stream)>>>(ids, (const E *)logits, stride, (int)count);
+        argmax<E, N>
+            <<<(unsigned)T, argmax_threads, 0, mt_cuda_stream(stream)>>>(ids, (const E *)logits, stride, (int)count);
         MT_CUDA_LAUNCHED();
     });
 }

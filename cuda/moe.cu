@@ -232,7 +232,7 @@ extern "C" void mt_cuda_route_forward(float *probs, int32_t *experts, int32_t *i
     if (T == 0) return;
     routing r = routing_of(router);
     with_places(r.E, 1, mt_divide_up(r.groups, 32) * 128, [&](auto places, unsigned warps, size_t bytes) {
-        route_forward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+        route_forward<decltype(places)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
             probs, experts, invalid, logits, bias, T, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
@@ -276,7 +276,7 @@ extern "C" void mt_cuda_route_backward(float *dlogits, const float *dprobs, cons
     if (T == 0) return;
     routing r = routing_of(router);
     with_places(r.E, 1, 0, [&](auto places, unsigned warps, size_t bytes) {
-        route_backward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+        route_backward<decltype(places)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
             dlogits, dprobs, experts, logits, T, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
@@ -302,7 +302,7 @@ static constexpr float share_unit = 0x1p40f;
 
 /* Accumulators of the forward: sums of scores and counts [S, E], a flag per sequence that a score was NaN, and the
  * z-loss sum of each warp. */
-struct balance_sums {
+struct aux_loss_sums {
     unsigned long long *shares;
     double *z;
     int32_t *counts, *poisoned;
@@ -312,8 +312,8 @@ static constexpr int tokens_per_warp = 8;
 
 /* Adds a warp's sums of one sequence to `to` and resets them. */
 template <int V>
-__device__ static inline void balance_flush(const balance_sums &to, per_expert<unsigned long long, V> &shares,
-                                            per_expert<int32_t, V> &counts, int64_t sequence, int E) {
+__device__ static inline void aux_loss_flush(const aux_loss_sums &to, per_expert<unsigned long long, V> &shares,
+                                             per_expert<int32_t, V> &counts, int64_t sequence, int E) {
     each_expert<V>(E, [&](int v, int e) {
         if (shares[v] > 0) atomicAdd(&to.shares[sequence * E + e], shares[v]);
         if (counts[v] > 0) atomicAdd(&to.counts[sequence * E + e], counts[v]);
@@ -323,9 +323,9 @@ __device__ static inline void balance_flush(const balance_sums &to, per_expert<u
 
 /* Adds the scores of one token (logits x) to a warp's sums. Returns log(sum(exp(x))). */
 template <int V>
-__device__ static inline double balance_add(per_expert<unsigned long long, V> &shares, per_expert<int32_t, V> &counts,
-                                            int32_t *poisoned, per_expert<float, V> &x, const softmax_of &softmax,
-                                            const routing &r) {
+__device__ static inline double aux_loss_add(per_expert<unsigned long long, V> &shares, per_expert<int32_t, V> &counts,
+                                             int32_t *poisoned, per_expert<float, V> &x, const softmax_of &softmax,
+                                             const routing &r) {
     ranked last = before_all();
     for (int j = 0; softmax.finite && j < r.k; j++)
         last = next_after<V>(last, r.E, [&](int v, int) { return sortable_key(x[v]); });
@@ -344,8 +344,8 @@ __device__ static inline double balance_add(per_expert<unsigned long long, V> &s
 /* A warp processes up to eight consecutive tokens. If there is only one sequence, the warps of a block first add up in
  * shared memory (`block_sums`). Reads 4 E bytes per token. */
 template <int V>
-__global__ void balance_forward(balance_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
-                                int shared_per_warp, bool together) {
+__global__ void aux_loss_forward(aux_loss_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
+                                 int shared_per_warp, bool together) {
     extern __shared__ __align__(16) char shared[];
     char *own = shared + threadIdx.x / 32 * shared_per_warp, *of_block = shared + blockDim.x / 32 * shared_per_warp;
     int64_t warp = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = warp * tokens_per_warp;
@@ -353,7 +353,7 @@ __global__ void balance_forward(balance_sums sums, const float *logits, const in
     per_expert<unsigned long long, V> shares(own);
     per_expert<int32_t, V> counts(own + places * 8);
     per_expert<float, V> x(own + places * 12);
-    balance_sums to = sums;
+    aux_loss_sums to = sums;
     if (together) to.shares = (unsigned long long *)of_block, to.counts = (int32_t *)(of_block + (int64_t)r.E * 8);
     for (int e = threadIdx.x; together && e < r.E; e += blockDim.x) to.shares[e] = 0, to.counts[e] = 0;
     __syncthreads();
@@ -361,13 +361,13 @@ __global__ void balance_forward(balance_sums sums, const float *logits, const in
     double z = 0;
     for (int64_t t = first; t < min(first + tokens_per_warp, T); t++) {
         int64_t s = sequence ? sequence[t] : 0;
-        if (s != current) balance_flush<V>(to, shares, counts, current, r.E);
+        if (s != current) aux_loss_flush<V>(to, shares, counts, current, r.E);
         current = s;
         softmax_of softmax = read_logits<V>(x, logits + t * r.E, r.E);
-        double lse = balance_add<V>(shares, counts, &sums.poisoned[s], x, softmax, r);
+        double lse = aux_loss_add<V>(shares, counts, &sums.poisoned[s], x, softmax, r);
         z += lse * lse;
     }
-    balance_flush<V>(to, shares, counts, current, r.E);
+    aux_loss_flush<V>(to, shares, counts, current, r.E);
     if (first < T && threadIdx.x % 32 == 0) sums.z[warp] = z;
     __syncthreads();
     for (int e = threadIdx.x; together && e < r.E; e += blockDim.x) {
@@ -377,7 +377,7 @@ __global__ void balance_forward(balance_sums sums, const float *logits, const in
 }
 
 /* Second stage: writes sums[2, S, E] in fp32; one block adds up the z-loss of the warps in a fixed order. */
-__global__ void balance_finish(float *sums, double *z_sum, balance_sums from, int64_t S, int64_t E, int64_t warps) {
+__global__ void aux_loss_finish(float *sums, double *z_sum, aux_loss_sums from, int64_t S, int64_t E, int64_t warps) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < S * E; i += (int64_t)gridDim.x * blockDim.x) {
         sums[i] = from.poisoned[i / E] ? NAN : (float)((double)from.shares[i] / (double)share_unit);
         sums[S * E + i] = (float)from.counts[i];
@@ -394,13 +394,13 @@ __global__ void balance_finish(float *sums, double *z_sum, balance_sums from, in
     if (threadIdx.x == 0) z_sum[0] += parts[0];
 }
 
-extern "C" void mt_cuda_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
-                                        int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
+extern "C" void mt_cuda_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
+                                         int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
     routing r = routing_of(router);
     cudaStream_t on = mt_cuda_stream(stream);
     int64_t warps = mt_divide_up(T, tokens_per_warp), zeroed = S * r.E * 12 + S * 4;
     char *workspace = (char *)mt_cuda_workspace(stream, warps * 8 + zeroed);
-    balance_sums to;
+    aux_loss_sums to;
     to.z = (double *)workspace;
     to.shares = (unsigned long long *)(workspace + warps * 8);
     to.counts = (int32_t *)(to.shares + S * r.E);
@@ -410,12 +410,12 @@ extern "C" void mt_cuda_balance_forward(float *sums, double *z_sum, const float 
         with_places(r.E, 4, 0, [&](auto places, unsigned in_block, size_t bytes) {
             size_t room = (size_t)r.E * 12;
             bool together = !sequence && bytes + room <= (size_t)max_shared_bytes;
-            balance_forward<decltype(places)::value>
-                <<<mt_blocks(warps, in_block), in_block * 32, together ? bytes + room : bytes, on>>>(
+            aux_loss_forward<decltype(places)::value>
+                <<<mt_grid_size(warps, in_block), in_block * 32, together ? bytes + room : bytes, on>>>(
                     to, logits, sequence, T, r, (int)(bytes / in_block), together);
             MT_CUDA_LAUNCHED();
         });
-    balance_finish<<<mt_blocks(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);
+    aux_loss_finish<<<mt_grid_size(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);
     MT_CUDA_LAUNCHED();
 }
 
@@ -425,7 +425,7 @@ __device__ static inline double warp_sum(double x) {
 }
 
 /* One block; its warps take the sequences in turn. */
-__global__ void balance_loss(double *loss, const float *sums, int64_t S, int64_t E) {
+__global__ void aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     __shared__ double of_warp[32];
     double mine = 0;
@@ -446,15 +446,15 @@ __global__ void balance_loss(double *loss, const float *sums, int64_t S, int64_t
     loss[0] += mine;
 }
 
-extern "C" void mt_cuda_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
-    balance_loss<<<1, 1024, 0, mt_cuda_stream(stream)>>>(loss, sums, S, E);
+extern "C" void mt_cuda_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+    aux_loss_value<<<1, 1024, 0, mt_cuda_stream(stream)>>>(loss, sums, S, E);
     MT_CUDA_LAUNCHED();
 }
 
 /* One warp per token. Reads 8 E bytes per token and writes 4 E; the counts come from the caches. */
 template <int V>
-__global__ void balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                 int64_t T, float aux_scale, float z_scale, routing r, int shared_per_warp) {
+__global__ void aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                  int64_t T, float aux_scale, float z_scale, routing r, int shared_per_warp) {
     extern __shared__ __align__(16) char shared[];
     int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (t >= T) return;
@@ -476,15 +476,16 @@ __global__ void balance_backward(float *dlogits, const float *logits, const floa
     });
 }
 
-extern "C" void mt_cuda_balance_backward(float *dlogits, const float *logits, const float *counts,
-                                         const int32_t *sequence, int64_t S, int64_t T, float aux_scale, float z_scale,
-                                         const mt_router *router, mt_stream *stream) {
+extern "C" void mt_cuda_aux_loss_backward(float *dlogits, const float *logits, const float *counts,
+                                          const int32_t *sequence, int64_t S, int64_t T, float aux_scale, float z_scale,
+                                          const mt_router *router, mt_stream *stream) {
     (void)S;
     if (T == 0) return;
     routing r = routing_of(router);
     with_places(r.E, 1, 0, [&](auto places, unsigned warps, size_t bytes) {
-        balance_backward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
-            dlogits, logits, counts, sequence, T, aux_scale, z_scale, r, (int)(bytes / warps));
+        aux_loss_backward<decltype(places)::value>
+            <<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+                dlogits, logits, counts, sequence, T, aux_scale, z_scale, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
 }
@@ -514,12 +515,12 @@ extern "C" void mt_cuda_count_experts(float *loads, const int32_t *experts, int6
     cudaStream_t on = mt_cuda_stream(stream);
     int32_t *counts = (int32_t *)mt_cuda_workspace(stream, E * 4);
     bool fits = E * 4 <= max_shared_bytes;
-    unsigned blocks = mt_blocks(n, 1024), most = (unsigned)mt_cuda_device()->multiProcessorCount;
+    unsigned blocks = mt_grid_size(n, 1024), most = (unsigned)mt_cuda_device()->multiProcessorCount;
     if (blocks > most) blocks = most;
     MT_CUDA(cudaMemsetAsync(counts, 0, (size_t)E * 4, on));
     count_experts<<<blocks, 256, fits ? (size_t)E * 4 : 0, on>>>(counts, experts, n, (int)E, fits);
     MT_CUDA_LAUNCHED();
-    add_counts<<<mt_blocks(E, 256), 256, 0, on>>>(loads, counts, E);
+    add_counts<<<mt_grid_size(E, 256), 256, 0, on>>>(loads, counts, E);
     MT_CUDA_LAUNCHED();
 }
 
@@ -595,15 +596,15 @@ extern "C" void mt_cuda_drop_tokens(int32_t *kept, const int32_t *experts, const
     uint64_t *keys = (uint64_t *)workspace, *sorted_keys = keys + room;
     int32_t *values = (int32_t *)(sorted_keys + room), *sorted_values = values + room, *tokens = sorted_values + room;
     void *spare = tokens + room;
-    token_keys<<<mt_blocks(T, 256), 256, 0, on>>>(keys, values, token_index, T);
+    token_keys<<<mt_grid_size(T, 256), 256, 0, on>>>(keys, values, token_index, T);
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(spare, sort_bytes, keys, sorted_keys, values, tokens, (int)T, 0, 64, on));
-    choice_keys<<<mt_blocks(n, 256), 256, 0, on>>>(keys, values, tokens, experts, probs, n, (int)k, by_position);
+    choice_keys<<<mt_grid_size(n, 256), 256, 0, on>>>(keys, values, tokens, experts, probs, n, (int)k, by_position);
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(spare, sort_bytes, keys, sorted_keys, values, sorted_values, (int)n,
                                             by_position ? 32 : 0, 64, on));
-    keep_first<<<mt_blocks(n, 256), 256, 0, on>>>(kept, sorted_keys, sorted_values, n, first * k, (first + count) * k,
-                                                  capacity);
+    keep_first<<<mt_grid_size(n, 256), 256, 0, on>>>(kept, sorted_keys, sorted_values, n, first * k,
+                                                     (first + count) * k, capacity);
     MT_CUDA_LAUNCHED();
 }
 
@@ -761,7 +762,7 @@ extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32
     if (n > 0) {
         plan_histogram<<<(unsigned)blocks, warps * 32, (size_t)bins * 4, on>>>(before, experts, s);
         MT_CUDA_LAUNCHED();
-        plan_scan<<<mt_blocks(bins, 8), 256, 0, on>>>(before, totals, s);
+        plan_scan<<<mt_grid_size(bins, 8), 256, 0, on>>>(before, totals, s);
         MT_CUDA_LAUNCHED();
     }
     plan_offsets<<<1, 1024, 0, on>>>(offsets, totals, s);
@@ -814,8 +815,8 @@ extern "C" void mt_cuda_exchange_order(int32_t *to_expert, int32_t *from_expert,
     exchange_offsets<<<1, 1024, 0, on>>>(arrived, sorted, offsets, counts, (int)sources, (int)local);
     MT_CUDA_LAUNCHED();
     if (M == 0) return;
-    exchange_scatter<<<mt_blocks(M, 256), 256, 0, on>>>(to_expert, from_expert, arrived, sorted, (int)sources,
-                                                        (int)local, M);
+    exchange_scatter<<<mt_grid_size(M, 256), 256, 0, on>>>(to_expert, from_expert, arrived, sorted, (int)sources,
+                                                           (int)local, M);
     MT_CUDA_LAUNCHED();
 }
 
@@ -955,7 +956,7 @@ extern "C" void mt_cuda_expert_swiglu_backward(void *dgate_up, float *dweights, 
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         dim3 block = mt_reduction_block(mt_divide_up(F, N), 3, 256, 512);
-        expert_swiglu_backward<E, N><<<mt_blocks(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
+        expert_swiglu_backward<E, N><<<mt_grid_size(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
             (E *)dgate_up, dweights, (const E *)dy, (const E *)gate_up, weights, M, (int)F);
         MT_CUDA_LAUNCHED();
     });
@@ -1016,7 +1017,7 @@ extern "C" void mt_cuda_scale_rows_backward(void *dx, float *dweights, const voi
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         dim3 block = mt_reduction_block(mt_divide_up(C, N), 3, 256, 512);
-        scale_rows_backward<E, N><<<mt_blocks(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
+        scale_rows_backward<E, N><<<mt_grid_size(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
             (E *)dx, dweights, (const E *)dy, (const E *)x, weights, M, (int)C);
         MT_CUDA_LAUNCHED();
     });

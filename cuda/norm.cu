@@ -211,7 +211,7 @@ static void launch_forward_rows(const forward_task<T> &task, cudaStream_t stream
         constexpr int K = decltype(count)::value;
         if constexpr (K >= least) {
             dim3 block = mt_reduction_block(packs, K, packs <= 32 * K ? 128 : 64, shape::block);
-            mt_launch_early(norm_forward<T, N, K, layernorm, adds, whole, weights>, mt_blocks(task.rows, block.y),
+            mt_launch_early(norm_forward<T, N, K, layernorm, adds, whole, weights>, mt_grid_size(task.rows, block.y),
                             block, shared, stream, task);
         }
     });
@@ -609,7 +609,7 @@ void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_b
                           mt_stream *stream) {
     const bool many = C > 4096;
     auto kernel = many ? add_partials<8> : add_partials<32>;
-    mt_launch_early(kernel, dim3(mt_blocks(C, 32), more ? 2 : 1), dim3(32, many ? 8 : 32), 0, mt_cuda_stream(stream),
+    mt_launch_early(kernel, dim3(mt_grid_size(C, 32), more ? 2 : 1), dim3(32, many ? 8 : 32), 0, mt_cuda_stream(stream),
                     to, more, partial, (int)blocks, (int)more_blocks, (int)C);
 }
 

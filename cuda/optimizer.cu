@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(256) accumulate(float *sum, const float *x, in
 extern "C" void mt_cuda_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
     mt_split<4>(n, mt_wide(MT_F32, {sum, x}, {}), [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
-        accumulate<N><<<mt_blocks(end - begin, 256 * 4 * N), 256, 0, mt_cuda_stream(stream)>>>(sum, x, begin, end);
+        accumulate<N><<<mt_grid_size(end - begin, 256 * 4 * N), 256, 0, mt_cuda_stream(stream)>>>(sum, x, begin, end);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -106,15 +106,15 @@ __global__ void step_guard(double *guard, float *scale, const double *loss_sum, 
                            mt_guard_rules rules) {
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1) * (double)rules.copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules.window;
-    mt_verdict verdict = MT_STEP_IS_GOOD;
+    mt_guard_check check = MT_STEP_PASSED;
     if (rules.finite && !isfinite(loss))
-        verdict = MT_LOSS_NOT_FINITE;
+        check = MT_LOSS_NOT_FINITE;
     else if (rules.finite && !isfinite(norm[0]))
-        verdict = MT_NORM_NOT_FINITE;
+        check = MT_NORM_NOT_FINITE;
     else if (rules.spike_factor > 0 && steps >= window && loss > rules.spike_factor * average)
-        verdict = MT_LOSS_SPIKES;
-    guard[MT_GUARD_VERDICT] = verdict;
-    if (verdict != MT_STEP_IS_GOOD) {
+        check = MT_LOSS_SPIKES;
+    guard[MT_GUARD_CHECK] = check;
+    if (check != MT_STEP_PASSED) {
         scale[0] = -1;
     } else if (isfinite(loss)) {
         guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
@@ -175,7 +175,7 @@ extern "C" void mt_cuda_adamw_step(void *param, float *master, float *m, float *
     bool wide = mt_wide(MT_F32, {weights, m, v, grad}, {}) && (uintptr_t)copy % 8 == 0;
     mt_split<4>(n, wide, [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
-        adamw_step<N><<<mt_blocks(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
+        adamw_step<N><<<mt_grid_size(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
             weights, copy, m, v, grad, scale, begin, end, *adamw);
         MT_CUDA_LAUNCHED();
     });
@@ -211,8 +211,8 @@ extern "C" void mt_cuda_random_normal(void *param, int64_t n, uint64_t key, int6
     mt_by_type(dtype, false, [&](auto type, auto) {
         using E = decltype(type);
         int64_t counters = (first + n - 1) / 4 - first / 4 + 1;
-        random_normal<<<mt_blocks(counters, 256), 256, 0, mt_cuda_stream(stream)>>>((E *)param, n, key, first, mean,
-                                                                                    std);
+        random_normal<<<mt_grid_size(counters, 256), 256, 0, mt_cuda_stream(stream)>>>((E *)param, n, key, first, mean,
+                                                                                       std);
         MT_CUDA_LAUNCHED();
     });
 }

@@ -189,7 +189,7 @@ static void launch_whole_heads(heads_task<T> task, cudaStream_t stream) {
     int64_t threads = (int64_t)task.tokens * task.groups * (D / 2 / N);
     auto kernel =
         norm ? rotate_whole_heads<T, N, D, interleaved, true> : rotate_whole_heads<T, N, D, interleaved, false>;
-    mt_launch_early(kernel, mt_blocks(threads, whole_threads), whole_threads, 0, stream, task);
+    mt_launch_early(kernel, mt_grid_size(threads, whole_threads), whole_threads, 0, stream, task);
 }
 
 /* Returns whether a kernel for whole heads serves these. */
@@ -217,7 +217,7 @@ template <class T, int N> static void launch_rotation(heads_task<T> task, bool i
                   : norm ? rotate_heads<T, N, false, true>
                               : rotate_heads<T, N, false, false>;
     int64_t all = (int64_t)task.tokens * task.groups * task.lanes;
-    kernel<<<mt_blocks(all, threads), threads, 0, stream>>>(task);
+    kernel<<<mt_grid_size(all, threads), threads, 0, stream>>>(task);
     MT_CUDA_LAUNCHED();
 }
 
@@ -659,7 +659,7 @@ template <class T, int N> static void launch_latent(latent_task<T> task, bool in
                   : backward ? latent_heads_backward<T, N, false>
                               : latent_heads<T, N, false>;
     int64_t packs = task.tokens * task.H * ((task.nope + 2 * task.R + task.Dv) / N + 1);
-    kernel<<<mt_blocks(packs, block_threads), block_threads, 0, stream>>>(task);
+    kernel<<<mt_grid_size(packs, block_threads), block_threads, 0, stream>>>(task);
     MT_CUDA_LAUNCHED();
 }
 

@@ -165,7 +165,7 @@ template <int N, class Body> static void mt_split(int64_t n, bool wide, Body bod
 }
 
 /* The number of blocks of size `block` that hold `threads` threads. */
-static inline unsigned mt_blocks(int64_t threads, int64_t block) {
+static inline unsigned mt_grid_size(int64_t threads, int64_t block) {
     return (unsigned)mt_divide_up(threads, block);
 }
 

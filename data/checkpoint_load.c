@@ -3,6 +3,8 @@
  * anything is set; a tensor that no row wants is refused unless it is known to carry nothing. */
 #include "checkpoint_internal.h"
 
+#include "prompts.h"
+
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -1000,6 +1002,59 @@ int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_
     }
     free(path);
     return status;
+}
+
+/* ---- a folder in one call */
+
+/* The options of a folder: its shape, then the caller's settings. */
+static int mt_hf_read_options(mt_hf *hf, const char *folder, const char *const *settings, mt_error *error) {
+    mt_options *o = &hf->options;
+    const mt_group *world = &hf->grid->world;
+    mt_options_default(o);
+    for (; settings && settings[0]; settings += 2)
+        if (mt_options_set(o, settings[0], settings[1], error) != 0) return -1;
+    if (mt_options_set(o, "load", folder, error) != 0 || mt_options_read_shape(o, error) != 0) return -1;
+    if (mt_options_finish(o, MT_PROGRAM_INFER, world->size, error) != 0) return -1;
+    char *resolved = mt_checkpoint_resolve(folder, error);
+    int status = resolved ? mt_stops_read(&hf->stops, resolved, o, error) : -1;
+    free(resolved);
+    return status;
+}
+
+static int mt_hf_create(mt_hf *hf, int64_t count, int64_t max_tokens, mt_error *error) {
+    enum { CONTEXT = 4096 };
+    const mt_options *o = &hf->options;
+    int64_t context = o->max_position_embeddings;
+    if (max_tokens > context)
+        return mt_error_set(error, "%s: the model's context is %lld tokens; ask for at most so many, not %lld", o->load,
+                            (long long)context, (long long)max_tokens);
+    if (max_tokens == 0) max_tokens = mt_min(context, CONTEXT);
+    mt_model_plan plan = mt_generator_plan(count, max_tokens, count * max_tokens);
+    mt_run_state ignored;
+    const mt_ops *ops = mt_backend_open(o->device, hf->grid, error);
+    if (!ops || mt_model_create(&hf->model, o, hf->grid, ops, &plan, error) != 0) return -1;
+    return mt_checkpoint_load(hf->model, &ignored, o->load, error);
+}
+
+int mt_hf_open(mt_hf **out, const char *folder, const char *const *settings, int64_t count, int64_t max_tokens,
+               mt_grid *grid, mt_error *error) {
+    mt_hf *hf = mt_calloc(sizeof *hf);
+    hf->grid = grid;
+    int status = mt_agree(&grid->world, mt_hf_read_options(hf, folder, settings, error) != 0, error);
+    if (status == 0) status = mt_options_agree(&hf->options, &grid->world, error);
+    if (status == 0) status = mt_grid_build(grid, &hf->options, error);
+    if (status == 0) status = mt_hf_create(hf, count, max_tokens, error);
+    if (status != 0) mt_hf_close(hf);
+    *out = status == 0 ? hf : NULL;
+    return status;
+}
+
+void mt_hf_close(mt_hf *hf) {
+    if (!hf) return;
+    mt_model_destroy(hf->model);
+    mt_grid_clear(hf->grid);
+    mt_options_free(&hf->options);
+    free(hf);
 }
 
 /* ---- going back */

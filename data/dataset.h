@@ -11,23 +11,11 @@
 #ifndef MT_DATASET_H
 #define MT_DATASET_H
 
-#include "../megatron.h"
+#include "file.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* ---- files ------------------------------------------------------------------------------------------------------- */
-
-/* A regular file mapped read-only; `bytes` is NULL if the file is empty. */
-typedef struct mt_mapping {
-    const uint8_t *bytes;
-    int64_t size;
-} mt_mapping;
-
-/* Map and unmap a file. */
-int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error);
-void mt_mapping_close(mt_mapping *mapping);
 
 /* ---- indexed datasets --------------------------------------------------------------------------------------------
  *

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -112,6 +113,24 @@ char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *er
     text[used] = 0;
     *bytes = used;
     return text;
+}
+
+int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error) {
+    *mapping = (mt_mapping){0};
+    int descriptor = mt_file_open(path, &mapping->size, error);
+    if (descriptor < 0) return -1;
+    void *bytes = NULL; // mmap fails on empty files
+    if (mapping->size > 0) bytes = mmap(NULL, (size_t)mapping->size, PROT_READ, MAP_SHARED, descriptor, 0);
+    int reason = errno;
+    close(descriptor);
+    if (bytes == MAP_FAILED) return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(reason));
+    mapping->bytes = bytes;
+    return 0;
+}
+
+void mt_mapping_close(mt_mapping *mapping) {
+    if (mapping->bytes) munmap((void *)mapping->bytes, (size_t)mapping->size);
+    *mapping = (mt_mapping){0};
 }
 
 /* ---- writing */

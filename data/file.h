@@ -42,6 +42,16 @@ int mt_file_read_at(int descriptor, void *to, int64_t bytes, int64_t offset);
  * error. */
 char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *error);
 
+/* A regular file mapped read-only; `bytes` is NULL if the file is empty. */
+typedef struct mt_mapping {
+    const uint8_t *bytes;
+    int64_t size;
+} mt_mapping;
+
+/* Map and unmap a file. */
+int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error);
+void mt_mapping_close(mt_mapping *mapping);
+
 /* ---- writing */
 
 /* Sets the error of a file that cannot be written, from errno; returns -1. `option` (such as "--save", or NULL) is the

@@ -2,48 +2,12 @@
  * hosts: the format is little-endian. */
 #include "dataset.h"
 
-#include "file.h"
-
-#include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #define INDEX_MAGIC        "MMIDIDX\0\0" // nine bytes with the two zeros
 #define INDEX_MAGIC_BYTES  9
 #define INDEX_HEADER_BYTES (INDEX_MAGIC_BYTES + 8 + 1 + 8 + 8)
-
-/* ---- files ------------------------------------------------------------------------------------------------------- */
-
-static int map_descriptor(mt_mapping *mapping, int descriptor, const char *path, mt_error *error) {
-    struct stat status;
-    if (fstat(descriptor, &status) != 0) return mt_error_set(error, "%s: %s", path, strerror(errno));
-    if (!S_ISREG(status.st_mode))
-        return mt_error_set(error, "%s: is not a regular file, so it cannot be memory-mapped", path);
-    mapping->size = status.st_size;
-    if (mapping->size == 0) return 0; // mmap fails on empty files
-    void *bytes = mmap(NULL, (size_t)mapping->size, PROT_READ, MAP_SHARED, descriptor, 0);
-    if (bytes == MAP_FAILED) return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
-    mapping->bytes = bytes;
-    return 0;
-}
-
-int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error) {
-    *mapping = (mt_mapping){0};
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0) return mt_error_set(error, "%s: cannot be opened: %s", path, strerror(errno));
-    int result = map_descriptor(mapping, descriptor, path, error);
-    close(descriptor);
-    return result;
-}
-
-void mt_mapping_close(mt_mapping *mapping) {
-    if (mapping->bytes) munmap((void *)mapping->bytes, (size_t)mapping->size);
-    *mapping = (mt_mapping){0};
-}
 
 /* ---- the index --------------------------------------------------------------------------------------------------- */
 

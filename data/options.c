@@ -607,8 +607,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
-static int mt_options_read_shape(mt_options *options, mt_error *error) {
+int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (!options->load && !options->hf_config) return 0;
     if (options->load && options->hf_config)
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",

@@ -38,6 +38,10 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
  */
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
 
+/* Takes the model's shape from config.json of the folder options->load, or from the file options->hf_config, but for
+ * options that were given. mt_options_parse does this itself. */
+int mt_options_read_shape(mt_options *options, mt_error *error);
+
 /* Writes config.json for options->hf_family (finished options), such that transformers (and this program) loads the
  * folder; the family "megatron" is read by this program only. Returns text to free. */
 char *mt_options_write_hf_config(const mt_options *options);

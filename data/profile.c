@@ -402,9 +402,9 @@ static void mt_timed_loss_accumulate(double *sums, const float *loss, const floa
     MT_TIMED(loss_accumulate, mt_work_bytes(T, 8), sums, loss, mask, T);
 }
 
-static void mt_timed_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count,
-                               mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(likeliest, mt_work_bytes(T * count, mt_dtype_size(dtype)), ids, logits, T, stride, count, dtype);
+static void mt_timed_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                            mt_stream *stream) {
+    MT_TIMED(argmax, mt_work_bytes(T * count, mt_dtype_size(dtype)), ids, logits, T, stride, count, dtype);
 }
 
 static void mt_timed_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
@@ -579,20 +579,20 @@ static void mt_timed_route_backward(float *dlogits, const float *dprobs, const i
              logits, T, router);
 }
 
-static void mt_timed_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
-                                     int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(balance_forward, mt_work_bytes((T + 2 * S) * router->num_experts, 4), sums, z_sum, logits, sequence, S, T,
+static void mt_timed_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
+                                      int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
+    MT_TIMED(aux_loss_forward, mt_work_bytes((T + 2 * S) * router->num_experts, 4), sums, z_sum, logits, sequence, S, T,
              router);
 }
 
-static void mt_timed_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
-    MT_TIMED(balance_loss, mt_work_bytes(S * E, 8), loss, sums, S, E);
+static void mt_timed_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+    MT_TIMED(aux_loss_value, mt_work_bytes(S * E, 8), loss, sums, S, E);
 }
 
-static void mt_timed_balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                      int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                      mt_stream *stream) {
-    MT_TIMED(balance_backward, mt_work_bytes(T * router->num_experts, 12), dlogits, logits, counts, sequence, S, T,
+static void mt_timed_aux_loss_backward(float *dlogits, const float *logits, const float *counts,
+                                       const int32_t *sequence, int64_t S, int64_t T, float aux_scale, float z_scale,
+                                       const mt_router *router, mt_stream *stream) {
+    MT_TIMED(aux_loss_backward, mt_work_bytes(T * router->num_experts, 12), dlogits, logits, counts, sequence, S, T,
              aux_scale, z_scale, router);
 }
 
@@ -678,9 +678,9 @@ static void mt_profile_time_experts(mt_ops *timed) {
     timed->route_forward = mt_timed_route_forward;
     timed->route_sinkhorn = mt_timed_route_sinkhorn;
     timed->route_backward = mt_timed_route_backward;
-    timed->balance_forward = mt_timed_balance_forward;
-    timed->balance_loss = mt_timed_balance_loss;
-    timed->balance_backward = mt_timed_balance_backward;
+    timed->aux_loss_forward = mt_timed_aux_loss_forward;
+    timed->aux_loss_value = mt_timed_aux_loss_value;
+    timed->aux_loss_backward = mt_timed_aux_loss_backward;
     timed->count_experts = mt_timed_count_experts;
     timed->drop_tokens = mt_timed_drop_tokens;
     timed->dispatch_plan = mt_timed_dispatch_plan;
@@ -771,7 +771,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .cross_entropy_loss = mt_timed_cross_entropy_loss,
         .cross_entropy_backward = mt_timed_cross_entropy_backward,
         .loss_accumulate = mt_timed_loss_accumulate,
-        .likeliest = mt_timed_likeliest,
+        .argmax = mt_timed_argmax,
         .accumulate = mt_timed_accumulate,
         .squared_norm = mt_timed_squared_norm,
         .gradient_scale = mt_timed_gradient_scale,

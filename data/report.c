@@ -16,9 +16,21 @@
 
 /* A number of a report, with its TensorBoard tag, as Megatron names it, and its key in the metrics file. */
 typedef struct scalar {
-    const char *tag, *key; // NULL: not written there
+    char tag[40], key[40];
     double value;
 } scalar;
+
+typedef struct scalar_list {
+    scalar items[15 + MT_MAX_MTP_LAYERS];
+    int64_t count;
+} scalar_list;
+
+static void add_scalar(scalar_list *list, const char *tag, const char *key, double value) {
+    scalar *item = &list->items[list->count++];
+    snprintf(item->tag, sizeof item->tag, "%s", tag);
+    snprintf(item->key, sizeof item->key, "%s", key);
+    item->value = value;
+}
 
 /* ---- TensorBoard
  *
@@ -104,13 +116,13 @@ static int tensorboard_open(mt_report *report, mt_error *error) {
 }
 
 /* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
-static int tensorboard_write(const mt_report *report, int64_t step, const scalar *scalars, int64_t count,
-                             mt_error *error) {
+static int tensorboard_write(const mt_report *report, int64_t step, const scalar_list *scalars, mt_error *error) {
     message event = event_begin(step), summary = {0};
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < scalars->count; i++) {
         message value = {0};
-        float number = (float)scalars[i].value;
-        message_field(&value, 1, WIRE_BYTES, scalars[i].tag, (int64_t)strlen(scalars[i].tag));
+        const char *tag = scalars->items[i].tag;
+        float number = (float)scalars->items[i].value;
+        message_field(&value, 1, WIRE_BYTES, tag, (int64_t)strlen(tag));
         message_field(&value, 2, WIRE_32, &number, 4);
         message_field(&summary, 1, WIRE_BYTES, value.data, value.bytes);
     }
@@ -163,10 +175,34 @@ static int end_line(const mt_report *report, mt_error *error) {
     return mt_file_write_error(error, report->options->metrics, "--metrics");
 }
 
-/* A number as JSON, which writes null for one that is not finite. */
-static const char *json_number(char text[32], double value) {
-    snprintf(text, 32, "%.17g", value);
-    return isfinite(value) ? text : "null";
+/* Writes scalars as TensorBoard events and as a line of the metrics file, where JSON has null for infinities and NaN.
+ */
+static int write_scalars(const mt_report *report, int64_t iteration, const scalar_list *scalars, mt_error *error) {
+    if (report->events && tensorboard_write(report, iteration, scalars, error) != 0) return -1;
+    if (!report->metrics) return 0;
+    fprintf(report->metrics, "{\"iteration\": %lld", (long long)iteration);
+    for (int64_t i = 0; i < scalars->count; i++) {
+        const scalar *item = &scalars->items[i];
+        char number[32] = "null";
+        if (isfinite(item->value)) snprintf(number, sizeof number, "%.17g", item->value);
+        fprintf(report->metrics, ", \"%s\": %s", item->key, number);
+    }
+    return end_line(report, error);
+}
+
+/* A line under construction. */
+typedef struct line {
+    char text[512];
+    int length;
+} line;
+
+static void append(line *to, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void append(line *to, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    to->length += vsnprintf(to->text + to->length, sizeof to->text - (size_t)to->length, format, arguments);
+    va_end(arguments);
+    MT_CHECK(to->length < (int)sizeof to->text);
 }
 
 bool mt_report_is_due(const mt_report *report, int64_t iteration) {
@@ -179,20 +215,15 @@ static double mean_mtp_loss(const mt_options *o, const mt_metrics *metrics) {
     return sum / (double)o->mtp_num_layers;
 }
 
-/* The part of the line that only some models have: the loss of multi-token prediction; with experts the auxiliary
- * losses that are on, the balance of the loads, and the dropped tokens. */
-static void print_parts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
-    int length = snprintf(text, room, "%s", "");
-    if (o->mtp_num_layers > 0) length += snprintf(text, room, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
+/* Appends the values that only some models have: the loss of multi-token prediction; with experts the auxiliary losses
+ * that are on, the balance of the loads, and the dropped tokens. */
+static void append_parts(line *to, const mt_options *o, const mt_metrics *metrics) {
+    if (o->mtp_num_layers > 0) append(to, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
     if (mt_num_expert_layers(o) == 0) return;
-    if (o->moe_aux_loss_coeff > 0)
-        length += snprintf(text + length, room - (size_t)length, "  aux loss %.3g", metrics->load_balancing_loss);
-    if (o->moe_z_loss_coeff > 0)
-        length += snprintf(text + length, room - (size_t)length, "  z loss %.3g", metrics->z_loss);
-    length += snprintf(text + length, room - (size_t)length, "  load %.2f (worst %.2f)", metrics->imbalance,
-                       metrics->worst_imbalance);
-    if (o->moe_expert_capacity_factor > 0)
-        snprintf(text + length, room - (size_t)length, "  dropped %.1f%%", 100 * metrics->dropped);
+    if (o->moe_aux_loss_coeff > 0) append(to, "  aux loss %.3g", metrics->load_balancing_loss);
+    if (o->moe_z_loss_coeff > 0) append(to, "  z loss %.3g", metrics->z_loss);
+    append(to, "  load %.2f (worst %.2f)", metrics->imbalance, metrics->worst_imbalance);
+    if (o->moe_expert_capacity_factor > 0) append(to, "  dropped %.1f%%", 100 * metrics->dropped);
 }
 
 /* Peak memory of this process, in bytes. */
@@ -202,27 +233,17 @@ static int64_t peak_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
-/* All numbers of a step. */
-typedef struct scalars {
-    scalar scalars[15 + MT_MAX_MTP_LAYERS];
-    int64_t count;
-    char names[MT_MAX_MTP_LAYERS][2][32];
-} scalars;
-
-static void add_scalar(scalars *all, const char *tag, const char *key, double value) {
-    all->scalars[all->count++] = (scalar){tag, key, value};
-}
-
 /* `flops` are those of one rank per second. */
-static void collect_scalars(scalars *all, const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
-                            double flops) {
+static void collect_scalars(scalar_list *all, const mt_report *report, const mt_run_state *state,
+                            const mt_metrics *metrics, double flops) {
     int64_t bytes = report->device_bytes > 0 ? report->device_bytes : peak_memory();
     all->count = 0;
     add_scalar(all, "lm loss", "lm_loss", metrics->loss);
-    for (int64_t k = 0; k < report->options->mtp_num_layers; k++) {
-        snprintf(all->names[k][0], 32, "mtp_%lld loss", (long long)k + 1);
-        snprintf(all->names[k][1], 32, "mtp_%lld_loss", (long long)k + 1);
-        add_scalar(all, all->names[k][0], all->names[k][1], metrics->mtp_losses[k]);
+    for (int64_t k = 1; k <= report->options->mtp_num_layers; k++) {
+        char tag[40], key[40];
+        snprintf(tag, sizeof tag, "mtp_%lld loss", (long long)k);
+        snprintf(key, sizeof key, "mtp_%lld_loss", (long long)k);
+        add_scalar(all, tag, key, metrics->mtp_losses[k - 1]);
     }
     add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
@@ -244,52 +265,39 @@ static void collect_scalars(scalars *all, const mt_report *report, const mt_run_
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
                         mt_error *error) {
     const mt_options *o = report->options;
-    int64_t iteration = state->iteration, total = o->num_iterations;
+    long long iteration = state->iteration, total = o->num_iterations;
     if (!report->prints || !mt_report_is_due(report, iteration)) return 0;
-    double rate = metrics->tokens / metrics->seconds;
     double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
     double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
-    int64_t left = (int64_t)(pace * (double)(total - iteration) + 0.5);
-    char speed[64];
+    long long left = (long long)(pace * (double)(total - iteration) + 0.5);
+    line text = {.length = 0};
+    append(&text, "%6lld/%lld %3d%%  loss %.4f", iteration, total, (int)(100 * iteration / total), metrics->loss);
+    append_parts(&text, o, metrics);
+    append(&text, "  grad norm %.3f  lr %.2e  %.0f tokens/s", metrics->grad_norm, metrics->learning_rate,
+           metrics->tokens / metrics->seconds);
     if (report->peak_flops > 0)
-        snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
+        append(&text, "  %.1f%% MFU", 100 * flops / report->peak_flops);
     else
-        snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
-    char skipped[40] = "", parts[160];
-    if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
-    print_parts(parts, sizeof parts, o, metrics);
-    mt_report_line(report,
-                   "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
-                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, parts,
-                   metrics->grad_norm, metrics->learning_rate, rate, speed, skipped, (long long)(left / 60),
-                   (long long)(left % 60));
-    scalars all;
+        append(&text, "  %.1f GFLOP/s", flops * 1e-9);
+    if (metrics->skipped > 0) append(&text, "  %lld skipped", (long long)metrics->skipped);
+    mt_report_line(report, "%s  %lld:%02lld left", text.text, left / 60, left % 60);
+    scalar_list all;
     collect_scalars(&all, report, state, metrics, flops);
-    if (report->events && tensorboard_write(report, iteration, all.scalars, all.count, error) != 0) return -1;
-    if (!report->metrics) return 0;
-    fprintf(report->metrics, "{\"iteration\": %lld", (long long)iteration);
-    for (int64_t i = 0; i < all.count; i++) {
-        char number[32];
-        fprintf(report->metrics, ", \"%s\": %s", all.scalars[i].key, json_number(number, all.scalars[i].value));
-    }
-    return end_line(report, error);
+    return write_scalars(report, iteration, &all, error);
 }
 
 int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
                          mt_error *error) {
+    scalar_list all = {.count = 0};
     mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
-    if (report->events) {
-        char tags[2][64];
-        snprintf(tags[0], sizeof tags[0], "lm loss %s", split);
-        snprintf(tags[1], sizeof tags[1], "lm loss %s ppl", split);
-        const scalar scalars[] = {{tags[0], NULL, loss}, {tags[1], NULL, exp(loss)}};
-        if (tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
-    }
-    if (!report->metrics) return 0;
-    char text[2][32];
-    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s",
-            (long long)state->iteration, split, json_number(text[0], loss), split, json_number(text[1], exp(loss)));
-    return end_line(report, error);
+    char names[4][40];
+    snprintf(names[0], sizeof names[0], "lm loss %s", split);
+    snprintf(names[1], sizeof names[1], "%s_loss", split);
+    snprintf(names[2], sizeof names[2], "lm loss %s ppl", split);
+    snprintf(names[3], sizeof names[3], "%s_perplexity", split);
+    add_scalar(&all, names[0], names[1], loss);
+    add_scalar(&all, names[2], names[3], exp(loss));
+    return write_scalars(report, state->iteration, &all, error);
 }
 
 /* ---- stragglers: the ranks that are slow, and the part of the step in which they are
@@ -317,13 +325,13 @@ int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_
                          const mt_metrics *metrics, mt_error *error) {
     static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
     if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return 0;
-    int size = grid->world.size, length = 0;
+    int size = grid->world.size;
+    line text = {.length = 0};
     double *all = mt_calloc((int64_t)size * NUM_PARTS * 8); // [world, parts]
     double *own = all + (int64_t)grid->world.rank * NUM_PARTS;
     add_part_seconds(own);
     own[PART_DATA] = metrics->data_seconds;
     mt_all_reduce_sum(&grid->world, all, (int64_t)size * NUM_PARTS, MT_F64);
-    char text[512];
     if (report->metrics) fprintf(report->metrics, "{\"iteration\": %lld", (long long)state->iteration);
     for (int part = 0; part < NUM_PARTS; part++) {
         int slow = 0, fast = 0;
@@ -332,8 +340,8 @@ int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_
             if (all[rank * NUM_PARTS + part] < all[fast * NUM_PARTS + part]) fast = rank;
         }
         double most = 1e3 * all[slow * NUM_PARTS + part], least = 1e3 * all[fast * NUM_PARTS + part];
-        length += snprintf(text + length, sizeof text - (size_t)length, "%s%s %.1f ms (rank %d) to %.1f (rank %d)",
-                           part ? ", " : "", names[part], most, slow, least, fast);
+        append(&text, "%s%s %.1f ms (rank %d) to %.1f (rank %d)", part ? ", " : "", names[part], most, slow, least,
+               fast);
         if (report->metrics)
             fprintf(report->metrics,
                     ", \"straggler_%s\": {\"slowest_rank\": %d, \"slowest_ms\": %.6g, \"fastest_rank\": %d, "
@@ -341,6 +349,6 @@ int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_
                     names[part], slow, most, fast, least);
     }
     free(all);
-    mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text);
+    mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text.text);
     return report->metrics ? end_line(report, error) : 0;
 }

@@ -9,7 +9,6 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 /* ---- headers: a file is the header's length in 8 bytes, the header in JSON, then the data, little-endian */
@@ -186,20 +185,10 @@ static int mt_safetensors_add(mt_safetensors *file, mt_safetensors_file image, m
 }
 
 static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *error) {
-    int64_t bytes;
-    int descriptor = mt_file_open(path, &bytes, error);
-    if (descriptor < 0) return -1;
-    mt_safetensors_file image = {.path = mt_strdup(path), .bytes = bytes};
-    if (bytes > 0) {
-        void *base = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        image.mapped = base != MAP_FAILED;
-        image.base = base;
-    }
-    close(descriptor);
-    if (bytes > 0 && !image.mapped) {
-        free(image.path);
-        return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
-    }
+    mt_mapping mapping;
+    if (mt_mapping_open(&mapping, path, error) != 0) return -1;
+    mt_safetensors_file image = {
+        .path = mt_strdup(path), .base = mapping.bytes, .bytes = mapping.size, .mapped = mapping.bytes != NULL};
     return mt_safetensors_add(file, image, error);
 }
 
@@ -234,7 +223,7 @@ void mt_safetensors_close(mt_safetensors *file) {
     if (!file) return;
     for (int64_t i = 0; i < file->count; i++) free((char *)file->tensors[i].name);
     for (int64_t i = 0; i < file->num_files; i++) {
-        if (file->files[i].mapped) munmap((void *)file->files[i].base, (size_t)file->files[i].bytes);
+        if (file->files[i].mapped) mt_mapping_close(&(mt_mapping){file->files[i].base, file->files[i].bytes});
         free(file->files[i].path);
     }
     free(file->tensors);

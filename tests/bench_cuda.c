@@ -215,18 +215,18 @@ static double route_backward(bench *b, const int64_t *n) {
     return 4 * (double)(n[0] * (n[3] + 3 * n[2])); // of the logits only those chosen
 }
 
-static double balance_forward(bench *b, const int64_t *n) {
+static double aux_loss_forward(bench *b, const int64_t *n) {
     mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
     float *sums = floats(b, 2 * n[3]), *logits = floats(b, n[0] * n[3]);
     double *z_sum = mt_arena_alloc(&b->arena, 8);
-    ENQUEUE(balance_forward, sums, z_sum, logits, NULL, 1, n[0], &router);
+    ENQUEUE(aux_loss_forward, sums, z_sum, logits, NULL, 1, n[0], &router);
     return 4 * (double)(n[0] * n[3]);
 }
 
-static double balance_backward(bench *b, const int64_t *n) {
+static double aux_loss_backward(bench *b, const int64_t *n) {
     mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
     float *dlogits = floats(b, n[0] * n[3]), *logits = floats(b, n[0] * n[3]), *counts = floats(b, n[3]);
-    ENQUEUE(balance_backward, dlogits, logits, counts, NULL, 1, n[0], 1, 1, &router);
+    ENQUEUE(aux_loss_backward, dlogits, logits, counts, NULL, 1, n[0], 1, 1, &router);
     return 12 * (double)(n[0] * n[3]);
 }
 
@@ -380,8 +380,8 @@ static const struct {
     {"router_logits", router_logits, MT_BF16, {16384, 2048, 8, 128}},
     {"route_forward", route_forward, MT_BF16, {16384, 2048, 8, 128}},
     {"route_backward", route_backward, MT_BF16, {16384, 2048, 8, 128}},
-    {"balance_forward", balance_forward, MT_BF16, {16384, 2048, 8, 128}},
-    {"balance_backward", balance_backward, MT_BF16, {16384, 2048, 8, 128}},
+    {"aux_loss_forward", aux_loss_forward, MT_BF16, {16384, 2048, 8, 128}},
+    {"aux_loss_backward", aux_loss_backward, MT_BF16, {16384, 2048, 8, 128}},
     {"drop_tokens", drop_tokens, MT_BF16, {16384, 2048, 8, 128}},
     {"dispatch_plan", dispatch_plan, MT_BF16, {16384, 2048, 8, 128}},
     {"permute", permute, MT_BF16, {16384, 2048, 8, 128}},
@@ -393,8 +393,8 @@ static const struct {
     {"router_logits", router_logits, MT_BF16, {4096, 4096, 2, 8}},
     {"route_forward", route_forward, MT_BF16, {4096, 4096, 2, 8}},
     {"route_backward", route_backward, MT_BF16, {4096, 4096, 2, 8}},
-    {"balance_forward", balance_forward, MT_BF16, {4096, 4096, 2, 8}},
-    {"balance_backward", balance_backward, MT_BF16, {4096, 4096, 2, 8}},
+    {"aux_loss_forward", aux_loss_forward, MT_BF16, {4096, 4096, 2, 8}},
+    {"aux_loss_backward", aux_loss_backward, MT_BF16, {4096, 4096, 2, 8}},
     {"drop_tokens", drop_tokens, MT_BF16, {4096, 4096, 2, 8}},
     {"dispatch_plan", dispatch_plan, MT_BF16, {4096, 4096, 2, 8}},
     {"permute", permute, MT_BF16, {4096, 4096, 2, 8}},

@@ -160,8 +160,8 @@ static operands run_reference(const attention_case *c, const mt_batch *batch, mt
     return o;
 }
 
-/* The largest difference of columns [first, first + width) of `rows` rows from those rows of the whole, which is in
- * fp32, as a share of the largest element. NaN where something was not written. */
+/* The largest difference of columns [first, first + width) from the same rows of the whole (fp32), relative to the
+ * largest element. NaN if an element is unwritten. */
 static double worst_difference(const void *actual, const operands *o, const void *expected, const int64_t *rows,
                                int64_t whole_rows, int64_t stride, int64_t first, int64_t width) {
     double worst = 0, largest = 0;

@@ -495,27 +495,27 @@ static void route_backward(run *r, const int64_t *n) {
     r->ops->route_backward(dlogits, dprobs, experts, logits, n[0], &router, r->stream);
 }
 
-static void balance_forward(run *r, const int64_t *n) {
+static void aux_loss_forward(run *r, const int64_t *n) {
     mt_router router = router_of(n);
     float *sums = float_output(r, 2 * n[6] * n[1]), *logits = n[3] & WRONG ? NULL : logits_of(r, n);
     double *z_sum = numbers(r, MT_F64, 1, POSITIVE, true);
     if (!logits) logits = float_input(r, n[0] * n[1], NORMAL);
-    r->ops->balance_forward(sums, z_sum, logits, sequences_of(r, n), n[6], n[0], &router, r->stream);
+    r->ops->aux_loss_forward(sums, z_sum, logits, sequences_of(r, n), n[6], n[0], &router, r->stream);
 }
 
-static void balance_loss(run *r, const int64_t *n) { // of sequences without tokens too
+static void aux_loss_value(run *r, const int64_t *n) { // of sequences without tokens too
     mt_router router = router_of(n);
     float *sums = float_output(r, 2 * n[6] * n[1]), *logits = float_input(r, n[0] * n[1], NORMAL);
     double *z_sum = numbers(r, MT_F64, 1, POSITIVE, false), *loss = numbers(r, MT_F64, 1, POSITIVE, true);
-    r->ops->balance_forward(sums, z_sum, logits, sequences_of(r, n), n[6], n[0], &router, r->stream);
-    r->ops->balance_loss(loss, sums, n[6], n[1], r->stream);
+    r->ops->aux_loss_forward(sums, z_sum, logits, sequences_of(r, n), n[6], n[0], &router, r->stream);
+    r->ops->aux_loss_value(loss, sums, n[6], n[1], r->stream);
 }
 
-static void balance_backward(run *r, const int64_t *n) {
+static void aux_loss_backward(run *r, const int64_t *n) {
     mt_router router = router_of(n);
     float *dlogits = float_changed(r, n[0] * n[1], NORMAL), *logits = float_input(r, n[0] * n[1], NORMAL);
     float *counts = float_input(r, n[6] * n[1], ONES);
-    r->ops->balance_backward(dlogits, logits, counts, sequences_of(r, n), n[6], n[0], 0.7f, 0.3f, &router, r->stream);
+    r->ops->aux_loss_backward(dlogits, logits, counts, sequences_of(r, n), n[6], n[0], 0.7f, 0.3f, &router, r->stream);
 }
 
 static void count_experts(run *r, const int64_t *n) { // T, E, k
@@ -629,11 +629,11 @@ static void loss_accumulate(run *r, const int64_t *n) {
     r->ops->loss_accumulate(sums, loss, mask, n[0], r->stream);
 }
 
-static void likeliest(run *r, const int64_t *n) { // T, stride, -, columns; bf16 logits have equals
+static void argmax(run *r, const int64_t *n) { // T, stride, -, columns; bf16 logits have equals
     void *logits = input(r, n[0] * n[1]);
     int32_t *ids = integers(r, n[0], -9, -1, false);
     r->buffers[r->num_buffers - 1].is_output = true;
-    r->ops->likeliest(ids, logits, n[0], n[1], n[3], r->dtype, r->stream);
+    r->ops->argmax(ids, logits, n[0], n[1], n[3], r->dtype, r->stream);
 }
 
 static void accumulate(run *r, const int64_t *n) { // elements, elements before the first
@@ -1018,9 +1018,9 @@ static operation operations[] = {
     {"route_forward", route_forward, 1e-5, router_shapes, {0}},
     {"route_sinkhorn", route_sinkhorn, 1e-5, router_shapes, {0}},
     {"route_backward", route_backward, 1e-5, router_shapes, {0}},
-    {"balance_forward", balance_forward, 1e-5, router_shapes, {0}},
-    {"balance_loss", balance_loss, 1e-5, router_shapes, {0}},
-    {"balance_backward", balance_backward, 1e-5, router_shapes, {0}},
+    {"aux_loss_forward", aux_loss_forward, 1e-5, router_shapes, {0}},
+    {"aux_loss_value", aux_loss_value, 1e-5, router_shapes, {0}},
+    {"aux_loss_backward", aux_loss_backward, 1e-5, router_shapes, {0}},
     {"count_experts", count_experts, 0, router_shapes, {0}},
     {"drop_tokens", drop_tokens, 0, drop_shapes, {0}},
     {"dispatch_plan", dispatch_plan, 0, plan_shapes, {0}},
@@ -1036,7 +1036,7 @@ static operation operations[] = {
     {"cross_entropy_loss", cross_entropy_loss, ONCE, logit_shapes, {0}},
     {"cross_entropy_backward", cross_entropy_backward, ONCE, logit_shapes, {0}},
     {"loss_accumulate", loss_accumulate, ONCE, element_shapes, {0}},
-    {"likeliest", likeliest, 0, logit_shapes, {0}},
+    {"argmax", argmax, 0, logit_shapes, {0}},
     {"accumulate", accumulate, ONCE, element_shapes, {0}},
     {"squared_norm", squared_norm, ONCE, square_shapes, {0}},
     {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},

@@ -188,17 +188,17 @@ static void assert_aux_losses(const json_t *c, const mt_router *router, const fl
     double *want_scores = json_numbers(json_object_get(c, "aux_scores"), T * E);
     double *want_map = json_numbers(json_object_get(c, "aux_map"), T * E);
     for (int64_t t = 0; t < T; t++) sequence[t] = (int32_t)t;
-    ops->balance_forward(sums, &z_sum, logits, sequence, T, T, router, NULL);
+    ops->aux_loss_forward(sums, &z_sum, logits, sequence, T, T, router, NULL);
     double *got = load(sums, 2 * T * E, MT_F32);
     assert_near("aux_scores", got, want_scores, T * E, 1e-6);
     assert_memory_equal(got + T * E, want_map, T * E * 8);
     double z = z_sum / (double)T * 1e-3;
     assert_near("z loss", &z, &want_z, 1, 1e-6);
     z_sum = 5;
-    ops->balance_forward(sums, &z_sum, logits, NULL, 1, T, router, NULL);
+    ops->aux_loss_forward(sums, &z_sum, logits, NULL, 1, T, router, NULL);
     z = (z_sum - 5) / (double)T * 1e-3;
     assert_near("z loss of one sequence", &z, &want_z, 1, 1e-6);
-    ops->balance_loss(&aux, sums, 1, E, NULL);
+    ops->aux_loss_value(&aux, sums, 1, E, NULL);
     aux *= 1e-2 / (double)T;
     assert_near("auxiliary loss", &aux, &want_aux, 1, 1e-6);
     free(sums), free(sequence), free(want_scores), free(want_map), free(got);
@@ -362,7 +362,7 @@ static void non_finite_logits_are_counted_and_affect_their_token_only(void **sta
                 assert_int_equal(experts[at], t % 2 ? j : clean_experts[at]);
                 assert_true(t % 2 ? isnan(probs[at]) : probs[at] == clean[at]);
             }
-        ops->balance_forward(sums, &z_sum, logits, sequence, 2, T, r, NULL);
+        ops->aux_loss_forward(sums, &z_sum, logits, sequence, 2, T, r, NULL);
         assert_true(isnan(z_sum) || isinf(z_sum));
         float counted = 0, wrong = 0;
         for (int64_t e = 0; e < E; e++) {
@@ -540,11 +540,11 @@ static void aux_loss_matches_float64_and_finite_differences(void **state) {
         float *x = store(logits, n, MT_F32), *dx = store(before, n, MT_F32), *sums = nans(2 * S * E, MT_F32);
         aux_loss_shape shape = {S, T, r, sequence, counts};
         aux_loss_reference(want, logits, &shape);
-        ops->balance_forward(sums, &got[1], x, sequence, S, T, r, NULL);
-        ops->balance_loss(&got[0], sums, S, E, NULL);
+        ops->aux_loss_forward(sums, &got[1], x, sequence, S, T, r, NULL);
+        ops->aux_loss_value(&got[0], sums, S, E, NULL);
         assert_near("losses", got, want, 2, 1e-6);
         for (int64_t j = 0; j < S * E; j++) assert_true((double)sums[S * E + j] == counts[j]);
-        ops->balance_backward(dx, x, sums + S * E, sequence, S, T, 0.75f, 0.125f, r, NULL);
+        ops->aux_loss_backward(dx, x, sums + S * E, sequence, S, T, 0.75f, 0.125f, r, NULL);
         double *slope = load(dx, n, MT_F32);
         for (int64_t j = 0; j < n; j++) slope[j] -= before[j];
         assert_gradient("dlogits", slope, aux_loss_reference, &shape, logits, n, scales, 2, MT_F32);
@@ -560,16 +560,16 @@ static void aux_loss_is_per_sequence_or_over_the_batch(void **state) {
     float *x = store(logits, T * E, MT_F32), sums[2 * S * E], part[2 * E];
     int32_t sequence[T];
     for (int t = 0; t < T; t++) sequence[t] = t / (T / S);
-    ops->balance_forward(sums, &z_sum, x, sequence, S, T, r, NULL);
-    ops->balance_loss(&loss, sums, S, E, NULL);
+    ops->aux_loss_forward(sums, &z_sum, x, sequence, S, T, r, NULL);
+    ops->aux_loss_value(&loss, sums, S, E, NULL);
     for (int s = 0; s < S; s++) {
-        ops->balance_forward(part, &z_parts, x + s * (T / S) * E, NULL, 1, T / S, r, NULL);
-        ops->balance_loss(&parts, part, 1, E, NULL);
+        ops->aux_loss_forward(part, &z_parts, x + s * (T / S) * E, NULL, 1, T / S, r, NULL);
+        ops->aux_loss_value(&parts, part, 1, E, NULL);
         assert_memory_equal(part, sums + s * E, E * 4);
         assert_memory_equal(part + E, sums + (S + s) * E, E * 4);
     }
     assert_true(loss == parts && z_sum == z_parts);
-    ops->balance_forward(part, &z_parts, x, NULL, 1, T, r, NULL);
+    ops->aux_loss_forward(part, &z_parts, x, NULL, 1, T, r, NULL);
     for (int i = 0; i < 2 * E; i++) {
         float sum = 0;
         for (int s = 0; s < S; s++) sum += sums[(i / E * S + s) * E + i % E];
@@ -1174,8 +1174,8 @@ static uint64_t hash_routing(mt_dtype dtype) {
         if (router.num_groups) router.num_groups = 4;
         ops->route_forward(probs, experts, &invalid, logits, NULL, T, &router, NULL);
         ops->route_backward(dlogits, probs, experts, logits, T, &router, NULL);
-        ops->balance_forward(sums, &z_sum, logits, sequence, S, T, &router, NULL);
-        ops->balance_backward(dlogits, logits, sums + S * E, sequence, S, T, 0.5f, 0.25f, &router, NULL);
+        ops->aux_loss_forward(sums, &z_sum, logits, sequence, S, T, &router, NULL);
+        ops->aux_loss_backward(dlogits, logits, sums + S * E, sequence, S, T, 0.5f, 0.25f, &router, NULL);
         hash = hash_bytes(hash, probs, T * router.topk * 4);
         router = sinkhorn_routers[i % 2], router.num_experts = E;
         ops->route_sinkhorn(probs, experts, &invalid, logits, T, 0, T, &router, NULL);

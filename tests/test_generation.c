@@ -283,6 +283,48 @@ static void greedy_continuations_equal_transformers(void **state) {
     }
 }
 
+static void a_folder_opens_and_generates_in_two_calls(void **state) {
+    (void)state;
+    const char *const settings[] = {"device", "cpu", NULL};
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        char folder[256], path[512];
+        mt_grid grid = mt_grid_of_one;
+        mt_hf *hf;
+        mt_error error;
+        int32_t expected[64], tokens[32];
+        int64_t num_tokens = 8;
+        snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[k]);
+        snprintf(path, sizeof path, "%s/expected.json", folder);
+        assert_int_equal(read_ids(path, "greedy_ids", expected, 64), 32);
+        memcpy(tokens, expected, 8 * sizeof *tokens);
+        if (mt_hf_open(&hf, folder, settings, 1, 32, &grid, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(mt_generate(hf->model, tokens, &num_tokens, 1, 32, NULL, NULL, &error), 0);
+        assert_int_equal(num_tokens, 32);
+        assert_memory_equal(tokens, expected, sizeof tokens);
+        mt_hf_close(hf);
+    }
+}
+
+static void a_folder_that_cannot_be_opened_says_why(void **state) {
+    (void)state;
+    const struct {
+        const char *folder, *name, *value, *says;
+        int64_t max_tokens;
+    } cases[] = {{"tests/golden/hf/absent", NULL, NULL, "No such file", 8},
+                 {"tests/golden/hf/llama", "devise", "cpu", "device", 8},
+                 {"tests/golden/hf/llama", "tensor_model_parallel_size", "2", "tensor-model-parallel-size", 8},
+                 {"tests/golden/hf/llama", "device", "cpu", "context", 1 << 30}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *const settings[] = {cases[i].name, cases[i].value, NULL};
+        mt_grid grid = mt_grid_of_one;
+        mt_hf *hf;
+        mt_error error;
+        assert_int_equal(mt_hf_open(&hf, cases[i].folder, settings, 1, cases[i].max_tokens, &grid, &error), -1);
+        assert_null(hf);
+        if (!strstr(error.text, cases[i].says)) fail_msg("%s does not say %s", error.text, cases[i].says);
+    }
+}
+
 /* Logits [count, vocab_size] of one forward of the whole sequence. */
 static void forward_whole(mt_model *model, mt_batch *batch, const int32_t *tokens, int64_t count, float *logits) {
     for (int64_t t = 0; t < count; t++) {
@@ -642,6 +684,8 @@ int main(void) {
         cmocka_unit_test(logits_that_are_not_numbers_are_refused),
         cmocka_unit_test(a_draw_depends_on_seed_sequence_and_position_alone),
         cmocka_unit_test(greedy_continuations_equal_transformers),
+        cmocka_unit_test(a_folder_opens_and_generates_in_two_calls),
+        cmocka_unit_test(a_folder_that_cannot_be_opened_says_why),
         cmocka_unit_test(decoding_gives_the_logits_of_a_full_forward),
         cmocka_unit_test(a_batch_of_unequal_prompts_equals_single_runs),
         cmocka_unit_test(prompts_read_in_pieces_equal_prompts_read_at_once),

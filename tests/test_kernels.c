@@ -1184,38 +1184,38 @@ static void gradient_scale_clips_and_divides_by_the_tokens(void **state) {
     assert_true(norm == 0 && scale == 1);
 }
 
-/* The verdict on a loss (of a sum over tokens, added up twice) and a norm; checks scale and average. */
-static int judge(double guard[MT_GUARD_NUMBERS], double loss, float norm, bool finite, double factor) {
+/* The check of a loss (of a sum over tokens, added up twice) and a norm; checks scale and average. */
+static int check_step(double guard[MT_GUARD_NUMBERS], double loss, float norm, bool finite, double factor) {
     double sum = 2 * 4 * loss, tokens = 4, average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS];
     float scale = 0.5f;
     mt_guard_rules rules = {.finite = finite, .spike_factor = factor, .window = 3, .copies = 2};
     ops->step_guard(guard, &scale, &sum, &tokens, &norm, &rules, NULL);
-    bool good = guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD;
+    bool good = guard[MT_GUARD_CHECK] == MT_STEP_PASSED;
     assert_true(scale == (good ? 0.5f : -1.0f));
     bool counts = good && isfinite(loss);
     assert_true(guard[MT_GUARD_STEPS] == steps + counts);
     double n = steps + 1 < 3 ? steps + 1 : 3, want = counts ? average * (n - 1) / n + loss / n : average;
     assert_true(fabs(guard[MT_GUARD_AVERAGE] - want) <= 1e-15 * fabs(want));
-    return (int)guard[MT_GUARD_VERDICT];
+    return (int)guard[MT_GUARD_CHECK];
 }
 
 static void step_guard_refuses_what_is_not_finite_and_what_spikes(void **state) {
     (void)state;
     double guard[MT_GUARD_NUMBERS] = {0};
-    assert_int_equal(judge(guard, 8, 1, true, 1.5), MT_STEP_IS_GOOD);
-    assert_int_equal(judge(guard, 100, 1, true, 1.5), MT_STEP_IS_GOOD); // no average of three steps yet
-    assert_int_equal(judge(guard, 6, 1, true, 1.5), MT_STEP_IS_GOOD);
+    assert_int_equal(check_step(guard, 8, 1, true, 1.5), MT_STEP_PASSED);
+    assert_int_equal(check_step(guard, 100, 1, true, 1.5), MT_STEP_PASSED); // no average of three steps yet
+    assert_int_equal(check_step(guard, 6, 1, true, 1.5), MT_STEP_PASSED);
     assert_true(fabs(guard[MT_GUARD_AVERAGE] - 38) < 1e-12);
-    assert_int_equal(judge(guard, 56, 1, true, 1.5), MT_STEP_IS_GOOD);
-    assert_int_equal(judge(guard, 67, 1, true, 1.5), MT_LOSS_SPIKES); // the average is 44
-    assert_int_equal(judge(guard, 65, 1, true, 1.5), MT_STEP_IS_GOOD);
-    assert_int_equal(judge(guard, 1e9, 1, true, 0), MT_STEP_IS_GOOD);
-    assert_int_equal(judge(guard, NAN, 1, true, 0), MT_LOSS_NOT_FINITE);
-    assert_int_equal(judge(guard, INFINITY, NAN, true, 2), MT_LOSS_NOT_FINITE);
-    assert_int_equal(judge(guard, 3, NAN, true, 2), MT_NORM_NOT_FINITE);
-    assert_int_equal(judge(guard, 3, INFINITY, true, 0), MT_NORM_NOT_FINITE);
-    assert_int_equal(judge(guard, NAN, NAN, false, 2), MT_STEP_IS_GOOD);
-    assert_int_equal(judge(guard, 3, 1, true, 2), MT_STEP_IS_GOOD);
+    assert_int_equal(check_step(guard, 56, 1, true, 1.5), MT_STEP_PASSED);
+    assert_int_equal(check_step(guard, 67, 1, true, 1.5), MT_LOSS_SPIKES); // the average is 44
+    assert_int_equal(check_step(guard, 65, 1, true, 1.5), MT_STEP_PASSED);
+    assert_int_equal(check_step(guard, 1e9, 1, true, 0), MT_STEP_PASSED);
+    assert_int_equal(check_step(guard, NAN, 1, true, 0), MT_LOSS_NOT_FINITE);
+    assert_int_equal(check_step(guard, INFINITY, NAN, true, 2), MT_LOSS_NOT_FINITE);
+    assert_int_equal(check_step(guard, 3, NAN, true, 2), MT_NORM_NOT_FINITE);
+    assert_int_equal(check_step(guard, 3, INFINITY, true, 0), MT_NORM_NOT_FINITE);
+    assert_int_equal(check_step(guard, NAN, NAN, false, 2), MT_STEP_PASSED);
+    assert_int_equal(check_step(guard, 3, 1, true, 2), MT_STEP_PASSED);
 }
 
 static void adamw_with_a_negative_scale_changes_nothing(void **state) {
@@ -1449,7 +1449,7 @@ static void the_number_of_threads_changes_no_bit(void **state) {
 #endif
 }
 
-static void likeliest_is_the_first_of_the_greatest_and_needs_numbers(void **state) {
+static void argmax_is_the_first_maximum_and_needs_numbers(void **state) {
     (void)state;
     enum { T = 5, STRIDE = 6, COUNT = 5 };
     const float logits[T][STRIDE] = {{1, 3, 2, 3, 0, 9}, // the last column is padding
@@ -1460,10 +1460,10 @@ static void likeliest_is_the_first_of_the_greatest_and_needs_numbers(void **stat
     const int32_t expected[T] = {1, 1, -1, -1, -1};
     uint16_t rounded[T * STRIDE];
     int32_t ids[T];
-    ops->likeliest(ids, logits, T, STRIDE, COUNT, MT_F32, NULL);
+    ops->argmax(ids, logits, T, STRIDE, COUNT, MT_F32, NULL);
     assert_memory_equal(ids, expected, sizeof ids);
     ops->convert(rounded, MT_BF16, logits, MT_F32, T * STRIDE, NULL);
-    ops->likeliest(ids, rounded, T, STRIDE, COUNT, MT_BF16, NULL);
+    ops->argmax(ids, rounded, T, STRIDE, COUNT, MT_BF16, NULL);
     assert_memory_equal(ids, expected, sizeof ids);
 }
 
@@ -1489,7 +1489,7 @@ int main(void) {
         cmocka_unit_test(cross_entropy_matches_float64_and_finite_differences),
         cmocka_unit_test(cross_entropy_survives_large_logits_and_minus_infinity),
         cmocka_unit_test(loss_accumulates_under_its_mask),
-        cmocka_unit_test(likeliest_is_the_first_of_the_greatest_and_needs_numbers),
+        cmocka_unit_test(argmax_is_the_first_maximum_and_needs_numbers),
         cmocka_unit_test(accumulate_adds_every_element_once),
         cmocka_unit_test(squared_norm_sums_in_float64),
         cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
