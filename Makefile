@@ -166,7 +166,7 @@ $(B)/%.cu.o: %.cu $(B)/flags
 
 # libmegatron holds megatron.c and the companions in data/, compiled again as position-independent code. -march=native
 # ties library and programs to CPUs like this one: OPT="-O3 -march=x86-64-v3" builds for others.
-VERSION = $(shell sed -n 's/^\#define MT_VERSION "\(.*\)"/\1/p' megatron.h)
+VERSION = $(shell sed -n 's/^\#define MT_VERSION *"\(.*\)"/\1/p' megatron.h)
 SONAME = libmegatron.so.$(firstword $(subst ., ,$(VERSION)))
 LIBRARY_OBJECTS := $(patsubst $(B)/%.o,$(B)/pic/%.o,$(filter-out %.cu.o,$(OBJECTS))) $(filter %.cu.o,$(OBJECTS))
 LIBRARIES_BUILT := $(B)/libmegatron.a $(B)/libmegatron.so
