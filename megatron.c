@@ -5,8 +5,8 @@
  *   §2   options: the struct's rules
  *   §2a  sizes, positions, lengths
  *   §2b  ranks and experts
- *   §2c  schedules and sharding
- *   §2d  checks of a run
+ *   §2c  stages, batches, schedules
+ *   §2d  operation counts
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -252,9 +252,9 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 }
 
 /* ==== §2 options: the struct's rules ============================================================================= */
-/* A run is described by one flat struct and by nothing else. Text (command line, YAML, config.json, --help) is read and
- * written by data/options.c; here stands what follows from the values and every rule between them, each error naming
- * both sides. Invariant: mt_options_derive allocates nothing that a run needs and can be called again. */
+/* One flat struct describes a run. This section derives values that were left open and holds the rules between values;
+ * data/options.c reads and writes the struct as text (command line, YAML, config.json, --help) and checks ranges.
+ * Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be called again. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
@@ -265,6 +265,27 @@ bool mt_options_gave(const mt_options *options, size_t offset) {
 bool mt_options_converts(const mt_options *o) {
     return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
 }
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rules have no numbers
+
+/* A rule that may be broken, and its message with a %lld for each number. */
+typedef struct mt_rule {
+    bool broken;
+    const char *message;
+    long long numbers[5];
+} mt_rule;
+
+/* The first broken rule is the error. */
+static int mt_rules_check(const mt_rule *rules, size_t count, mt_error *error) {
+    for (size_t i = 0; i < count; i++) {
+        const long long *n = rules[i].numbers;
+        if (rules[i].broken) return mt_error_set(error, rules[i].message, n[0], n[1], n[2], n[3], n[4]);
+    }
+    return 0;
+}
+
+#define MT_CHECK_RULES(rules, error) mt_rules_check(rules, sizeof rules / sizeof *rules, error)
 
 /* ==== §2a sizes, positions, lengths ============================================================================== */
 
@@ -279,113 +300,119 @@ void mt_options_derive_sizes(mt_options *o) {
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
-/* What multi-token prediction asks of the model; generation and scoring do without it. */
-static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *error) {
-    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
-    if (o->mtp_num_layers == 0) return 0;
-    if (o->normalization != MT_RMSNORM) return mt_error_set(error, "--mtp-num-layers needs --normalization RMSNorm");
-    if (o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE)
-        return mt_error_set(error, "--mtp-num-layers needs --position-embedding-type rope or none, which is "
-                                   "learned_absolute");
-    if (o->pipeline_schedule == MT_SCHEDULE_ZB_H1)
-        return mt_error_set(error, "--mtp-num-layers does not split its backward: leave out --pipeline-schedule zb-h1");
-    if (o->seq_length > 0 && o->seq_length <= o->mtp_num_layers)
-        return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
-                            (long long)o->mtp_num_layers, (long long)o->seq_length);
-    return 0;
-}
-
-static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
-    const struct {
-        int64_t value;
-        const char *name;
-    } needed[] = {{o->num_layers, "num-layers"},
-                  {o->hidden_size, "hidden-size"},
-                  {o->num_attention_heads, "num-attention-heads"}};
-    for (int i = 0; i < 3; i++)
-        if (needed[i].value == 0)
-            return mt_error_set(error, "--%s is missing: give the model's shape by its options, --hf-config or --load",
-                                needed[i].name);
-    if (!o->group_query_attention && o->num_query_groups > 0 && o->num_query_groups != o->num_attention_heads)
-        return mt_error_set(error, "--num-query-groups %lld needs --group-query-attention",
-                            (long long)o->num_query_groups);
-    if (o->multi_latent_attention && (o->normalization != MT_RMSNORM || o->position_embedding_type != MT_POSITION_ROPE))
-        return mt_error_set(error, "--multi-latent-attention needs --normalization RMSNorm and "
-                                   "--position-embedding-type rope");
-    if (o->kv_channels == 0 && !o->multi_latent_attention && o->hidden_size % o->num_attention_heads != 0)
-        return mt_error_set(
-            error, "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
-            (long long)o->hidden_size, (long long)o->num_attention_heads);
+/* Sizes and biases of the model. */
+static int mt_options_derive_model(mt_options *o, mt_error *error) {
+    int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
+    bool latent = o->multi_latent_attention, rope = o->position_embedding_type == MT_POSITION_ROPE;
+    const mt_rule before[] = {
+        {o->num_layers == 0, "--num-layers is missing: give the model's shape by its options, --hf-config or --load"},
+        {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
+        {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
+        {!o->group_query_attention && groups > 0 && groups != heads,
+         "--num-query-groups %lld needs --group-query-attention",
+         {groups}},
+        {latent && (o->normalization != MT_RMSNORM || !rope),
+         "--multi-latent-attention needs --normalization RMSNorm and --position-embedding-type rope"},
+        {heads > 0 && o->kv_channels == 0 && !latent && C % heads != 0,
+         "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
+         {C, heads}},
+    };
+    if (MT_CHECK_RULES(before, error)) return -1;
     mt_options_derive_sizes(o);
-    if (o->ffn_hidden_size == 0)
-        return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
-                            (long long)o->hidden_size);
-    if (o->num_attention_heads % o->num_query_groups != 0)
-        return mt_error_set(error, "--num-attention-heads %lld must be a multiple of --num-query-groups %lld",
-                            (long long)o->num_attention_heads, (long long)o->num_query_groups);
-    if (o->swiglu && o->openai_gelu)
-        return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
     if (o->add_bias_linear) {
         o->attention_output_bias = o->mlp_bias = true;
-        o->add_qkv_bias = !o->multi_latent_attention; // Megatron's have none there
+        o->add_qkv_bias = !latent; // as in Megatron
     }
-    double attention = (double)o->num_attention_heads * (double)o->kv_channels;
-    double parameters =
-        (double)o->num_layers * (double)o->hidden_size * (4 * attention + 3 * (double)o->ffn_hidden_size);
-    if (parameters > 1e15)
-        return mt_error_set(error,
-                            "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
-                            "make %.3g parameters; at most 1e15 are supported",
-                            parameters);
-    return 0;
+    const mt_rule after[] = {
+        {o->ffn_hidden_size == 0, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it", {C}},
+        {heads % o->num_query_groups != 0,
+         "--num-attention-heads %lld must be a multiple of --num-query-groups %lld",
+         {heads, o->num_query_groups}},
+        {o->swiglu && o->openai_gelu, "--swiglu and --openai-gelu exclude each other; leave one out"},
+    };
+    double attention = (double)heads * (double)o->kv_channels, mlp = (double)o->ffn_hidden_size;
+    double parameters = (double)o->num_layers * (double)C * (4 * attention + 3 * mlp);
+    if (MT_CHECK_RULES(after, error)) return -1;
+    if (parameters <= 1e15) return 0;
+    return mt_error_set(error,
+                        "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
+                        "make %.3g parameters; at most 1e15 are supported",
+                        parameters);
 }
 
-/* What each kind of scaling needs. */
-static int mt_options_finish_rope(mt_options *o, mt_error *error) {
-    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
-    if (o->multi_latent_attention && o->qk_pos_emb_head_dim % 2 != 0)
-        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)o->qk_pos_emb_head_dim);
-    int64_t turning = (int64_t)((double)o->kv_channels * o->rotary_percent);
-    if (o->multi_latent_attention) turning = o->qk_pos_emb_head_dim;
-    if (turning < 2 || turning % 2 != 0)
-        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for rotary positions",
+/* YaRN's g(m), from which the scale of attention follows (Peng et al., "YaRN"; DeepSeek's two factors). */
+static double mt_yarn_mscale(double factor, double mscale) {
+    return 0.1 * mscale * log(factor) + 1;
+}
+
+/* RoPE: its channels, and the numbers of its scaling. */
+static int mt_options_derive_rope(mt_options *o, mt_error *error) {
+    bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    bool linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
+    if (o->position_embedding_type != MT_POSITION_ROPE) {
+        if (!linear && !llama3 && !yarn) return 0;
+        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope");
+    }
+    int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
+    if (o->multi_latent_attention) channels = latent;
+    if (o->multi_latent_attention && latent % 2 != 0)
+        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)latent);
+    if (channels < 2 || channels % 2 != 0)
+        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for RoPE",
                             (long long)o->kv_channels, o->rotary_percent);
-    bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3,
-         is_yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
     if (o->rotary_seq_len_interpolation_factor > 0)
         o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
-    if (is_llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
-    if (is_llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
-    if (o->rope_scaling_type != MT_ROPE_SCALING_NONE && o->rope_scaling_factor == 0)
-        return mt_error_set(error, "--rope-scaling-type %s needs --rope-scaling-factor", is_yarn ? "yarn" : "linear");
-    if (is_yarn && o->original_max_position_embeddings == 0)
-        return mt_error_set(error, "--rope-scaling-type yarn needs --original-max-position-embeddings");
-    if (is_llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
+    if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
+    if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
+    const mt_rule rules[] = {
+        {linear && o->rope_scaling_factor == 0, "--rope-scaling-type linear needs --rope-scaling-factor"},
+        {yarn && o->rope_scaling_factor == 0, "--rope-scaling-type yarn needs --rope-scaling-factor"},
+        {yarn && o->original_max_position_embeddings == 0,
+         "--rope-scaling-type yarn needs --original-max-position-embeddings"},
+    };
+    if (MT_CHECK_RULES(rules, error)) return -1;
+    if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
         return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
                             o->rope_low_freq_factor, o->rope_high_freq_factor);
-    if (is_yarn && o->yarn_attention_factor == 0) { // Peng et al., "YaRN"; DeepSeek's two factors
-        double stretch = 0.1 * log(o->rope_scaling_factor);
+    if (yarn && o->yarn_attention_factor == 0) {
         bool both = o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0;
-        o->yarn_attention_factor =
-            both ? (stretch * o->yarn_mscale + 1) / (stretch * o->yarn_mscale_all_dim + 1) : stretch + 1;
+        o->yarn_attention_factor = mt_yarn_mscale(o->rope_scaling_factor, both ? o->yarn_mscale : 1);
+        if (both) o->yarn_attention_factor /= mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     }
     return 0;
 }
 
-/* Vocabulary, positions and the length of a sequence. */
-static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error *error) {
-    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
-    if (o->vocab_size == 0)
-        return mt_error_set(error, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and "
-                                   "--tokenizer-model");
+/* Multi-token prediction; generation and scoring do without it. */
+static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *error) {
+    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
+    if (o->mtp_num_layers == 0) return 0;
+    const mt_rule rules[] = {
+        {o->normalization != MT_RMSNORM, "--mtp-num-layers needs --normalization RMSNorm"},
+        {o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE,
+         "--mtp-num-layers needs --position-embedding-type rope or none, which is learned_absolute"},
+        {o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
+         "--mtp-num-layers does not split its backward: leave out --pipeline-schedule zb-h1"},
+        {o->seq_length > 0 && o->seq_length <= o->mtp_num_layers,
+         "--mtp-num-layers %lld must be less than --seq-length %lld",
+         {o->mtp_num_layers, o->seq_length}},
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
+/* Vocabulary, positions and sequence length. */
+static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
+    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
     int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
+    const mt_rule rules[] = {
+        {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
+        {o->seq_length == 0 && o->score, "--seq-length is missing: --score needs it"},
+        {o->seq_length == 0 && trains, "--seq-length is missing"},
+    };
+    if (MT_CHECK_RULES(rules, error)) return -1;
     o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
-    bool needs_length = program == MT_PROGRAM_TRAIN || o->score;
-    if (o->seq_length == 0 && needs_length)
-        return mt_error_set(error, "--seq-length is missing%s", o->score ? ": --score needs it" : "");
     if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
     if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
-    if (o->seq_length > o->max_position_embeddings && (learned || program == MT_PROGRAM_TRAIN))
+    if (o->seq_length > o->max_position_embeddings && (learned || trains))
         return mt_error_set(error, "--seq-length %lld is more than --max-position-embeddings %lld; %s",
                             (long long)o->seq_length, (long long)o->max_position_embeddings,
                             learned && o->load ? "the weights have no more" : "lower the one or raise the other");
@@ -393,279 +420,257 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
 }
 
 /* ==== §2b ranks and experts ====================================================================================== */
-/* Who computes what: stages, parts of layers, of sequences and of the batch, and experts. */
+/* How ranks split the model, sequences and the batch. */
 
-/* Virtual stages a rank, by whichever option says it. */
-static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
-    if (o->pipeline_letters) {
-        int64_t count = mt_pipeline_layout_count(o->pipeline_letters);
-        if (count % pp != 0)
-            return mt_error_set(error,
-                                "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
-                                "--pipeline-model-parallel-size %lld",
-                                (long long)count, (long long)pp);
-        o->num_virtual_stages_per_pipeline_rank = count / pp;
-    } else if (per_stage > 0) {
-        int64_t layers = o->num_layers + o->account_for_embedding_in_pipeline_split;
-        layers += o->account_for_loss_in_pipeline_split;
-        if (layers % (pp * per_stage) != 0)
-            return mt_error_set(error,
-                                "--num-layers %lld%s must be a multiple of --pipeline-model-parallel-size %lld times "
-                                "--num-layers-per-virtual-pipeline-stage %lld",
-                                (long long)o->num_layers,
-                                layers > o->num_layers ? " with what --account-for-* counts" : "", (long long)pp,
-                                (long long)per_stage);
-        o->num_virtual_stages_per_pipeline_rank = layers / (pp * per_stage);
-    } else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
-        o->num_virtual_stages_per_pipeline_rank = 1;
-    if (pp * o->num_virtual_stages_per_pipeline_rank > 1000000)
-        return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks",
-                            (long long)o->num_virtual_stages_per_pipeline_rank, (long long)pp);
+/* `a` must be a multiple of `b`; messages show both with their names. */
+typedef struct mt_multiple {
+    const char *a_name;
+    int64_t a;
+    const char *b_name;
+    int64_t b;
+} mt_multiple;
+
+/* Everything that ranks split evenly. */
+static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
+    int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
+    const char *tensor = "--tensor-model-parallel-size";
+    const mt_multiple rows[] = {
+        {"--num-attention-heads", o->num_attention_heads, tensor, tp},
+        {"--ffn-hidden-size", o->ffn_hidden_size, tensor, tp},
+        {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
+        {"--seq-length", o->seq_length,
+         "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
+         o->sequence_parallel ? tp * cp : 1},
+        {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
+        {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
+        {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
+        {"the world size", world_size,
+         "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
+         o->num_experts > 0 ? ep * etp * pp : 1},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (rows[i].a % rows[i].b != 0)
+            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
+                                rows[i].b_name, (long long)rows[i].b);
     return 0;
 }
 
-/* The order of work, and whether it can do with these stages. */
-static int mt_options_finish_order(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
-    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
-        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
-    bool interleaved = o->pipeline_schedule == MT_SCHEDULE_INTERLEAVED;
-    bool zero_bubble = o->pipeline_schedule == MT_SCHEDULE_ZB_H1;
-    if (interleaved && vp == 1)
-        return mt_error_set(error, "--pipeline-schedule interleaved needs several virtual stages: give "
-                                   "--num-virtual-stages-per-pipeline-rank");
-    if (!interleaved && vp > 1)
-        return mt_error_set(error,
-                            "--pipeline-schedule %s has one stage a rank, but there are %lld: leave it out, or "
-                            "--num-virtual-stages-per-pipeline-rank and what else makes them",
-                            zero_bubble ? "zb-h1" : "1f1b", (long long)vp);
-    if (zero_bubble && pp == 1)
-        return mt_error_set(error, "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1");
-    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
-    if (vp == 1 && *group > 0)
-        return mt_error_set(error, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: "
-                                   "give --num-virtual-stages-per-pipeline-rank");
-    if (vp > 1 && *group < pp)
-        return mt_error_set(error,
-                            "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least "
-                            "--pipeline-model-parallel-size %lld",
-                            (long long)*group, (long long)pp);
-    if (*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS) // messages under way, of which each end holds half
-        return mt_error_set(error,
-                            "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than "
-                            "--pipeline-model-parallel-size %lld + %d: more messages would be under way than have room",
-                            (long long)*group, (long long)pp, 2 * MT_CHANNEL_TICKETS - 1);
-    return 0;
-}
-
-/* Interleaved groups must be full, or the last one long enough to fill the pipeline. */
-static int mt_options_check_micro_batches(const mt_options *o, int64_t batch_size, mt_error *error) {
-    int64_t micro_batches = batch_size / (o->micro_batch_size * o->data_parallel_size);
-    int64_t pp = o->pipeline_model_parallel_size, group = o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (o->num_virtual_stages_per_pipeline_rank == 1) return 0;
-    if (micro_batches < group)
-        return mt_error_set(error,
-                            "a batch of %lld sequences is %lld micro-batches, fewer than the %lld of "
-                            "--microbatch-group-size-per-virtual-pipeline-stage (when not given: "
-                            "--pipeline-model-parallel-size); raise the batch",
-                            (long long)batch_size, (long long)micro_batches, (long long)group);
-    if (micro_batches % group != 0 && micro_batches % group < pp)
-        return mt_error_set(error,
-                            "a batch of %lld sequences is %lld micro-batches; groups of %lld leave %lld over, fewer "
-                            "than --pipeline-model-parallel-size %lld: change the batch or "
-                            "--microbatch-group-size-per-virtual-pipeline-stage",
-                            (long long)batch_size, (long long)micro_batches, (long long)group,
-                            (long long)(micro_batches % group), (long long)pp);
-    return 0;
-}
-
-/* What every rank gets of the model, of a sequence and of the batch; the ranks that are left work on other samples. */
-static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_error *error) {
+/* The data-parallel ranks: those that the model's split leaves over. */
+static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
     int64_t model = tp * pp * cp, groups = o->num_query_groups;
-    const char *tensor = "--tensor-model-parallel-size";
-    if (model > world_size || world_size % model != 0)
-        return mt_error_set(error,
-                            "%s %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are %lld "
-                            "ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
-                            tensor, (long long)tp, (long long)pp, (long long)cp, (long long)model,
-                            (long long)world_size);
+    const mt_rule rules[] = {
+        {model > world_size || world_size % model != 0,
+         "--tensor-model-parallel-size %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are "
+         "%lld ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
+         {tp, pp, cp, model, world_size}},
+        {o->sequence_parallel && tp == 1,
+         "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; raise it or leave the flag out"},
+        {o->tp_comm_overlap && !o->sequence_parallel,
+         "--tp-comm-overlap needs --sequence-parallel, whose communication it overlaps"},
+    };
+    if (MT_CHECK_RULES(rules, error) || mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / model;
-    if (o->num_attention_heads % tp != 0)
-        return mt_error_set(error, "--num-attention-heads %lld must be a multiple of %s %lld",
-                            (long long)o->num_attention_heads, tensor, (long long)tp);
-    if (groups % tp != 0 && tp % groups != 0)
-        return mt_error_set(error, "--num-query-groups %lld must be a multiple or a divisor of %s %lld",
-                            (long long)groups, tensor, (long long)tp);
-    if (o->ffn_hidden_size % tp != 0)
-        return mt_error_set(error, "--ffn-hidden-size %lld must be a multiple of %s %lld",
-                            (long long)o->ffn_hidden_size, tensor, (long long)tp);
-    if (o->sequence_parallel && tp == 1)
-        return mt_error_set(error, "--sequence-parallel needs %s of 2 or more; raise it or leave the flag out", tensor);
-    if (o->tp_comm_overlap && !o->sequence_parallel)
-        return mt_error_set(error, "--tp-comm-overlap needs --sequence-parallel, which cuts the rows that travel while "
-                                   "others are multiplied");
-    if (cp > 1 && o->seq_length % (2 * cp) != 0)
-        return mt_error_set(error, "--seq-length %lld must be a multiple of 2 x --context-parallel-size %lld",
-                            (long long)o->seq_length, (long long)cp);
-    if (o->sequence_parallel && o->seq_length % (tp * cp) != 0)
-        return mt_error_set(error,
-                            "--seq-length %lld must be a multiple of %s %lld x --context-parallel-size %lld for "
-                            "--sequence-parallel",
-                            (long long)o->seq_length, tensor, (long long)tp, (long long)cp);
-    return 0;
+    if (groups % tp == 0 || tp % groups == 0) return 0;
+    return mt_error_set(error,
+                        "--num-query-groups %lld must be a multiple or a divisor of --tensor-model-parallel-size %lld",
+                        (long long)groups, (long long)tp);
 }
 
-/* What Sinkhorn's choice goes with: as Megatron's, it has probabilities of its own. */
+/* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
 static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
-    const char *type = "--moe-router-load-balancing-type sinkhorn";
-    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
     if (o->moe_router_load_balancing_type != MT_BALANCING_SINKHORN) return 0;
-    if (o->moe_aux_loss_coeff > 0)
-        return mt_error_set(error, "%s needs --moe-aux-loss-coeff 0: loads are even without a loss", type);
-    if (o->moe_router_topk == 1 && !sigmoid)
-        return mt_error_set(error, "%s with --moe-router-topk 1 needs --moe-router-score-function sigmoid", type);
-    if (o->moe_router_topk > 1 && !o->moe_router_pre_softmax)
-        return mt_error_set(error, "%s with --moe-router-topk %lld needs --moe-router-pre-softmax", type,
-                            (long long)o->moe_router_topk);
-    if (o->moe_router_num_groups > 0 || o->moe_router_enable_expert_bias || o->moe_expert_capacity_factor > 0)
-        return mt_error_set(error,
-                            "%s cannot have --moe-router-num-groups, --moe-router-enable-expert-bias or "
-                            "--moe-expert-capacity-factor",
-                            type);
-    return 0;
+    const mt_rule rules[] = {
+        {o->moe_aux_loss_coeff > 0,
+         "--moe-router-load-balancing-type sinkhorn needs --moe-aux-loss-coeff 0: it balances loads without a loss"},
+        {o->moe_router_topk == 1 && o->moe_router_score_function != MT_SCORE_SIGMOID,
+         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk 1 needs --moe-router-score-function "
+         "sigmoid"},
+        {o->moe_router_topk > 1 && !o->moe_router_pre_softmax,
+         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk %lld needs --moe-router-pre-softmax",
+         {o->moe_router_topk}},
+        {o->moe_router_num_groups > 0 || o->moe_router_enable_expert_bias || o->moe_expert_capacity_factor > 0,
+         "--moe-router-load-balancing-type sinkhorn excludes --moe-router-num-groups, --moe-router-enable-expert-bias "
+         "and --moe-expert-capacity-factor"},
+    };
+    return MT_CHECK_RULES(rules, error);
 }
 
-/* How experts are chosen. */
+/* How the router chooses experts. */
 static int mt_options_check_router(const mt_options *o, mt_error *error) {
     int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
-    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
-    if (k > E)
-        return mt_error_set(error, "--moe-router-topk %lld must be at most --num-experts %lld", (long long)k,
-                            (long long)E);
-    if (sigmoid && o->moe_router_pre_softmax)
-        return mt_error_set(error, "--moe-router-pre-softmax needs --moe-router-score-function softmax");
-    if (!sigmoid && k == 1 && !o->moe_router_pre_softmax)
-        return mt_error_set(error,
-                            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen expert "
-                            "is always 1, so that the router would not learn");
-    if (!sigmoid && o->moe_router_enable_expert_bias)
-        return mt_error_set(error, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid");
-    if (groups > 0 && (E % groups != 0 || o->moe_router_group_topk > groups || o->moe_router_group_topk > k))
-        return mt_error_set(error,
-                            "--moe-router-num-groups %lld must divide --num-experts %lld and be at least "
-                            "--moe-router-group-topk %lld, which must be at most --moe-router-topk %lld",
-                            (long long)groups, (long long)E, (long long)o->moe_router_group_topk, (long long)k);
-    if (groups > 0 && k > E / groups * o->moe_router_group_topk)
-        return mt_error_set(error,
-                            "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld "
-                            "groups; raise it or lower --moe-router-num-groups",
-                            (long long)k, (long long)(E / groups * o->moe_router_group_topk),
-                            (long long)o->moe_router_group_topk);
+    int64_t group_topk = o->moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
+    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
+    const mt_rule rules[] = {
+        {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
+        {sigmoid && pre_softmax, "--moe-router-pre-softmax needs --moe-router-score-function softmax"},
+        {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
+                                             "chosen expert is always 1, so that the "
+                                             "router would not learn"},
+        {!sigmoid && o->moe_router_enable_expert_bias,
+         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"},
+        {groups > 0 && (E % groups != 0 || group_topk > groups || group_topk > k),
+         "--moe-router-num-groups %lld must divide --num-experts %lld and be at least --moe-router-group-topk %lld, "
+         "which must be at most --moe-router-topk %lld",
+         {groups, E, group_topk, k}},
+        {groups > 0 && k > choice,
+         "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld groups; raise it or "
+         "lower --moe-router-num-groups",
+         {k, choice, group_topk}},
+    };
+    if (MT_CHECK_RULES(rules, error)) return -1;
     if (o->moe_aux_loss_coeff > 0 && o->moe_router_load_balancing_type == MT_BALANCING_NONE)
         return mt_error_set(error, "--moe-aux-loss-coeff %g needs a --moe-router-load-balancing-type other than none",
                             o->moe_aux_loss_coeff);
     return mt_options_check_sinkhorn(o, error);
 }
 
-/* How ranks share the experts. */
-static int mt_options_check_expert_ranks(const mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
-    int64_t ep = o->expert_model_parallel_size, etp = o->expert_tensor_parallel_size;
-    int64_t pp = o->pipeline_model_parallel_size;
-    if (o->num_experts % ep != 0)
-        return mt_error_set(error, "--num-experts %lld must be a multiple of --expert-model-parallel-size %lld",
-                            (long long)o->num_experts, (long long)ep);
-    if (o->moe_ffn_hidden_size % etp != 0)
-        return mt_error_set(error,
-                            "--moe-ffn-hidden-size %lld must be a multiple of --expert-tensor-parallel-size %lld",
-                            (long long)o->moe_ffn_hidden_size, (long long)etp);
-    if (o->moe_shared_expert_intermediate_size % o->tensor_model_parallel_size != 0)
-        return mt_error_set(
-            error, "--moe-shared-expert-intermediate-size %lld must be a multiple of --tensor-model-parallel-size %lld",
-            (long long)o->moe_shared_expert_intermediate_size, (long long)o->tensor_model_parallel_size);
-    if (world_size % (ep * etp * pp) != 0)
-        return mt_error_set(error,
-                            "--expert-tensor-parallel-size %lld x --expert-model-parallel-size %lld x "
-                            "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
-                            (long long)etp, (long long)ep, (long long)pp, (long long)world_size);
-    if (program == MT_PROGRAM_TRAIN && o->tensor_model_parallel_size > 1 && !o->sequence_parallel)
-        return mt_error_set(error,
-                            "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each "
-                            "rank routes tokens of its own",
-                            (long long)o->tensor_model_parallel_size);
-    return 0;
-}
-
-/* The experts: what they derive from, and what they must keep. */
-static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+/* Experts. */
+static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size;
     if (o->num_experts == 0) return 0;
     if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = tp;
     if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
-        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
-    if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = o->tensor_model_parallel_size;
-    if (!o->swiglu) return mt_error_set(error, "--num-experts needs --swiglu: experts have gates");
-    if (o->mlp_bias) return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
-    if (mt_options_check_router(o, error)) return -1;
-    return mt_options_check_expert_ranks(o, program, world_size, error);
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
+    const mt_rule rules[] = {
+        {!o->swiglu, "--num-experts needs --swiglu: experts have gates"},
+        {o->mlp_bias, "--num-experts needs --disable-bias-linear: experts have no biases"},
+        {program != MT_PROGRAM_INFER && tp > 1 && !o->sequence_parallel,
+         "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each rank routes tokens of "
+         "its own",
+         {tp}},
+    };
+    return MT_CHECK_RULES(rules, error) || mt_options_check_router(o, error) ? -1 : 0;
 }
 
-/* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
-static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
+/* Context parallelism: the ranks that trade tokens for heads, and the layouts that a sliding window allows. With one
+ * context rank --cp-comm-type has no effect, as in Megatron. */
+static int mt_options_derive_context(mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
+    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
     const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
-    bool is_hierarchical = o->cp_comm_type == MT_CP_A2A_P2P;
-    int64_t a2a = sizes->items[0], ring = sizes->items[1];
-    if (!is_hierarchical && sizes->count > 0)
-        return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p");
-    if (!is_hierarchical || (o->context_parallel_size == 1 && sizes->count == 0)) return 0;
-    if (sizes->count != 2 || a2a < 1 || ring < 1 || a2a > o->context_parallel_size ||
-        a2a * ring != o->context_parallel_size)
+    bool hierarchical = o->cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);
+    int64_t a2a = hierarchical ? sizes->items[0] : o->cp_comm_type == MT_CP_A2A ? cp : 1;
+    if (hierarchical && (sizes->count != 2 || a2a < 1 || a2a > cp || a2a * sizes->items[1] != cp))
         return mt_error_set(error,
                             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
                             "whose product is --context-parallel-size %lld",
-                            (long long)o->context_parallel_size);
+                            (long long)cp);
+    if (heads % a2a != 0 || groups % a2a != 0)
+        return mt_error_set(error,
+                            "--cp-comm-type %s splits the heads of a rank over %lld ranks: %lld query heads and %lld "
+                            "key and value heads (--num-attention-heads and --num-query-groups divided by "
+                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
+                            hierarchical ? "a2a+p2p" : "a2a", (long long)a2a, (long long)heads, (long long)groups);
+    if (o->window_size > 0 && cp > a2a && o->cp_comm_type != MT_CP_ALL_GATHER)
+        return mt_error_set(error,
+                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
+                            "apart; take all_gather or a2a",
+                            (long long)o->window_size, hierarchical ? "a2a+p2p" : "p2p");
     o->context_a2a_size = a2a;
     return 0;
 }
 
-/* What --cp-comm-type asks of heads and windows. With one context rank it says nothing, as in Megatron. */
-static int mt_options_finish_context(mt_options *o, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
-    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
-    bool gather = o->cp_comm_type == MT_CP_ALL_GATHER;
-    o->context_a2a_size = o->cp_comm_type == MT_CP_A2A ? cp : 1;
-    if (mt_options_read_hierarchy(o, error)) return -1;
-    int64_t a2a = o->context_a2a_size;
-    if (heads % a2a != 0 || groups % a2a != 0)
+/* ==== §2c stages, batches, schedules ============================================================================= */
+
+/* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
+static int mt_options_derive_stages(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
+    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
+    int64_t layers = o->num_layers + extra, *vp = &o->num_virtual_stages_per_pipeline_rank;
+    int64_t stages = o->pipeline_letters ? mt_pipeline_layout_count(o->pipeline_letters) : pp;
+    if (stages % pp != 0)
         return mt_error_set(error,
-                            "--cp-comm-type %s shares the heads of a rank among %lld: %lld query heads and %lld key "
-                            "and value heads (--num-attention-heads and --num-query-groups over "
-                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
-                            o->cp_comm_type == MT_CP_A2A ? "a2a" : "a2a+p2p", (long long)a2a, (long long)heads,
-                            (long long)groups);
-    if (o->window_size > 0 && cp > a2a && !gather)
+                            "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
+                            "--pipeline-model-parallel-size %lld",
+                            (long long)stages, (long long)pp);
+    if (!o->pipeline_letters && per_stage > 0 && layers % (pp * per_stage) != 0)
         return mt_error_set(error,
-                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
-                            "apart; take all_gather or a2a",
-                            (long long)o->window_size, o->cp_comm_type == MT_CP_P2P ? "p2p" : "a2a+p2p");
-    return 0;
+                            "--num-layers %lld%s must be a multiple of --pipeline-model-parallel-size %lld times "
+                            "--num-layers-per-virtual-pipeline-stage %lld",
+                            (long long)o->num_layers, extra ? " and the layers that --account-for-* adds" : "",
+                            (long long)pp, (long long)per_stage);
+    if (o->pipeline_letters)
+        *vp = stages / pp;
+    else if (per_stage > 0)
+        *vp = layers / (pp * per_stage);
+    else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
+        *vp = 1;
+    if (pp * *vp <= 1000000) return 0;
+    return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks", (long long)*vp,
+                        (long long)pp);
 }
 
-/* `name` = `value` sequences must cut into micro-batches for every rank. */
+/* The schedule, which must fit the number of virtual stages. */
+static int mt_options_derive_order(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
+    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
+        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
+    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
+    mt_schedule_kind kind = o->pipeline_schedule;
+    const mt_rule rules[] = {
+        {kind == MT_SCHEDULE_INTERLEAVED && vp == 1,
+         "--pipeline-schedule interleaved needs several virtual stages: give --num-virtual-stages-per-pipeline-rank"},
+        {kind == MT_SCHEDULE_1F1B && vp > 1,
+         "--pipeline-schedule 1f1b has one stage per rank, but there are %lld: leave it out, or leave out "
+         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
+         {vp}},
+        {kind == MT_SCHEDULE_ZB_H1 && vp > 1,
+         "--pipeline-schedule zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
+         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
+         {vp}},
+        {kind == MT_SCHEDULE_ZB_H1 && pp == 1,
+         "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1"},
+        {vp == 1 && *group > 0, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: give "
+                                "--num-virtual-stages-per-pipeline-rank"},
+        {vp > 1 && *group < pp,
+         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least --pipeline-model-parallel-size %lld",
+         {*group, pp}},
+        {*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS, // messages in flight, of which each end holds half
+         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than --pipeline-model-parallel-size "
+         "%lld + %lld: more messages would be in flight than fit",
+         {*group, pp, 2 * MT_CHANNEL_TICKETS - 1}},
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
+/* Interleaved groups of micro-batches must be full, or the last one long enough to fill the pipeline. */
+static int mt_options_check_micro_batches(const mt_options *o, int64_t batch, mt_error *error) {
+    int64_t micro_batches = batch / (o->micro_batch_size * o->data_parallel_size);
+    int64_t pp = o->pipeline_model_parallel_size, group = o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (o->num_virtual_stages_per_pipeline_rank == 1) return 0;
+    int64_t rest = micro_batches % group;
+    const mt_rule rules[] = {
+        {micro_batches < group,
+         "a batch of %lld sequences is %lld micro-batches, fewer than the %lld of "
+         "--microbatch-group-size-per-virtual-pipeline-stage (default: --pipeline-model-parallel-size); raise the "
+         "batch",
+         {batch, micro_batches, group}},
+        {rest != 0 && rest < pp,
+         "a batch of %lld sequences is %lld micro-batches; groups of %lld leave %lld over, fewer than "
+         "--pipeline-model-parallel-size %lld: change the batch or --microbatch-group-size-per-virtual-pipeline-stage",
+         {batch, micro_batches, group, rest, pp}},
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
+/* A batch of `value` sequences must split into micro-batches for every data-parallel rank. */
 static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
-    int64_t together = o->micro_batch_size * o->data_parallel_size, less = value / together * together;
+    int64_t unit = o->micro_batch_size * o->data_parallel_size, less = value / unit * unit;
     char other[64] = "";
-    if (value > 0 && value % together == 0) return 0;
+    if (value > 0 && value % unit == 0) return 0;
     if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
     return mt_error_set(error,
                         "%s %lld must be a multiple of --micro-batch-size %lld times the data-parallel size %lld; "
                         "try %s%lld",
                         name, (long long)value, (long long)o->micro_batch_size, (long long)o->data_parallel_size, other,
-                        (long long)(less + together));
+                        (long long)(less + unit));
 }
 
-static int mt_options_finish_batches(mt_options *o, mt_error *error) {
+static int mt_options_derive_batches(mt_options *o, mt_error *error) {
     const int64_t *ramp = o->rampup_batch_size.items;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
     if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
@@ -676,8 +681,8 @@ static int mt_options_finish_batches(mt_options *o, mt_error *error) {
     if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
     if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
         return mt_error_set(error,
-                            "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the way "
-                            "must be a multiple of the increment",
+                            "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the "
+                            "difference must be a multiple of the increment",
                             (long long)ramp[0], (long long)ramp[1], (long long)o->global_batch_size);
     if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
     if (mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error)) return -1;
@@ -687,20 +692,18 @@ static int mt_options_finish_batches(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Stages, their order, and the batches, which the ranks that hold the same stage share. */
-static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size;
+/* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
+static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
     if (o->num_layers == 0)
         return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
                                    "--load");
-    if (mt_options_finish_virtual_stages(o, error) || mt_options_finish_order(o, error)) return -1;
-    mt_stage *stages = mt_calloc(pp * o->num_virtual_stages_per_pipeline_rank * (int64_t)sizeof(mt_stage));
-    int status = mt_pipeline_layout_build(stages, o, error);
-    free(stages);
-    return status ? status : mt_options_finish_batches(o, error);
+    if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
+    int64_t stages = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
+    mt_stage *unused = mt_calloc(stages * (int64_t)sizeof *unused);
+    int status = mt_pipeline_layout_build(unused, o, error);
+    free(unused);
+    return status ? status : mt_options_derive_batches(o, error);
 }
-
-/* ==== §2c schedules and sharding ================================================================================= */
 
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
@@ -720,15 +723,14 @@ static mt_durations mt_options_durations(const mt_options *o) {
     return d;
 }
 
-/* Steps that train_samples make: whole batches of the size at that point, as Megatron counts them. */
+/* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
 static int64_t mt_options_count_iterations(const mt_options *o) {
     if (o->train_samples == 0) return o->train_iters;
     if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
-    int64_t ramp = o->rampup_batch_size.items[2], iterations = 0, consumed = 0;
-    int64_t end = ramp < o->train_samples ? ramp : o->train_samples;
+    int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->train_samples);
     while (consumed <= end) {
         int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
-        while (low < high) { // the steps until the batch grows: sizes never shrink, so halve the interval
+        while (low < high) { // bisect for the step at which the batch grows; it never shrinks
             int64_t middle = low + (high - low + 1) / 2;
             if (mt_global_batch_size(o, consumed + (middle - 1) * batch) == batch)
                 low = middle;
@@ -741,8 +743,25 @@ static int64_t mt_options_count_iterations(const mt_options *o) {
     return iterations;
 }
 
-static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
-    bool is_wsd = o->lr_decay_style == MT_LR_WSD;
+/* Weight decay starts and ends at --weight-decay unless it has a schedule. */
+static int mt_options_derive_weight_decay(mt_options *o, mt_error *error) {
+    bool constant = o->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT;
+    bool start = MT_GIVEN(o, start_weight_decay), end = MT_GIVEN(o, end_weight_decay);
+    const mt_rule rules[] = {
+        {constant && (start || end),
+         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"},
+        {!constant && (!start || !end || o->start_weight_decay > o->end_weight_decay),
+         "--weight-decay-incr-style linear and cosine need --start-weight-decay and --end-weight-decay, the first at "
+         "most the second"},
+    };
+    if (MT_CHECK_RULES(rules, error)) return -1;
+    if (constant) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
+    return 0;
+}
+
+/* The length of training, and the schedules of learning rate and weight decay. */
+static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
+    bool wsd = o->lr_decay_style == MT_LR_WSD;
     o->num_iterations = 0;
     if (mt_options_converts(o)) return 0;
     if ((o->train_iters > 0) == (o->train_samples > 0))
@@ -758,145 +777,121 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
     mt_durations d = mt_options_durations(o);
     const char *unit = o->train_samples > 0 ? "samples" : "iters";
     if (d.warmup >= d.decay)
-        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (when not given: --train-%s)", unit,
-                            unit, unit);
-    if (is_wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
+        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
+                            unit);
+    if (wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
         return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
-    if (!is_wsd && d.wsd_decay > 0) return mt_error_set(error, "--lr-wsd-decay-%s needs --lr-decay-style WSD", unit);
-    bool ramps = o->weight_decay_incr_style != MT_WEIGHT_DECAY_CONSTANT;
-    bool has_start = MT_GIVEN(o, start_weight_decay), has_end = MT_GIVEN(o, end_weight_decay);
-    if (!ramps && (has_start || has_end))
-        return mt_error_set(error, "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear "
-                                   "or cosine");
-    if (!ramps) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
-    if (ramps && (!has_start || !has_end || o->start_weight_decay > o->end_weight_decay))
-        return mt_error_set(error,
-                            "--weight-decay-incr-style %s needs --start-weight-decay and --end-weight-decay, the "
-                            "first at most the second",
-                            o->weight_decay_incr_style == MT_WEIGHT_DECAY_LINEAR ? "linear" : "cosine");
-    return 0;
+    return mt_options_derive_weight_decay(o, error);
 }
 
-/* The distributed optimizer is a strategy's older name; the strategy alone is read afterwards. */
-static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
-    bool whole = o->data_parallel_sharding_strategy == MT_NO_SHARD;
-    if (whole && o->use_distributed_optimizer) {
-        if (MT_GIVEN(o, data_parallel_sharding_strategy))
-            return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard "
-                                       "exclude each other; leave one out");
-        o->data_parallel_sharding_strategy = MT_SHARD_OPTIM;
-        whole = false;
-    }
-    if (o->overlap_param_gather && whole)
-        return mt_error_set(error, "--overlap-param-gather needs --use-distributed-optimizer or a "
-                                   "--data-parallel-sharding-strategy other than no_shard, under which every rank has "
-                                   "all parameters");
-    if (o->overlap_param_gather && !o->overlap_grad_reduce)
-        return mt_error_set(error, "--overlap-param-gather needs --overlap-grad-reduce");
-    if (o->data_parallel_sharding_strategy >= MT_SHARD_GRADS && o->pipeline_schedule == MT_SCHEDULE_ZB_H1)
-        return mt_error_set(error,
-                            "--pipeline-schedule zb-h1 adds to gradients in two parts, which must stay whole between "
-                            "them: take --data-parallel-sharding-strategy optim rather than %s, or another schedule",
-                            o->data_parallel_sharding_strategy == MT_SHARD_GRADS ? "optim_grads"
-                                                                                 : "optim_grads_params");
-    return 0;
+/* --use-distributed-optimizer is an older name of strategy optim; only the strategy is read afterwards. */
+static int mt_options_derive_sharding(mt_options *o, mt_error *error) {
+    mt_strategy *strategy = &o->data_parallel_sharding_strategy;
+    bool distributed = *strategy == MT_NO_SHARD && o->use_distributed_optimizer;
+    if (distributed && MT_GIVEN(o, data_parallel_sharding_strategy))
+        return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
+                                   "each other; leave one out");
+    if (distributed) *strategy = MT_SHARD_OPTIM;
+    const mt_rule rules[] = {
+        {o->overlap_param_gather && *strategy == MT_NO_SHARD,
+         "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy other than "
+         "no_shard, with which every rank has all parameters"},
+        {o->overlap_param_gather && !o->overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce"},
+        {*strategy >= MT_SHARD_GRADS && o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
+         "--pipeline-schedule zb-h1 accumulates gradients in two parts and needs them whole between the two: take "
+         "--data-parallel-sharding-strategy optim, which does not shard gradients, or another schedule"},
+    };
+    return MT_CHECK_RULES(rules, error);
 }
 
-/* ==== §2d checks of a run ======================================================================================== */
-
-/* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels, but for those of
- * latent attention. */
+/* cuDNN's attention takes sequences of whole tiles of tokens and heads of at most this many channels; more only for
+ * latent attention of DeepSeek-V3's sizes. */
 enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
 
-/* What cuDNN's attention cannot do, and the CPU, which has one implementation. */
+/* Limits of cuDNN's attention; the CPU has one implementation. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
-    bool is_cudnn = o->attention_backend == MT_ATTENTION_CUDNN, trains = program == MT_PROGRAM_TRAIN;
-    if ((is_cudnn || o->attention_backend == MT_ATTENTION_UNFUSED) && o->device == MT_DEVICE_CPU)
-        return mt_error_set(error, "--attention-backend %s needs --device cuda; leave it out",
-                            is_cudnn ? "cudnn" : "unfused");
-    if (!is_cudnn) return 0;
-    if (!o->bf16) return mt_error_set(error, "--attention-backend cudnn needs --bf16");
-    if (trains && o->attention_dropout > 0)
+    int64_t D = o->kv_channels, Dv = o->v_head_dim;
+    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, unfused = o->attention_backend == MT_ATTENTION_UNFUSED;
+    bool cpu = o->device == MT_DEVICE_CPU, trains = program != MT_PROGRAM_INFER, latent = o->multi_latent_attention;
+    bool deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
+    const mt_rule rules[] = {
+        {unfused && cpu, "--attention-backend unfused needs --device cuda; leave it out"},
+        {cudnn && cpu, "--attention-backend cudnn needs --device cuda; leave it out"},
+        {cudnn && !o->bf16, "--attention-backend cudnn needs --bf16"},
+        {cudnn && trains && o->deterministic_mode,
+         "--attention-backend cudnn and --deterministic-mode exclude each other: its backward does not repeat bit for "
+         "bit; use flash"},
+        {cudnn && o->window_size > 0, "--attention-backend cudnn has no --window-size; use flash"},
+        {cudnn && latent && Dv != D && !deepseek,
+         "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
+         "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
+         {MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, Dv, D}},
+        {cudnn && (D % 8 != 0 || (D > MT_CUDNN_CHANNELS && !deepseek)),
+         "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
+         "use flash",
+         {MT_CUDNN_CHANNELS, D}},
+        {cudnn && trains && o->seq_length % MT_CUDNN_TOKENS != 0,
+         "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
+         {MT_CUDNN_TOKENS, o->seq_length}},
+#ifndef MT_HAVE_CUDNN
+        {cudnn, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
+#endif
+    };
+    if (cudnn && trains && o->attention_dropout > 0)
         return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
                             o->attention_dropout);
-    if (trains && o->deterministic_mode)
-        return mt_error_set(error,
-                            "--attention-backend cudnn and --deterministic-mode exclude each other: its backward "
-                            "does not repeat bit for bit; use flash");
-    if (o->window_size > 0) return mt_error_set(error, "--attention-backend cudnn has no --window-size; use flash");
-    bool latent = o->multi_latent_attention && o->kv_channels == MT_CUDNN_LATENT_CHANNELS &&
-                  o->v_head_dim == MT_CUDNN_CHANNELS; // DeepSeek-V3's
-    if (o->multi_latent_attention && o->v_head_dim != o->kv_channels && !latent)
-        return mt_error_set(error,
-                            "--attention-backend cudnn needs values as wide as keys, or keys of %d and values of %d, "
-                            "and --v-head-dim is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
-                            MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, (long long)o->v_head_dim,
-                            (long long)o->kv_channels);
-    if (o->kv_channels % 8 != 0 || (o->kv_channels > MT_CUDNN_CHANNELS && !latent))
-        return mt_error_set(error,
-                            "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %d, and "
-                            "--kv-channels is %lld; use flash",
-                            MT_CUDNN_CHANNELS, (long long)o->kv_channels);
-    if (trains && o->seq_length % MT_CUDNN_TOKENS != 0)
-        return mt_error_set(error,
-                            "--attention-backend cudnn needs a --seq-length that is a multiple of %d, not %lld; "
-                            "use flash",
-                            MT_CUDNN_TOKENS, (long long)o->seq_length);
-#ifndef MT_HAVE_CUDNN
-    return mt_error_set(error, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash");
-#endif
-    return 0;
+    return MT_CHECK_RULES(rules, error);
 }
 
-int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+/* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */
+static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, model = o->tensor_model_parallel_size * pp * o->context_parallel_size;
+    if (world_size > 1 && world_size % model != 0)
+        return mt_error_set(error, "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                            (long long)pp, (long long)world_size);
+    o->data_parallel_size = mt_max(world_size / model, 1);
+    return mt_options_derive_pipeline(o, error);
+}
+
+int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
-    options->data_parallel_size = world_size;
-    if (options->print_schedule) { // a picture needs no ranks
-        int64_t model = options->tensor_model_parallel_size * options->pipeline_model_parallel_size *
-                        options->context_parallel_size;
-        if (world_size > 1 && world_size % model != 0)
-            return mt_error_set(error,
-                                "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
-                                (long long)options->pipeline_model_parallel_size, (long long)world_size);
-        options->data_parallel_size = mt_max(world_size / model, 1);
-        return mt_options_finish_pipeline(options, error);
-    }
-    if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
-    if (mt_options_finish_mtp(options, program, error)) return -1;
-    if (mt_options_finish_lengths(options, program, error)) return -1;
-    if (mt_options_check_attention(options, program, error)) return -1;
-    if (mt_options_finish_parallel(options, world_size, error)) return -1;
-    if (mt_options_finish_experts(options, program, world_size, error)) return -1;
-    if (mt_options_finish_context(options, error)) return -1;
-    if (mt_options_finish_pipeline(options, error)) return -1;
-    if (program == MT_PROGRAM_INFER && options->data_parallel_size > 1)
+    o->data_parallel_size = world_size;
+    if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
+    if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
+    if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
+    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, program, error)) return -1;
+    if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
+    if (mt_options_derive_pipeline(o, error)) return -1;
+    if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1)
         return mt_error_set(error,
-                            "infer shares one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
-                            "--pipeline-model-parallel-size %lld; start so many, or raise a size",
-                            (long long)world_size, (long long)options->tensor_model_parallel_size,
-                            (long long)options->pipeline_model_parallel_size);
+                            "infer runs one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
+                            "--pipeline-model-parallel-size %lld; start fewer ranks, or raise a size",
+                            (long long)world_size, (long long)o->tensor_model_parallel_size,
+                            (long long)o->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
-    if (mt_options_finish_sharding(options, error)) return -1;
-    return mt_options_finish_schedules(options, error);
+    return mt_options_derive_sharding(o, error) || mt_options_derive_schedules(o, error) ? -1 : 0;
 }
 
-/* Multiplications of latent attention a token, the norms' included, as Megatron counts them. */
+#pragma GCC diagnostic pop
+
+/* ==== §2d operation counts ======================================================================================= */
+
+/* Multiplications per token of latent attention, including its norms, as Megatron counts them. */
 static double mt_latent_multiplications(const mt_options *o) {
     double heads = (double)o->num_attention_heads, C = (double)o->hidden_size, T = (double)o->seq_length;
-    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, still = (double)o->qk_head_dim;
-    double turning = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (still + turning);
+    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
+    double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
     double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
-    double keys = kv_rank * (C + heads * (still + values) + 1) + C * turning;
+    double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
     return queries + keys + heads * values * C + T / 2 * (width + heads * values);
 }
 
 double mt_flops(const mt_options *o, int64_t num_sequences) {
     double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
-    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output, multiplications a token
+    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
     double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = 0; // of a layer with experts, those that a token visits
-    for (int64_t i = 0; o->moe_layers && i < o->num_layers; i++) experts += o->moe_layers[i] == '1';
+    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = (double)mt_num_expert_layers(o);
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
     double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
@@ -5331,18 +5326,9 @@ static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     return frequency;
 }
 
-static double mt_yarn_mscale(double factor, double mscale) {
-    return factor <= 1 ? 1 : 0.1 * mscale * log(factor) + 1;
-}
-
 /* YaRN also makes attention a little sharper, by scaling cos and sin. */
 static double mt_rope_amplitude(const mt_options *o) {
-    if (o->rope_scaling_type != MT_ROPE_SCALING_YARN) return 1;
-    if (o->yarn_attention_factor > 0) return o->yarn_attention_factor;
-    double factor = o->rope_scaling_factor;
-    if (o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0)
-        return mt_yarn_mscale(factor, o->yarn_mscale) / mt_yarn_mscale(factor, o->yarn_mscale_all_dim);
-    return mt_yarn_mscale(factor, 1);
+    return o->rope_scaling_type == MT_ROPE_SCALING_YARN ? o->yarn_attention_factor : 1;
 }
 
 /* Computes the tables in double on the host, then copies them to the device. */
