@@ -166,7 +166,7 @@ $(B)/%.cu.o: %.cu $(B)/flags
 
 # libmegatron holds megatron.c and the companions in data/, compiled again as position-independent code. -march=native
 # ties library and programs to CPUs like this one: OPT="-O3 -march=x86-64-v3" builds for others.
-VERSION = $(shell sed -n 's/^\#define MT_VERSION "\(.*\)"/\1/p' megatron.h)
+VERSION = $(shell sed -n 's/^\#define MT_VERSION *"\(.*\)"/\1/p' megatron.h)
 SONAME = libmegatron.so.$(firstword $(subst ., ,$(VERSION)))
 LIBRARY_OBJECTS := $(patsubst $(B)/%.o,$(B)/pic/%.o,$(filter-out %.cu.o,$(OBJECTS))) $(filter %.cu.o,$(OBJECTS))
 LIBRARIES_BUILT := $(B)/libmegatron.a $(B)/libmegatron.so
@@ -225,10 +225,10 @@ uninstall:
 SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
 	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
 
-test: all $(TEST_PROGRAMS) $(B)/tests/bench_cuda_attention $(DRAW)
+test: all $(TEST_PROGRAMS) $(EXAMPLE_PROGRAMS) $(B)/tests/bench_cuda_attention $(DRAW)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
-		HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
+		MT_EXAMPLES='$(B)/notes/examples' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint,$(BENCH_PROGRAMS)); do $$program || exit 1; done
@@ -267,7 +267,8 @@ fuzz-programs: $(FUZZ_PROGRAMS)
 
 # ---- Lint, format, help ----------------------------------------------------------------------------------------------
 
-FORMATTED = $(wildcard *.c *.h data/*.c data/*.h tests/*.c tests/*.h notes/*.c cuda/*.cu cuda/*.cuh cuda/*.h)
+FORMATTED = $(wildcard *.c *.h data/*.c data/*.h tests/*.c tests/*.h notes/*.c notes/examples/*.c cuda/*.cu cuda/*.cuh \
+	cuda/*.h)
 CLANG_FORMAT ?= clang-format
 
 lint:

@@ -54,14 +54,7 @@
 #endif
 #include "megatron.h"
 
-#include "data/file.h"
-#include "data/options.h"
-
 #include <ctype.h>
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <ftw.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -69,12 +62,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <jansson.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif

@@ -68,8 +68,8 @@ version_is_the_header_s() {
 
 # The numbers of the version and its text are the same.
 version_numbers_agree() {
-    numbers=$(sed -n 's/^#define MT_VERSION_[A-Z]* \([0-9]*\)$/\1/p' megatron.h | tr '\n' .)
-    says "^#define MT_VERSION \"${numbers%.}\"\$" megatron.h
+    numbers=$(sed -n 's/^#define MT_VERSION_[A-Z]* *\([0-9]*\)$/\1/p' megatron.h | tr '\n' .)
+    says "^#define MT_VERSION *\"${numbers%.}\"\$" megatron.h
 }
 
 uninstall_leaves_nothing() {

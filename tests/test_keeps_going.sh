@@ -209,7 +209,7 @@ the_launcher_refuses_runs_that_it_cannot_restart() {
         grep -q 'needs --save' "$work/err" &&
         ! ./launch.sh -n x "$train" --save "$work/save" 2>"$work/err" && grep -q 'whole numbers' "$work/err" &&
         ! ./launch.sh -n 2 "$train" $small --save "$work/save" --tensor-model-parallel-size 4 2>"$work/err" &&
-        grep -q 'room for 2 ranks, and no number of them' "$work/err"
+        grep -q 'room for 2 ranks, but this run needs a multiple of 4' "$work/err"
 }
 
 for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \
