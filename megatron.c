@@ -56,14 +56,7 @@
 #endif
 #include "megatron.h"
 
-#include "data/file.h"
-#include "data/options.h"
-
 #include <ctype.h>
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <ftw.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -71,12 +64,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <jansson.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -91,8 +81,8 @@
 #endif
 
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
-/* What everything else stands on. Invariants: library code never exits on the user's input, memory is asked for here
- * and nowhere else, and a random number is a pure function of what it is for. */
+/* The base of all other sections. Invariants: library code never exits on the user's input; host memory is allocated
+ * here only; a random number is a pure function of its key and coordinate. */
 
 const char *mt_version(void) {
     return MT_VERSION;
@@ -104,11 +94,10 @@ int mt_error_set(mt_error *error, const char *format, ...) {
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
     for (char *c = error->text; *c; c++)
-        if (iscntrl((unsigned char)*c)) *c = '?'; // a name quoted from a file must not break the line
+        if (iscntrl((unsigned char)*c)) *c = '?'; // a name from a file must not break the line or move the cursor
     return -1;
 }
 
-/* Known before MPI itself is started. */
 int mt_launch_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -120,7 +109,7 @@ void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fflush(stdout);
-    if (mt_launch_rank() > 0) sleep(2); // what every rank finds is told once: rank 0's end ends the others
+    if (mt_launch_rank() > 0) sleep(2); // an error of all ranks is printed once: rank 0's exit ends the others
     fprintf(stderr, "error: ");
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
@@ -135,19 +124,19 @@ void mt_die(const char *format, ...) {
 
 void *mt_malloc(int64_t bytes) {
     void *memory = malloc(bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
 void *mt_calloc(int64_t bytes) {
     void *memory = calloc(1, bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
 void *mt_realloc(void *memory, int64_t bytes) {
     memory = realloc(memory, bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
@@ -203,7 +192,7 @@ float mt_f16_to_f32(uint16_t bits) {
     uint32_t word = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
     float value;
     memcpy(&value, &word, sizeof value);
-    value *= 0x1p112f; // the exponents' biases differ by 112; subnormal numbers become normal by the product
+    value *= 0x1p112f; // the biases of the exponents differ by 112; this also normalises subnormal numbers
     memcpy(&word, &value, sizeof word);
     if (value >= 65536) word |= 0x7f800000; // infinity and NaN keep the largest exponent
     word |= sign;
@@ -220,7 +209,7 @@ uint16_t mt_f32_to_f16(float value) {
     frexpf(magnitude, &exponent);                         // magnitude in [2^(exponent-1), 2^exponent)
     if (magnitude == 0 || exponent < -13) exponent = -13; // subnormals share the smallest step, 2^-24
     int32_t mantissa = (int32_t)nearbyintf(ldexpf(magnitude, 11 - exponent)); // ties to even
-    return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry moves into the exponent by itself
+    return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry correctly increments the exponent
 }
 
 void *mt_arena_alloc(mt_arena *arena, int64_t bytes) {
@@ -9164,7 +9153,7 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
                                                     "activations", "KV cache",  "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
-    fprintf(file, "memory plan          MiB   bytes a parameter\n");
+    fprintf(file, "memory plan          MiB   bytes per parameter\n");
     for (int i = 0; i < MT_NUM_PLANS; i++)
         if (m->bytes[i] > 0)
             fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
