@@ -9138,7 +9138,7 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
                                                     "activations", "KV cache",  "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
-    fprintf(file, "memory plan          MiB   bytes a parameter\n");
+    fprintf(file, "memory plan          MiB   bytes per parameter\n");
     for (int i = 0; i < MT_NUM_PLANS; i++)
         if (m->bytes[i] > 0)
             fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
@@ -10075,6 +10075,12 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
                 const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
     static const mt_sampling greedy = {.top_p = 1};
     static const mt_stops none = {.count = 0};
+    const mt_model_plan *plan = &model->plan;
+    if (count < 1 || count > plan->max_logits || count > plan->max_tokens || max_tokens > plan->cache_rows / count)
+        return mt_error_set(error,
+                            "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
+                            "mt_generator_plan for this size",
+                            (long long)count, (long long)max_tokens);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     int status = 0;
     for (int64_t s = 0; s < count && status == 0; s++) {

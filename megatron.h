@@ -1856,8 +1856,9 @@ mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t promp
 /* Continues `count` >= 1 prompts as one batch until each ends at a stop token, which it includes, or at max_tokens.
  * tokens[count, max_tokens] holds prompt s in the first num_tokens[s] elements of row s; afterwards num_tokens[s]
  * counts the generated tokens too. `sampling` NULL: greedy; `stops` NULL: none. The model was created with
- * mt_generator_plan(count, max_tokens, ...). Errors: a prompt that is empty, fills its row or has a token outside the
- * vocabulary; logits that are not finite. Every rank of the model calls it and gets the same tokens. */
+ * mt_generator_plan(count, max_tokens, ...). Errors: more or longer sequences than that plan has; a prompt that is
+ * empty, fills its row or has a token outside the vocabulary; logits that are not finite. Every rank of the model calls
+ * it and gets the same tokens. */
 int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
                 const mt_sampling *sampling, const mt_stops *stops, mt_error *error);
 
