@@ -3078,25 +3078,6 @@ void mt_cuda_groups_end(void) {
  * ranks of a group list its members in the same order, by world rank; the members of a group are a pure function of the
  * grid's sizes. */
 
-const mt_grid mt_grid_of_one = {
-    .world = {.name = "world", .size = 1},
-    .tensor = {.name = "tensor", .size = 1},
-    .context = {.name = "context", .size = 1},
-    .data = {.name = "data", .size = 1},
-    .data_context = {.name = "data-context", .size = 1},
-    .pipeline = {.name = "pipeline", .size = 1},
-    .embedding = {.name = "embedding", .size = 1},
-    .model = {.name = "model", .size = 1},
-    .tensor_context = {.name = "tensor-context", .size = 1},
-    .expert = {.name = "expert", .size = 1},
-    .expert_tensor = {.name = "expert-tensor", .size = 1},
-    .expert_data = {.name = "expert-data", .size = 1},
-    .expert_exchange = {.name = "expert-exchange", .size = 1},
-    .kv_replicas = {.name = "kv-replicas", .size = 1},
-    .context_a2a = {.name = "context-a2a", .size = 1},
-    .context_ring = {.name = "context-ring", .size = 1},
-};
-
 /* True if mpirun, srun or another launcher started this process. Without one, MPI_Init would start a helper daemon. */
 static bool mt_launched_by_mpi(void) {
     static const char *const signs[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS"};
@@ -3136,30 +3117,37 @@ static void mt_share_threads(const mt_group *world) {
 }
 #endif
 
-/* Where a kind of group is in mt_grid, and the dimensions in which its members differ: tp, cp, dp, pp, or for groups of
- * experts etp, ep, edp, pp. */
+/* Kind, field of mt_grid, name, groups of experts or not, and the dimensions in which members differ: tp, cp, dp, pp,
+ * or for groups of experts etp, ep, edp, pp. */
+#define MT_GROUPS(X)                                                                                                   \
+    X(WORLD, world, "world", 0, 1, 1, 1, 1)                                                                            \
+    X(TENSOR, tensor, "tensor", 0, 1, 0, 0, 0)                                                                         \
+    X(CONTEXT, context, "context", 0, 0, 1, 0, 0)                                                                      \
+    X(DATA, data, "data", 0, 0, 0, 1, 0)                                                                               \
+    X(DATA_CONTEXT, data_context, "data-context", 0, 0, 1, 1, 0)                                                       \
+    X(PIPELINE, pipeline, "pipeline", 0, 0, 0, 0, 1)                                                                   \
+    X(EMBEDDING, embedding, "embedding", 0, 0, 0, 0, 1)                                                                \
+    X(MODEL, model, "model", 0, 1, 0, 0, 1)                                                                            \
+    X(TENSOR_CONTEXT, tensor_context, "tensor-context", 0, 1, 1, 0, 0)                                                 \
+    X(EXPERT, expert, "expert", 1, 0, 1, 0, 0)                                                                         \
+    X(EXPERT_TENSOR, expert_tensor, "expert-tensor", 1, 1, 0, 0, 0)                                                    \
+    X(EXPERT_DATA, expert_data, "expert-data", 1, 0, 0, 1, 0)                                                          \
+    X(EXPERT_EXCHANGE, expert_exchange, "expert-exchange", 1, 1, 1, 0, 0)                                              \
+    X(KV_REPLICAS, kv_replicas, "kv-replicas", 0, 1, 0, 0, 0)                                                          \
+    X(CONTEXT_A2A, context_a2a, "context-a2a", 0, 0, 1, 0, 0)                                                          \
+    X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)
+
+#define MT_GROUP_ALONE(kind, field, its_name, ...) .field = {.name = its_name, .size = 1},
+#define MT_GROUP_ROW(kind, field, name, experts, ...)                                                                  \
+    [MT_GROUP_##kind] = {offsetof(mt_grid, field), experts, {__VA_ARGS__}},
+
+const mt_grid mt_grid_of_one = {MT_GROUPS(MT_GROUP_ALONE)};
+
 static const struct {
     size_t offset;
     bool of_experts;
     bool is_free[4];
-} mt_group_kinds[MT_NUM_GROUP_KINDS] = {
-    [MT_GROUP_WORLD] = {offsetof(mt_grid, world), false, {true, true, true, true}},
-    [MT_GROUP_TENSOR] = {offsetof(mt_grid, tensor), false, {true, false, false, false}},
-    [MT_GROUP_CONTEXT] = {offsetof(mt_grid, context), false, {false, true, false, false}},
-    [MT_GROUP_DATA] = {offsetof(mt_grid, data), false, {false, false, true, false}},
-    [MT_GROUP_DATA_CONTEXT] = {offsetof(mt_grid, data_context), false, {false, true, true, false}},
-    [MT_GROUP_PIPELINE] = {offsetof(mt_grid, pipeline), false, {false, false, false, true}},
-    [MT_GROUP_EMBEDDING] = {offsetof(mt_grid, embedding), false, {false, false, false, true}},
-    [MT_GROUP_MODEL] = {offsetof(mt_grid, model), false, {true, false, false, true}},
-    [MT_GROUP_TENSOR_CONTEXT] = {offsetof(mt_grid, tensor_context), false, {true, true, false, false}},
-    [MT_GROUP_EXPERT] = {offsetof(mt_grid, expert), true, {false, true, false, false}},
-    [MT_GROUP_EXPERT_TENSOR] = {offsetof(mt_grid, expert_tensor), true, {true, false, false, false}},
-    [MT_GROUP_EXPERT_DATA] = {offsetof(mt_grid, expert_data), true, {false, false, true, false}},
-    [MT_GROUP_EXPERT_EXCHANGE] = {offsetof(mt_grid, expert_exchange), true, {true, true, false, false}},
-    [MT_GROUP_KV_REPLICAS] = {offsetof(mt_grid, kv_replicas), false, {true, false, false, false}},
-    [MT_GROUP_CONTEXT_A2A] = {offsetof(mt_grid, context_a2a), false, {false, true, false, false}},
-    [MT_GROUP_CONTEXT_RING] = {offsetof(mt_grid, context_ring), false, {false, true, false, false}},
-};
+} mt_group_kinds[MT_NUM_GROUP_KINDS] = {MT_GROUPS(MT_GROUP_ROW)};
 
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
@@ -3755,39 +3743,36 @@ void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dt
 
 /* ---- data movement */
 
+/* Every rank exchanges pieces with every other: that for rank r is at in + r * stride, that from r goes to out + r *
+ * bytes. */
+static void mt_cpu_exchange_all(const char *operation, char *out, const char *in, int64_t stride, int64_t bytes,
+                                const mt_group *group) {
+    int size = group->size, rank = group->rank;
+    if (out + rank * bytes != in + rank * stride) memmove(out + rank * bytes, in + rank * stride, (size_t)bytes);
+    if (size == 1 || bytes == 0) return;
+#ifdef MT_HAVE_MPI
+    mt_watch_begin(operation, group->name);
+    for (int step = 1; step < size; step++) {
+        int to = (rank + step) % size, from = (rank - step + size) % size;
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride, bytes, to, out + from * bytes, bytes, from);
+    }
+    mt_watch_end();
+#else
+    (void)operation;
+#endif
+}
+
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
     (void)stream;
-    int64_t bytes = count * mt_dtype_size(dtype);
-    char *own = (char *)out + group->rank * bytes;
-    if (own != in) memmove(own, in, (size_t)bytes);
-    if (group->size == 1 || count == 0) return;
-#ifdef MT_HAVE_MPI
-    mt_watch_begin("all_gather", group->name);
-    for (int step = 1; step < group->size; step++) {
-        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, own, bytes, to, (char *)out + from * bytes, bytes, from);
-    }
-    mt_watch_end();
-#endif
+    mt_cpu_exchange_all("all_gather", out, in, 0, count * mt_dtype_size(dtype), group);
 }
 
 static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
     (void)stream;
-    int64_t bytes = count * mt_dtype_size(dtype), own = group->rank * bytes;
-    if (out != in) memmove((char *)out + own, (const char *)in + own, (size_t)bytes);
-    if (group->size == 1 || count == 0) return;
-    MT_CHECK(out != in);
-#ifdef MT_HAVE_MPI
-    mt_watch_begin("all_to_all", group->name);
-    for (int step = 1; step < group->size; step++) {
-        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes,
-                        bytes, from);
-    }
-    mt_watch_end();
-#endif
+    MT_CHECK(out != in || group->size == 1 || count == 0);
+    mt_cpu_exchange_all("all_to_all", out, in, count * mt_dtype_size(dtype), count * mt_dtype_size(dtype), group);
 }
 
 static int64_t mt_sum_before(const int64_t *counts, int end) {
