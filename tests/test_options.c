@@ -1209,6 +1209,10 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"rope_interleave\" must be true or false");
     const char *negative = DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"q_lora_rank\": -1}";
     expect_config_error(negative, "\"q_lora_rank\" is -1");
+}
+
+static void what_a_family_cannot_compute_is_refused(void **state) {
+    (void)state;
     const char *gpt2 = "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "
                        "\"vocab_size\": 9, %s}";
     const char *const cases[][2] = {
@@ -1392,6 +1396,7 @@ int main(void) {
         cmocka_unit_test(windows_are_read_where_every_layer_has_one),
         cmocka_unit_test(biases_are_read_apart),
         cmocka_unit_test(bad_configs_are_refused_by_key),
+        cmocka_unit_test(what_a_family_cannot_compute_is_refused),
         cmocka_unit_test(tokens_are_the_first_of_a_list),
         cmocka_unit_test(bad_steps_have_rules_that_go_together),
         cmocka_unit_test(written_configs_read_back_as_the_same_model),
