@@ -56,14 +56,7 @@
 #endif
 #include "megatron.h"
 
-#include "data/file.h"
-#include "data/options.h"
-
 #include <ctype.h>
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <ftw.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -71,12 +64,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <jansson.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -91,8 +81,8 @@
 #endif
 
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
-/* What everything else stands on. Invariants: library code never exits on the user's input, memory is asked for here
- * and nowhere else, and a random number is a pure function of what it is for. */
+/* The base of all other sections. Invariants: library code never exits on the user's input; host memory is allocated
+ * here only; a random number is a pure function of its key and coordinate. */
 
 const char *mt_version(void) {
     return MT_VERSION;
@@ -104,11 +94,10 @@ int mt_error_set(mt_error *error, const char *format, ...) {
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
     for (char *c = error->text; *c; c++)
-        if (iscntrl((unsigned char)*c)) *c = '?'; // a name quoted from a file must not break the line
+        if (iscntrl((unsigned char)*c)) *c = '?'; // a name from a file must not break the line or move the cursor
     return -1;
 }
 
-/* Known before MPI itself is started. */
 int mt_launch_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -120,7 +109,7 @@ void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fflush(stdout);
-    if (mt_launch_rank() > 0) sleep(2); // what every rank finds is told once: rank 0's end ends the others
+    if (mt_launch_rank() > 0) sleep(2); // an error of all ranks is printed once: rank 0's exit ends the others
     fprintf(stderr, "error: ");
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
@@ -135,19 +124,19 @@ void mt_die(const char *format, ...) {
 
 void *mt_malloc(int64_t bytes) {
     void *memory = malloc(bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
 void *mt_calloc(int64_t bytes) {
     void *memory = calloc(1, bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
 void *mt_realloc(void *memory, int64_t bytes) {
     memory = realloc(memory, bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
@@ -203,7 +192,7 @@ float mt_f16_to_f32(uint16_t bits) {
     uint32_t word = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
     float value;
     memcpy(&value, &word, sizeof value);
-    value *= 0x1p112f; // the exponents' biases differ by 112; subnormal numbers become normal by the product
+    value *= 0x1p112f; // the biases of the exponents differ by 112; this also normalises subnormal numbers
     memcpy(&word, &value, sizeof word);
     if (value >= 65536) word |= 0x7f800000; // infinity and NaN keep the largest exponent
     word |= sign;
@@ -220,7 +209,7 @@ uint16_t mt_f32_to_f16(float value) {
     frexpf(magnitude, &exponent);                         // magnitude in [2^(exponent-1), 2^exponent)
     if (magnitude == 0 || exponent < -13) exponent = -13; // subnormals share the smallest step, 2^-24
     int32_t mantissa = (int32_t)nearbyintf(ldexpf(magnitude, 11 - exponent)); // ties to even
-    return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry moves into the exponent by itself
+    return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry correctly increments the exponent
 }
 
 void *mt_arena_alloc(mt_arena *arena, int64_t bytes) {
@@ -3096,25 +3085,6 @@ void mt_cuda_groups_end(void) {
  * ranks of a group list its members in the same order, by world rank; the members of a group are a pure function of the
  * grid's sizes. */
 
-const mt_grid mt_grid_of_one = {
-    .world = {.name = "world", .size = 1},
-    .tensor = {.name = "tensor", .size = 1},
-    .context = {.name = "context", .size = 1},
-    .data = {.name = "data", .size = 1},
-    .data_context = {.name = "data-context", .size = 1},
-    .pipeline = {.name = "pipeline", .size = 1},
-    .embedding = {.name = "embedding", .size = 1},
-    .model = {.name = "model", .size = 1},
-    .tensor_context = {.name = "tensor-context", .size = 1},
-    .expert = {.name = "expert", .size = 1},
-    .expert_tensor = {.name = "expert-tensor", .size = 1},
-    .expert_data = {.name = "expert-data", .size = 1},
-    .expert_exchange = {.name = "expert-exchange", .size = 1},
-    .kv_replicas = {.name = "kv-replicas", .size = 1},
-    .context_a2a = {.name = "context-a2a", .size = 1},
-    .context_ring = {.name = "context-ring", .size = 1},
-};
-
 /* True if mpirun, srun or another launcher started this process. Without one, MPI_Init would start a helper daemon. */
 static bool mt_launched_by_mpi(void) {
     static const char *const signs[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS"};
@@ -3154,30 +3124,37 @@ static void mt_share_threads(const mt_group *world) {
 }
 #endif
 
-/* Where a kind of group is in mt_grid, and the dimensions in which its members differ: tp, cp, dp, pp, or for groups of
- * experts etp, ep, edp, pp. */
+/* Kind, field of mt_grid, name, groups of experts or not, and the dimensions in which members differ: tp, cp, dp, pp,
+ * or for groups of experts etp, ep, edp, pp. */
+#define MT_GROUPS(X)                                                                                                   \
+    X(WORLD, world, "world", 0, 1, 1, 1, 1)                                                                            \
+    X(TENSOR, tensor, "tensor", 0, 1, 0, 0, 0)                                                                         \
+    X(CONTEXT, context, "context", 0, 0, 1, 0, 0)                                                                      \
+    X(DATA, data, "data", 0, 0, 0, 1, 0)                                                                               \
+    X(DATA_CONTEXT, data_context, "data-context", 0, 0, 1, 1, 0)                                                       \
+    X(PIPELINE, pipeline, "pipeline", 0, 0, 0, 0, 1)                                                                   \
+    X(EMBEDDING, embedding, "embedding", 0, 0, 0, 0, 1)                                                                \
+    X(MODEL, model, "model", 0, 1, 0, 0, 1)                                                                            \
+    X(TENSOR_CONTEXT, tensor_context, "tensor-context", 0, 1, 1, 0, 0)                                                 \
+    X(EXPERT, expert, "expert", 1, 0, 1, 0, 0)                                                                         \
+    X(EXPERT_TENSOR, expert_tensor, "expert-tensor", 1, 1, 0, 0, 0)                                                    \
+    X(EXPERT_DATA, expert_data, "expert-data", 1, 0, 0, 1, 0)                                                          \
+    X(EXPERT_EXCHANGE, expert_exchange, "expert-exchange", 1, 1, 1, 0, 0)                                              \
+    X(KV_REPLICAS, kv_replicas, "kv-replicas", 0, 1, 0, 0, 0)                                                          \
+    X(CONTEXT_A2A, context_a2a, "context-a2a", 0, 0, 1, 0, 0)                                                          \
+    X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)
+
+#define MT_GROUP_ALONE(kind, field, its_name, ...) .field = {.name = its_name, .size = 1},
+#define MT_GROUP_ROW(kind, field, name, experts, ...)                                                                  \
+    [MT_GROUP_##kind] = {offsetof(mt_grid, field), experts, {__VA_ARGS__}},
+
+const mt_grid mt_grid_of_one = {MT_GROUPS(MT_GROUP_ALONE)};
+
 static const struct {
     size_t offset;
     bool of_experts;
     bool is_free[4];
-} mt_group_kinds[MT_NUM_GROUP_KINDS] = {
-    [MT_GROUP_WORLD] = {offsetof(mt_grid, world), false, {true, true, true, true}},
-    [MT_GROUP_TENSOR] = {offsetof(mt_grid, tensor), false, {true, false, false, false}},
-    [MT_GROUP_CONTEXT] = {offsetof(mt_grid, context), false, {false, true, false, false}},
-    [MT_GROUP_DATA] = {offsetof(mt_grid, data), false, {false, false, true, false}},
-    [MT_GROUP_DATA_CONTEXT] = {offsetof(mt_grid, data_context), false, {false, true, true, false}},
-    [MT_GROUP_PIPELINE] = {offsetof(mt_grid, pipeline), false, {false, false, false, true}},
-    [MT_GROUP_EMBEDDING] = {offsetof(mt_grid, embedding), false, {false, false, false, true}},
-    [MT_GROUP_MODEL] = {offsetof(mt_grid, model), false, {true, false, false, true}},
-    [MT_GROUP_TENSOR_CONTEXT] = {offsetof(mt_grid, tensor_context), false, {true, true, false, false}},
-    [MT_GROUP_EXPERT] = {offsetof(mt_grid, expert), true, {false, true, false, false}},
-    [MT_GROUP_EXPERT_TENSOR] = {offsetof(mt_grid, expert_tensor), true, {true, false, false, false}},
-    [MT_GROUP_EXPERT_DATA] = {offsetof(mt_grid, expert_data), true, {false, false, true, false}},
-    [MT_GROUP_EXPERT_EXCHANGE] = {offsetof(mt_grid, expert_exchange), true, {true, true, false, false}},
-    [MT_GROUP_KV_REPLICAS] = {offsetof(mt_grid, kv_replicas), false, {true, false, false, false}},
-    [MT_GROUP_CONTEXT_A2A] = {offsetof(mt_grid, context_a2a), false, {false, true, false, false}},
-    [MT_GROUP_CONTEXT_RING] = {offsetof(mt_grid, context_ring), false, {false, true, false, false}},
-};
+} mt_group_kinds[MT_NUM_GROUP_KINDS] = {MT_GROUPS(MT_GROUP_ROW)};
 
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
@@ -3773,39 +3750,36 @@ void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dt
 
 /* ---- data movement */
 
+/* Every rank exchanges pieces with every other: that for rank r is at in + r * stride, that from r goes to out + r *
+ * bytes. */
+static void mt_cpu_exchange_all(const char *operation, char *out, const char *in, int64_t stride, int64_t bytes,
+                                const mt_group *group) {
+    int size = group->size, rank = group->rank;
+    if (out + rank * bytes != in + rank * stride) memmove(out + rank * bytes, in + rank * stride, (size_t)bytes);
+    if (size == 1 || bytes == 0) return;
+#ifdef MT_HAVE_MPI
+    mt_watch_begin(operation, group->name);
+    for (int step = 1; step < size; step++) {
+        int to = (rank + step) % size, from = (rank - step + size) % size;
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride, bytes, to, out + from * bytes, bytes, from);
+    }
+    mt_watch_end();
+#else
+    (void)operation;
+#endif
+}
+
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
     (void)stream;
-    int64_t bytes = count * mt_dtype_size(dtype);
-    char *own = (char *)out + group->rank * bytes;
-    if (own != in) memmove(own, in, (size_t)bytes);
-    if (group->size == 1 || count == 0) return;
-#ifdef MT_HAVE_MPI
-    mt_watch_begin("all_gather", group->name);
-    for (int step = 1; step < group->size; step++) {
-        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, own, bytes, to, (char *)out + from * bytes, bytes, from);
-    }
-    mt_watch_end();
-#endif
+    mt_cpu_exchange_all("all_gather", out, in, 0, count * mt_dtype_size(dtype), group);
 }
 
 static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
     (void)stream;
-    int64_t bytes = count * mt_dtype_size(dtype), own = group->rank * bytes;
-    if (out != in) memmove((char *)out + own, (const char *)in + own, (size_t)bytes);
-    if (group->size == 1 || count == 0) return;
-    MT_CHECK(out != in);
-#ifdef MT_HAVE_MPI
-    mt_watch_begin("all_to_all", group->name);
-    for (int step = 1; step < group->size; step++) {
-        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes,
-                        bytes, from);
-    }
-    mt_watch_end();
-#endif
+    MT_CHECK(out != in || group->size == 1 || count == 0);
+    mt_cpu_exchange_all("all_to_all", out, in, count * mt_dtype_size(dtype), count * mt_dtype_size(dtype), group);
 }
 
 static int64_t mt_sum_before(const int64_t *counts, int end) {
@@ -9196,7 +9170,7 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
                                                     "activations", "KV cache",  "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
-    fprintf(file, "memory plan          MiB   bytes a parameter\n");
+    fprintf(file, "memory plan          MiB   bytes per parameter\n");
     for (int i = 0; i < MT_NUM_PLANS; i++)
         if (m->bytes[i] > 0)
             fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
@@ -10133,6 +10107,12 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
                 const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
     static const mt_sampling greedy = {.top_p = 1};
     static const mt_stops none = {.count = 0};
+    const mt_model_plan *plan = &model->plan;
+    if (count < 1 || count > plan->max_logits || count > plan->max_tokens || max_tokens > plan->cache_rows / count)
+        return mt_error_set(error,
+                            "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
+                            "mt_generator_plan for this size",
+                            (long long)count, (long long)max_tokens);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     int status = 0;
     for (int64_t s = 0; s < count && status == 0; s++) {

@@ -44,7 +44,7 @@ programs_run() {
         "$prefix/bin/megatron-infer" --help >"$work/out" 2>"$work/err"
 }
 
-# build [--static]: the program, by what pkg-config says.
+# build [--static]: compiles the program with the flags of pkg-config.
 build() {
     # The flags are lists of words.
     # shellcheck disable=SC2046
@@ -68,8 +68,8 @@ version_is_the_header_s() {
 
 # The numbers of the version and its text are the same.
 version_numbers_agree() {
-    numbers=$(sed -n 's/^#define MT_VERSION_[A-Z]* \([0-9]*\)$/\1/p' megatron.h | tr '\n' .)
-    says "^#define MT_VERSION \"${numbers%.}\"\$" megatron.h
+    numbers=$(sed -n 's/^#define MT_VERSION_[A-Z]* *\([0-9]*\)$/\1/p' megatron.h | tr '\n' .)
+    says "^#define MT_VERSION *\"${numbers%.}\"\$" megatron.h
 }
 
 uninstall_leaves_nothing() {
