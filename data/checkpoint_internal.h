@@ -11,6 +11,13 @@ enum {
     MT_DIRECT = 4096        // alignment of memory, offsets and lengths for reads and writes past the page cache
 };
 
+/* The fields of mt_run_state, by their names in trainer.json. */
+#define MT_RUN_STATE_FIELDS(FIELD)                                                                                     \
+    FIELD(iteration)                                                                                                   \
+    FIELD(consumed_train_samples)                                                                                      \
+    FIELD(consumed_valid_samples)                                                                                      \
+    FIELD(optimizer_step)
+
 /* The first aligned address from `memory` on. */
 char *mt_align_direct(char *memory);
 
