@@ -1,7 +1,7 @@
 /* hf_config.c: config.json of Hugging Face: families of transformers, and one of our own for what none of them can say.
  * Values are checked against the table of options, so what is written here can be read here. */
 #include "file.h"
-#include "options.h"
+#include "option_table.h"
 
 #include <stdarg.h>
 #include <stdlib.h>
@@ -357,7 +357,7 @@ static void mt_config_read_deepseek(mt_config *config, mt_options *options) {
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
 static void mt_config_read_megatron(mt_config *config, mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         char key[80], where[100], number[32];
         if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
         mt_option_key(key, row);
@@ -425,7 +425,7 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
 static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
                                     mt_error *error) {
     bool learned = shape->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !mt_options_gave(options, row->offset)) continue;
         if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
         char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
@@ -460,7 +460,7 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
         options->hf_family = shape.hf_family;
-        for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
+        for (const mt_option *row = mt_option_table; row->help; row++)
             if (row->name && row->origin != MT_OF_RUN && !mt_options_gave(options, row->offset))
                 mt_option_copy(options, &shape, row);
     }
@@ -641,7 +641,7 @@ static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
 }
 
 static void mt_config_write_megatron(json_t *root, const mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         char key[80];
         if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
         mt_option_key(key, row);

@@ -1,6 +1,8 @@
 /* options.c: the options of a run, as text. */
 #include "options.h"
 
+#include "option_table.h"
+
 #include "checkpoint.h"
 #include "file.h"
 
@@ -204,7 +206,7 @@ static bool mt_option_is_default(const mt_options *options, const mt_option *row
     bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL;
     if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
     if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
-    for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++) {
+    for (const mt_option *other = mt_option_table; other->help; other++) {
         if (!other->name || other->offset != row->offset) continue; // an alias may have the default
         if (other->fallback) text = other->fallback;
         if (!is_text) mt_option_set_default(&defaults, other);
@@ -233,7 +235,7 @@ static bool mt_option_used(const mt_options *options, size_t offset) {
 }
 
 void mt_options_free(mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) continue;
         if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
@@ -316,7 +318,7 @@ static void mt_option_set_default(mt_options *options, const mt_option *row) {
 void mt_options_default(mt_options *options) {
     memset(options, 0, sizeof *options);
     options->bos_token_id = options->eos_token_id = -1;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
+    for (const mt_option *row = mt_option_table; row->help; row++)
         if (row->name) mt_option_set_default(options, row);
     memset(options->given, 0, sizeof options->given);
 }
@@ -329,8 +331,8 @@ static bool mt_option_named(const mt_option *row, const char *name, size_t lengt
     return true;
 }
 
-static const mt_option *mt_option_find(const char *name, size_t length) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
+const mt_option *mt_option_find(const char *name, size_t length) {
+    for (const mt_option *row = mt_option_table; row->help; row++)
         if (mt_option_named(row, name, length)) return row;
     return NULL;
 }
@@ -357,7 +359,7 @@ static const mt_option *mt_option_nearest(const char *name, size_t length, int p
     const mt_option *nearest = NULL;
     int least = length < 6 ? 2 : 2 + (int)length / 4;
     if (length > 64) return NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !(row->programs & program)) continue;
         int distance = mt_edit_distance(name, length, row->name);
         if (distance < least) least = distance, nearest = row;
@@ -378,7 +380,7 @@ static const mt_option *mt_option_lookup(const char *name, size_t length, mt_pro
     if (nearest) mt_option_key(key, nearest);
     if (row)
         mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
-                     program == MT_PROGRAM_TRAIN ? "infer" : "train", program == MT_PROGRAM_TRAIN ? "train" : "infer");
+                     program == MT_PROGRAM_INFER ? "train" : "infer", program == MT_PROGRAM_INFER ? "infer" : "train");
     else if (nearest)
         mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
                      *place ? key : nearest->name);
@@ -655,136 +657,52 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
 }
 /* ---- rules between options, and what is parsed for the struct */
 
-/* Pairs of options: the first says nothing without the second. */
-static const size_t mt_option_needs[][2] = {
-    {MT_AT(q_lora_rank), MT_AT(multi_latent_attention)},
-    {MT_AT(kv_lora_rank), MT_AT(multi_latent_attention)},
-    {MT_AT(qk_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(save_interval), MT_AT(save)},
-    {MT_AT(async_save), MT_AT(save)},
-    {MT_AT(keep_checkpoints), MT_AT(save)},
-    {MT_AT(save_retain_interval), MT_AT(save_interval)},
-    {MT_AT(auto_resume), MT_AT(save)},
-    {MT_AT(no_load_rng), MT_AT(load)},
-    {MT_AT(trace_first_step), MT_AT(trace)},
-    {MT_AT(trace_last_step), MT_AT(trace)},
-    {MT_AT(no_save_optim), MT_AT(save)},
-    {MT_AT(loss_spike_factor), MT_AT(check_for_spiky_loss)},
-    {MT_AT(loss_spike_window), MT_AT(check_for_spiky_loss)},
-    {MT_AT(finetune), MT_AT(load)},
-    {MT_AT(no_load_optim), MT_AT(load)},
-    {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
-    {MT_AT(split), MT_AT(data_path)},
-    {MT_AT(valid_data_path), MT_AT(train_data_path)},
-    {MT_AT(test_data_path), MT_AT(train_data_path)},
-    {MT_AT(rampup_batch_size), MT_AT(train_samples)},
-    {MT_AT(lr_decay_iters), MT_AT(train_iters)},
-    {MT_AT(lr_decay_samples), MT_AT(train_samples)},
-    {MT_AT(lr_warmup_iters), MT_AT(train_iters)},
-    {MT_AT(lr_warmup_samples), MT_AT(train_samples)},
-    {MT_AT(lr_wsd_decay_iters), MT_AT(train_iters)},
-    {MT_AT(lr_wsd_decay_samples), MT_AT(train_samples)},
-    {MT_AT(out), MT_AT(score)},
-    {MT_AT(entropy_out), MT_AT(score)},
-    {MT_AT(logits_out), MT_AT(score)},
-    {MT_AT(max_sequences), MT_AT(score)},
-    {MT_AT(num_virtual_stages_per_pipeline_rank), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(mtp_loss_scaling_factor), MT_AT(mtp_num_layers)},
-    {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
-    {MT_AT(moe_layer_freq), MT_AT(num_experts)},
-    {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
-    {MT_AT(moe_shared_expert_gate), MT_AT(moe_shared_expert_intermediate_size)},
-    {MT_AT(moe_router_topk), MT_AT(num_experts)},
-    {MT_AT(moe_router_score_function), MT_AT(num_experts)},
-    {MT_AT(moe_router_pre_softmax), MT_AT(num_experts)},
-    {MT_AT(moe_router_num_groups), MT_AT(num_experts)},
-    {MT_AT(moe_router_topk_scaling_factor), MT_AT(num_experts)},
-    {MT_AT(moe_router_enable_expert_bias), MT_AT(num_experts)},
-    {MT_AT(moe_router_load_balancing_type), MT_AT(num_experts)},
-    {MT_AT(moe_aux_loss_coeff), MT_AT(num_experts)},
-    {MT_AT(moe_z_loss_coeff), MT_AT(num_experts)},
-    {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
-    {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
-    {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
-    {MT_AT(moe_permute_fusion), MT_AT(num_experts)},
-    {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
-    {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
-    {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
-    {MT_AT(moe_router_group_topk), MT_AT(moe_router_num_groups)},
-    {MT_AT(moe_router_bias_update_rate), MT_AT(moe_router_enable_expert_bias)},
-    {MT_AT(moe_token_drop_policy), MT_AT(moe_expert_capacity_factor)},
-    {MT_AT(moe_pad_expert_input_to_capacity), MT_AT(moe_expert_capacity_factor)},
-};
+bool mt_option_next_item(const char **column, char item[100]) {
+    size_t length = *column ? strcspn(*column, ",") : 0;
+    if (length == 0) return false;
+    snprintf(item, 100, "%.*s", (int)length, *column);
+    *column += length;
+    *column += strspn(*column, ", ");
+    return true;
+}
 
-/* Pairs of options that contradict each other. */
-static const size_t mt_option_excludes[][2] = {
-    {MT_AT(multi_latent_attention), MT_AT(group_query_attention)},
-    {MT_AT(multi_latent_attention), MT_AT(kv_channels)},
-    {MT_AT(multi_latent_attention), MT_AT(rotary_percent)},
-    {MT_AT(multi_latent_attention), MT_AT(add_qkv_bias)},
-    {MT_AT(train_iters), MT_AT(train_samples)},
-    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
-    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
-    {MT_AT(use_rope_scaling), MT_AT(rotary_seq_len_interpolation_factor)},
-    {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
-    {MT_AT(data_path), MT_AT(train_data_path)},
-    {MT_AT(data_path), MT_AT(mock_data)},
-    {MT_AT(data_path), MT_AT(tokens_file)},
-    {MT_AT(train_data_path), MT_AT(mock_data)},
-    {MT_AT(train_data_path), MT_AT(tokens_file)},
-    {MT_AT(mock_data), MT_AT(tokens_file)},
-    {MT_AT(tokens_file), MT_AT(reset_position_ids)},
-    {MT_AT(tokens_file), MT_AT(reset_attention_mask)},
-    {MT_AT(tokens_file), MT_AT(eod_mask_loss)},
-    {MT_AT(tokens_file), MT_AT(dataloader_type)},
-    {MT_AT(prompt), MT_AT(prompt_tokens)},
-    {MT_AT(score), MT_AT(prompt)},
-    {MT_AT(score), MT_AT(prompt_tokens)},
-    {MT_AT(score), MT_AT(print_tokens)},
-    {MT_AT(score), MT_AT(max_new_tokens)},
-    {MT_AT(score), MT_AT(temperature)},
-    {MT_AT(score), MT_AT(top_k)},
-    {MT_AT(score), MT_AT(top_p)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_first_pipeline_num_layers)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_last_pipeline_num_layers)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_layers_per_virtual_pipeline_stage)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_first_pipeline_num_layers)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_last_pipeline_num_layers)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_loss_in_pipeline_split)},
-};
-
-static int mt_options_check_pairs(const mt_options *options, mt_error *error) {
-    for (size_t i = 0; i < sizeof mt_option_needs / sizeof mt_option_needs[0]; i++) {
-        const mt_option *row = mt_option_of(mt_option_needs[i][0]), *other = mt_option_of(mt_option_needs[i][1]);
-        if (mt_option_used(options, row->offset) && mt_option_is_default(options, other))
-            return mt_error_set(error, "--%s needs --%s", row->name, other->name);
+/* An option that is used needs each item of its column: another option's value other than its default, or one of the
+ * choices behind the name. Options of the other program are not needed. */
+static int mt_option_check_needs(const mt_options *options, mt_program program, const mt_option *row, mt_error *error) {
+    char item[100];
+    for (const char *column = row->needs; mt_option_next_item(&column, item);) {
+        size_t length = strcspn(item, " ");
+        const mt_option *other = mt_option_find(item, length);
+        const char *choices = item[length] ? item + length + 1 : NULL;
+        if (!(other->programs & (program == MT_PROGRAM_INFER ? MT_INFER : MT_TRAIN))) continue;
+        char *value = mt_option_text(options, other);
+        bool good = choices ? mt_choice_index(choices, value) >= 0 : !mt_option_is_default(options, other);
+        if (!good && choices)
+            mt_error_set(error, "--%s needs --%s %s, which is %s", row->name, other->name, choices, value);
+        else if (!good)
+            mt_error_set(error, "--%s needs --%s", row->name, other->name);
+        free(value);
+        if (!good) return -1;
     }
-    for (size_t i = 0; i < sizeof mt_option_excludes / sizeof mt_option_excludes[0]; i++) {
-        const mt_option *row = mt_option_of(mt_option_excludes[i][0]), *other = mt_option_of(mt_option_excludes[i][1]);
-        if (mt_option_used(options, row->offset) && mt_option_used(options, other->offset))
-            return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, other->name);
+    return 0;
+}
+
+/* The columns `needs` and `excludes` of every option that is used. */
+static int mt_options_check_columns(const mt_options *options, mt_program program, mt_error *error) {
+    char item[100];
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || !mt_option_used(options, row->offset)) continue;
+        if (mt_option_check_needs(options, program, row, error)) return -1;
+        for (const char *column = row->excludes; mt_option_next_item(&column, item);)
+            if (mt_option_used(options, mt_option_find(item, strlen(item))->offset))
+                return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, item);
     }
     return 0;
 }
 
 /* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
 int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
         if (!mt_options_gave(options, row->offset) && mt_option_is_default(options, row)) continue;
         char *text = mt_option_text(options, row);
@@ -834,7 +752,9 @@ static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) 
     return count;
 }
 
-static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
+/* moe_layers from --moe-layer-freq. */
+static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
+    if (o->num_experts == 0 || o->num_layers == 0) return 0;
     int64_t every = 0;
     const int64_t most = mt_max(o->num_layers, 4096);
     mt_string_set(&o->moe_layers, NULL);
@@ -842,7 +762,7 @@ static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
     bool is_number = mt_parse_int(o->moe_layer_freq, &every);
     for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
     int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
-    if (listed > o->num_layers && !mt_options_gave(o, MT_AT(moe_layer_freq))) { // config.json's, of a model that is cut
+    if (listed > o->num_layers && !MT_GIVEN(o, moe_layer_freq)) { // config.json's, of a model that is cut
         o->moe_layers[listed = o->num_layers] = 0;
         char *text = mt_layer_freq_print(o->moe_layers);
         mt_string_set(&o->moe_layer_freq, text);
@@ -853,39 +773,6 @@ static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
                         "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
                         "([0]*1+[1]*%lld), got '%.100s'",
                         (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
-}
-
-/* Options of rotary positions that were given where nothing would read them. */
-static int mt_options_check_rope(const mt_options *o, mt_error *error) {
-    static const size_t rotary[] = {MT_AT(rotary_base), MT_AT(rotary_percent), MT_AT(rotary_interleaved),
-                                    MT_AT(rotary_seq_len_interpolation_factor), MT_AT(use_rope_scaling)};
-    static const struct {
-        size_t offset;
-        const char *types;
-    } scaled[] = {
-        {MT_AT(rope_scaling_factor), "linear|llama3|yarn"},
-        {MT_AT(original_max_position_embeddings), "llama3|yarn"},
-        {MT_AT(rope_low_freq_factor), "llama3"},
-        {MT_AT(rope_high_freq_factor), "llama3"},
-        {MT_AT(yarn_beta_fast), "yarn"},
-        {MT_AT(yarn_beta_slow), "yarn"},
-        {MT_AT(yarn_mscale), "yarn"},
-        {MT_AT(yarn_mscale_all_dim), "yarn"},
-        {MT_AT(yarn_attention_factor), "yarn"},
-    };
-    static const char *const types[] = {"none", "linear", "llama3", "yarn"};
-    const char *type = types[o->rope_scaling_type];
-    bool is_rope = o->position_embedding_type == MT_POSITION_ROPE;
-    for (size_t i = 0; i < sizeof rotary / sizeof rotary[0]; i++)
-        if (!is_rope && mt_option_used(o, rotary[i]))
-            return mt_error_set(error, "--%s needs --position-embedding-type rope", mt_option_of(rotary[i])->name);
-    if (!is_rope && o->rope_scaling_type != MT_ROPE_SCALING_NONE)
-        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope");
-    for (size_t i = 0; i < sizeof scaled / sizeof scaled[0]; i++)
-        if (mt_option_used(o, scaled[i].offset) && mt_choice_index(scaled[i].types, type) < 0)
-            return mt_error_set(error, "--%s needs --rope-scaling-type %s, which is %s",
-                                mt_option_of(scaled[i].offset)->name, scaled[i].types, type);
-    return 0;
 }
 
 static int mt_options_finish_trace(mt_options *o, mt_error *error) {
@@ -904,25 +791,15 @@ static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
     if (!checks && (!stops || reruns))
         return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
                             stops ? "rerun-mode" : "bad-step-policy");
-    if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
-        return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
-    if (mt_option_used(o, MT_AT(lr_wsd_decay_style)) && o->lr_decay_style != MT_LR_WSD)
-        return mt_error_set(error, "--lr-wsd-decay-style needs --lr-decay-style WSD");
     if (o->bad_step_policy == MT_BAD_STEP_REWIND && !o->save)
         return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
-    if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
-        return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
     return 0;
 }
 
 static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
-    if (!o->tokenizer_type) return 0;
-    bool has_file = o->tokenizer_type != MT_TOKENIZER_BYTE_LEVEL;
-    if (has_file && !o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type needs --tokenizer-model unless it is ByteLevel");
-    if (!has_file && o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type ByteLevel reads no --tokenizer-model; leave one out");
-    return 0;
+    bool has_model = o->tokenizer_type != MT_TOKENIZER_AUTO && o->tokenizer_type != MT_TOKENIZER_BYTE_LEVEL;
+    if (!has_model || o->tokenizer_model) return 0;
+    return mt_error_set(error, "--tokenizer-type needs --tokenizer-model unless it is ByteLevel");
 }
 
 static int mt_options_check_data(const mt_options *o, mt_error *error) {
@@ -959,9 +836,6 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
     if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
     if (o->score && !o->out && !o->entropy_out && !o->logits_out)
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
-    if (!o->score && mt_option_used(o, MT_AT(micro_batch_size)))
-        return mt_error_set(error, "--micro-batch-size needs --score");
-    if (!o->score && mt_option_used(o, MT_AT(seq_length))) return mt_error_set(error, "--seq-length needs --score");
     return 0;
 }
 
@@ -1016,32 +890,32 @@ static int mt_options_unfold_layout(mt_options *o, mt_error *error) {
     return o->pipeline_letters ? 0 : -1;
 }
 
-/* One kind of scaling from the three ways to ask for it. */
+/* --use-rope-scaling and --rotary-seq-len-interpolation-factor are other names of two types of scaling. */
 static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
     mt_rope_scaling asked = o->use_rope_scaling                          ? MT_ROPE_SCALING_LLAMA3
                             : o->rotary_seq_len_interpolation_factor > 0 ? MT_ROPE_SCALING_LINEAR
                                                                          : MT_ROPE_SCALING_NONE;
-    if (asked && mt_options_gave(o, MT_AT(rope_scaling_type)) && asked != o->rope_scaling_type)
-        return mt_error_set(error, "--rope-scaling-type and --%s exclude each other; leave one out",
-                            o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
+    if (asked && MT_GIVEN(o, rope_scaling_type) && asked != o->rope_scaling_type) {
+        char *type = mt_option_text(o, mt_option_of(MT_AT(rope_scaling_type)));
+        mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out", type,
+                     o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
+        free(type);
+        return -1;
+    }
     if (asked) o->rope_scaling_type = asked;
-    return mt_options_check_rope(o, error);
+    return 0;
 }
 
-/* The layers with experts and the stages in letters are parsed here; the struct's rules (megatron.c) check the rest. */
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
-    bool trains = program == MT_PROGRAM_TRAIN;
-    if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
-    if (mt_options_unfold_layout(options, error)) return -1;
+    if (mt_options_check_ranges(options, program, error) || mt_options_resolve_rope(options, error)) return -1;
+    if (mt_options_check_columns(options, program, error) || mt_options_unfold_layout(options, error)) return -1;
     if (options->print_schedule) return mt_options_derive(options, program, world_size, error);
-    if (mt_options_check_tokenizer(options, error) || mt_options_resolve_rope(options, error)) return -1;
-    if (!trains && mt_options_check_infer(options, error)) return -1;
-    if (options->num_experts > 0 && options->num_layers > 0 && mt_options_finish_expert_layers(options, error))
-        return -1;
-    if (trains && mt_options_check_data(options, error)) return -1;
+    if (mt_options_check_tokenizer(options, error) || mt_options_list_expert_layers(options, error)) return -1;
+    if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
+    if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;
     mt_options_derive_family(options);
-    if (!trains) return mt_options_check_prompt_tokens(options, error);
+    if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
     return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
 }
 
@@ -1100,7 +974,7 @@ static void mt_options_help(mt_program program, FILE *file) {
     fprintf(file, program == MT_PROGRAM_TRAIN ? "usage: train [options]; trains a GPT-family model\n"
                                               : "usage: infer --load DIR [options]; runs a GPT-family model\n");
     const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) group = row->help;
         if (!row->name || !(row->programs & (int)program)) continue;
         if (group) fprintf(file, "\n%s\n", group);
@@ -1111,7 +985,7 @@ static void mt_options_help(mt_program program, FILE *file) {
 
 void mt_options_print(const mt_options *options, mt_program program, FILE *file) {
     const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) group = row->help;
         if (!row->name || !(row->programs & (int)program) || mt_option_of(row->offset) != row) continue;
         if (mt_option_is_default(options, row)) continue;
@@ -1128,7 +1002,7 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
 /* The values of all options, one after another, each ended by a 0; NULL counts the bytes. */
 static int64_t mt_options_values(const mt_options *options, char *values) {
     int64_t bytes = 0;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || mt_option_of(row->offset) != row) continue;
         char *text = mt_option_text(options, row);
         int64_t length = (int64_t)strlen(text) + 1;
@@ -1142,7 +1016,7 @@ static int64_t mt_options_values(const mt_options *options, char *values) {
 /* Compares with the values of rank 0; says where they differ. */
 static bool mt_options_differ(const mt_options *options, const char *values, int64_t bytes, int rank, mt_error *error) {
     const char *end = values + bytes;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || mt_option_of(row->offset) != row) continue;
         const char *theirs = values < end ? values : "";
         char *ours = mt_option_text(options, row);

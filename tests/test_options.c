@@ -1,4 +1,5 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
+#include "../data/option_table.h"
 #include "../data/options.h"
 
 #include <math.h>
@@ -190,6 +191,87 @@ static void vocabulary_may_come_from_the_tokenizer_after_parsing(void **state) {
     mt_options_free(&options);
 }
 
+/* Every name and choice in the columns `needs` and `excludes` is an option's; every default is in its range. */
+static void the_table_of_options_is_sound(void **state) {
+    (void)state;
+    mt_options options, given;
+    mt_error error;
+    mt_options_default(&options);
+    mt_options_default(&given);
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name) continue;
+        const char *columns[] = {row->needs, row->excludes};
+        char item[100];
+        for (int i = 0; i < 2; i++)
+            for (const char *column = columns[i]; mt_option_next_item(&column, item);) {
+                char *choices = strchr(item, ' ');
+                if (choices) *choices++ = 0;
+                const mt_option *other = mt_option_find(item, strlen(item));
+                if (!other) fail_msg("--%s names --%s, which is no option", row->name, item);
+                if (!choices) continue;
+                assert_int_equal(other->type, MT_CHOICE);
+                for (char *word = strtok(choices, "|"); word; word = strtok(NULL, "|"))
+                    if (mt_choice_index(other->values, word) < 0) fail_msg("--%s: %s?", row->name, word);
+            }
+        if (row->fallback && mt_options_set(&given, row->name, row->fallback, &error)) fail_msg("%s", error.text);
+    }
+    if (mt_options_check_ranges(&given, MT_PROGRAM_LIBRARY, &error)) fail_msg("%s", error.text);
+    mt_options_free(&options);
+    mt_options_free(&given);
+}
+
+static void options_are_set_by_name(void **state) {
+    (void)state;
+    mt_options o;
+    mt_error error;
+    mt_options_default(&o);
+    assert_int_equal(mt_options_set(&o, "lr", "1e-3", &error), 0);
+    assert_int_equal(mt_options_set(&o, "micro_batch_size", "4", &error), 0);
+    assert_int_equal(mt_options_set(&o, "disable-bias-linear", "true", &error), 0);
+    assert_int_equal(mt_options_set(&o, "normalization", "RMSNorm", &error), 0);
+    assert_int_equal(mt_options_set(&o, "data-path", "0.3 a 0.7 b", &error), 0);
+    assert_int_equal(mt_options_set(&o, "data-path", "1 a  2 b", &error), 0); // replaces the list
+    assert_int_equal(mt_options_set(&o, "rampup-batch-size", "2 2 100", &error), 0);
+    assert_int_equal(mt_options_set(&o, "temperature", "0.5", &error), 0); // an option of infer
+    assert_true(o.lr == 1e-3 && o.micro_batch_size == 4 && !o.add_bias_linear && o.normalization == MT_RMSNORM);
+    assert_true(MT_GIVEN(&o, lr) && !MT_GIVEN(&o, seed) && o.temperature == 0.5);
+    assert_int_equal(o.data_path.count, 4);
+    assert_string_equal(o.data_path.items[2], "2");
+    assert_int_equal(o.rampup_batch_size.count, 3);
+    assert_int_equal(o.rampup_batch_size.items[2], 100);
+    const char *const wrong[][3] = {{"lr", "abc", "--lr expects a number, got 'abc'"},
+                                    {"normalisation", "RMSNorm", "did you mean --normalization?"},
+                                    {"bf16", "maybe", "--bf16 expects true or false"},
+                                    {"device", "tpu", "--device expects auto|cpu|cuda, got 'tpu'"},
+                                    {"rampup-batch-size", "2 2 1 1", "--rampup-batch-size expects START INCREMENT"}};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        assert_int_equal(mt_options_set(&o, wrong[i][0], wrong[i][1], &error), -1);
+        if (!strstr(error.text, wrong[i][2])) fail_msg("%s", error.text);
+    }
+    mt_options_free(&o);
+}
+
+/* Training on arrays in memory: no data, no tokenizer. */
+static void a_program_with_its_own_data_needs_no_option_of_data(void **state) {
+    (void)state;
+    const char *const words[][2] = {{"num-layers", "2"},  {"hidden-size", "64"},    {"num-attention-heads", "4"},
+                                    {"vocab-size", "99"}, {"seq-length", "16"},     {"train-iters", "10"},
+                                    {"lr", "1e-3"},       {"micro-batch-size", "2"}};
+    mt_options o;
+    mt_error error;
+    mt_options_default(&o);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        assert_int_equal(mt_options_set(&o, words[i][0], words[i][1], &error), 0);
+    assert_int_equal(mt_options_finish(&o, MT_PROGRAM_TRAIN, 1, &error), -1);
+    assert_non_null(strstr(error.text, "give one source of data"));
+    if (mt_options_finish(&o, MT_PROGRAM_LIBRARY, 1, &error)) fail_msg("%s", error.text);
+    assert_true(o.num_iterations == 10 && o.global_batch_size == 2 && o.padded_vocab_size == 128);
+    o.vocab_size = 0;
+    assert_int_equal(mt_options_finish(&o, MT_PROGRAM_LIBRARY, 1, &error), -1);
+    assert_non_null(strstr(error.text, "--vocab-size"));
+    mt_options_free(&o);
+}
+
 static void malformed_command_lines_are_refused_in_one_line(void **state) {
     (void)state;
     expect_error(RUN "--num-layer 3", "unknown option --num-layer; did you mean --num-layers?");
@@ -241,7 +323,7 @@ static void shapes_that_cannot_be_are_refused(void **state) {
     expect_error(RUN "--swiglu --hidden-size 16", "--ffn-hidden-size is missing");
     expect_error(RUN "--rotary-base 5", "--rotary-base needs --position-embedding-type rope");
     expect_error(RUN "--position-embedding-type rope --use-rope-scaling --rope-scaling-type linear",
-                 "--rope-scaling-type and --use-rope-scaling exclude each other");
+                 "--rope-scaling-type linear and --use-rope-scaling exclude each other");
     expect_error(RUN "--position-embedding-type rope --rope-scaling-factor 2",
                  "--rope-scaling-factor needs --rope-scaling-type linear|llama3|yarn, which is none");
     expect_error(RUN "--position-embedding-type rope --use-rope-scaling --yarn-mscale 2", "--yarn-mscale needs");
@@ -316,11 +398,11 @@ static void layouts_that_cannot_be_are_refused(void **state) {
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --tp-comm-overlap",
                     "--tp-comm-overlap needs --sequence-parallel");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--seq-length 14 --context-parallel-size 2",
-                    "--seq-length 14 must be a multiple of 2 x --context-parallel-size 2");
+                    "--seq-length 14 must be a multiple of 2 x --context-parallel-size = 4");
     expect_error_of(MT_PROGRAM_TRAIN, 2,
                     RUN
                     "--seq-length 15 --tensor-model-parallel-size 2 --sequence-parallel --max-position-embeddings 16",
-                    "--seq-length 15 must be a multiple of --tensor-model-parallel-size 2 x --context-parallel-size 1");
+                    "--seq-length 15 must be a multiple of --tensor-model-parallel-size x --context-parallel-size");
     expect_error_of(MT_PROGRAM_TRAIN, 4,
                     RUN "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 12",
                     "--global-batch-size 12 must be a multiple of --micro-batch-size 4 times the data-parallel size 2; "
@@ -352,7 +434,7 @@ static void context_parallelism_that_cannot_be_is_refused(void **state) {
 #define OVER_FOUR RUN "--context-parallel-size 4 "
     const char *sizes = "two numbers whose product is --context-parallel-size 4";
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--seq-length 36 --max-position-embeddings 36",
-                    "--seq-length 36 must be a multiple of 2 x --context-parallel-size 4");
+                    "--seq-length 36 must be a multiple of 2 x --context-parallel-size = 8");
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type ring",
                     "--cp-comm-type expects p2p|all_gather|a2a|a2a+p2p, got 'ring'");
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a+p2p", sizes);
@@ -361,11 +443,11 @@ static void context_parallelism_that_cannot_be_is_refused(void **state) {
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4",
                     sizes);
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--hierarchical-context-parallel-sizes 2 2",
-                    "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p");
+                    "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is p2p");
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a --group-query-attention --num-query-groups 2",
-                    "among 4: 4 query heads and 2 key and value heads");
+                    "over 4 ranks: 4 query heads and 2 key and value heads");
     expect_error_of(MT_PROGRAM_TRAIN, 8, OVER_FOUR "--cp-comm-type a2a --tensor-model-parallel-size 2",
-                    "among 4: 2 query heads and 2 key and value heads");
+                    "over 4 ranks: 2 query heads and 2 key and value heads");
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--window-size 5", "take all_gather or a2a");
     expect_error_of(MT_PROGRAM_TRAIN, 4,
                     OVER_FOUR "--window-size 5 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
@@ -396,9 +478,9 @@ static void schedules_that_cannot_be_are_refused(void **state) {
     expect_error(RUN "--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "exclude each other");
     expect_error(RUN "--lr-warmup-samples 2", "--lr-warmup-samples needs --train-samples");
     expect_error(RUN "--lr-decay-style WSD", "WSD needs --lr-wsd-decay-iters");
-    expect_error(RUN "--lr-wsd-decay-iters 3", "needs --lr-decay-style WSD");
+    expect_error(RUN "--lr-wsd-decay-iters 3", "needs --lr-decay-style WSD, which is linear");
     expect_error(RUN "--start-weight-decay 0.1", "need --weight-decay-incr-style");
-    expect_error(RUN "--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay");
+    expect_error(RUN "--weight-decay-incr-style linear", "need --start-weight-decay and --end-weight-decay");
     expect_error(RUN "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
                  "the first at most the second");
 }
@@ -414,7 +496,7 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
                  "--eod-mask-loss needs --tokenizer-type");
     expect_error(RUN "--valid-data-path a", "--valid-data-path needs --train-data-path");
     expect_error(RUN "--tokenizer-model t", "--tokenizer-model needs --tokenizer-type");
-    expect_error(RUN "--tokenizer-type ByteLevel --tokenizer-model t", "ByteLevel reads no --tokenizer-model");
+    expect_error(RUN "--tokenizer-type ByteLevel --tokenizer-model t", "which is ByteLevel");
     expect_error(RUN "--save-interval 3", "--save-interval needs --save");
     expect_error(RUN "--finetune", "--finetune needs --load");
     expect_error(RUN "--load x --hf-config y", "--load and --hf-config exclude each other");
@@ -464,14 +546,13 @@ static void a_split_backward_needs_whole_gradients(void **state) {
     for (int i = 0; i < 4; i++) {
         mt_options options;
         mt_error error;
-        char line[512], expected[256];
+        char line[512];
         snprintf(line, sizeof line,
                  RUN "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --data-parallel-sharding-strategy %s",
                  strategies[i]);
-        snprintf(expected, sizeof expected, "take --data-parallel-sharding-strategy optim rather than %s, or another",
-                 strategies[i]);
         if (i >= 2)
-            expect_error_of(MT_PROGRAM_TRAIN, 4, line, expected);
+            expect_error_of(MT_PROGRAM_TRAIN, 4, line,
+                            "take --data-parallel-sharding-strategy optim, which does not shard gradients, or another");
         else if (parse(&options, MT_PROGRAM_TRAIN, 4, line, &error) != 0)
             fail_msg("%s", error.text);
         else
@@ -914,10 +995,10 @@ static void experts_that_cannot_be_are_refused(void **state) {
          "sinkhorn with --moe-router-topk 1 needs --moe-router-score-function sigmoid"},
         {"--moe-router-load-balancing-type sinkhorn", "sinkhorn with --moe-router-topk 2 needs --moe-router-pre-soft"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax --moe-expert-capacity-factor 1",
-         "sinkhorn cannot have --moe-router-num-groups"},
+         "sinkhorn excludes --moe-router-num-groups"},
         {"--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"},
         {"--expert-model-parallel-size 3", "--num-experts 8 must be a multiple of --expert-model-parallel-size 3"},
-        {"--expert-model-parallel-size 2", "must divide the number of ranks, which is 1"},
+        {"--expert-model-parallel-size 2", "the world size 1 must be a multiple of --expert-tensor-parallel-size x"},
     };
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
         char line[512];
@@ -1253,7 +1334,8 @@ static void bad_steps_have_rules_that_go_together(void **state) {
                  "--bad-step-policy says nothing with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
                  "--rerun-mode says nothing with --no-check-for-nan-in-loss-and-grad");
-    expect_error(RUN "--max-bad-steps-in-a-row 5", "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
+    expect_error(RUN "--max-bad-steps-in-a-row 5",
+                 "--max-bad-steps-in-a-row needs --bad-step-policy skip|rewind, which is stop");
     expect_error(RUN "--bad-step-policy rewind", "--bad-step-policy rewind needs --save");
     expect_error(RUN "--bad-step-policy retry", "--bad-step-policy expects stop|skip|rewind, got 'retry'");
     expect_error(RUN "--loss-spike-factor 3", "--loss-spike-factor needs --check-for-spiky-loss");
@@ -1269,6 +1351,9 @@ int main(void) {
         cmocka_unit_test(shape_is_derived_as_megatron_does),
         cmocka_unit_test(finish_twice_changes_nothing),
         cmocka_unit_test(vocabulary_may_come_from_the_tokenizer_after_parsing),
+        cmocka_unit_test(the_table_of_options_is_sound),
+        cmocka_unit_test(options_are_set_by_name),
+        cmocka_unit_test(a_program_with_its_own_data_needs_no_option_of_data),
         cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
         cmocka_unit_test(values_out_of_range_are_refused),
         cmocka_unit_test(shapes_that_cannot_be_are_refused),

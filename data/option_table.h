@@ -1,0 +1,98 @@
+/* option_table.h: a row for every option: its name, type, default, range, help, and the options that it needs and
+ * excludes. Command line, YAML, --help, the printed configuration and config.json are loops over the rows. */
+#ifndef MT_OPTION_TABLE_H
+#define MT_OPTION_TABLE_H
+
+#include "options.h"
+
+typedef enum mt_option_type {
+    MT_FLAG,     // --swiglu
+    MT_NO,       // --disable-bias-linear: clears its field, whose default is true
+    MT_INT,      // plain decimals
+    MT_REAL,     // decimals, or with an exponent
+    MT_STRING,   // one word
+    MT_OPTIONAL, // one word, or none, which is "-"
+    MT_CHOICE,   // one of a|b|c; the field is an enum of these, in this order
+    MT_INTS,     // whole numbers
+    MT_LIST,     // one word or more
+} mt_option_type;
+
+/* Where a value may come from besides the user. */
+typedef enum mt_option_origin {
+    MT_OF_RUN,     // from nowhere
+    MT_OF_MODEL,   // the model's config.json, unless the user gave it
+    MT_OF_WEIGHTS, // the same, and weights that are loaded cannot do with another value
+} mt_option_origin;
+
+enum { MT_TRAIN = MT_PROGRAM_TRAIN, MT_INFER = MT_PROGRAM_INFER, MT_BOTH = MT_PROGRAM_TRAIN | MT_PROGRAM_INFER };
+
+/* A row per option. A row without a name opens a group, which `help` names. */
+typedef struct mt_option {
+    const char *name; // as on the command line; with underscores in YAML
+    mt_option_type type;
+    size_t offset; // of the field in mt_options; an alias is a later row with the same one
+    int programs;
+    mt_option_origin origin;
+    const char *fallback; // the default as the user would write it; NULL: none, or derived
+    const char *values;   // numbers: their range; choices: all of them; words: what they are
+    const char *help;
+    const char *needs; // "save": another option that it says nothing without; "device cpu|cuda": or its choices; ", "
+    const char *excludes; // "mock-data, tokens-file": options that contradict it
+} mt_option;
+
+#define MT_AT(field) offsetof(mt_options, field)
+
+extern const mt_option mt_option_table[]; // ends with a row without help
+
+/* The first row of a field: aliases share it. */
+const mt_option *mt_option_of(size_t offset);
+
+/* The option of this name, with dashes or underscores; NULL if there is none. */
+const mt_option *mt_option_find(const char *name, size_t length);
+
+/* Takes the next item of a column "a, b c|d, e"; false at its end. */
+bool mt_option_next_item(const char **column, char item[100]);
+
+/* The field that a row points at. */
+bool *mt_option_bool(const mt_options *options, const mt_option *row);
+int64_t *mt_option_int(const mt_options *options, const mt_option *row);
+double *mt_option_real(const mt_options *options, const mt_option *row);
+char **mt_option_string(const mt_options *options, const mt_option *row);
+unsigned *mt_option_choice(const mt_options *options, const mt_option *row);
+
+/* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
+ */
+int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error);
+
+/* The value as the user would write it, to free; "" for a value that is not there. */
+char *mt_option_text(const mt_options *options, const mt_option *row);
+
+/* The option's name in files: with underscores. */
+void mt_option_key(char key[80], const mt_option *row);
+
+/* Copies one option's value between structs. */
+void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row);
+
+/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
+bool mt_option_in_range(const mt_option *row, double value);
+
+/* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
+int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
+
+/* The fewest digits that read back as the same double. */
+void mt_real_print(char text[32], double value);
+
+/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). To free. */
+char *mt_layer_freq_print(const char *layers);
+
+/* ---- config.json (hf_config.c) */
+
+/* Copies the model that config.json describes into the options that were not given; with weights, another value that
+ * was given for one of their sizes is an error. */
+int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
+                          mt_error *error);
+
+/* Keeps the family that the shape came from while it fits, else finds one that does. */
+void mt_options_derive_family(mt_options *options);
+
+#endif
