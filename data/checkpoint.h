@@ -1,6 +1,6 @@
 /* checkpoint.h: saves and loads checkpoints. A checkpoint is a Hugging Face folder: config.json, and whole tensors in
- * safetensors under Hugging Face names; beside them the optimizer's state in the same form, and trainer.json. Any layout
- * of ranks loads a checkpoint that any other layout saved. */
+ * safetensors under Hugging Face names; beside them the optimizer's state in the same form, and trainer.json. Any
+ * layout of ranks loads a checkpoint that any other layout saved. */
 #ifndef MT_CHECKPOINT_H
 #define MT_CHECKPOINT_H
 
@@ -81,11 +81,11 @@ typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *err
 int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error);
 
-/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, mt_saver_save copies this rank's
- * share to host memory, which mt_saver_open allocates, and threads write it while training continues. On the CPU it
- * returns after the copies. On a GPU the copies overlap with later work of the model's stream; only work that changes
- * weights or optimizer waits for them, on the device. A model has one save under way at a time. Every rank calls all of
- * these. */
+/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, mt_saver_save copies this
+ * rank's share to host memory, which mt_saver_open allocates, and threads write it while training continues. On the CPU
+ * it returns after the copies. On a GPU the copies overlap with later work of the model's stream; only work that
+ * changes weights or optimizer waits for them, on the device. A model has one save under way at a time. Every rank
+ * calls all of these. */
 typedef struct mt_saver mt_saver;
 void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
                    bool async);
