@@ -10108,7 +10108,8 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
     static const mt_sampling greedy = {.top_p = 1};
     static const mt_stops none = {.count = 0};
     const mt_model_plan *plan = &model->plan;
-    if (count < 1 || count > plan->max_logits || count > plan->max_tokens || max_tokens > plan->cache_rows / count)
+    if (count < 1 || count > plan->max_logits || max_tokens > plan->cache_rows / count ||
+        max_tokens > plan->max_position)
         return mt_error_set(error,
                             "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
                             "mt_generator_plan for this size",
