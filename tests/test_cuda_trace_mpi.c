@@ -1,4 +1,4 @@
-/* --trace on four ranks with a GPU each: what holds on the CPU, but for what only one clock can promise. Run by mpirun.
+/* --trace on four ranks with a GPU each: the checks of the CPU, except the ones that need a single clock. Run by mpirun.
  */
 #include "trace.h"
 
