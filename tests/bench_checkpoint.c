@@ -1,5 +1,5 @@
-/* Saving and loading a checkpoint against dd with the same block size, on the same disk in the same run; what an
- * asynchronous save costs a step against a plain copy; and how often each byte is read.
+/* Saving and loading a checkpoint against dd with the same block size, on the same disk in the same run; the cost
+ * of an asynchronous save for a step against a plain copy; and how often each byte is read.
  *
  *   usage: [mpirun -np N] bench_checkpoint [FOLDER [LAYERS [ROUNDS [OPTIONS...]]]]
  *
@@ -74,7 +74,7 @@ static void run_alone(const bench *b, const char *format, long long number) {
     if (!file || fclose(file) != 0) mt_die("%s cannot be written", done);
 }
 
-/* What this process has read by system calls; 0 where the system does not tell. */
+/* Bytes that this process has read by system calls; 0 if the system does not report them. */
 static double bytes_read(void) {
     FILE *file = fopen("/proc/self/io", "r");
     double value = 0;
@@ -219,7 +219,7 @@ static void print_counted(const bench *b, double counted) {
     if (counted > 0)
         printf("%-30s %8.3f times\n", "bytes read by all ranks / saved", counted / b->bytes);
     else
-        printf("%-30s the system does not tell\n", "bytes read by all ranks");
+        printf("%-30s not reported by the system\n", "bytes read by all ranks");
 }
 
 /* 0 rounds: for models that are too large to write so often. */
@@ -292,9 +292,9 @@ static void print_wait(const bench *b, const char *what, series *s, double refer
     fflush(stdout);
 }
 
-/* What a step waits for an asynchronous save, against copying as much memory, from the device where there is one. There
- * the save's copies go on behind the call. What is computed then, which `follows`, should find the model's stream free;
- * what changes the model waits until it is `copied`. */
+/* The time that a step waits for an asynchronous save, against copying as much memory, from the device if there is one.
+ * There the save's copies continue after the call: computation then (`follows`) should find the model's stream free,
+ * and changes of the model wait until it is `copied`. */
 static void bench_stall(bench *b) {
     mt_error error;
     mt_saver *saver;

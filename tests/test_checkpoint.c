@@ -33,7 +33,7 @@ static int64_t count_entries(const char *folder, const char *part) {
 
 static void assert_says(const mt_error *error, const char *words) {
     assert_null(strchr(error->text, '\n'));
-    assert_non_null(strchr(error->text, ';')); // what is wrong; what to do
+    assert_non_null(strchr(error->text, ';')); // the fault; the remedy
     if (!strstr(error->text, words)) fail_msg("\"%s\" does not say \"%s\"", error->text, words);
 }
 
@@ -75,7 +75,7 @@ static void spoil(fixture *f) {
     }
 }
 
-/* Gives master weights and moments values that can be told apart. */
+/* Gives master weights and moments distinct values. */
 static void fill_state(fixture *f) {
     int64_t num_params, num_buckets;
     const mt_param *params = mt_model_params(f->model, &num_params);
@@ -105,7 +105,7 @@ static void assert_same_model(fixture *a, fixture *b) {
     }
 }
 
-/* What a version without checksums would have written. */
+/* A checkpoint as a version without checksums wrote it. */
 static void make_older(const char *folder) {
     char command[1024];
     snprintf(command, sizeof command,
@@ -153,7 +153,7 @@ static void assert_same_bytes(const char *folder, const char *expected_folder, c
 /* ---- folders made from the golden ones */
 
 typedef struct changes {
-    mt_dtype dtype;         // what values are stored as
+    mt_dtype dtype;         // type of the stored values
     const char *strip;      // taken off the front of names
     const char *drop;       // a tensor to leave out
     const char *add[3];     // tensors to add, one value each
@@ -321,7 +321,7 @@ static void rows_that_pad_the_vocabulary_become_zero(void **state) {
     close_family(&f);
 }
 
-/* What openai-community/gpt2 looks like: no "transformer.", masks among the weights. */
+/* The layout of openai-community/gpt2: no "transformer.", masks among the weights. */
 static void names_without_their_prefix_and_old_masks_load(void **state) {
     (void)state;
     changes gpt2 = {.strip = "transformer.", .add = {"h.0.attn.bias", "h.3.attn.masked_bias"}};
@@ -824,11 +824,11 @@ static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
             assert_says(&error, "damaged");
             f.options.load = f.options.save = folder;
             spoil(&f);
-            int told = dup(2), nowhere = open("/dev/null", O_WRONLY); // a warning each time
+            int standard_error = dup(2), nowhere = open("/dev/null", O_WRONLY); // a warning each time
             dup2(nowhere, 2);
             load(&f, &run, folder);
-            dup2(told, 2);
-            close(told), close(nowhere);
+            dup2(standard_error, 2);
+            close(standard_error), close(nowhere);
             assert_int_equal(run.iteration, 1);
             assert_same_model(&f, &before);
             snprintf(command, sizeof command, "cp %s/%s %s", at("whole"), names[k], path);

@@ -77,7 +77,7 @@ kill_job() {
     wait "$job" 2>/dev/null
 }
 
-# Every loss that a part of the run told is that of the whole run, and none was told by a damaged beginning.
+# Every loss of a part of the run is that of the whole run, and a damaged beginning reported none.
 part_is_right() {
     grep -i 'damaged' "$work/err" && return 1
     losses "$1" >"$work/part"
@@ -247,7 +247,7 @@ an_error_in_the_background_ends_the_run() {
         [ "$(folders "$work/b")" = '3 ' ] && run --train-iters 4 --load "$work/b"
 }
 
-# The first update is far too large. On a GPU nobody has looked at the step after it when it is to be saved.
+# The first update is far too large. On a GPU the host has not checked the step after it when the save begins.
 a_bad_step_is_not_saved() {
     refuses 'iteration 2 is bad, and there is no checkpoint yet to go back to' --train-iters 6 --lr 1e6 \
         --lr-decay-style constant --bad-step-policy rewind --save "$work/bad" --save-interval 2 --log-interval 100 &&
