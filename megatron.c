@@ -2273,42 +2273,49 @@ static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *
     }
 }
 
-static void mt_cpu_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
+static void mt_cpu_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
                                       const float *row_sum, const float *row_target, const float *row_weighted,
                                       int64_t T, mt_stream *stream) {
     (void)stream;
     for (int64_t t = 0; t < T; t++) {
         double log_sum = (double)row_max[t] + log((double)row_sum[t]);
         lse[t] = (float)log_sum;
-        loss[t] = (float)(log_sum - (double)row_target[t]);
+        logp[t] = (float)((double)row_target[t] - log_sum);
         if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / (double)row_sum[t]);
     }
 }
 
 static void mt_cpu_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                          const float *dloss, int64_t T, int64_t stride, int64_t first, int64_t count,
-                                          mt_dtype dtype, mt_stream *stream) {
+                                          const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
+                                          int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
+                                          mt_stream *stream) {
     (void)stream;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
         const float *x = mt_row_load(slice, logits, t * stride, count, dtype);
-        float *d = mt_row_open(slice + count, dlogits, t * stride, dtype), log_sum = lse[t], scale = dloss[t];
+        float *d = mt_row_open(slice + count, dlogits, t * stride, dtype), log_sum = lse[t], scale = -dlogp[t];
         int64_t label = labels[t] - first;
 #pragma omp simd
-        for (int64_t i = 0; i < count; i++) d[i] = mt_exp(x[i] - log_sum) * scale;
+        for (int64_t i = 0; i < (dentropy ? 0 : count); i++) d[i] = mt_exp(x[i] - log_sum) * scale;
+        for (int64_t i = 0; i < (dentropy ? count : 0); i++) { // d may be x
+            float p = mt_exp(x[i] - log_sum), log_p = x[i] - log_sum;
+            d[i] = p > 0 ? p * (scale - dentropy[t] * (log_p + entropy[t])) : 0.0f;
+        }
         if (label >= 0 && label < count) d[label] -= scale;
         for (int64_t i = count; i < stride; i++) d[i] = 0.0f;
         mt_row_close(dlogits, t * stride, d, stride, dtype);
     }
 }
 
-static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
+static void mt_cpu_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
+                            mt_stream *stream) {
     (void)stream;
     for (int64_t t = 0; t < T; t++) {
-        sums[0] += (double)loss[t] * (double)mask[t];
-        sums[1] += (double)mask[t];
+        sums[0] -= (double)logp[t] * (double)weights[t];
+        sums[1] += (double)weights[t];
+        dlogp[t] = -weights[t];
     }
 }
 
@@ -3078,25 +3085,6 @@ void mt_cuda_groups_end(void) {
  * ranks of a group list its members in the same order, by world rank; the members of a group are a pure function of the
  * grid's sizes. */
 
-const mt_grid mt_grid_of_one = {
-    .world = {.name = "world", .size = 1},
-    .tensor = {.name = "tensor", .size = 1},
-    .context = {.name = "context", .size = 1},
-    .data = {.name = "data", .size = 1},
-    .data_context = {.name = "data-context", .size = 1},
-    .pipeline = {.name = "pipeline", .size = 1},
-    .embedding = {.name = "embedding", .size = 1},
-    .model = {.name = "model", .size = 1},
-    .tensor_context = {.name = "tensor-context", .size = 1},
-    .expert = {.name = "expert", .size = 1},
-    .expert_tensor = {.name = "expert-tensor", .size = 1},
-    .expert_data = {.name = "expert-data", .size = 1},
-    .expert_exchange = {.name = "expert-exchange", .size = 1},
-    .kv_replicas = {.name = "kv-replicas", .size = 1},
-    .context_a2a = {.name = "context-a2a", .size = 1},
-    .context_ring = {.name = "context-ring", .size = 1},
-};
-
 /* True if mpirun, srun or another launcher started this process. Without one, MPI_Init would start a helper daemon. */
 static bool mt_launched_by_mpi(void) {
     static const char *const signs[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS"};
@@ -3136,30 +3124,37 @@ static void mt_share_threads(const mt_group *world) {
 }
 #endif
 
-/* Where a kind of group is in mt_grid, and the dimensions in which its members differ: tp, cp, dp, pp, or for groups of
- * experts etp, ep, edp, pp. */
+/* Kind, field of mt_grid, name, groups of experts or not, and the dimensions in which members differ: tp, cp, dp, pp,
+ * or for groups of experts etp, ep, edp, pp. */
+#define MT_GROUPS(X)                                                                                                   \
+    X(WORLD, world, "world", 0, 1, 1, 1, 1)                                                                            \
+    X(TENSOR, tensor, "tensor", 0, 1, 0, 0, 0)                                                                         \
+    X(CONTEXT, context, "context", 0, 0, 1, 0, 0)                                                                      \
+    X(DATA, data, "data", 0, 0, 0, 1, 0)                                                                               \
+    X(DATA_CONTEXT, data_context, "data-context", 0, 0, 1, 1, 0)                                                       \
+    X(PIPELINE, pipeline, "pipeline", 0, 0, 0, 0, 1)                                                                   \
+    X(EMBEDDING, embedding, "embedding", 0, 0, 0, 0, 1)                                                                \
+    X(MODEL, model, "model", 0, 1, 0, 0, 1)                                                                            \
+    X(TENSOR_CONTEXT, tensor_context, "tensor-context", 0, 1, 1, 0, 0)                                                 \
+    X(EXPERT, expert, "expert", 1, 0, 1, 0, 0)                                                                         \
+    X(EXPERT_TENSOR, expert_tensor, "expert-tensor", 1, 1, 0, 0, 0)                                                    \
+    X(EXPERT_DATA, expert_data, "expert-data", 1, 0, 0, 1, 0)                                                          \
+    X(EXPERT_EXCHANGE, expert_exchange, "expert-exchange", 1, 1, 1, 0, 0)                                              \
+    X(KV_REPLICAS, kv_replicas, "kv-replicas", 0, 1, 0, 0, 0)                                                          \
+    X(CONTEXT_A2A, context_a2a, "context-a2a", 0, 0, 1, 0, 0)                                                          \
+    X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)
+
+#define MT_GROUP_ALONE(kind, field, its_name, ...) .field = {.name = its_name, .size = 1},
+#define MT_GROUP_ROW(kind, field, name, experts, ...)                                                                  \
+    [MT_GROUP_##kind] = {offsetof(mt_grid, field), experts, {__VA_ARGS__}},
+
+const mt_grid mt_grid_of_one = {MT_GROUPS(MT_GROUP_ALONE)};
+
 static const struct {
     size_t offset;
     bool of_experts;
     bool is_free[4];
-} mt_group_kinds[MT_NUM_GROUP_KINDS] = {
-    [MT_GROUP_WORLD] = {offsetof(mt_grid, world), false, {true, true, true, true}},
-    [MT_GROUP_TENSOR] = {offsetof(mt_grid, tensor), false, {true, false, false, false}},
-    [MT_GROUP_CONTEXT] = {offsetof(mt_grid, context), false, {false, true, false, false}},
-    [MT_GROUP_DATA] = {offsetof(mt_grid, data), false, {false, false, true, false}},
-    [MT_GROUP_DATA_CONTEXT] = {offsetof(mt_grid, data_context), false, {false, true, true, false}},
-    [MT_GROUP_PIPELINE] = {offsetof(mt_grid, pipeline), false, {false, false, false, true}},
-    [MT_GROUP_EMBEDDING] = {offsetof(mt_grid, embedding), false, {false, false, false, true}},
-    [MT_GROUP_MODEL] = {offsetof(mt_grid, model), false, {true, false, false, true}},
-    [MT_GROUP_TENSOR_CONTEXT] = {offsetof(mt_grid, tensor_context), false, {true, true, false, false}},
-    [MT_GROUP_EXPERT] = {offsetof(mt_grid, expert), true, {false, true, false, false}},
-    [MT_GROUP_EXPERT_TENSOR] = {offsetof(mt_grid, expert_tensor), true, {true, false, false, false}},
-    [MT_GROUP_EXPERT_DATA] = {offsetof(mt_grid, expert_data), true, {false, false, true, false}},
-    [MT_GROUP_EXPERT_EXCHANGE] = {offsetof(mt_grid, expert_exchange), true, {true, true, false, false}},
-    [MT_GROUP_KV_REPLICAS] = {offsetof(mt_grid, kv_replicas), false, {true, false, false, false}},
-    [MT_GROUP_CONTEXT_A2A] = {offsetof(mt_grid, context_a2a), false, {false, true, false, false}},
-    [MT_GROUP_CONTEXT_RING] = {offsetof(mt_grid, context_ring), false, {false, true, false, false}},
-};
+} mt_group_kinds[MT_NUM_GROUP_KINDS] = {MT_GROUPS(MT_GROUP_ROW)};
 
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
@@ -3755,39 +3750,36 @@ void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dt
 
 /* ---- data movement */
 
+/* Every rank exchanges pieces with every other: that for rank r is at in + r * stride, that from r goes to out + r *
+ * bytes. */
+static void mt_cpu_exchange_all(const char *operation, char *out, const char *in, int64_t stride, int64_t bytes,
+                                const mt_group *group) {
+    int size = group->size, rank = group->rank;
+    if (out + rank * bytes != in + rank * stride) memmove(out + rank * bytes, in + rank * stride, (size_t)bytes);
+    if (size == 1 || bytes == 0) return;
+#ifdef MT_HAVE_MPI
+    mt_watch_begin(operation, group->name);
+    for (int step = 1; step < size; step++) {
+        int to = (rank + step) % size, from = (rank - step + size) % size;
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride, bytes, to, out + from * bytes, bytes, from);
+    }
+    mt_watch_end();
+#else
+    (void)operation;
+#endif
+}
+
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
     (void)stream;
-    int64_t bytes = count * mt_dtype_size(dtype);
-    char *own = (char *)out + group->rank * bytes;
-    if (own != in) memmove(own, in, (size_t)bytes);
-    if (group->size == 1 || count == 0) return;
-#ifdef MT_HAVE_MPI
-    mt_watch_begin("all_gather", group->name);
-    for (int step = 1; step < group->size; step++) {
-        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, own, bytes, to, (char *)out + from * bytes, bytes, from);
-    }
-    mt_watch_end();
-#endif
+    mt_cpu_exchange_all("all_gather", out, in, 0, count * mt_dtype_size(dtype), group);
 }
 
 static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
     (void)stream;
-    int64_t bytes = count * mt_dtype_size(dtype), own = group->rank * bytes;
-    if (out != in) memmove((char *)out + own, (const char *)in + own, (size_t)bytes);
-    if (group->size == 1 || count == 0) return;
-    MT_CHECK(out != in);
-#ifdef MT_HAVE_MPI
-    mt_watch_begin("all_to_all", group->name);
-    for (int step = 1; step < group->size; step++) {
-        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes,
-                        bytes, from);
-    }
-    mt_watch_end();
-#endif
+    MT_CHECK(out != in || group->size == 1 || count == 0);
+    mt_cpu_exchange_all("all_to_all", out, in, count * mt_dtype_size(dtype), count * mt_dtype_size(dtype), group);
 }
 
 static int64_t mt_sum_before(const int64_t *counts, int end) {
@@ -4417,35 +4409,32 @@ void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const
 }
 
 /* ==== §7a vocabulary-parallel embedding and loss ================================================================= */
-/* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */
-static void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w,
-                                       int64_t C, int64_t first, int64_t count) {
+void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w, int64_t C,
+                                int64_t first, int64_t count) {
     tp->ops->embedding_forward(mt_region_partial(tp, out), ids, w.w, tp->T, C, first, count, false, tp->dtype,
                                tp->stream);
     mt_region_leave_forward(tp, out, C);
 }
 
-static void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
-                                        int64_t C, int64_t first, int64_t count) {
+void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
+                                 int64_t C, int64_t first, int64_t count) {
     const void *dwhole = mt_region_leave_backward(tp, dout, C);
     tp->ops->embedding_backward(w.dw, dwhole, ids, tp->T, C, first, count, tp->dtype, tp->stream);
 }
 
-/* Loss, log-sum-exp and, if wanted, entropy of T rows, from each rank's columns [first, first + count) of the logits:
- * ranks exchange three or four numbers a row (`stats` [4, T]) instead of logits. The backward is local. */
-static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *loss, float *entropy, float *lse,
-                                           float *stats, const void *logits, const int32_t *labels, int64_t T,
-                                           int64_t stride, int64_t first, int64_t count) {
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
+                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
+                                    int64_t count) {
     const mt_ops *ops = tp->ops;
-    int64_t num_stats = entropy ? 4 : 3;
-    float *max = stats, *sum = stats + T, *target = stats + 2 * T, *weighted = entropy ? stats + 3 * T : NULL;
+    int64_t num_stats = values->entropy ? 4 : 3; // numbers of a row that ranks exchange, instead of logits
+    float *max = stats, *sum = stats + T, *target = stats + 2 * T, *weighted = values->entropy ? stats + 3 * T : NULL;
     ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, T, stride, first, count, tp->dtype,
                                tp->stream);
     if (tp->group->size > 1) {
         ops->all_gather(tp->loss_parts, stats, num_stats * T, MT_F32, tp->group, tp->stream);
         ops->cross_entropy_combine(max, sum, target, weighted, tp->loss_parts, tp->group->size, T, tp->stream);
     }
-    ops->cross_entropy_loss(loss, entropy, lse, max, sum, target, weighted, T, tp->stream);
+    ops->cross_entropy_loss(values->logp, values->entropy, values->lse, max, sum, target, weighted, T, tp->stream);
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
@@ -5026,7 +5015,7 @@ struct mt_model {
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_link *links;                 // [MT_NUM_LINKS]
-    float *row_stats, *loss, *entropy;     // [4, max_logits], [max_logits]
+    float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]
     void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
     void *staged_logits;                   // the same on the host, or [max_logits] token ids
     int32_t *argmax;                       // [max_logits]
@@ -6908,6 +6897,7 @@ typedef struct mt_output {
     mt_normed norm; // [R, C] its norm: the head's input
     void *logits;   // [max_logits, V]
     float *lse;     // [max_logits]
+    float *dlogp;   // [max_logits] coefficients of the loss
 } mt_output;
 
 /* What a module of multi-token prediction saves beside its layer's activations and its output. */
@@ -6935,6 +6925,7 @@ typedef struct mt_micro_batch {
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
+    double replayed[2];                // sums of a replay, which count nothing
     double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
     double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and what it counts, of all modules
     float grad_scale, grad_norm;
@@ -6994,20 +6985,45 @@ static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out)
     mt_bucket_release(m, m->head_bucket);
 }
 
-/* Loss of the logits for labels[T], summed with weights[T]; entropy may be NULL. */
+/* ---- losses: a loss maps numbers of each token to a scalar and to the coefficients with which the logits' gradient is
+ * computed. A row per loss. */
+
+typedef struct mt_loss_args {
+    int64_t T;
+    mt_token_values values; // of the tokens' labels
+    const float *weights;   // [T] of each token in the sums
+    double *sums;           // sums[0] += the loss, sums[1] += the weights
+    float *dlogp;           // [T] derivative of the loss by each log-probability
+} mt_loss_args;
+
+typedef struct mt_loss {
+    const char *name;
+    void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
+} mt_loss;
+
+/* Pre-training: the weighted sum of negative log-probabilities. */
+static void mt_nll_loss(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
+    ops->nll_loss(a->sums, a->dlogp, a->values.logp, a->weights, a->T, stream);
+}
+
+enum { MT_LOSS_NLL };
+static const mt_loss mt_losses[] = {[MT_LOSS_NLL] = {"nll", mt_nll_loss}};
+
+/* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and their loss. */
 static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
-                         const float *weights, double *sums, float *loss, float *entropy) {
-    mt_vocab_cross_entropy_forward(&p->tp, loss, entropy, out->lse, m->row_stats, out->logits, labels, p->T, m->V,
-                                   m->vocab_first, m->vocab_count);
-    if (!p->replay) m->ops->loss_accumulate(sums, loss, weights, p->T, p->stream);
+                         const float *weights, double *sums, float *logp, float *entropy) {
+    mt_loss_args a = {.T = p->T, .values = {logp, entropy, out->lse}, .weights = weights, .dlogp = out->dlogp};
+    a.sums = p->replay ? m->numbers->replayed : sums;
+    mt_vocab_cross_entropy_forward(&p->tp, &a.values, m->row_stats, out->logits, labels, p->T, m->V, m->vocab_first,
+                                   m->vocab_count);
+    mt_losses[MT_LOSS_NLL].forward(m->ops, &a, p->stream);
 }
 
 /* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
-static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
-                             const float *weights) {
+static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
-    m->ops->cross_entropy_backward(out->logits, out->logits, labels, out->lse, weights, p->T, m->V, m->vocab_first,
-                                   m->vocab_count, m->dtype, p->stream);
+    m->ops->cross_entropy_backward(out->logits, out->logits, labels, out->lse, NULL, out->dlogp, NULL, p->T, m->V,
+                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_PART_BOTH);
@@ -7069,7 +7085,7 @@ typedef struct mt_mtp {
     int64_t count;          // modules; 0: none here
     mt_batch rolled, local; // on the host: a micro-batch some tokens further, and this rank's part of it
     float *weights;         // on the host: of the tokens of `rolled`
-    float *loss;            // [max_logits]
+    float *logp;            // [max_logits]
     void *dhidden;          // [R, C] the gradient of what a module takes from the one before
     void *djoined;          // [R, 2C]
 } mt_mtp;
@@ -7189,7 +7205,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
         mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
-                     m->numbers->mtp + 2 * k, m->mtp->loss, NULL);
+                     m->numbers->mtp + 2 * k, m->mtp->logp, NULL);
     }
 }
 
@@ -7199,7 +7215,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_output *out = &p->at->outputs[1 + k];
-        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T);
+        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T);
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
@@ -7334,7 +7350,7 @@ static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
 static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     MT_CHECK(p->T <= m->plan.max_logits);
     mt_output_forward(m, p, p->at->outputs[0].hidden);
-    mt_head_loss(m, p, &p->at->outputs[0], p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->loss,
+    mt_head_loss(m, p, &p->at->outputs[0], p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->logp,
                  p->training ? NULL : m->entropy);
     if (p->training) mt_mtp_forward(m, p);
 }
@@ -7346,7 +7362,7 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     mt_mtp_backward(m, p);
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_head_backward(m, p, out, p->batch->labels, p->batch->loss_mask);
+    mt_head_backward(m, p, out, p->batch->labels);
     if (m->mtp->count > 0) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
     mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
@@ -9044,6 +9060,7 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
     if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
     out->norm.rstd = mt_arena_alloc(arena, R * 4);
     out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    out->dlogp = mt_arena_alloc(arena, m->plan.max_logits * 4);
     if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
 }
 
@@ -9143,11 +9160,11 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
     if (m->has_loss) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
-        m->loss = mt_arena_alloc(arena, rows * 4);
+        m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
     }
     if (m->mtp->count > 0) {
-        m->mtp->loss = mt_arena_alloc(arena, rows * 4);
+        m->mtp->logp = mt_arena_alloc(arena, rows * 4);
         m->mtp->dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
@@ -9182,7 +9199,7 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
                                                     "activations", "KV cache",  "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
-    fprintf(file, "memory plan          MiB   bytes a parameter\n");
+    fprintf(file, "memory plan          MiB   bytes per parameter\n");
     for (int i = 0; i < MT_NUM_PLANS; i++)
         if (m->bytes[i] > 0)
             fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
@@ -9762,15 +9779,15 @@ static void mt_logits_to_host(mt_model *m, const mt_micro_batch *at, float *logi
     mt_broadcast_from_last_stage(m, logits, rows * vocabulary * 4);
 }
 
-void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
+void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     int64_t T = m->last_forward.T;
-    if (loss && m->has_loss) m->ops->memory_copy(loss, m->loss, T * 4, m->stream);
+    if (logp && m->has_loss) m->ops->memory_copy(logp, m->logp, T * 4, m->stream);
     if (entropy && m->has_loss) {
         MT_CHECK(!m->last_forward.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
-    if (loss) mt_broadcast_from_last_stage(m, loss, T * 4);
+    if (logp) mt_broadcast_from_last_stage(m, logp, T * 4);
     if (entropy) mt_broadcast_from_last_stage(m, entropy, T * 4);
     if (logits) mt_logits_to_host(m, m->last_forward.at, logits, T);
 }
@@ -10121,6 +10138,13 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
                 const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
     static const mt_sampling greedy = {.top_p = 1};
     static const mt_stops none = {.count = 0};
+    const mt_model_plan *plan = &model->plan;
+    if (count < 1 || count > plan->max_logits || max_tokens > plan->cache_rows / count ||
+        max_tokens > plan->max_position)
+        return mt_error_set(error,
+                            "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
+                            "mt_generator_plan for this size",
+                            (long long)count, (long long)max_tokens);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     int status = 0;
     for (int64_t s = 0; s < count && status == 0; s++) {

@@ -788,16 +788,21 @@ typedef void mt_cross_entropy_forward_fn(float *row_max, float *row_sum, float *
  * row_max, row_sum, row_target and row_weighted; parts[n, 3, T] and row_weighted NULL without the last. */
 typedef void mt_cross_entropy_combine_fn(float *row_max, float *row_sum, float *row_target, float *row_weighted,
                                          const float *parts, int64_t n, int64_t T, mt_stream *stream);
-/* lse[T] = max + log(sum), loss[T] = lse - target, entropy[T] = lse - weighted / sum (NULL: not wanted). */
-typedef void mt_cross_entropy_loss_fn(float *loss, float *entropy, float *lse, const float *row_max,
+/* lse[T] = max + log(sum), logp[T] = target - lse, entropy[T] = lse - weighted / sum (NULL: not wanted). */
+typedef void mt_cross_entropy_loss_fn(float *logp, float *entropy, float *lse, const float *row_max,
                                       const float *row_sum, const float *row_target, const float *row_weighted,
                                       int64_t T, mt_stream *stream);
-/* dlogits = (softmax - onehot(label)) dloss[t], zero in the padding; dlogits may be logits. */
+/* The gradient of a loss by the logits x, from its derivatives dlogp[T] and dentropy[T] by each token's log-probability
+ * and entropy: with p = exp(x - lse), dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy, zero in the
+ * padding. entropy and dentropy are NULL for a loss without entropy. dlogits may be logits. */
 typedef void mt_cross_entropy_backward_fn(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                          const float *dloss, int64_t T, int64_t stride, int64_t first, int64_t count,
-                                          mt_dtype dtype, mt_stream *stream);
-/* sums[0] += sum(loss mask), sums[1] += sum(mask), in float64 and in token order. */
-typedef void mt_loss_accumulate_fn(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream);
+                                          const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
+                                          int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
+                                          mt_stream *stream);
+/* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order; and
+ * dlogp[T] = -weights. */
+typedef void mt_nll_loss_fn(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
+                            mt_stream *stream);
 
 /* ids[T] = the column of the greatest of logits[T, stride]'s first `count` columns, the lowest among equals; -1 where a
  * logit is not a number or the greatest is not finite. */
@@ -1032,7 +1037,7 @@ typedef void mt_phase_end_fn(mt_stream *stream);
     OP(cross_entropy_combine)                                                                                          \
     OP(cross_entropy_loss)                                                                                             \
     OP(cross_entropy_backward)                                                                                         \
-    OP(loss_accumulate)                                                                                                \
+    OP(nll_loss)                                                                                                       \
     OP(argmax)                                                                                                         \
     OP(accumulate)                                                                                                     \
     OP(squared_norm)                                                                                                   \
@@ -1324,6 +1329,26 @@ void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *linear, 
 /* Both, or the `parts` asked for: communication of one half runs beside the product of the other. */
 void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int parts);
 
+/* Numbers of T tokens whose labels have these log-probabilities under the logits. */
+typedef struct mt_token_values {
+    float *logp;    // [T] log-probability of the label
+    float *entropy; // [T] of the distribution, in nats; NULL: not wanted
+    float *lse;     // [T] log-sum-exp of the logits, for the backward
+} mt_token_values;
+
+/* Vocabulary-parallel embedding: out[rows, C] = the table's rows of ids[T]; this rank holds w, rows [first, first +
+ * count). The backward adds to w.dw. */
+void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w, int64_t C,
+                                int64_t first, int64_t count);
+void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
+                                 int64_t C, int64_t first, int64_t count);
+/* Vocabulary-parallel cross-entropy: fills `values` of labels[T] from logits[T, stride], of which this rank has columns
+ * [first, first + count) of the vocabulary. Scratch: stats[4, T]; with several ranks tp->loss_parts. Its backward,
+ * cross_entropy_backward, needs no communication. */
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
+                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
+                                    int64_t count);
+
 /* ==== §8 the parameter table =======================================================================================
  */
 
@@ -1597,7 +1622,7 @@ void mt_model_backward(mt_model *model);
 /* Results of the last forward, host copies of the device's: loss (the negative log-probability of the label) and
  * entropy of every token, [T]; logits as fp32 [T, vocab_size] without padding. NULL: not wanted. Every rank of a model
  * calls it and gets them. */
-void mt_model_read(mt_model *model, float *loss, float *entropy, float *logits);
+void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
 
 /* Forward for generation: writes keys and values into cache rows cache_rows[T], attends over `batch->spans` whose k
  * rows are cache rows, and returns fp32 logits [num_rows, vocab_size] of the batch rows asked for. labels, loss_mask
@@ -1856,8 +1881,9 @@ mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t promp
 /* Continues `count` >= 1 prompts as one batch until each ends at a stop token, which it includes, or at max_tokens.
  * tokens[count, max_tokens] holds prompt s in the first num_tokens[s] elements of row s; afterwards num_tokens[s]
  * counts the generated tokens too. `sampling` NULL: greedy; `stops` NULL: none. The model was created with
- * mt_generator_plan(count, max_tokens, ...). Errors: a prompt that is empty, fills its row or has a token outside the
- * vocabulary; logits that are not finite. Every rank of the model calls it and gets the same tokens. */
+ * mt_generator_plan(count, max_tokens, ...). Errors: more or longer sequences than that plan has; a prompt that is
+ * empty, fills its row or has a token outside the vocabulary; logits that are not finite. Every rank of the model calls
+ * it and gets the same tokens. */
 int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
                 const mt_sampling *sampling, const mt_stops *stops, mt_error *error);
 

@@ -383,23 +383,24 @@ static void mt_timed_cross_entropy_combine(float *row_max, float *row_sum, float
              row_target, row_weighted, parts, n, T);
 }
 
-static void mt_timed_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
+static void mt_timed_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
                                         const float *row_sum, const float *row_target, const float *row_weighted,
                                         int64_t T, mt_stream *stream) {
-    MT_TIMED(cross_entropy_loss, mt_work_bytes(T, (entropy ? 7 : 5) * 4), loss, entropy, lse, row_max, row_sum,
+    MT_TIMED(cross_entropy_loss, mt_work_bytes(T, (entropy ? 7 : 5) * 4), logp, entropy, lse, row_max, row_sum,
              row_target, row_weighted, T);
 }
 
-/* Reads the vocabulary's columns and writes the padding's too. */
 static void mt_timed_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                            const float *dloss, int64_t T, int64_t stride, int64_t first, int64_t count,
-                                            mt_dtype dtype, mt_stream *stream) {
+                                            const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
+                                            int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
+                                            mt_stream *stream) {
     MT_TIMED(cross_entropy_backward, mt_work_bytes(T * (count + stride), mt_dtype_size(dtype)), dlogits, logits, labels,
-             lse, dloss, T, stride, first, count, dtype);
+             lse, entropy, dlogp, dentropy, T, stride, first, count, dtype);
 }
 
-static void mt_timed_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
-    MT_TIMED(loss_accumulate, mt_work_bytes(T, 8), sums, loss, mask, T);
+static void mt_timed_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
+                              mt_stream *stream) {
+    MT_TIMED(nll_loss, mt_work_bytes(T, 12), sums, dlogp, logp, weights, T);
 }
 
 static void mt_timed_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
@@ -770,7 +771,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .cross_entropy_combine = mt_timed_cross_entropy_combine,
         .cross_entropy_loss = mt_timed_cross_entropy_loss,
         .cross_entropy_backward = mt_timed_cross_entropy_backward,
-        .loss_accumulate = mt_timed_loss_accumulate,
+        .nll_loss = mt_timed_nll_loss,
         .argmax = mt_timed_argmax,
         .accumulate = mt_timed_accumulate,
         .squared_norm = mt_timed_squared_norm,
