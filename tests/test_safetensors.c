@@ -1,4 +1,4 @@
-/* Safetensors files, single and in folders with an index: accepted files, refused files and their messages. */
+/* Safetensors files, single and as folders with an index: accepted, or refused with a message. */
 #include "../data/checkpoint.h"
 #include "folder.h"
 
@@ -12,7 +12,7 @@
 
 #include <cmocka.h>
 
-/* One line, with the file's name first: what every message must be. */
+/* Every message is one line that begins with the file's name. */
 static void assert_one_line(const mt_error *error, const char *name) {
     assert_null(strchr(error->text, '\n'));
     if (strncmp(error->text, name, strlen(name)) != 0) fail_msg("\"%s\" does not begin with %s", error->text, name);
@@ -23,7 +23,7 @@ static void assert_one_line(const mt_error *error, const char *name) {
 static char *make_image(const char *header, int64_t data_bytes, int64_t *bytes) {
     uint64_t length = strlen(header);
     *bytes = 8 + (int64_t)length + data_bytes;
-    char *image = mt_malloc(*bytes); // of this very size, so that a sanitizer sees reads past it
+    char *image = mt_malloc(*bytes); // of exactly this size, so that a sanitizer sees reads past it
     memcpy(image, &length, 8);
     memcpy(image + 8, header, length);
     for (int64_t i = 0; i < data_bytes; i++) image[8 + (int64_t)length + i] = (char)i;
@@ -46,7 +46,7 @@ static void assert_refused(const char *header, int64_t data_bytes, const char *w
     free(image);
 }
 
-static void check_names(const char *folder) {
+static void check_verdicts(const char *folder) {
     DIR *directory = opendir(folder);
     assert_non_null(directory);
     int accepted = 0, refused = 0;
@@ -69,12 +69,12 @@ static void check_names(const char *folder) {
     assert_true(accepted >= 8 && refused >= 17);
 }
 
-static void every_file_is_accepted_or_refused_as_its_name_says(void **state) {
+static void every_file_gets_the_verdict_in_its_name(void **state) {
     (void)state;
-    check_names("tests/golden/safetensors");
+    check_verdicts("tests/golden/safetensors");
 }
 
-static void every_shared_file_is_accepted_or_refused_as_its_name_says(void **state) {
+static void every_shared_file_gets_the_verdict_in_its_name(void **state) {
     (void)state;
     const char *shared = getenv("MT_SHARED");
     char folder[512];
@@ -83,7 +83,7 @@ static void every_shared_file_is_accepted_or_refused_as_its_name_says(void **sta
         print_message("skipped: %s is absent\n", folder);
         skip();
     }
-    check_names(folder);
+    check_verdicts(folder);
 }
 
 static void tensors_are_found_by_name_with_their_shape_and_bytes(void **state) {
@@ -168,7 +168,7 @@ static void deep_and_dense_headers_are_refused_before_they_cost_memory(void **st
     assert_refused(header, 0, "brackets");
     for (int64_t i = 0; i < length; i++) header[i] = "{},"[i % 3];
     assert_refused(header, 0, "brackets");
-    memset(header, ' ', (size_t)length); // sparse, but far deeper than any header
+    memset(header, ' ', (size_t)length); // few brackets for its length, but nested too deep
     for (int64_t i = 0; i < length; i += 32) header[i] = '[';
     assert_refused(header, 0, "JSON");
     free(header);
@@ -184,7 +184,7 @@ static void messages_stay_one_line_whatever_names_hold(void **state) {
     assert_refused(header, 0, "nnn\" has no dtype; get it again");
 }
 
-/* Flipping or cutting any byte of a header never crashes; whatever is still accepted must be whole. */
+/* A header with a flipped byte, or truncated at any byte, never crashes; an accepted one is whole. */
 static void damage_anywhere_is_refused_or_harmless(void **state) {
     (void)state;
     const char *header = "{\"__metadata__\":{\"format\":\"pt\"},"
@@ -325,8 +325,8 @@ static void folders_without_safetensors_say_what_to_do(void **state) {
 int main(void) {
 #define FOLDER_TEST(test) cmocka_unit_test_setup_teardown(test, make_root, remove_root)
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_file_is_accepted_or_refused_as_its_name_says),
-        cmocka_unit_test(every_shared_file_is_accepted_or_refused_as_its_name_says),
+        cmocka_unit_test(every_file_gets_the_verdict_in_its_name),
+        cmocka_unit_test(every_shared_file_gets_the_verdict_in_its_name),
         cmocka_unit_test(tensors_are_found_by_name_with_their_shape_and_bytes),
         cmocka_unit_test(what_a_header_may_not_say_is_refused_in_words),
         cmocka_unit_test(duplicate_names_are_refused),
