@@ -66,9 +66,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 #ifdef MT_HAVE_BLAS
 #include <cblas.h>
 #endif
