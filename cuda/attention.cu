@@ -7,7 +7,11 @@
 
 /* ---- naive ------------------------------------------------------------------------------------------------------- */
 
-enum { WARPS = 4, MAX_CHANNELS = 256, CHANNELS = MAX_CHANNELS / 32 }; // CHANNELS: a lane's share of a head
+enum {
+    WARPS = 4,
+    MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS,
+    CHANNELS = MAX_CHANNELS / 32
+}; // CHANNELS: a lane's share of a head
 
 /* A head's channels over the lanes of a warp: lane l holds channels l, l + 32, ... */
 template <class E> __device__ static void load_head(float x[CHANNELS], const E *row, int64_t size, int lane) {
