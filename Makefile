@@ -31,7 +31,7 @@ ifeq ($(MAKELEVEL)$(filter -j% --jobs%,$(MAKEFLAGS)),0)
 MAKEFLAGS += -j$(or $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null),1)
 endif
 
-# ---- One directory for each configuration, so that objects of different builds never meet ----------------------------
+# ---- One build directory for each configuration, so that builds do not share objects ---------------------------------
 
 comma := ,
 space := $(subst ,, )
@@ -68,7 +68,7 @@ OPT ?= $(if $(SANITIZE)$(FUZZER),-O1,-O3) -march=native
 WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror)
 CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 	$(if $(SANITIZE)$(FUZZER),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
-# Floating point: no errno and no traps, and a*b+c may be one instruction. Nothing that reorders sums (-ffast-math).
+# Floating point: no errno, no traps, and a*b+c may be one instruction. No -ffast-math, which reorders sums.
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
@@ -93,8 +93,8 @@ ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
 
-# CUDA is compiled for the GPU that answers here, or for CUDA_ARCH. To 80 belongs its PTX, from which the driver makes
-# code for newer GPUs. wgmma and TMA need 90a.
+# CUDA is compiled for CUDA_ARCH, or else for the GPU that answers here. With 80 comes its PTX, which the driver
+# compiles for newer GPUs. wgmma and TMA need 90a.
 ifneq ($(and $(HAVE_CUDA),$(wildcard cuda/*.cu)),)
 GPU_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | \
 	grep -x '[0-9]*' | sort -u)
@@ -118,8 +118,8 @@ ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC $(foreach a,$(ARCHS),
 ALL_FLAGS = $(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)
 ALL_LIBS := $(CHECKS) $(if $(CHECKS),-rdynamic) $(LDFLAGS) $(FOUND_LIBS) $(CUDA_LINK) -pthread -lm
 
-# These two files change when their contents change; then everything that was built with them is built again. The + has
-# a dry run write them too: it counts what is built (below).
+# These two files are written only when their contents change; then everything that depends on them is built again. The
+# + makes a dry run write them too, so that it counts correctly (below).
 $(B)/compiler: FORCE
 	+@mkdir -p $(@D); $(CC) --version 2>&1 | head -n 1 >$@.new; cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 $(B)/flags: FORCE
@@ -164,9 +164,9 @@ $(B)/%.cu.o: %.cu $(B)/flags
 
 # ---- The library -----------------------------------------------------------------------------------------------------
 
-# libmegatron holds megatron.c and what lives in data/, compiled once more as position-independent code. -march=native
-# ties it, as the programs, to machines like this one: OPT="-O3 -march=x86-64-v3" builds for others.
-VERSION = $(shell sed -n 's/^\#define MT_VERSION "\(.*\)"/\1/p' megatron.h)
+# libmegatron holds megatron.c and the companions in data/, compiled again as position-independent code. -march=native
+# ties library and programs to CPUs like this one: OPT="-O3 -march=x86-64-v3" builds for others.
+VERSION = $(shell sed -n 's/^\#define MT_VERSION *"\(.*\)"/\1/p' megatron.h)
 SONAME = libmegatron.so.$(firstword $(subst ., ,$(VERSION)))
 LIBRARY_OBJECTS := $(patsubst $(B)/%.o,$(B)/pic/%.o,$(filter-out %.cu.o,$(OBJECTS))) $(filter %.cu.o,$(OBJECTS))
 LIBRARIES_BUILT := $(B)/libmegatron.a $(B)/libmegatron.so
@@ -219,16 +219,16 @@ uninstall:
 	rm -rf $(DESTDIR)$(INCLUDEDIR)
 -include $(wildcard $(B)/*.d $(B)/*/*.d $(B)/*/*/*.d)
 
-# ---- Running it ------------------------------------------------------------------------------------------------------
+# ---- Tests, benchmarks, demo -----------------------------------------------------------------------------------------
 
-# Leaks inside MPI and OpenMP are not ours: tests/lsan.supp names those libraries. To see them, stacks must be whole.
+# tests/lsan.supp suppresses leaks inside MPI and OpenMP. To recognise them, stacks must be complete.
 SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
 	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
 
-test: all $(TEST_PROGRAMS) $(DRAW)
+test: all $(TEST_PROGRAMS) $(EXAMPLE_PROGRAMS) $(B)/tests/bench_cuda_attention $(DRAW)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
-	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' HAVE_MPI='$(HAVE_MPI)' \
-		tests/run_tests.sh $(B)/tests $(SUITES)
+	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
+		MT_EXAMPLES='$(B)/notes/examples' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint,$(BENCH_PROGRAMS)); do $$program || exit 1; done
@@ -265,9 +265,10 @@ fuzz:
 fuzz-programs: $(FUZZ_PROGRAMS)
 	@$(SANITIZER_SETTINGS) tests/run_fuzz.sh $(FUZZ_SECONDS) $^
 
-# ---- Keeping the house -----------------------------------------------------------------------------------------------
+# ---- Lint, format, help ----------------------------------------------------------------------------------------------
 
-FORMATTED = $(wildcard *.c *.h data/*.c data/*.h tests/*.c tests/*.h notes/*.c cuda/*.cu cuda/*.cuh cuda/*.h)
+FORMATTED = $(wildcard *.c *.h data/*.c data/*.h tests/*.c tests/*.h notes/*.c notes/examples/*.c cuda/*.cu cuda/*.cuh \
+	cuda/*.h)
 CLANG_FORMAT ?= clang-format
 
 lint:
@@ -295,7 +296,7 @@ DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel jansson-devel li
 	utf8proc-devel libcmocka-devel gnuplot
 BREW := gcc make pkg-config open-mpi openblas libomp jansson libyaml pcre2 utf8proc cmocka gnuplot
 
-# Installs those of the packages $1 that are not there, without a question. $2 and $3: their names elsewhere.
+# Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.
 define install_packages
 @if ! command -v apt-get >/dev/null; then \
 	echo "no apt-get here; elsewhere the packages are:"; echo "  dnf install $2"; echo "  brew install $3"; exit; \
@@ -312,8 +313,8 @@ endef
 
 deps:
 	$(call install_packages,$(APT),$(DNF),$(BREW))
-# What checking the project takes beside that (.ci/run): clang with its sanitizers, libFuzzer and OpenMP. Debian's and
-# Ubuntu's packages for clang NN differ in which of these come with it; each is named after NN.
+# .ci/run also needs clang with its sanitizers, libFuzzer and OpenMP. Debian and Ubuntu split these differently into
+# packages, which are named after clang's version NN.
 CLANG = $(shell apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$$/\1/p')
 deps-dev: deps
 	$(call install_packages,clang clang-format $(CLANG:%=libomp-%-dev) \

@@ -1,18 +1,18 @@
 #!/bin/sh
-# Runs train under mpirun until it is done: starts it again after a failure, from its last checkpoint, with fewer ranks
-# where a host is gone.
+# Runs train under mpirun until it ends without an error. After a failure, starts it again from its last checkpoint,
+# with fewer ranks if a host is gone.
 #
 #   usage: ./launch.sh -n RANKS [--hostfile FILE] [--max-restarts N] [--pause SECONDS] ./train --save DIR OPTIONS...
 #
-#   -n RANKS            ranks to start at most
-#   --hostfile FILE     lines of "HOST slots=N"; hosts that ssh does not reach are left out, anew at every start
-#   --max-restarts N    starts one after another that may fail without a new checkpoint (3)
+#   -n RANKS            the largest number of ranks to start
+#   --hostfile FILE     lines of "HOST slots=N"; every start leaves out the hosts that ssh does not reach
+#   --max-restarts N    failures in a row without a new checkpoint before it gives up (3)
 #   --pause SECONDS     between a failure and the next start (5)
 #
-# Ranks are a multiple of the tensor, pipeline and context sizes, and such that --global-batch-size divides, so that the
-# run stays the same: training continues as it would have with all. After two failures in a row without a new checkpoint
-# the next smaller number is taken. SIGTERM and SIGINT make train save and end, by SIGUSR1, which mpirun passes on.
-# MPIRUN="mpirun --bind-to none" is what starts ranks.
+# The number of ranks is a multiple of the tensor, pipeline and context sizes, and divides --global-batch-size evenly
+# into micro-batches, so that training continues as it would with all ranks. After two failures in a row without a new
+# checkpoint it takes the next smaller number. On SIGTERM and SIGINT it sends SIGUSR1, which mpirun passes on, and train
+# saves and ends. MPIRUN="mpirun --bind-to none" replaces the command that starts ranks.
 set -u
 ranks='' hostfile='' limit=3 pause=5
 
@@ -52,7 +52,7 @@ last_of() {
     echo "$value"
 }
 
-# option NAME DEFAULT ARGUMENTS...: what train takes for --NAME: the command line's, else the YAML file's.
+# option NAME DEFAULT ARGUMENTS...: the value of --NAME in train: from the command line, else from the YAML file.
 option() {
     name=$1 fallback=$2
     shift 2
@@ -76,8 +76,8 @@ signal=$(option exit-signal '' "$@")
 case $signal in SIGUSR1 | SIGUSR2) ;; *) signal=SIGUSR1 ;; esac
 model=$((tensor * pipeline * context))
 
-# legal LIMIT: the most ranks, at most LIMIT, that train the same run; nothing where there are none. Without a global
-# batch of its own a run's batch would change with its ranks.
+# legal LIMIT: the largest number of ranks up to LIMIT that trains the same run, or nothing. Without
+# --global-batch-size the batch depends on the number of ranks, so that only the first number is legal.
 legal() {
     number=$(($1 / model * model))
     while [ $number -gt 0 ]; do
@@ -94,7 +94,7 @@ legal() {
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# available: how many ranks there is room for now; writes the hosts that answer.
+# available: the number of ranks that the hosts have slots for now; writes the hosts that answer to $work/hosts.
 available() {
     if [ -z "$hostfile" ]; then
         gpus=''
@@ -124,14 +124,14 @@ available() {
 
 latest() { cat "$save/latest_checkpointed_iteration.txt" 2>/dev/null; }
 
-# start RANKS ARGUMENTS...: from the last checkpoint, if there is one; its --load takes the place of what the run began
-# with. Returns mpirun's status.
+# start RANKS ARGUMENTS...: starts from the last checkpoint, if there is one, whose --load replaces the --hf-config or
+# --load of the first start. Returns mpirun's status.
 start() {
     number=$1
     shift
     if [ -n "$(latest)" ]; then
         count=$#
-        while [ $count -gt 0 ]; do # the arguments once around, without --hf-config
+        while [ $count -gt 0 ]; do # removes --hf-config: each argument moves to the end of the list
             word=$1
             shift
             count=$((count - 1))
@@ -165,8 +165,8 @@ while :; do
     room=$(available "$@")
     [ "$room" -lt "$ceiling" ] || room=$ceiling
     number=$(legal "$room")
-    [ -n "$number" ] || die "there is room for $room ranks, and no number of them trains this run: it takes multiples" \
-        "of $model that divide --global-batch-size, which must be given for fewer than $ranks"
+    [ -n "$number" ] || die "there is room for $room ranks, but this run needs a multiple of $model that divides" \
+        "--global-batch-size, which must be given for fewer than $ranks"
     before=$(latest)
     say "starting $number ranks$([ -n "$before" ] && echo " from iteration $before")"
     start "$number" "$@"
@@ -179,7 +179,7 @@ while :; do
         exit $status
     fi
     if [ $failures -ge 2 ] && fewer=$(legal $((number - 1))) && [ -n "$fewer" ]; then
-        say "fewer ranks are tried: $fewer"
+        say "trying fewer ranks: $fewer"
         ceiling=$fewer
     fi
     sleep "$pause"

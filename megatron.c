@@ -23,7 +23,7 @@
  *   §7   linear
  *   §7a  vocabulary-parallel embedding and loss
  *   §8   the parameter table
- *   §9   attention, MLP, layer
+ *   §9   layers
  *   §9a  rotary tables
  *   §9b  saved values
  *   §9c  norms and the residual stream
@@ -32,12 +32,10 @@
  *   §9f  mixture of experts
  *   §9g  layer
  *   §9h  context parallelism
- *   §10  the model
- *   §10a memory
- *   §10b creation
- *   §10c embedding, head, layers
- *   §10d multi-token prediction
- *   §10e a stage's forward and backward
+ *   §10  a pipeline stage
+ *   §10a embedding, head, layers
+ *   §10b multi-token prediction
+ *   §10c a stage's forward and backward
  *   §11  schedules
  *   §11a lists
  *   §11b simulated time
@@ -46,22 +44,19 @@
  *   §12a buckets that move
  *   §12b shards and wholes
  *   §13  optimizer
- *   §15  generation
- *   §16  the training step
+ *   §14  the training step
+ *   §15  the model
+ *   §15a memory
+ *   §15b creation
+ *   §15c forward, backward, decoding
+ *   §16  generation
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // clock_gettime, madvise
 #endif
 #include "megatron.h"
 
-#include "data/file.h"
-#include "data/options.h"
-
 #include <ctype.h>
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <ftw.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -69,12 +64,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <jansson.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -89,8 +81,8 @@
 #endif
 
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
-/* What everything else stands on. Invariants: library code never exits on the user's input, memory is asked for here
- * and nowhere else, and a random number is a pure function of what it is for. */
+/* The base of all other sections. Invariants: library code never exits on the user's input; host memory is allocated
+ * here only; a random number is a pure function of its key and coordinate. */
 
 const char *mt_version(void) {
     return MT_VERSION;
@@ -102,11 +94,10 @@ int mt_error_set(mt_error *error, const char *format, ...) {
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
     for (char *c = error->text; *c; c++)
-        if (iscntrl((unsigned char)*c)) *c = '?'; // a name quoted from a file must not break the line
+        if (iscntrl((unsigned char)*c)) *c = '?'; // a name from a file must not break the line or move the cursor
     return -1;
 }
 
-/* Known before MPI itself is started. */
 int mt_launch_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -118,7 +109,7 @@ void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fflush(stdout);
-    if (mt_launch_rank() > 0) sleep(2); // what every rank finds is told once: rank 0's end ends the others
+    if (mt_launch_rank() > 0) sleep(2); // an error of all ranks is printed once: rank 0's exit ends the others
     fprintf(stderr, "error: ");
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
@@ -133,19 +124,19 @@ void mt_die(const char *format, ...) {
 
 void *mt_malloc(int64_t bytes) {
     void *memory = malloc(bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
 void *mt_calloc(int64_t bytes) {
     void *memory = calloc(1, bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
 void *mt_realloc(void *memory, int64_t bytes) {
     memory = realloc(memory, bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: %lld bytes were asked for", (long long)bytes);
+    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
     return memory;
 }
 
@@ -201,7 +192,7 @@ float mt_f16_to_f32(uint16_t bits) {
     uint32_t word = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
     float value;
     memcpy(&value, &word, sizeof value);
-    value *= 0x1p112f; // the exponents' biases differ by 112; subnormal numbers become normal by the product
+    value *= 0x1p112f; // the biases of the exponents differ by 112; this also normalises subnormal numbers
     memcpy(&word, &value, sizeof word);
     if (value >= 65536) word |= 0x7f800000; // infinity and NaN keep the largest exponent
     word |= sign;
@@ -218,7 +209,7 @@ uint16_t mt_f32_to_f16(float value) {
     frexpf(magnitude, &exponent);                         // magnitude in [2^(exponent-1), 2^exponent)
     if (magnitude == 0 || exponent < -13) exponent = -13; // subnormals share the smallest step, 2^-24
     int32_t mantissa = (int32_t)nearbyintf(ldexpf(magnitude, 11 - exponent)); // ties to even
-    return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry moves into the exponent by itself
+    return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry correctly increments the exponent
 }
 
 void *mt_arena_alloc(mt_arena *arena, int64_t bytes) {
@@ -3158,25 +3149,6 @@ void mt_cuda_groups_end(void) {
  * ranks of a group list its members in the same order, by world rank; the members of a group are a pure function of the
  * grid's sizes. */
 
-const mt_grid mt_grid_of_one = {
-    .world = {.name = "world", .size = 1},
-    .tensor = {.name = "tensor", .size = 1},
-    .context = {.name = "context", .size = 1},
-    .data = {.name = "data", .size = 1},
-    .data_context = {.name = "data-context", .size = 1},
-    .pipeline = {.name = "pipeline", .size = 1},
-    .embedding = {.name = "embedding", .size = 1},
-    .model = {.name = "model", .size = 1},
-    .tensor_context = {.name = "tensor-context", .size = 1},
-    .expert = {.name = "expert", .size = 1},
-    .expert_tensor = {.name = "expert-tensor", .size = 1},
-    .expert_data = {.name = "expert-data", .size = 1},
-    .expert_exchange = {.name = "expert-exchange", .size = 1},
-    .kv_replicas = {.name = "kv-replicas", .size = 1},
-    .context_a2a = {.name = "context-a2a", .size = 1},
-    .context_ring = {.name = "context-ring", .size = 1},
-};
-
 /* True if mpirun, srun or another launcher started this process. Without one, MPI_Init would start a helper daemon. */
 static bool mt_launched_by_mpi(void) {
     static const char *const signs[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS"};
@@ -3216,30 +3188,37 @@ static void mt_share_threads(const mt_group *world) {
 }
 #endif
 
-/* Where a kind of group is in mt_grid, and the dimensions in which its members differ: tp, cp, dp, pp, or for groups of
- * experts etp, ep, edp, pp. */
+/* Kind, field of mt_grid, name, groups of experts or not, and the dimensions in which members differ: tp, cp, dp, pp,
+ * or for groups of experts etp, ep, edp, pp. */
+#define MT_GROUPS(X)                                                                                                   \
+    X(WORLD, world, "world", 0, 1, 1, 1, 1)                                                                            \
+    X(TENSOR, tensor, "tensor", 0, 1, 0, 0, 0)                                                                         \
+    X(CONTEXT, context, "context", 0, 0, 1, 0, 0)                                                                      \
+    X(DATA, data, "data", 0, 0, 0, 1, 0)                                                                               \
+    X(DATA_CONTEXT, data_context, "data-context", 0, 0, 1, 1, 0)                                                       \
+    X(PIPELINE, pipeline, "pipeline", 0, 0, 0, 0, 1)                                                                   \
+    X(EMBEDDING, embedding, "embedding", 0, 0, 0, 0, 1)                                                                \
+    X(MODEL, model, "model", 0, 1, 0, 0, 1)                                                                            \
+    X(TENSOR_CONTEXT, tensor_context, "tensor-context", 0, 1, 1, 0, 0)                                                 \
+    X(EXPERT, expert, "expert", 1, 0, 1, 0, 0)                                                                         \
+    X(EXPERT_TENSOR, expert_tensor, "expert-tensor", 1, 1, 0, 0, 0)                                                    \
+    X(EXPERT_DATA, expert_data, "expert-data", 1, 0, 0, 1, 0)                                                          \
+    X(EXPERT_EXCHANGE, expert_exchange, "expert-exchange", 1, 1, 1, 0, 0)                                              \
+    X(KV_REPLICAS, kv_replicas, "kv-replicas", 0, 1, 0, 0, 0)                                                          \
+    X(CONTEXT_A2A, context_a2a, "context-a2a", 0, 0, 1, 0, 0)                                                          \
+    X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)
+
+#define MT_GROUP_ALONE(kind, field, its_name, ...) .field = {.name = its_name, .size = 1},
+#define MT_GROUP_ROW(kind, field, name, experts, ...)                                                                  \
+    [MT_GROUP_##kind] = {offsetof(mt_grid, field), experts, {__VA_ARGS__}},
+
+const mt_grid mt_grid_of_one = {MT_GROUPS(MT_GROUP_ALONE)};
+
 static const struct {
     size_t offset;
     bool of_experts;
     bool is_free[4];
-} mt_group_kinds[MT_NUM_GROUP_KINDS] = {
-    [MT_GROUP_WORLD] = {offsetof(mt_grid, world), false, {true, true, true, true}},
-    [MT_GROUP_TENSOR] = {offsetof(mt_grid, tensor), false, {true, false, false, false}},
-    [MT_GROUP_CONTEXT] = {offsetof(mt_grid, context), false, {false, true, false, false}},
-    [MT_GROUP_DATA] = {offsetof(mt_grid, data), false, {false, false, true, false}},
-    [MT_GROUP_DATA_CONTEXT] = {offsetof(mt_grid, data_context), false, {false, true, true, false}},
-    [MT_GROUP_PIPELINE] = {offsetof(mt_grid, pipeline), false, {false, false, false, true}},
-    [MT_GROUP_EMBEDDING] = {offsetof(mt_grid, embedding), false, {false, false, false, true}},
-    [MT_GROUP_MODEL] = {offsetof(mt_grid, model), false, {true, false, false, true}},
-    [MT_GROUP_TENSOR_CONTEXT] = {offsetof(mt_grid, tensor_context), false, {true, true, false, false}},
-    [MT_GROUP_EXPERT] = {offsetof(mt_grid, expert), true, {false, true, false, false}},
-    [MT_GROUP_EXPERT_TENSOR] = {offsetof(mt_grid, expert_tensor), true, {true, false, false, false}},
-    [MT_GROUP_EXPERT_DATA] = {offsetof(mt_grid, expert_data), true, {false, false, true, false}},
-    [MT_GROUP_EXPERT_EXCHANGE] = {offsetof(mt_grid, expert_exchange), true, {true, true, false, false}},
-    [MT_GROUP_KV_REPLICAS] = {offsetof(mt_grid, kv_replicas), false, {true, false, false, false}},
-    [MT_GROUP_CONTEXT_A2A] = {offsetof(mt_grid, context_a2a), false, {false, true, false, false}},
-    [MT_GROUP_CONTEXT_RING] = {offsetof(mt_grid, context_ring), false, {false, true, false, false}},
-};
+} mt_group_kinds[MT_NUM_GROUP_KINDS] = {MT_GROUPS(MT_GROUP_ROW)};
 
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
@@ -3835,39 +3814,36 @@ void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dt
 
 /* ---- data movement */
 
+/* Every rank exchanges pieces with every other: that for rank r is at in + r * stride, that from r goes to out + r *
+ * bytes. */
+static void mt_cpu_exchange_all(const char *operation, char *out, const char *in, int64_t stride, int64_t bytes,
+                                const mt_group *group) {
+    int size = group->size, rank = group->rank;
+    if (out + rank * bytes != in + rank * stride) memmove(out + rank * bytes, in + rank * stride, (size_t)bytes);
+    if (size == 1 || bytes == 0) return;
+#ifdef MT_HAVE_MPI
+    mt_watch_begin(operation, group->name);
+    for (int step = 1; step < size; step++) {
+        int to = (rank + step) % size, from = (rank - step + size) % size;
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride, bytes, to, out + from * bytes, bytes, from);
+    }
+    mt_watch_end();
+#else
+    (void)operation;
+#endif
+}
+
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
     (void)stream;
-    int64_t bytes = count * mt_dtype_size(dtype);
-    char *own = (char *)out + group->rank * bytes;
-    if (own != in) memmove(own, in, (size_t)bytes);
-    if (group->size == 1 || count == 0) return;
-#ifdef MT_HAVE_MPI
-    mt_watch_begin("all_gather", group->name);
-    for (int step = 1; step < group->size; step++) {
-        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, own, bytes, to, (char *)out + from * bytes, bytes, from);
-    }
-    mt_watch_end();
-#endif
+    mt_cpu_exchange_all("all_gather", out, in, 0, count * mt_dtype_size(dtype), group);
 }
 
 static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
     (void)stream;
-    int64_t bytes = count * mt_dtype_size(dtype), own = group->rank * bytes;
-    if (out != in) memmove((char *)out + own, (const char *)in + own, (size_t)bytes);
-    if (group->size == 1 || count == 0) return;
-    MT_CHECK(out != in);
-#ifdef MT_HAVE_MPI
-    mt_watch_begin("all_to_all", group->name);
-    for (int step = 1; step < group->size; step++) {
-        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes,
-                        bytes, from);
-    }
-    mt_watch_end();
-#endif
+    MT_CHECK(out != in || group->size == 1 || count == 0);
+    mt_cpu_exchange_all("all_to_all", out, in, count * mt_dtype_size(dtype), count * mt_dtype_size(dtype), group);
 }
 
 static int64_t mt_sum_before(const int64_t *counts, int end) {
@@ -4999,80 +4975,40 @@ int64_t mt_num_parameters(const mt_options *options) {
     return total;
 }
 
-/* ==== §9 attention, MLP, layer =================================================================================== */
+/* ==== §9 layers =================================================================================================== */
 /* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
  * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
 
-/* Rows that come to the experts of this rank, in the order of experts, and what they become. */
-typedef struct mt_expert_rows {
-    void *memory;                     // of its own, where the number of rows depends on the data; NULL: in the arena
-    int64_t capacity;                 // M
-    void *input;                      // [M, C]
-    float *weights;                   // [M] probabilities
-    void *hidden;                     // [M, 2F]
-    void *active;                     // [M, F]
-    void *output;                     // [M, C] before it is weighed, where that is a pass of its own
-    int32_t *to_expert, *from_expert; // [M] their order as they came, and the way back
-} mt_expert_rows;
+/* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
+ * so that one copy brings over what a pass needs. */
+typedef struct mt_batch_block {
+    int32_t *cache_rows, *logit_rows; // to decode
+    mt_span *spans;                   // always, as tokens and positions
+    int32_t *tokens, *positions;
+    int32_t *labels; // for the loss and for dropout, as what follows
+    float *loss_mask;
+    int64_t *token_index;
+    int32_t *sequence;                // [T] which span a token is in
+    int32_t *mtp_tokens, *mtp_labels; // [modules, T] of multi-token prediction
+    float *mtp_weights;               // [modules, T] what a token's loss counts
+} mt_batch_block;
 
-/* What routing leaves for the backward. N tokens are R, or with the allgather dispatcher those of all ranks that
- * exchange. */
-typedef struct mt_routing {
-    float *logits;            // [R, E]
-    float *probs;             // [N, k]
-    int32_t *experts;         // [N, k] as chosen
-    int32_t *kept;            // [N, k] without what was dropped; `experts` where nothing can be
-    float *aux_stats;         // [2, S, E] summed scores and counts of each expert
-    float *gate_logits;       // [R] of the expert that every token visits, where it has a gate
-    float *gates;             // [T] their sigmoids
-    int32_t *position;        // [N, k copies]
-    int32_t *choice, *token;  // [P]
-    int32_t *offsets;         // [places + 1] of rows that leave
-    int32_t *expert_offsets;  // [E/ep + 1] of rows that came; `offsets` where nothing is exchanged
-    int64_t num_choices;      // P, rows that leave
-    int64_t num_rows;         // M, rows that came
-    int64_t *sent, *received; // [size] rows to and from every rank, on the host
-    int32_t *host_offsets;    // [E/ep + 1] for a product an expert
-    mt_expert_rows rows;
-} mt_routing;
-
-/* What a norm saves for its backward: y[R, C], mean[R] (LayerNorm), rstd[R]. */
-typedef struct mt_normed {
-    void *y;
-    float *mean, *rstd;
-} mt_normed;
-
-/* A product whose weight gradient a split backward computes later. */
-typedef struct mt_deferred {
-    mt_linear *linear;
-    const void *x, *dy;
-} mt_deferred;
-enum { MT_MAX_DEFERRED = 8 };
-
-/* What a layer's forward saves for its backward. R rows of hidden states are the micro-batch's T tokens, or with
- * sequence parallelism this rank's share of them; heads and width are this rank's share. The lists of slots (below) say
- * which fields a layer has, and their sizes. */
-typedef struct mt_activations {
-    void *input;            // [R, C] the residual stream
-    mt_normed input_norm;   // [R, C]
-    void *qkv;              // [T, (H + 2G) D]; without q/k norm, rotated in place
-    void *qk;               // [T, (H + G) D] q and k, normalised and rotated, with q/k norm
-    float *q_rstd, *k_rstd; // [T, H], [T, G]
-    /* latent attention, in place of qkv */
-    void *q, *kv;                          // [T, H D]; [T, H D] of k, then [T, H Dv] of v
-    void *latent;                          // [R, q_lora_rank + kv_lora_rank + rotary] before norms and rotation
-    void *q_latent, *kv_latent;            // [R, q_lora_rank], [R, kv_lora_rank] normalised
-    float *q_latent_rstd, *kv_latent_rstd; // [R]
-    void *attended;                        // [T, H Dv]
-    float *lse;                            // [T, H]
-    void *middle;                          // [R, C] the residual stream between attention and MLP
-    mt_normed mlp_norm;                    // [R, C]
-    void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
-    void *mlp_active;                      // [T, F] after it
-    mt_routing routing;                    // of a layer with experts
-    mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
-    int64_t num_deferred;
-} mt_activations;
+/* What belongs to the micro-batch at hand: built once for each forward or backward, and passed on. */
+typedef struct mt_pass {
+    struct mt_micro_batch *at;   // its saved activations
+    const mt_batch_block *batch; // its tokens, positions, labels, ... on the device
+    mt_tensor_parallel tp;
+    mt_stream *stream;
+    mt_spans spans;
+    int64_t T;               // tokens
+    int64_t rows, first_row; // of hidden states on this rank, and the first of them among the T tokens
+    int64_t message_rows;    // of a message between pipeline stages
+    bool training;           // dropout is on, and the step's statistics count this forward
+    bool replay;             // a forward done again: it changes activations only
+    bool decode;             // attention reads the KV cache
+    int parts;               // of the backward: MT_PART_*
+    bool last;               // backward of this chunk in this step
+} mt_pass;
 
 /* Buffers that all layers share, each with the names of what it holds in turn. */
 typedef struct mt_layer_scratch {
@@ -5098,208 +5034,7 @@ typedef struct mt_layer_scratch {
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
 
-/* The experts of this rank, and buffers that all layers use in turn. */
-typedef struct mt_experts {
-    mt_router router;
-    int64_t num_layers;    // of this rank that have experts
-    int64_t local, F;      // experts here, and the width here of each
-    int64_t tokens;        // N of the largest micro-batch
-    int64_t num_choices;   // P, rows that leave
-    int64_t places;        // experts times the ranks that share each: where rows can go
-    int64_t sequences;     // S that are balanced one by one
-    const mt_group *group; // who exchanges tokens
-    mt_stream *comm;       // where they do
-    bool gathers;          // all tokens go to all ranks
-    bool drops, pads, grouped, fuses, has_aux_loss, counts_globally;
-    bool sinkhorn;                       // tokens are routed by Sinkhorn's iteration
-    mt_expert_rows rows;                 // gradients, and rows before they leave
-    mt_expert_rows dispatched;           // exchanged rows in the order of their source ranks
-    void *gathered;                      // [N, C], with `gathers`
-    void *scattered;                     // [R, C]
-    float *sums;                         // [N, C], without `fuses`
-    float *dprobs, *dlogits;             // [N, k]; [R, E]
-    void *dlogits_rounded;               // [R, E] of the model's type
-    void *router_dx;                     // [R, C]
-    float *dgates;                       // [T]
-    int32_t *gate_experts;               // [R] all 0: a gate is a router's for one expert
-    int32_t *discarded;                  // counts of non-finite tokens that another router counts already
-    int32_t *all_offsets;                // [size, places + 1]
-    int32_t *counts;                     // [size, E/ep]
-    int32_t *host_offsets, *host_counts; // the same on the host
-    int64_t *out_counts, *in_counts;     // [size] on the host
-    float *all_logits;                   // [Tall, E], for choosing together
-    int32_t *all_experts;                // [Tall, k], for dropping, and here below
-    float *all_probs;
-    int64_t *all_index;
-    float *loads, *kept; // [num_layers, E] tokens of this step that chose each expert; that it kept
-    float *global;       // [num_layers, E] of the global batch so far
-    float *of_ranks;     // [data ranks, E] what each of them adds to it
-    int32_t *data_ranks; // [data ranks] 0, 1, ...
-    double *losses;      // [2] auxiliary and z, times tokens
-    int32_t *invalid;    // [num_layers] tokens whose logits are not finite
-    void *reported;      // on the host: loads, kept and invalid of two steps
-} mt_experts;
-
-/* Room for one whole bucket of which ranks keep shards. */
-typedef struct mt_bucket_buffer {
-    void *memory;
-    int64_t bucket; // whose values are here, -1: nobody's
-    int64_t users;  // who must not lose them
-    int64_t age;    // when it was last taken: the older one is given away
-} mt_bucket_buffer;
-
-/* What buckets are alike in size, and share buffers: two for layers and two for their experts, the one at work and its
- * neighbour; one for the matrices of the vocabulary, which are larger. */
-typedef enum mt_bucket_kind {
-    MT_BUCKET_LAYER,
-    MT_BUCKET_EXPERTS,
-    MT_BUCKET_VOCABULARY,
-    MT_NUM_BUCKET_KINDS
-} mt_bucket_kind;
-static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
-enum { MT_NUM_BUFFERS = 5 };
-
-/* Where a bucket stands in this step. */
-typedef struct mt_bucket_progress {
-    mt_bucket_kind kind;  // which buffers it takes
-    bool stale;           // parameters are to be gathered since the optimizer's step
-    bool holds_gradients; // between mt_bucket_gradients_acquire and _release
-    bool has_gradients;   // of earlier micro-batches of this step
-    bool reduced;         // their sum over ranks has begun
-} mt_bucket_progress;
-
-/* Data parallelism (§12). */
-typedef struct mt_sharding {
-    mt_strategy strategy;                  // of the buckets that there are several ranks to share
-    mt_stream *grad_stream, *param_stream; // the model's own without overlap
-    bool prefetches;
-    mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
-    mt_bucket_progress *progress;     // a bucket
-    int64_t age;                      // buffers taken so far
-    int64_t travelled, direction;     // the last bucket acquired, and to which side
-    const mt_bucket_buffer *reducing; // whose sum over ranks may still be under way
-    int64_t gathered_bucket;          // state that mt_bucket_gather_state has in the gradients' place
-    mt_param_state gathered_state;
-} mt_sharding;
-
-/* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
- * so that one copy brings over what a pass needs. */
-typedef struct mt_batch_block {
-    int32_t *cache_rows, *logit_rows; // to decode
-    mt_span *spans;                   // always, as tokens and positions
-    int32_t *tokens, *positions;
-    int32_t *labels; // for the loss and for dropout, as what follows
-    float *loss_mask;
-    int64_t *token_index;
-    int32_t *sequence;                // [T] which span a token is in
-    int32_t *mtp_tokens, *mtp_labels; // [modules, T] of multi-token prediction
-    float *mtp_weights;               // [modules, T] what a token's loss counts
-} mt_batch_block;
-
-/* An output of the model, or of a module of multi-token prediction: what its loss saves for the backward. */
-typedef struct mt_output {
-    void *hidden;   // [R, C] the residual stream
-    mt_normed norm; // [R, C] its norm: the head's input
-    void *logits;   // [max_logits, V]
-    float *lse;     // [max_logits]
-} mt_output;
-
-/* What a module of multi-token prediction saves beside its layer's activations and its output. */
-typedef struct mt_mtp_activations {
-    void *embedded;                     // [R, C] embedding of the module's token
-    void *joined;                       // [R, 2C] that and the hidden state, both normalised
-    float *embedded_rstd, *hidden_rstd; // [R]
-} mt_mtp_activations;
-
-/* Multi-token prediction on the rank with the loss. */
-typedef struct mt_mtp {
-    int64_t count;          // modules; 0: none here
-    mt_batch rolled, local; // on the host: a micro-batch some tokens further, and this rank's part of it
-    float *weights;         // on the host: of the tokens of `rolled`
-    float *loss;            // [max_logits]
-    void *dhidden;          // [R, C] the gradient of what a module takes from the one before
-    void *djoined;          // [R, 2C]
-} mt_mtp;
-
-/* The graph of a decode step of some number of sequences; captured in the second such step. */
-typedef struct mt_decode_graph {
-    bool has_run;
-    mt_graph *graph;
-} mt_decode_graph;
-
-/* The numbers that decide about a training step, on the device; copied to the host in one piece. */
-typedef struct mt_step_numbers {
-    double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
-    double guard[MT_GUARD_NUMBERS];
-    double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
-    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and what it counts, of all modules
-    float grad_scale, grad_norm;
-} mt_step_numbers;
-
-/* What a training step reports, as the device computed it. */
-typedef struct mt_step_result {
-    mt_step_numbers numbers;
-    double losses[2];    // of mt_experts, and what follows
-    float *loads, *kept; // [num_layers, E]
-    int32_t *invalid;    // [num_layers] of this rank
-} mt_step_result;
-
-/* Steps that went wrong (§16). */
-typedef struct mt_bad_steps {
-    int64_t skipped, in_a_row; // updates not made; how many of the last ones
-    int64_t rewind;            // the step for which the run is about to go back; 0: none
-    int64_t rewound;           // the latest step for which it did
-    bool reruns;               // --rerun-mode validate_results
-} mt_bad_steps;
-
-/* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
-typedef struct mt_pending_step {
-    int64_t iteration; // 0: none that is still to be checked
-    mt_event *done;    // when its result has arrived; NULL where it always has
-} mt_pending_step;
-
-/* A micro-batch on one chunk, from its forward to its backward: what it is, and what its forward left. */
-typedef struct mt_micro_batch {
-    int64_t chunk, index; // index -1: nothing is here
-    int64_t T, rows;      // tokens, and rows of hidden states on this rank
-    char *device_batch;   // the block of `batch`
-    mt_batch_block batch; // on the device
-    mt_span *host_spans;  // [num_spans]
-    int64_t num_spans;
-    mt_batch whole;         // what the context group shares of it: spans and indices of all its tokens
-    mt_activations *layers; // of the chunk, or one that all share where nothing is kept; then of the modules
-    mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
-    mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk, with a head if it has the loss; then of the modules
-} mt_micro_batch;
-
-/* One end of a channel to a neighbour in the pipeline, with buffers for messages that are under way. */
-typedef struct mt_link {
-    mt_channel *channel; // NULL: there is no such neighbour
-    int64_t num_buffers;
-    void **buffers;            // [num_buffers] of [R, C]
-    int64_t *tickets;          // [num_buffers]
-    int64_t started, finished; // messages
-} mt_link;
-
-enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
-
-/* What belongs to the micro-batch at hand: built once for each forward or backward, and passed on. */
-typedef struct mt_pass {
-    mt_micro_batch *at;          // its saved activations
-    const mt_batch_block *batch; // its tokens, positions, labels, ... on the device
-    mt_tensor_parallel tp;
-    mt_stream *stream;
-    mt_spans spans;
-    int64_t T;               // tokens
-    int64_t rows, first_row; // of hidden states on this rank, and the first of them among the T tokens
-    int64_t message_rows;    // of a message between pipeline stages
-    bool training;           // dropout is on, and the step's statistics count this forward
-    bool replay;             // a forward done again: it changes activations only
-    bool decode;             // attention reads the KV cache
-    int parts;               // of the backward: MT_PART_*
-    bool last;               // backward of this chunk in this step
-} mt_pass;
-
+/* What this rank has of a model. Structs of one section are declared there. */
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -5324,16 +5059,18 @@ struct mt_model {
     mt_bucket *buckets;
     mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
-    mt_sharding sharding;
+    struct mt_sharding *sharding;
     mt_outer outer;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
     mt_arena arena;
+    void **host_memory; // [num_host_memory] to free
+    int64_t num_host_memory;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[7];              // of each row of the printed plan
-    mt_micro_batch *micro_batches; // room for those that are live at once, chunk by chunk
+    int64_t bytes[7];                     // of each row of the printed plan
+    struct mt_micro_batch *micro_batches; // room for those that are live at once, chunk by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
     char *staged_batch[2]; // blocks on the host, which take turns: one is filled while the other is copied
@@ -5342,34 +5079,39 @@ struct mt_model {
     mt_batch local_batch;  // this rank's part of a batch whose sequences ranks share
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
-    mt_experts experts;
-    mt_mtp mtp;
-    mt_link links[MT_NUM_LINKS];
-    float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
-    mt_action *actions;                // of the schedule, for this rank
-    int64_t max_actions;
-    void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;            // the same on the host, or [max_logits] token ids
-    int32_t *argmax;                // [max_logits]
-    mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
-    mt_span *step_spans;            // [max_logits] bounds of a step's spans
-    void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
-    mt_step_numbers *numbers;       // on the device
-    mt_bad_steps bad_steps;
-    mt_stream *reader; // mt_model_set_reader
-    int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
-    mt_pending_step pending[2];
-    mt_step_result *results;              // [2] in host memory
-    double unread_tokens, unread_seconds; // of the steps since metrics were read
-    double data_seconds;                  // of this step, in which it waited for samples
-    mt_context *context;                  // attention of ranks that share sequences, NULL for one rank
+    struct mt_experts *experts;
+    struct mt_mtp *mtp;
+    struct mt_link *links;                 // [MT_NUM_LINKS]
+    float *row_stats, *loss, *entropy;     // [4, max_logits], [max_logits]
+    void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
+    void *staged_logits;                   // the same on the host, or [max_logits] token ids
+    int32_t *argmax;                       // [max_logits]
+    struct mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences
+    mt_span *step_spans;                   // [max_logits] bounds of the spans of a decode step
+    void **k_cache, **v_cache;             // a layer: [cache_rows, G D], [cache_rows, G Dv]
+    struct mt_step_numbers *numbers;       // on the device
+    struct mt_trainer *trainer;
+    bool reruns;         // --rerun-mode validate_results
+    mt_stream *reader;   // mt_model_set_reader
+    mt_context *context; // attention of ranks that share sequences, NULL for one rank
     mt_pass last_forward;
-    const mt_micro_batch *in_context; // the micro-batch that `context` holds
+    const struct mt_micro_batch *in_context; // the micro-batch that `context` holds
     /* context parallelism; NULL without */
     void *context_memory;
 };
 
-/* ==== §9a rotary tables ========================================================================================== */
+/* What goes to `stream` from now on waits for what `other` holds now. */
+static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other) {
+    if (stream != other) m->ops->stream_follow(stream, other);
+}
+
+/* Zeroed host memory that lives as long as the model. */
+static void *mt_model_calloc(mt_model *m, int64_t bytes) {
+    m->host_memory = mt_realloc(m->host_memory, (m->num_host_memory + 1) * (int64_t)sizeof(void *));
+    return m->host_memory[m->num_host_memory++] = mt_calloc(bytes);
+}
+
+/* ==== §9a rotary tables =========================================================================================== */
 
 /* YaRN's boundary: the channel pair that turns `rotations` times over the original context (Peng et al., "YaRN"). */
 static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
@@ -5421,10 +5163,49 @@ static void mt_rope_tables(mt_model *model) {
     free(sines);
 }
 
-/* ==== §9b saved values =========================================================================================== */
+/* ==== §9b saved values ============================================================================================ */
 /* What a layer's forward saves for its backward is a list of slots, one list per layer. Memory plan, arena and the
  * stash of a split backward derive from it. A forward may be replayed: with pass->replay it writes the same slots again
  * and changes nothing else. */
+
+/* What a norm saves for its backward: y[R, C], mean[R] (LayerNorm), rstd[R]. */
+typedef struct mt_normed {
+    void *y;
+    float *mean, *rstd;
+} mt_normed;
+
+/* A product whose weight gradient a split backward computes later. */
+typedef struct mt_deferred {
+    mt_linear *linear;
+    const void *x, *dy;
+} mt_deferred;
+
+enum { MT_MAX_DEFERRED = 8 };
+
+/* What a layer's forward saves for its backward. R rows of hidden states are the micro-batch's T tokens, or with
+ * sequence parallelism this rank's share of them; heads and width are this rank's share. The lists of slots (below) say
+ * which fields a layer has, and their sizes. */
+typedef struct mt_activations {
+    void *input;            // [R, C] the residual stream
+    mt_normed input_norm;   // [R, C]
+    void *qkv;              // [T, (H + 2G) D]; without q/k norm, rotated in place
+    void *qk;               // [T, (H + G) D] q and k, normalised and rotated, with q/k norm
+    float *q_rstd, *k_rstd; // [T, H], [T, G]
+    /* latent attention, in place of qkv */
+    void *q, *kv;                          // [T, H D]; [T, H D] of k, then [T, H Dv] of v
+    void *latent;                          // [R, q_lora_rank + kv_lora_rank + rotary] before norms and rotation
+    void *q_latent, *kv_latent;            // [R, q_lora_rank], [R, kv_lora_rank] normalised
+    float *q_latent_rstd, *kv_latent_rstd; // [R]
+    void *attended;                        // [T, H Dv]
+    float *lse;                            // [T, H]
+    void *middle;                          // [R, C] the residual stream between attention and MLP
+    mt_normed mlp_norm;                    // [R, C]
+    void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
+    void *mlp_active;                      // [T, F] after it
+    struct mt_routing *routing;            // of a layer with experts
+    mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
+    int64_t num_deferred;
+} mt_activations;
 
 /* Where a saved value lives between forward and backward. */
 typedef enum mt_residency { MT_KEEP } mt_residency;
@@ -5508,7 +5289,7 @@ static bool mt_uses_layernorm(const mt_model *m) {
     return m->options->normalization == MT_LAYERNORM;
 }
 
-/* ==== §9c norms and the residual stream ========================================================================== */
+/* ==== §9c norms and the residual stream =========================================================================== */
 
 /* Dropout of one place of one layer; the key makes masks of different places independent. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
@@ -5603,7 +5384,7 @@ static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, const mt_no
     mt_norm_backward(m, p, w, n, s->dresidual, old, x);
 }
 
-/* ==== §9d attention ============================================================================================== */
+/* ==== §9d attention =============================================================================================== */
 
 /* Elements of a token's q, k and v. */
 static int64_t mt_qkv_width(const mt_model *m) {
@@ -5935,7 +5716,7 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
     if (p->parts == MT_PART_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
 }
 
-/* ==== §9e MLP ==================================================================================================== */
+/* ==== §9e MLP ===================================================================================================== */
 
 /* Outputs of the first linear for a width F: gate and up, or up alone. */
 static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
@@ -5986,7 +5767,7 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
 }
 
-/* ==== §9f mixture of experts ===================================================================================== */
+/* ==== §9f mixture of experts ====================================================================================== */
 /* A router sends every token to k of E small MLPs, which ranks share out (Fedus et al., "Switch transformers"; Lepikhin
  * et al., "GShard"). Six phases, of which the first three bring rows to the experts and the last three their results
  * back: preprocess decides where rows go, exchange sends them there, postprocess sorts them by expert; then the same
@@ -5996,7 +5777,80 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
  * backward (--no-moe-permute-fusion keeps it, and does all by the book); what several ranks do with a token is added up
  * in one fixed order. */
 
-static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other);
+/* Rows that come to the experts of this rank, in the order of experts, and what they become. */
+typedef struct mt_expert_rows {
+    void *memory;                     // of its own, where the number of rows depends on the data; NULL: in the arena
+    int64_t capacity;                 // M
+    void *input;                      // [M, C]
+    float *weights;                   // [M] probabilities
+    void *hidden;                     // [M, 2F]
+    void *active;                     // [M, F]
+    void *output;                     // [M, C] before it is weighed, where that is a pass of its own
+    int32_t *to_expert, *from_expert; // [M] their order as they came, and the way back
+} mt_expert_rows;
+
+/* What routing leaves for the backward. N tokens are R, or with the allgather dispatcher those of all ranks that
+ * exchange. */
+typedef struct mt_routing {
+    float *logits;            // [R, E]
+    float *probs;             // [N, k]
+    int32_t *experts;         // [N, k] as chosen
+    int32_t *kept;            // [N, k] without what was dropped; `experts` where nothing can be
+    float *aux_stats;         // [2, S, E] summed scores and counts of each expert
+    float *gate_logits;       // [R] of the expert that every token visits, where it has a gate
+    float *gates;             // [T] their sigmoids
+    int32_t *position;        // [N, k copies]
+    int32_t *choice, *token;  // [P]
+    int32_t *offsets;         // [places + 1] of rows that leave
+    int32_t *expert_offsets;  // [E/ep + 1] of rows that came; `offsets` where nothing is exchanged
+    int64_t num_choices;      // P, rows that leave
+    int64_t num_rows;         // M, rows that came
+    int64_t *sent, *received; // [size] rows to and from every rank, on the host
+    int32_t *host_offsets;    // [E/ep + 1] for a product an expert
+    mt_expert_rows rows;
+} mt_routing;
+
+/* The experts of this rank, and buffers that all layers use in turn. */
+typedef struct mt_experts {
+    mt_router router;
+    int64_t num_layers;    // of this rank that have experts
+    int64_t local, F;      // experts here, and the width here of each
+    int64_t tokens;        // N of the largest micro-batch
+    int64_t num_choices;   // P, rows that leave
+    int64_t places;        // experts times the ranks that share each: where rows can go
+    int64_t sequences;     // S that are balanced one by one
+    const mt_group *group; // who exchanges tokens
+    mt_stream *comm;       // where they do
+    bool gathers;          // all tokens go to all ranks
+    bool drops, pads, grouped, fuses, has_aux_loss, counts_globally;
+    bool sinkhorn;                       // tokens are routed by Sinkhorn's iteration
+    mt_expert_rows rows;                 // gradients, and rows before they leave
+    mt_expert_rows dispatched;           // exchanged rows in the order of their source ranks
+    void *gathered;                      // [N, C], with `gathers`
+    void *scattered;                     // [R, C]
+    float *sums;                         // [N, C], without `fuses`
+    float *dprobs, *dlogits;             // [N, k]; [R, E]
+    void *dlogits_rounded;               // [R, E] of the model's type
+    void *router_dx;                     // [R, C]
+    float *dgates;                       // [T]
+    int32_t *gate_experts;               // [R] all 0: a gate is a router's for one expert
+    int32_t *discarded;                  // counts of non-finite tokens that another router counts already
+    int32_t *all_offsets;                // [size, places + 1]
+    int32_t *counts;                     // [size, E/ep]
+    int32_t *host_offsets, *host_counts; // the same on the host
+    int64_t *out_counts, *in_counts;     // [size] on the host
+    float *all_logits;                   // [Tall, E], for choosing together
+    int32_t *all_experts;                // [Tall, k], for dropping, and here below
+    float *all_probs;
+    int64_t *all_index;
+    float *loads, *kept; // [num_layers, E] tokens of this step that chose each expert; that it kept
+    float *global;       // [num_layers, E] of the global batch so far
+    float *of_ranks;     // [data ranks, E] what each of them adds to it
+    int32_t *data_ranks; // [data ranks] 0, 1, ...
+    double *losses;      // [2] auxiliary and z, times tokens
+    int32_t *invalid;    // [num_layers] tokens whose logits are not finite
+    void *reported;      // on the host: loads, kept and invalid of two steps
+} mt_experts;
 
 /* Tokens that the ranks which share a micro-batch's sequences have of it together. */
 static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
@@ -6005,7 +5859,7 @@ static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
 
 /* Rows that an expert takes of a micro-batch: ceil(T k / E factor). */
 static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
-    double share = (double)(tokens * m->experts.router.topk) / (double)m->experts.router.num_experts;
+    double share = (double)(tokens * m->experts->router.topk) / (double)m->experts->router.num_experts;
     return (int64_t)ceil(share * m->options->moe_expert_capacity_factor);
 }
 
@@ -6013,27 +5867,27 @@ static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
 
 /* Lays out room for rows; without `whole` only their input and weights. */
 static void mt_expert_rows_layout(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M, bool whole) {
-    int64_t size = mt_dtype_size(m->dtype), F = m->experts.F;
+    int64_t size = mt_dtype_size(m->dtype), F = m->experts->F;
     rows->capacity = M;
     rows->input = mt_arena_alloc(arena, M * m->C * size);
     rows->weights = mt_arena_alloc(arena, M * 4);
     if (!whole) return;
     rows->hidden = mt_arena_alloc(arena, M * 2 * F * size);
     rows->active = mt_arena_alloc(arena, M * F * size);
-    if (!m->experts.fuses) rows->output = mt_arena_alloc(arena, M * m->C * size);
-    if (m->experts.group->size == 1 || m->experts.gathers) return;
+    if (!m->experts->fuses) rows->output = mt_arena_alloc(arena, M * m->C * size);
+    if (m->experts->group->size == 1 || m->experts->gathers) return;
     rows->to_expert = mt_arena_alloc(arena, M * 4);
     rows->from_expert = mt_arena_alloc(arena, M * 4);
 }
 
 /* Whether the number of rows that come is known before training. */
 static bool mt_expert_rows_are_known(const mt_model *m) {
-    return m->experts.group->size == 1 || (m->experts.pads && !m->experts.gathers);
+    return m->experts->group->size == 1 || (m->experts->pads && !m->experts->gathers);
 }
 
 /* What is expected to come to a rank: an even share, and a quarter more. */
 static int64_t mt_expert_rows_expected(const mt_model *m) {
-    return m->experts.num_choices * 5 / 4;
+    return m->experts->num_choices * 5 / 4;
 }
 
 /* Makes room for M rows, and some more, when there is not enough, which happens while a run warms up. Other streams
@@ -6060,7 +5914,7 @@ static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
 /* counts[E] become those of the global batch up to and with this rank's micro-batch, in the order of samples: as one
  * rank counts that computes all micro-batches. */
 static void mt_count_globally(mt_model *m, const mt_pass *p, const mt_layer *w, float *counts) {
-    const mt_experts *e = &m->experts;
+    const mt_experts *e = m->experts;
     const mt_group *data = &m->grid->data;
     int64_t E = e->router.num_experts;
     float *global = e->global + w->moe_index * E;
@@ -6076,7 +5930,7 @@ static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt
 
 /* Shares and counts of the experts over all ranks that share the sequences. */
 static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS;
     int64_t E = e->router.num_experts, S = by_sequence ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
@@ -6091,7 +5945,7 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
 static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept, const int32_t *experts,
                     const float *probs) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
     bool by_position = m->options->moe_token_drop_policy == MT_DROP_POSITION;
@@ -6109,12 +5963,12 @@ static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *k
 
 /* Where this rank's tokens lie in arrays of N tokens. */
 static int64_t mt_own_choices(const mt_model *m, const mt_pass *p) {
-    return m->experts.gathers ? m->experts.group->rank * p->rows * m->experts.router.topk : 0;
+    return m->experts->gathers ? m->experts->group->rank * p->rows * m->experts->router.topk : 0;
 }
 
 /* Chooses experts for logits[R, E] such that those of the whole micro-batch have even loads. */
 static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, own = mt_own_choices(m, p);
     const float *logits = r->logits;
@@ -6128,7 +5982,7 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
 
 /* Chooses experts for x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m, p);
     mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
     if (p->training && e->sinkhorn)
@@ -6144,7 +5998,7 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 
 /* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
 static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     const mt_options *o = m->options;
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_choices(m, p);
     int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->spans.count : 1;
@@ -6171,7 +6025,7 @@ static int64_t mt_first_gate(const mt_model *m, const mt_pass *p) {
 
 /* routing.gates[T] = sigmoid(x[R, C] w^T) of all rows that the tensor group has. */
 static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
-    const mt_experts *e = &m->experts;
+    const mt_experts *e = m->experts;
     float *own = r->gates + mt_first_gate(m, p);
     mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
     m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, p->rows, &mt_one_expert, p->stream);
@@ -6180,7 +6034,7 @@ static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer
 
 /* scratch.dnormed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
 static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x) {
-    const mt_experts *e = &m->experts;
+    const mt_experts *e = m->experts;
     float *own = e->dgates + mt_first_gate(m, p);
     if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
     m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_one_expert, p->stream);
@@ -6190,110 +6044,11 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
     mt_add_to(m, p, m->scratch.dnormed, e->router_dx);
 }
 
-/* ---- what a step counts and reports */
-
-/* Before a step, and before the first forward: nothing is counted yet. */
-static void mt_experts_begin(mt_model *m) {
-    mt_experts *e = &m->experts;
-    if (m->options->num_experts == 0) return;
-    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
-    if (e->num_layers == 0) return;
-    m->ops->memory_zero(e->kept, 2 * e->num_layers * e->router.num_experts * 4, m->stream); // and `global`
-    m->ops->memory_zero(e->loads, e->num_layers * e->router.num_experts * 4, m->stream);
-    m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
-}
-
-/* After a step: losses of all ranks, and loads of all tokens. */
-static void mt_experts_finish(mt_model *m) {
-    mt_experts *e = &m->experts;
-    int64_t loads = 2 * e->num_layers * e->router.num_experts; // and those that were kept
-    if (m->options->num_experts == 0) return;
-    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
-    if (e->num_layers == 0) return; // a stage of the pipeline may have none
-    m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
-    m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
-}
-
-static void mt_follow_reader(mt_model *m); // §12a
-
-/* After the step's check: the biases follow the loads, unless the step was bad. */
-static void mt_experts_move_biases(mt_model *m) {
-    mt_experts *e = &m->experts;
-    int64_t E = e->router.num_experts;
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        if (!m->layers[i].router_bias.w) continue;
-        mt_follow_reader(m);
-        m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
-                                 &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
-    }
-}
-
-/* Enqueues the copies of what a step reports of its experts. */
-static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
-    mt_experts *e = &m->experts;
-    if (m->options->num_experts == 0) return;
-    m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
-    if (e->num_layers == 0) return;
-    m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
-    m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
-}
-
-/* What a step reports of its experts. Stages of the pipeline have layers of their own; the other ranks have the same
- * numbers. */
-static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
-    const mt_experts *e = &m->experts;
-    const mt_options *o = m->options;
-    int64_t E = e->router.num_experts, layers = mt_num_expert_layers(o);
-    double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
-    if (layers == 0) return;
-    for (int64_t place = 0; place < e->num_layers; place++) {
-        double total = 0, greatest = 0;
-        for (int64_t i = place * E; i < (place + 1) * E; i++) {
-            total += (double)result->loads[i];
-            greatest = fmax(greatest, (double)result->loads[i]);
-            sums[2] += (double)(e->drops ? result->kept[i] : result->loads[i]);
-        }
-        double imbalance = greatest * (double)E / total;
-        worst = fmax(worst, imbalance);
-        sums[0] += imbalance, sums[1] += total;
-    }
-    mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
-    mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
-    double places = metrics->tokens * (double)layers;
-    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / places;
-    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / places;
-    metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
-    metrics->dropped = 1 - sums[2] / sums[1];
-}
-
-/* The router in which a bad step began: of the first layer that has one whose logits are not finite, and of the first
- * rank that has it. Every rank calls it and writes the same; nothing where no router is to blame. */
-static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
-    const mt_group *world = &m->grid->world;
-    double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
-    if (m->options->num_experts == 0) return;
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        const mt_layer *w = &m->layers[i];
-        double key = (double)(w->number * world->size + world->rank);
-        if (w->expert_bucket < 0 || result->invalid[w->moe_index] == 0 || key >= mine) continue;
-        mine = key, count = (double)result->invalid[w->moe_index];
-    }
-    first = -mine;
-    mt_all_reduce_max(world, &first, 1, MT_F64);
-    first = -first;
-    if (first == none) return;
-    if (first != mine) count = 0;
-    mt_all_reduce_max(world, &count, 1, MT_F64);
-    snprintf(text, 160,
-             "iteration %lld: rank %lld: the router of layer %lld had %lld tokens whose logits are not finite",
-             (long long)iteration, (long long)first % world->size, (long long)first / world->size, (long long)count);
-}
-
 /* ---- the six phases */
 
 /* How many rows go to and come from every rank, which the host must know to exchange them, and each expert's. */
 static void mt_count_exchange(mt_model *m, const mt_pass *p, mt_routing *r) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     int64_t size = e->group->size, rank = e->group->rank, local = e->local, stride = e->places + 1;
     m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
     m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
@@ -6312,7 +6067,7 @@ static void mt_count_exchange(mt_model *m, const mt_pass *p, mt_routing *r) {
 
 /* The same where every expert's input has the rows of its capacity. */
 static void mt_count_padded_exchange(mt_model *m, const mt_pass *p, mt_routing *r, int64_t capacity) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     int64_t size = e->group->size, local = e->local;
     r->num_rows = size * local * capacity;
     for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
@@ -6324,7 +6079,7 @@ static void mt_count_padded_exchange(mt_model *m, const mt_pass *p, mt_routing *
 
 /* Preprocess: the order in which rows leave and come, and how many. */
 static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     int64_t k = e->router.topk, N = e->gathers ? e->group->size * p->rows : p->rows, own = mt_own_choices(m, p);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .local = e->local};
     dispatch.copies = m->grid->expert_tensor.size;
@@ -6365,7 +6120,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r)
 /* to[.., width] = rows that were sent, or, on the way back, that were received. */
 static void mt_exchange(mt_model *m, const mt_routing *r, void *to, const void *from, int64_t width, mt_dtype dtype,
                         bool back) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     const int64_t *out = back ? r->sent : r->received, *in = back ? r->received : r->sent;
     for (int i = 0; i < e->group->size; i++) {
         e->out_counts[i] = out[i] * width;
@@ -6388,7 +6143,7 @@ static void mt_gather_floats(const mt_model *m, const mt_pass *p, float *to, con
  * caller does next on its own stream hides that. */
 static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
                                  const float *probs) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     if (e->group->size == 1) return;
     if (!e->gathers) {
         mt_gather(m, p, e->rows.input, x, r->token, r->num_choices);
@@ -6406,7 +6161,7 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
 /* Postprocess: rows[M, C] and weights[M] by expert. */
 static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
                                     const void *x, const float *probs) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     bool travelled = e->group->size > 1 && !e->gathers;
     if (e->group->size > 1) mt_follow(m, p->stream, e->comm);
     if (e->gathers) x = e->gathered;
@@ -6417,13 +6172,13 @@ static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_rout
 
 /* Where experts put results that are to go back. */
 static void *mt_expert_results(const mt_model *m) {
-    bool travels = m->experts.group->size > 1 && !m->experts.gathers;
-    return travels ? m->experts.dispatched.input : m->experts.rows.input;
+    bool travels = m->experts->group->size > 1 && !m->experts->gathers;
+    return travels ? m->experts->dispatched.input : m->experts->rows.input;
 }
 
 /* The first two phases of the way back: results, which are in mt_expert_results, begin to leave. */
 static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     if (e->group->size == 1 || e->gathers) return;
     mt_gather(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
     mt_follow(m, e->comm, p->stream);
@@ -6433,7 +6188,7 @@ static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing 
 /* out[N, C] = each token's results added up: in one pass, each token its own; or by the book each result to its token,
  * as to a row of zeros that is looked up, for which an embedding's backward keeps to one order as well. */
 static void mt_add_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base, int64_t N) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     int64_t n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
     const void *results = mt_expert_results(m);
     if (e->fuses) {
@@ -6448,7 +6203,7 @@ static void mt_add_results(mt_model *m, const mt_pass *p, const mt_routing *r, v
 
 /* The last one: out[R, C] = base + each token's results; base may be NULL, or out. */
 static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     int64_t R = p->rows;
     void *sum = base && (e->gathers || !e->fuses) ? e->scattered : out;
     if (e->group->size > 1 && !e->gathers) mt_follow(m, p->stream, e->comm);
@@ -6460,7 +6215,7 @@ static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routi
 
 /* dprobs of this rank's tokens from the gradients of weights[M] by expert, which are in rows.weights. */
 static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
-    mt_experts *e = &m->experts;
+    mt_experts *e = m->experts;
     int64_t choices = p->rows * e->router.topk;
     float *own = e->dprobs + mt_own_choices(m, p);
     if (e->gathers) {
@@ -6482,7 +6237,7 @@ static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *
 /* The operands of an expert linear whose rows are those of a routing. */
 static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
     return (mt_linear_io){.offsets = r->expert_offsets,
-                          .host_offsets = m->experts.grouped ? NULL : r->host_offsets,
+                          .host_offsets = m->experts->grouped ? NULL : r->host_offsets,
                           .num_rows = r->num_rows};
 }
 
@@ -6490,7 +6245,7 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 
 /* mt_expert_results = the experts of rows.input, weighed. */
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
-    const mt_experts *e = &m->experts;
+    const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
     int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
@@ -6509,10 +6264,10 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
 /* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
  * those of rows.hidden and weights. */
 static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
-    const mt_expert_rows *rows = &r->rows, *d = &m->experts.rows;
-    int64_t F = m->experts.F, M = r->num_rows;
+    const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
+    int64_t F = m->experts->F, M = r->num_rows;
     const void *dout = d->input;
-    if (!m->experts.fuses) {
+    if (!m->experts->fuses) {
         m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
                                     p->stream);
         dout = d->output;
@@ -6520,7 +6275,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_PART_BOTH);
-    if (m->experts.fuses)
+    if (m->experts->fuses)
         m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
                                        p->stream);
     else
@@ -6534,7 +6289,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
 /* scratch.block_out = the sum of the experts that each token of mlp_norm.y[R, C] chose, weighed, and of the one that
  * every token visits, which computes while rows travel. */
 static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    mt_routing *r = &a->routing;
+    mt_routing *r = a->routing;
     mt_route_forward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_preprocess(m, p, r);
     mt_dispatch_exchange(m, p, r, a->mlp_norm.y, r->probs);
@@ -6549,8 +6304,8 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
 /* scratch.dnormed = the gradient of mlp_norm.y from dout[R, C]. A split backward does the weights' part at once,
  * because what that needs is large. */
 static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
-    mt_experts *e = &m->experts;
-    mt_routing *r = &a->routing;
+    mt_experts *e = m->experts;
+    mt_routing *r = a->routing;
     mt_dispatch_exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.parts = MT_PART_BOTH;
@@ -6569,7 +6324,7 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     mt_combine_postprocess(m, p, r, m->scratch.dnormed, e->router_dx);
 }
 
-/* ==== §9g layer ================================================================================================== */
+/* ==== §9g layer =================================================================================================== */
 
 /* What a layer saves: `w` NULL stands for any of this rank's, in turn. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
@@ -6613,7 +6368,7 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     mt_attention_block_backward(m, p, w, a);
 }
 
-/* ==== §9h context parallelism ==================================================================================== */
+/* ==== §9h context parallelism ===================================================================================== */
 /* A sequence over several ranks. Each is cut into 2 cp chunks, of which rank r owns chunks r and 2 cp - 1 - r: under a
  * causal mask an early and a late chunk together see as much as any other pair. Everything but attention works on the
  * rows that the rank has; attention fetches what is missing in one of four ways (--cp-comm-type). Two levels serve them
@@ -7140,917 +6895,49 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
     mt_a2a_to_tokens(c, a->dv, a->v_stride, c->dv, G * Dv, stream);
 }
 
-/* ==== §10 the model ============================================================================================== */
-/* Embedding, layers, output: memory laid out once, then forward, backward and decoding over it. Invariants: nothing is
- * allocated after mt_model_create but what a backend's graphs take; the code that lays memory out also plans it, by
- * running once over a counting arena. */
+/* ==== §10 a pipeline stage ======================================================================================== */
+/* The layers of a stage between embedding and head, on one micro-batch. Invariants: nothing is allocated in a step but
+ * what a backend's graphs and experts' rows take; a message leaves as soon as it is computed. */
 
-/* ==== §10a memory ================================================================================================ */
+/* An output of the model, or of a module of multi-token prediction: what its loss saves for the backward. */
+typedef struct mt_output {
+    void *hidden;   // [R, C] the residual stream
+    mt_normed norm; // [R, C] its norm: the head's input
+    void *logits;   // [max_logits, V]
+    float *lse;     // [max_logits]
+} mt_output;
 
-/* Rows of logits that travel to the host at once. */
-enum { MT_STAGED_ROWS = 16 };
+/* What a module of multi-token prediction saves beside its layer's activations and its output. */
+typedef struct mt_mtp_activations {
+    void *embedded;                     // [R, C] embedding of the module's token
+    void *joined;                       // [R, 2C] that and the hidden state, both normalised
+    float *embedded_rstd, *hidden_rstd; // [R]
+} mt_mtp_activations;
 
-enum {
-    MT_PLAN_WEIGHTS,
-    MT_PLAN_GRADIENTS,
-    MT_PLAN_OPTIMIZER,
-    MT_PLAN_BUFFERS,
-    MT_PLAN_ACTIVATIONS,
-    MT_PLAN_CACHE,
-    MT_PLAN_EXPERTS,
-    MT_NUM_PLANS
-};
+/* A micro-batch on one chunk, from its forward to its backward: what it is, and what its forward left. */
+typedef struct mt_micro_batch {
+    int64_t chunk, index; // index -1: nothing is here
+    int64_t T, rows;      // tokens, and rows of hidden states on this rank
+    char *device_batch;   // the block of `batch`
+    mt_batch_block batch; // on the device
+    mt_span *host_spans;  // [num_spans]
+    int64_t num_spans;
+    mt_batch whole;         // what the context group shares of it: spans and indices of all its tokens
+    mt_activations *layers; // of the chunk, or one that all share where nothing is kept; then of the modules
+    mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
+    mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk, with a head if it has the loss; then of the modules
+} mt_micro_batch;
 
-/* What §12 does for memory and creation. */
-static void mt_layout_bucket_buffers(mt_model *m, mt_arena *arena);
-static void mt_sharding_open(mt_model *m);
-static void mt_sharding_start(mt_model *m);
-static void mt_sharding_close(mt_model *m);
-static void mt_params_settle(mt_model *m);
-static void mt_params_changed(mt_model *m);
+/* The numbers that decide about a training step, on the device; copied to the host in one piece. */
+typedef struct mt_step_numbers {
+    double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
+    double guard[MT_GUARD_NUMBERS];
+    double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
+    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and what it counts, of all modules
+    float grad_scale, grad_norm;
+} mt_step_numbers;
 
-/* A part of `whole`, or of the memory that is being counted. */
-static void *mt_inside(void *whole, int64_t bytes) {
-    return whole ? (char *)whole + bytes : NULL;
-}
-
-/* What every rank has of all buckets: parameters and gradients whole or in shards, and its part of AdamW's state. */
-static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
-    int64_t start = arena->used;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        int64_t size = mt_dtype_size(b->dtype);
-        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
-        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_inside(b->params, b->shard_first * size)
-                                                       : mt_arena_alloc(arena, b->shard_count * size);
-    }
-    m->bytes[MT_PLAN_WEIGHTS] = arena->used - start;
-    if (!m->plan.train) return;
-    start = arena->used;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        if (!b->trained) continue;
-        if (b->strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
-        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_inside(b->grads, b->shard_first * 4)
-                                                     : mt_arena_alloc(arena, b->shard_count * 4);
-    }
-    m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
-    start = arena->used;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        if (!b->trained) continue;
-        if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
-        b->m = mt_arena_alloc(arena, b->shard_count * 4);
-        b->v = mt_arena_alloc(arena, b->shard_count * 4);
-    }
-    m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
-    start = arena->used;
-    mt_layout_bucket_buffers(m, arena);
-    m->bytes[MT_PLAN_BUFFERS] = arena->used - start;
-}
-
-/* A zero-bubble schedule does a backward in two parts. */
-static bool mt_splits_backward(const mt_model *m) {
-    return m->grid->pipeline.size > 1 && mt_schedule_of(m->options, 1).kind == MT_SCHEDULE_ZB_H1;
-}
-
-/* Logits need no memory of their own where nothing happens between a micro-batch's loss and its backward. */
-static bool mt_logits_overlap(const mt_model *m) {
-    return m->num_micro_batches == 1 && m->has_loss && m->mtp.count == 0;
-}
-
-/* What routing keeps of one micro-batch in one layer. */
-static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena) {
-    const mt_experts *e = &m->experts;
-    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
-    r->logits = mt_arena_alloc(arena, R * E * 4);
-    r->probs = mt_arena_alloc(arena, N * k * 4);
-    r->experts = mt_arena_alloc(arena, N * k * 4);
-    r->kept = e->drops ? mt_arena_alloc(arena, N * k * 4) : r->experts;
-    if (e->has_aux_loss) r->aux_stats = mt_arena_alloc(arena, 2 * e->sequences * E * 4);
-    if (m->options->moe_shared_expert_gate) {
-        r->gate_logits = mt_arena_alloc(arena, R * 4);
-        r->gates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
-    }
-    r->position = mt_arena_alloc(arena, N * k * (e->gathers ? 1 : m->grid->expert_tensor.size) * 4);
-    r->choice = mt_arena_alloc(arena, e->num_choices * 4);
-    r->token = mt_arena_alloc(arena, e->num_choices * 4);
-    r->offsets = r->expert_offsets = mt_arena_alloc(arena, (e->places + 1) * 4);
-    if (size > 1 && !e->gathers) r->expert_offsets = mt_arena_alloc(arena, (e->local + 1) * 4);
-    if (mt_expert_rows_are_known(m))
-        mt_expert_rows_layout(m, &r->rows, arena,
-                              size == 1 ? e->num_choices : e->num_choices / e->places * e->local * size, true);
-}
-
-/* What the layers with experts use in turn. */
-static void mt_layout_experts(mt_model *m, mt_arena *arena) {
-    mt_experts *e = &m->experts;
-    int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
-    int64_t all = R * m->grid->tensor_context.size;
-    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
-    if (e->num_layers == 0) return;
-    if (mt_expert_rows_are_known(m)) {
-        int64_t M = size == 1 ? e->num_choices : mt_max(e->num_choices, e->num_choices / e->places * e->local * size);
-        mt_expert_rows_layout(m, &e->rows, arena, M, true);
-        if (size > 1) mt_expert_rows_layout(m, &e->dispatched, arena, M, false);
-    }
-    e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
-    e->kept = mt_inside(e->loads, e->num_layers * E * 4);
-    e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
-    e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
-    e->discarded = mt_arena_alloc(arena, 4);
-    if (e->counts_globally) {
-        e->of_ranks = mt_arena_alloc(arena, m->grid->data.size * E * 4);
-        e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
-    }
-    if (m->options->moe_shared_expert_gate) {
-        e->gate_experts = mt_arena_alloc(arena, R * 4);
-        e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
-    }
-    if (m->plan.train) {
-        e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4);
-        e->dlogits = mt_arena_alloc(arena, R * E * 4);
-        e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
-        e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
-    }
-    if (e->gathers || !e->fuses) e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
-    if (!e->fuses) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
-    if (e->gathers) {
-        e->gathered = mt_arena_alloc(arena, e->tokens * m->C * mt_dtype_size(m->dtype));
-    } else if (size > 1) {
-        e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
-        e->counts = mt_arena_alloc(arena, size * e->local * 4);
-    }
-    if (e->sinkhorn && all > R) e->all_logits = mt_arena_alloc(arena, all * E * 4);
-    if (!e->drops || all == R) return;
-    e->all_experts = mt_arena_alloc(arena, all * k * 4);
-    e->all_probs = mt_arena_alloc(arena, all * k * 4);
-    e->all_index = mt_arena_alloc(arena, all * 8);
-}
-
-/* One layer's activations; `layer` -1 stands for any of this rank's, in turn. */
-static void mt_layout_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
-    const mt_layer *w = layer < 0 ? NULL : &m->layers[layer];
-    mt_slots any;
-    if (!w) mt_layer_slots(m, &any, NULL);
-    mt_slots_allocate(w ? w->slots : &any, a, arena);
-    bool has_experts = w ? w->expert_bucket >= 0 : m->experts.num_layers > 0;
-    if (has_experts) mt_layout_routing(m, &a->routing, arena);
-}
-
-/* What context parallelism's attention is made for. */
-static mt_context_plan mt_model_context_plan(const mt_model *m) {
-    return (mt_context_plan){.comm_type = m->options->cp_comm_type,
-                             .a2a = &m->grid->context_a2a,
-                             .ring = &m->grid->context_ring,
-                             .max_tokens = m->plan.max_tokens,
-                             .num_heads = m->H,
-                             .num_groups = m->G,
-                             .head_size = m->D,
-                             .value_size = m->Dv,
-                             .dtype = m->dtype,
-                             .train = m->plan.train};
-}
-
-/* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
- * stretch of the block. */
-static mt_batch_block mt_layout_batch(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
-    mt_batch_block block;
-    block.cache_rows = mt_arena_alloc(arena, T * 4);
-    block.logit_rows = mt_arena_alloc(arena, T * 4);
-    block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
-    block.tokens = mt_arena_alloc(arena, T * 4);
-    block.positions = mt_arena_alloc(arena, T * 4);
-    block.labels = mt_arena_alloc(arena, T * 4);
-    block.loss_mask = mt_arena_alloc(arena, T * 4);
-    block.token_index = mt_arena_alloc(arena, T * 8);
-    block.sequence = mt_arena_alloc(arena, T * 4);
-    block.mtp_tokens = mt_arena_alloc(arena, m->mtp.count * T * 4);
-    block.mtp_labels = mt_arena_alloc(arena, m->mtp.count * T * 4);
-    block.mtp_weights = mt_arena_alloc(arena, m->mtp.count * T * 4);
-    return block;
-}
-
-/* An output; a head's unless its logits lie elsewhere. */
-static void mt_layout_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
-    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
-    out->norm.y = mt_arena_alloc(arena, R * m->C * size);
-    if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
-    out->norm.rstd = mt_arena_alloc(arena, R * 4);
-    out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
-    if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
-}
-
-/* What one module of multi-token prediction saves of a micro-batch. */
-static void mt_layout_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
-    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
-    a->embedded = mt_arena_alloc(arena, R * m->C * size);
-    a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
-    a->embedded_rstd = mt_arena_alloc(arena, R * 4);
-    a->hidden_rstd = mt_arena_alloc(arena, R * 4);
-    out->hidden = mt_arena_alloc(arena, R * m->C * size);
-    mt_layout_output(m, out, arena, true);
-}
-
-/* What one micro-batch saves on one chunk. */
-static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
-    const mt_stage *stage = &m->stages[at->chunk];
-    at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
-    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++)
-        mt_layout_layer(m, m->plan.train ? m->first_local[at->chunk] + i : -1, &at->layers[i], arena);
-    at->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
-    if (!stage->loss) return;
-    mt_layout_output(m, &at->outputs[0], arena, !mt_logits_overlap(m));
-    for (int64_t i = 0; i < stage->num_mtp; i++) mt_layout_mtp(m, &at->mtp[i], &at->outputs[1 + i], arena);
-}
-
-/* What tensor and pipeline parallelism exchange. */
-static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
-    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
-    if (m->tp.sequence_parallel) {
-        int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-        int64_t whole = T * widest * size;
-        m->tp.mailbox_bytes = m->tp.overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
-        m->tp.gathered = mt_arena_alloc(arena, m->tp.mailbox_bytes);
-        m->tp.parts = mt_inside(m->tp.gathered, whole);
-        m->tp.partial = mt_arena_alloc(arena, whole);
-    }
-    if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
-    if (ranks > 1 && m->has_loss) {
-        m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
-        m->gathered_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
-    }
-    for (int i = 0; i < MT_NUM_LINKS; i++)
-        for (int64_t k = 0; k < m->links[i].num_buffers; k++)
-            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
-}
-
-static void mt_layout_latent_scratch(mt_model *m, mt_arena *arena) {
-    const mt_options *o = m->options;
-    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    m->scratch.kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
-    m->scratch.k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
-    if (!m->plan.train) return;
-    m->scratch.dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
-    m->scratch.dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
-}
-
-/* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
- * the last layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only
- * the gradients of the residual stream and of the norm. */
-static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
-    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
-    mt_layer_scratch *s = &m->scratch;
-    if (m->options->multi_latent_attention) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
-    if (m->plan.train) {
-        s->dresidual = mt_arena_alloc(arena, R * m->C * size);
-        if (mt_splits_backward(m)) s->dresidual_next = mt_arena_alloc(arena, R * m->C * size);
-        s->dnormed = mt_arena_alloc(arena, R * m->C * size);
-    }
-    int64_t start = arena->used;
-    s->block_out = mt_arena_alloc(arena, R * m->C * size);
-    if (m->plan.train) {
-        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
-        s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
-        if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
-        s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
-    }
-    if (m->options->multi_latent_attention) mt_layout_latent_scratch(m, arena);
-    int64_t end = arena->used;
-    if (!mt_logits_overlap(m)) return;
-    arena->used = start;
-    m->micro_batches[0].outputs[0].logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
-    arena->used = mt_max(arena->used, end);
-}
-
-/* What operations share from one micro-batch to the next. */
-static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
-    int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
-    int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-    m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
-    if (m->experts.num_layers > 0 && !m->experts.fuses) // see mt_add_results
-        m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts.num_choices, m->C, 1, 1));
-    m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
-    m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
-    m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
-    m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
-    if (m->has_loss) {
-        m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
-        m->loss = mt_arena_alloc(arena, rows * 4);
-        m->entropy = mt_arena_alloc(arena, rows * 4);
-    }
-    if (m->mtp.count > 0) {
-        m->mtp.loss = mt_arena_alloc(arena, rows * 4);
-        m->mtp.dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
-        m->mtp.djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
-    }
-    m->argmax = mt_arena_alloc(arena, rows * 4);
-    mt_layout_scratch(m, arena);
-    mt_layout_experts(m, arena);
-    if (m->grid->context.size > 1) {
-        mt_context_plan context = mt_model_context_plan(m);
-        m->context_memory = mt_arena_alloc(arena, mt_context_bytes(&context));
-    }
-}
-
-/* Lays out everything in the arena; with a counting arena, plans it. */
-static void mt_layout(mt_model *m, mt_arena *arena) {
-    mt_layout_buckets(m, arena);
-    int64_t start = arena->used;
-    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_layout_micro_batch(m, &m->micro_batches[i], arena);
-    mt_layout_workspace(m, arena);
-    mt_layout_parallel(m, arena);
-    m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
-    start = arena->used;
-    for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
-        m->k_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->D);
-        m->v_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->Dv);
-    }
-    m->bytes[MT_PLAN_CACHE] = arena->used - start;
-}
-
-void mt_model_print_plan(const mt_model *m, FILE *file) {
-    static const char *const names[MT_NUM_PLANS] = {"weights",     "gradients", "optimizer state", "whole buckets",
-                                                    "activations", "KV cache",  "expert rows"};
-    double parameters = 0; // of this rank
-    for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
-    fprintf(file, "memory plan          MiB   bytes a parameter\n");
-    for (int i = 0; i < MT_NUM_PLANS; i++)
-        if (m->bytes[i] > 0)
-            fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
-                    (double)m->bytes[i] / parameters);
-    double total = (double)(m->arena.capacity + m->bytes[MT_PLAN_EXPERTS]);
-    fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", total / 1048576, total / parameters);
-}
-
-/* ==== §10b creation ============================================================================================== */
-
-/* Buckets take their sizes from the table; the padding is what alignment leaves. A bucket that ranks share out is
- * padded on, so that shards are of one size and aligned as parameters are. */
-static void mt_buckets_size(mt_model *m) {
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        mt_bucket *b = &m->buckets[param->bucket];
-        if (b->num_params++ == 0) b->first_param = i;
-        b->count = mt_align(param->offset + param->rows * param->cols);
-        if (param->weight_decay) b->decay_count = b->count;
-    }
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
-        b->count = (b->count + multiple - 1) / multiple * multiple;
-        b->shard_count = b->count / shards;
-        b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
-    }
-}
-
-/* This rank's layer of a number in the whole model. */
-static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
-    mt_layer *layer = m->layers;
-    while (layer->number != number) layer++;
-    return layer;
-}
-
-/* Finds the bucket of every unit. */
-static void mt_buckets_find(mt_model *m) {
-    bool tied = !m->options->untie_embeddings_and_output_weights;
-    m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        const mt_param *param = &m->params[m->buckets[i].first_param];
-        if (param->unit == MT_UNIT_WORDS) *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = i;
-        if (param->unit == MT_UNIT_POSITIONS) m->position_bucket = i;
-        if (param->unit == MT_UNIT_LAYER) mt_layer_find(m, param->layer)->bucket = i;
-        if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
-        if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
-    }
-    if (!tied) m->head_bucket = m->output_bucket;
-    if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
-}
-
-/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
- * one's field points to. */
-static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
-    char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
-    return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
-}
-
-/* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
-static void mt_bind_weights(mt_model *m, int64_t bucket) {
-    const mt_bucket *b = &m->buckets[bucket];
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        mt_weight *weight = mt_param_weight(m, param);
-        if (!weight) continue;
-        weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
-        weight->dw = mt_inside(b->grads, param->offset * 4);
-        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
-            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
-    }
-}
-
-/* Layers of which a micro-batch on a chunk may keep something, and the one that all share where nothing is kept. */
-static int64_t mt_layers_kept(const mt_model *m, int64_t chunk) {
-    return m->stages[chunk].num_layers + m->stages[chunk].num_mtp + 1;
-}
-
-/* The rows of `of_ranks`, by which counts of the global batch are summed. */
-static void mt_experts_number_ranks(mt_model *m) {
-    int64_t count = m->grid->data.size;
-    if (!m->experts.data_ranks) return;
-    int32_t *numbers = mt_malloc(count * 4);
-    for (int64_t i = 0; i < count; i++) numbers[i] = (int32_t)i;
-    m->ops->memory_copy(m->experts.data_ranks, numbers, count * 4, m->stream);
-    m->ops->stream_wait(m->stream);
-    free(numbers);
-}
-
-/* What the options say of experts, and which of them are here; after the stages. */
-static void mt_experts_open(mt_model *m, const mt_options *o) {
-    mt_experts *e = &m->experts;
-    const mt_grid *grid = m->grid;
-    e->group = &grid->expert_exchange;
-    if (o->num_experts == 0) return;
-    int64_t k = o->moe_router_topk;
-    e->router = (mt_router){.num_experts = o->num_experts,
-                            .topk = k,
-                            .sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID,
-                            .pre_softmax = o->moe_router_pre_softmax,
-                            .num_groups = o->moe_router_num_groups,
-                            .group_topk = o->moe_router_group_topk,
-                            .group_best = o->moe_router_group_best,
-                            .scaling = (float)o->moe_router_topk_scaling_factor};
-    e->local = o->num_experts / grid->expert.size;
-    e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
-    e->gathers = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
-    e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
-    e->grouped = o->moe_grouped_gemm, e->fuses = o->moe_permute_fusion;
-    e->has_aux_loss = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
-    e->counts_globally = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
-    e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
-    e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
-    e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
-    e->places = e->gathers ? e->local : o->num_experts * grid->expert_tensor.size;
-    e->num_choices = e->tokens * k * (e->gathers ? 1 : grid->expert_tensor.size);
-    if (e->pads) e->num_choices = e->places * mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
-    for (int64_t i = 0; i < m->num_layers; i++)
-        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
-    int64_t size = e->group->size;
-    e->out_counts = mt_calloc(2 * size * 8), e->in_counts = e->out_counts + size;
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        for (int64_t layer = 0; layer < mt_layers_kept(m, m->micro_batches[i].chunk); layer++) {
-            mt_routing *r = &m->micro_batches[i].layers[layer].routing;
-            r->sent = mt_calloc(2 * size * 8 + (e->places + 1) * 4), r->received = r->sent + size;
-            r->host_offsets = (int32_t *)(r->received + size);
-        }
-}
-
-/* Bytes for rows of which nobody knows yet how many will come, where they come evenly. */
-static int64_t mt_experts_expected_bytes(const mt_model *m) {
-    const mt_experts *e = &m->experts;
-    mt_arena arena = {0};
-    mt_expert_rows rows;
-    if (e->num_layers == 0 || mt_expert_rows_are_known(m)) return 0;
-    int64_t blocks = 1; // experts.rows, and what micro-batches keep
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
-             layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++)
-            blocks += m->layers[layer].expert_bucket >= 0 && m->plan.train;
-    mt_expert_rows_layout(m, &rows, &arena, mt_expert_rows_expected(m), true);
-    int64_t bytes = blocks * arena.used;
-    if (!e->gathers) mt_expert_rows_layout(m, &rows, &arena, mt_expert_rows_expected(m), false);
-    return bytes + arena.used;
-}
-
-static void mt_experts_close(mt_model *m) {
-    mt_experts *e = &m->experts;
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        for (int64_t layer = 0; layer < mt_layers_kept(m, m->micro_batches[i].chunk); layer++) {
-            mt_routing *r = &m->micro_batches[i].layers[layer].routing;
-            mt_expert_rows_free(m, &r->rows);
-            free(r->sent);
-        }
-    mt_expert_rows_free(m, &e->rows);
-    mt_expert_rows_free(m, &e->dispatched);
-    if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
-    if (e->reported) m->ops->memory_free_host(e->reported);
-    if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
-    free(e->out_counts);
-}
-
-/* This rank's share of every size. */
-static void mt_model_shape(mt_model *m, const mt_options *o) {
-    int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
-    m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
-    m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1);
-    m->V = o->padded_vocab_size / tp;
-    m->vocab_first = rank * m->V;
-    m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0);
-    m->rotary_dim = 0;
-    if (o->position_embedding_type == MT_POSITION_ROPE)
-        m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
-    if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
-    m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
-    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
-    m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
-    m->max_rows = m->tp.max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
-}
-
-/* The chunks of this pipeline rank and the layers in them. */
-static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
-    int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
-    mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
-    if (mt_pipeline_layout_build(all, o, error) != 0) {
-        free(all);
-        return -1;
-    }
-    m->num_chunks = vp;
-    m->stages = mt_malloc(vp * (int64_t)sizeof *all);
-    m->first_local = mt_calloc((vp + 1) * 8);
-    for (int64_t chunk = 0; chunk < vp; chunk++) {
-        m->stages[chunk] = all[chunk * pp + rank];
-        if (!m->plan.train) m->stages[chunk].num_mtp = 0;
-        m->mtp.count += m->stages[chunk].num_mtp;
-        m->first_local[chunk + 1] = m->first_local[chunk] + m->stages[chunk].num_layers + m->stages[chunk].num_mtp;
-        m->has_embedding |= m->stages[chunk].embedding;
-        m->has_loss |= m->stages[chunk].loss;
-    }
-    m->num_layers = m->first_local[vp];
-    free(all);
-    m->layers = mt_calloc(m->num_layers * (int64_t)sizeof(mt_layer));
-    for (int64_t chunk = 0; chunk < vp; chunk++)
-        for (int64_t i = 0; i < m->first_local[chunk + 1] - m->first_local[chunk]; i++)
-            m->layers[m->first_local[chunk] + i].number = m->stages[chunk].first_layer + i;
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        mt_layer *layer = &m->layers[i];
-        bool has_experts = mt_layer_has_experts(o, layer->number);
-        layer->F = (has_experts ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size) / m->grid->tensor.size;
-        layer->expert_bucket = -1;
-        m->F = mt_max(m->F, layer->F);
-    }
-    return 0;
-}
-
-_Static_assert(offsetof(mt_linear, weight) == 0, "a weight that the table finds is its linear's first member");
-
-/* Kinds and sizes of the linears, from the table; weights are bound later (§12). */
-static void mt_model_linears(mt_model *m) {
-    mt_linear *linear = NULL;
-    for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
-        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
-        if (!param->continues) {
-            linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
-            *linear = (mt_linear){.kind = param->linear, .K = param->cols};
-            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts.local;
-            expert = param->expert;
-        }
-        if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
-    }
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        m->layers[i].slots = mt_malloc((int64_t)sizeof *m->layers[i].slots);
-        mt_layer_slots(m, m->layers[i].slots, &m->layers[i]);
-    }
-}
-
-/* live[chunk] = how many micro-batches a step's list ever has between forward and backward; at least one. */
-static void mt_model_count_live(const mt_model *m, int64_t *live) {
-    const mt_options *o = m->options;
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
-    if (!m->plan.train || m->grid->pipeline.size == 1) return;
-    mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
-    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank);
-    int64_t *now = mt_calloc(m->num_chunks * 8);
-    mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
-    mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);
-    for (int64_t i = 0; i < count; i++) {
-        int64_t chunk = actions[i].chunk;
-        if (actions[i].kind == MT_ACTION_FORWARD) now[chunk]++;
-        if (actions[i].kind == MT_ACTION_BACKWARD || actions[i].kind == MT_ACTION_BACKWARD_WEIGHT) now[chunk]--;
-        live[chunk] = mt_max(live[chunk], now[chunk]);
-    }
-    free(now);
-    free(actions);
-}
-
-/* Room for so many micro-batches. */
-static void mt_model_micro_batches(mt_model *m) {
-    int64_t *live = mt_calloc(m->num_chunks * 8);
-    mt_model_count_live(m, live);
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) m->num_micro_batches += live[chunk];
-    m->micro_batches = mt_calloc(m->num_micro_batches * (int64_t)sizeof(mt_micro_batch));
-    mt_micro_batch *at = m->micro_batches;
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
-        for (int64_t i = 0; i < live[chunk]; i++, at++) {
-            *at = (mt_micro_batch){.chunk = chunk, .index = -1};
-            at->layers = mt_calloc(mt_layers_kept(m, chunk) * (int64_t)sizeof(mt_activations));
-            at->host_spans = mt_malloc(m->plan.max_tokens * (int64_t)sizeof(mt_span));
-        }
-    free(live);
-    mt_arena batch = {0};
-    mt_layout_batch(m, &batch, m->plan.max_tokens, m->plan.max_tokens);
-    m->batch_bytes = batch.used;
-}
-
-/* Channels to both neighbours, which form a ring where ranks have several chunks. Ranks open them in one order. A
- * sender and a receiver together hold as many messages as a schedule has under way (mt_timeline_create). */
-static void mt_model_links(mt_model *m) {
-    const mt_group *pipeline = &m->grid->pipeline;
-    int pp = pipeline->size, rank = pipeline->rank;
-    if (pp == 1) return;
-    int64_t group = mt_schedule_of(m->options, 1).group, buffers = mt_max(2, (group - pp + 2) / 2);
-    for (int direction = 0; direction < 2; direction++) // 0: activations to the next rank; 1: gradients back
-        for (int from = 0; from < pp; from++) {
-            int to = (from + (direction ? pp - 1 : 1)) % pp;
-            bool wraps = direction ? from == 0 : to == 0;
-            if ((wraps && m->num_chunks == 1) || (rank != from && rank != to)) continue;
-            if (direction && !m->plan.train) continue;
-            int kind = rank == from ? (direction ? MT_LINK_SEND_BACKWARD : MT_LINK_SEND_FORWARD)
-                                    : (direction ? MT_LINK_RECV_BACKWARD : MT_LINK_RECV_FORWARD);
-            m->links[kind] = (mt_link){.channel = m->ops->channel_open(pipeline, from, to, direction)};
-            m->links[kind].num_buffers = buffers;
-            m->links[kind].buffers = mt_calloc(buffers * (int64_t)sizeof(void *));
-            m->links[kind].tickets = mt_calloc(buffers * 8);
-        }
-}
-
-static int mt_model_allocate(mt_model *m, mt_error *error) {
-    mt_arena counting = {0};
-    mt_layout(m, &counting);
-    int64_t available = m->ops->memory_available();
-    m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
-    int64_t needed = counting.used + m->bytes[MT_PLAN_EXPERTS];
-    if (needed > available)
-        return mt_error_set(
-            error,
-            "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
-            "take a smaller model",
-            (double)needed / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
-            (double)available / (1 << 30), m->plan.train ? "--seq-length" : "--max-new-tokens");
-    int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
-    m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
-    m->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
-    if (m->experts.num_layers > 0) {
-        int64_t offsets = m->experts.group->size * (m->experts.places + 1);
-        m->experts.host_offsets = m->ops->memory_alloc_host((offsets + m->experts.group->size * m->experts.local) * 4);
-        m->experts.host_counts = m->experts.host_offsets + offsets;
-        m->experts.host_counts[0] = -1;
-        int64_t loads = m->experts.num_layers * m->experts.router.num_experts;
-        int64_t step = 2 * loads + m->experts.num_layers; // numbers of four bytes
-        float *reported = m->experts.reported = m->ops->memory_alloc_host(2 * step * 4);
-        for (int i = 0; i < 2; i++) {
-            m->results[i].loads = reported + i * step, m->results[i].kept = m->results[i].loads + loads;
-            m->results[i].invalid = (int32_t *)(void *)(m->results[i].kept + loads);
-        }
-    }
-    for (int i = 0; i < 2; i++) {
-        m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes);
-        m->copied[i] = m->ops->event_create();
-        m->pending[i].done = m->ops->event_create();
-    }
-    m->arena.capacity = counting.used;
-    m->arena.base = m->ops->memory_alloc(counting.used);
-    mt_layout(m, &m->arena);
-    return 0;
-}
-
-/* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
-static void mt_decode_create(mt_model *m) {
-    int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
-    m->decode_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
-    m->step_spans = mt_malloc(m->plan.max_logits * (int64_t)sizeof(mt_span));
-    for (int64_t i = 0; i < m->plan.max_logits; i++)
-        m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
-}
-
-/* Context parallelism, where ranks share sequences. */
-static void mt_model_share_sequences(mt_model *m) {
-    int64_t cp = m->grid->context.size;
-    if (cp == 1) return;
-    mt_context_plan plan = mt_model_context_plan(m);
-    m->context = mt_context_create(&plan, m->ops, m->context_memory, m->stream);
-    mt_batch_alloc(&m->local_batch, m->plan.max_tokens);
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
-}
-
-/* What --tp-comm-overlap needs: a mailbox, and where in it the parts of a row are. */
-static int mt_tensor_open(mt_model *m, mt_error *error) {
-    mt_tensor_parallel *tp = &m->tp;
-    mt_error reason;
-    int64_t ranks = tp->group->size, own = tp->group->rank;
-    if (!tp->overlaps) return 0;
-    int status = m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, &reason);
-    if (status != 0) mt_error_set(error, "--tp-comm-overlap cannot be: %.200s; leave it out", reason.text);
-    if (mt_agree(&m->grid->world, status != 0, error) != 0) return -1;
-    int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
-    for (int64_t row = 0; row < tp->max_rows; row++)
-        for (int64_t r = 0; r < ranks; r++)
-            part_rows[row * ranks + r] =
-                r == own ? -1 : (int32_t)(r * tp->max_rows + row); // its own stays in `partial`
-    m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
-    m->ops->stream_wait(m->stream);
-    free(part_rows);
-    return 0;
-}
-
-/* Host memory for multi-token prediction. */
-static void mt_mtp_open(mt_model *m) {
-    int64_t tokens = m->plan.max_tokens * m->grid->context.size;
-    if (m->mtp.count == 0) return;
-    mt_batch_alloc(&m->mtp.rolled, tokens);
-    mt_batch_alloc(&m->mtp.local, m->plan.max_tokens);
-    m->mtp.weights = mt_malloc(tokens * 4);
-}
-
-int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
-                    const mt_model_plan *plan, mt_error *error) {
-    if (mt_options_check_limits(options, &ops->limits, error) != 0) return -1;
-    mt_model *m = mt_calloc(sizeof *m);
-    m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
-    m->dtype = options->bf16 ? MT_BF16 : MT_F32;
-    mt_model_shape(m, options);
-    if (mt_model_stages(m, options, error) != 0) {
-        mt_model_destroy(m);
-        return -1;
-    }
-    mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
-                              grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
-    m->num_params = mt_params_build(&m->params, options, &partition);
-    m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
-    m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
-    mt_sharding_open(m);
-    mt_buckets_size(m);
-    mt_buckets_find(m);
-    m->k_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
-    m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
-    mt_model_micro_batches(m);
-    mt_experts_open(m, options);
-    mt_model_linears(m);
-    mt_model_links(m);
-    if (mt_model_allocate(m, error) != 0) {
-        mt_model_destroy(m);
-        return -1;
-    }
-    if (plan->cache_rows > 0) mt_decode_create(m);
-    m->stream = m->tp.stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
-    m->tp.comm = m->stream;
-    if (grid->tensor.size > 1) m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
-    m->experts.comm = m->stream;
-    if (m->experts.num_layers > 0 && grid->expert_exchange.size > 1)
-        m->experts.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
-    mt_experts_number_ranks(m);
-    mt_experts_begin(m);
-    mt_sharding_start(m);
-    mt_model_share_sequences(m);
-    mt_mtp_open(m);
-    ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    m->bad_steps.reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
-    if (m->rotary_dim > 0) mt_rope_tables(m);
-    if (mt_tensor_open(m, error) != 0) {
-        mt_model_destroy(m);
-        return -1;
-    }
-    *out = m;
-    return 0;
-}
-
-void mt_model_destroy(mt_model *m) {
-    if (!m) return;
-    mt_channel *channels[MT_NUM_LINKS];
-    for (int i = 0; i < MT_NUM_LINKS; i++) channels[i] = m->links[i].channel;
-    mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
-    mt_context_destroy(m->context);
-    if (m->arena.base) { // it was created whole
-        for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++)
-            if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
-        m->ops->mailbox_close(m->tp.mailbox);
-        if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
-        mt_experts_close(m);
-        mt_sharding_close(m);
-        m->ops->stream_destroy(m->stream);
-        m->ops->memory_free_host(m->staged_logits);
-        m->ops->memory_free_host(m->results);
-        for (int i = 0; i < 2; i++) {
-            m->ops->memory_free_host(m->staged_batch[i]);
-            m->ops->event_destroy(m->copied[i]);
-            m->ops->event_destroy(m->pending[i].done);
-        }
-        m->ops->memory_free(m->arena.base);
-    }
-    for (int i = 0; i < MT_NUM_LINKS; i++) {
-        free(m->links[i].buffers);
-        free(m->links[i].tickets);
-    }
-    for (int64_t i = 0; i < m->num_micro_batches; i++) {
-        mt_batch_free(&m->micro_batches[i].whole);
-        free(m->micro_batches[i].layers);
-        free(m->micro_batches[i].host_spans);
-    }
-    mt_batch_free(&m->local_batch);
-    mt_batch_free(&m->mtp.rolled);
-    mt_batch_free(&m->mtp.local);
-    free(m->mtp.weights);
-    free(m->micro_batches);
-    free(m->stages);
-    free(m->first_local);
-    free(m->decode_graphs);
-    free(m->step_spans);
-    free(m->sharding.progress);
-    free(m->actions);
-    free(m->params);
-    free(m->buckets);
-    for (int64_t i = 0; i < m->num_layers; i++) free(m->layers[i].slots);
-    free(m->layers);
-    free(m->k_cache);
-    free(m->v_cache);
-    free(m);
-}
-
-int64_t mt_param_rows_stored(const mt_param *param) {
-    return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
-}
-
-/* Draws one run of a parameter's values, those that the part of its bucket has: bucket elements [at, at + n), of which
- * the first has index `first` in the whole parameter. */
-static void mt_run_draw(mt_model *m, const mt_param *param, const mt_part *part, int64_t at, int64_t n, int64_t first) {
-    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
-    if (begin >= end) return;
-    float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | (uint64_t)param->role;
-    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
-    m->ops->random_normal((char *)part->data + (begin - part->first) * mt_dtype_size(part->dtype), end - begin, key,
-                          first + begin - at, mean, std, part->dtype, m->stream);
-}
-
-/* Draws what lies here of a parameter: each value by its index in the whole parameter, so that every layout begins
- * alike. */
-static void mt_param_draw(mt_model *m, const mt_param *param, mt_param_state state) {
-    mt_part part = mt_bucket_part(m, param->bucket, state);
-    int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
-    int64_t first = param->first_row * param->whole_cols + param->first_col;
-    if (!part.data) return;
-    if (param->cols == param->whole_cols)
-        mt_run_draw(m, param, &part, param->offset, rows * param->cols, first);
-    else
-        for (int64_t row = 0; row < rows; row++)
-            mt_run_draw(m, param, &part, param->offset + row * param->cols, param->cols,
-                        first + row * param->whole_cols);
-}
-
-void mt_model_init(mt_model *m) {
-    mt_params_changed(m);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        if (m->params[i].init == MT_INIT_ZEROS) continue;
-        mt_param_draw(m, &m->params[i], MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
-            mt_param_draw(m, &m->params[i], MT_STATE_MASTER);
-    }
-}
-
-const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
-    *count = m->num_params;
-    return m->params;
-}
-
-mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
-    mt_follow_reader(m); // the caller may
-    mt_params_settle(m);
-    *count = m->num_buckets;
-    return m->buckets;
-}
-
-const mt_options *mt_model_options(const mt_model *m) {
-    return m->options;
-}
-
-const mt_model_plan *mt_model_get_plan(const mt_model *m) {
-    return &m->plan;
-}
-
-const mt_ops *mt_model_ops(const mt_model *m) {
-    return m->ops;
-}
-
-mt_stream *mt_model_stream(const mt_model *m) {
-    return m->stream;
-}
-
-mt_dtype mt_model_dtype(const mt_model *m) {
-    return m->dtype;
-}
-
-const mt_grid *mt_model_grid(const mt_model *m) {
-    return m->grid;
-}
-
-int64_t mt_model_bytes(const mt_model *m) {
-    return m->arena.capacity;
-}
-
-/* ==== §10c embedding, head, layers =============================================================================== */
+/* ==== §10a embedding, head, layers ================================================================================ */
 /* The parts of a stage. Multi-token prediction uses the same embedding and head with parameters of its own. */
 
 /* Which bucket has the word embedding: its own, or that of a tied head on another rank than the embedding. */
@@ -8164,7 +7051,7 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
     }
 }
 
-/* ==== §10d multi-token prediction ================================================================================ */
+/* ==== §10b multi-token prediction ================================================================================= */
 /* Modules after the last layer, each of which predicts one token further than the one before (DeepSeek-AI,
  * "DeepSeek-V3", 2.2; Gloeckle et al., "Better & faster large language models via multi-token prediction"). Module k
  * joins the hidden state of position t with the embedding of token t + k, both normalised; a projection, a transformer
@@ -8173,6 +7060,16 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
  * the model's, so the stage with the loss has a copy of the embedding, whose gradient is summed with the first stage's.
  * Invariants: tokens and labels are rolled within each sequence on the host, from whole sequences, so results do not
  * depend on the layout; generation and evaluation use no modules. */
+
+/* Multi-token prediction on the rank with the loss. */
+typedef struct mt_mtp {
+    int64_t count;          // modules; 0: none here
+    mt_batch rolled, local; // on the host: a micro-batch some tokens further, and this rank's part of it
+    float *weights;         // on the host: of the tokens of `rolled`
+    float *loss;            // [max_logits]
+    void *dhidden;          // [R, C] the gradient of what a module takes from the one before
+    void *djoined;          // [R, 2C]
+} mt_mtp;
 
 /* A micro-batch one token further: within each sequence, whose end is filled with what counts nothing. */
 static void mt_mtp_roll(mt_batch *rolled) {
@@ -8190,7 +7087,7 @@ static void mt_mtp_roll(mt_batch *rolled) {
 /* What a token's loss counts: a module's share of the scaling factor, and as rolling leaves a sequence fewer labels,
  * each of them more, so that a sequence's mean counts what its mean in the main loss does. */
 static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whole, const mt_batch *rolled) {
-    double factor = m->options->mtp_loss_scaling_factor / (double)m->mtp.count;
+    double factor = m->options->mtp_loss_scaling_factor / (double)m->mtp->count;
     memset(weights, 0, (size_t)whole->num_tokens * 4);
     for (int64_t s = 0; s < whole->num_spans; s++) {
         int64_t first = whole->spans[s].q_start, end = first + whole->spans[s].q_len;
@@ -8205,23 +7102,23 @@ static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whol
 /* Tokens, labels and weights of this rank's part of a micro-batch, for every module, into the host's block. */
 static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whole) {
     mt_error error;
-    mt_batch *rolled = &m->mtp.rolled;
+    mt_batch *rolled = &m->mtp->rolled;
     const mt_group *group = &m->grid->context;
     size_t T = (size_t)whole->num_tokens;
-    if (m->mtp.count == 0) return;
+    if (m->mtp->count == 0) return;
     memcpy(rolled->tokens, whole->tokens, T * 4);
     memcpy(rolled->labels, whole->labels, T * 4);
     memcpy(rolled->loss_mask, whole->loss_mask, T * 4);
     memcpy(rolled->spans, whole->spans, (size_t)whole->num_spans * sizeof(mt_span));
     rolled->num_tokens = whole->num_tokens, rolled->num_spans = whole->num_spans;
-    for (int64_t k = 0; k < m->mtp.count; k++) {
+    for (int64_t k = 0; k < m->mtp->count; k++) {
         mt_mtp_roll(rolled);
-        mt_mtp_weigh(m, m->mtp.weights, whole, rolled);
+        mt_mtp_weigh(m, m->mtp->weights, whole, rolled);
         mt_batch part = *rolled;
-        part.loss_mask = m->mtp.weights, part.positions = whole->positions, part.token_index = whole->token_index;
+        part.loss_mask = m->mtp->weights, part.positions = whole->positions, part.token_index = whole->token_index;
         if (m->context) {
-            MT_CHECK(mt_batch_context_shard(&m->mtp.local, &part, group->size, group->rank, &error) == 0);
-            part = m->mtp.local;
+            MT_CHECK(mt_batch_context_shard(&m->mtp->local, &part, group->size, group->rank, &error) == 0);
+            part = m->mtp->local;
         }
         int64_t at = k * part.num_tokens;
         memcpy(block->mtp_tokens + at, part.tokens, (size_t)part.num_tokens * 4);
@@ -8247,8 +7144,8 @@ static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, 
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->at->outputs[k].norm.y : a->embedded; // output 0 is the main model's
     norm.y_stride = norm.dy_stride = 2 * m->C;
-    norm.dy = mt_at(m, m->mtp.djoined, half * m->C);
-    norm.dx = half ? m->mtp.dhidden : m->scratch.dresidual;
+    norm.dy = mt_at(m, m->mtp->djoined, half * m->C);
+    norm.dx = half ? m->mtp->dhidden : m->scratch.dresidual;
     return norm;
 }
 
@@ -8265,7 +7162,7 @@ static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *
 /* From scratch.dresidual, the gradient of eh_proj's output, to mtp.dhidden, that of the hidden state, and
  * scratch.dresidual, that of the embedding. */
 static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
-    mt_linear_io projection = {.x = p->at->mtp[k].joined, .dy = m->scratch.dresidual, .dx = m->mtp.djoined};
+    mt_linear_io projection = {.x = p->at->mtp[k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
     mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_PART_BOTH);
     for (int half = 1; half >= 0; half--) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
@@ -8275,7 +7172,7 @@ static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
 
 /* All modules of the micro-batch at hand, whose main output is there. */
 static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
-    for (int64_t k = 0; k < m->mtp.count; k++) {
+    for (int64_t k = 0; k < m->mtp->count; k++) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_activations *a = &p->at->layers[mt_mtp_index(m, p, k)];
         mt_output *out = &p->at->outputs[1 + k];
@@ -8289,19 +7186,19 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
         mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
-                     m->numbers->mtp + 2 * k, m->mtp.loss, NULL);
+                     m->numbers->mtp + 2 * k, m->mtp->loss, NULL);
     }
 }
 
 /* mtp.dhidden = the modules' gradient of the main output. */
 static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
     int64_t word = mt_word_bucket(m);
-    for (int64_t k = m->mtp.count - 1; k >= 0; k--) {
+    for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_output *out = &p->at->outputs[1 + k];
         mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T);
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
-        if (k + 1 < m->mtp.count) mt_add_to(m, p, m->scratch.dnormed, m->mtp.dhidden);
+        if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
         mt_layer_backward(m, p, w, &p->at->layers[mt_mtp_index(m, p, k)]);
@@ -8312,7 +7209,26 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
     }
 }
 
-/* ==== §10e a stage's forward and backward ======================================================================== */
+/* ==== §10c a stage's forward and backward ========================================================================= */
+
+/* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
+ * stretch of the block. */
+static mt_batch_block mt_layout_batch(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
+    mt_batch_block block;
+    block.cache_rows = mt_arena_alloc(arena, T * 4);
+    block.logit_rows = mt_arena_alloc(arena, T * 4);
+    block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
+    block.tokens = mt_arena_alloc(arena, T * 4);
+    block.positions = mt_arena_alloc(arena, T * 4);
+    block.labels = mt_arena_alloc(arena, T * 4);
+    block.loss_mask = mt_arena_alloc(arena, T * 4);
+    block.token_index = mt_arena_alloc(arena, T * 8);
+    block.sequence = mt_arena_alloc(arena, T * 4);
+    block.mtp_tokens = mt_arena_alloc(arena, m->mtp->count * T * 4);
+    block.mtp_labels = mt_arena_alloc(arena, m->mtp->count * T * 4);
+    block.mtp_weights = mt_arena_alloc(arena, m->mtp->count * T * 4);
+    return block;
+}
 
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens) {
     mt_arena arena = {0};
@@ -8392,7 +7308,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *wh
     for (int64_t s = 0; s < batch->num_spans; s++)
         for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
     if (training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
-    int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp.count * T) - (char *)block.spans;
+    int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp->count * T) - (char *)block.spans;
     m->ops->memory_copy(at->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, at);
@@ -8428,7 +7344,7 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
     mt_head_backward(m, p, out, p->batch->labels, p->batch->loss_mask);
-    if (m->mtp.count > 0) mt_add_to(m, p, m->scratch.dnormed, m->mtp.dhidden);
+    if (m->mtp->count > 0) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
     mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
     if (m->head_bucket != m->output_bucket && m->head_bucket != m->word_bucket)
@@ -8470,6 +7386,17 @@ static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
 }
 
 /* ---- between chunks */
+
+/* One end of a channel to a neighbour in the pipeline, with buffers for messages that are under way. */
+typedef struct mt_link {
+    mt_channel *channel; // NULL: there is no such neighbour
+    int64_t num_buffers;
+    void **buffers;            // [num_buffers] of [R, C]
+    int64_t *tickets;          // [num_buffers]
+    int64_t started, finished; // messages
+} mt_link;
+
+enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
 /* Begins to receive the next message of a link, of so many rows, if a buffer is free for it. */
 static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
@@ -8515,8 +7442,6 @@ static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
 }
 
-/* ---- a whole model's forward, and its backward on one rank */
-
 /* Room of a chunk that holds nothing. */
 static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -8524,6 +7449,2266 @@ static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
     MT_CHECK(!"there is room for every live micro-batch");
     return NULL;
 }
+
+/* A zero-bubble schedule does a backward in two parts. */
+static bool mt_splits_backward(const mt_model *m) {
+    return m->grid->pipeline.size > 1 && mt_schedule_of(m->options, 1).kind == MT_SCHEDULE_ZB_H1;
+}
+
+/* ==== §11 schedules =============================================================================================== */
+
+/* The layers of each rank, and the order of its work. Invariants: everything here is a pure function of options and
+ * rank; a list has one forward and, except for evaluation, one backward of every micro-batch on every chunk; the lists
+ * of all ranks run without deadlock; statements about them (time, memory) are counted on the lists. */
+
+/* ==== §11a lists ================================================================================================== */
+
+/* A list under construction; with actions == NULL it only counts. */
+typedef struct mt_action_list {
+    const mt_schedule *schedule;
+    int64_t rank, count;
+    mt_action *actions;
+} mt_action_list;
+
+static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
+    if (list->actions) list->actions[list->count] = (mt_action){kind, micro_batch, chunk, (int)peer};
+    list->count++;
+}
+
+/* Micro-batch and chunk of the `index`-th forward, the same on all ranks: group by group, within it chunk by chunk,
+ * within it micro-batch by micro-batch. Only the last group may be smaller. Backwards have the same order, with chunks
+ * counted from the last. */
+static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micro_batch, int64_t *chunk) {
+    int64_t group = s->vp == 1 ? s->micro_batches : s->group;
+    int64_t first = index / (group * s->vp) * group, size = s->micro_batches - first;
+    if (size > group) size = group;
+    index -= first * s->vp;
+    *micro_batch = first + index % size;
+    *chunk = index / size;
+}
+
+static void mt_list_forward(mt_action_list *list, int64_t index) {
+    const mt_schedule *s = list->schedule;
+    int64_t micro_batch, chunk, stage;
+    mt_schedule_order(s, index, &micro_batch, &chunk);
+    stage = chunk * s->pp + list->rank;
+    if (stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    mt_list_add(list, MT_ACTION_FORWARD, micro_batch, chunk, -1);
+    if (stage < s->pp * s->vp - 1)
+        mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+}
+
+/* `kind` is MT_ACTION_BACKWARD or MT_ACTION_BACKWARD_INPUT. */
+static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t index) {
+    const mt_schedule *s = list->schedule;
+    int64_t micro_batch, chunk, stage;
+    mt_schedule_order(s, index, &micro_batch, &chunk);
+    chunk = s->vp - 1 - chunk;
+    stage = chunk * s->pp + list->rank;
+    if (stage < s->pp * s->vp - 1)
+        mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+    mt_list_add(list, kind, micro_batch, chunk, -1);
+    if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+}
+
+/* Forwards of warm-up: those before the first pair of a forward and a backward. */
+static int64_t mt_schedule_warmup(const mt_schedule *s, int64_t rank) {
+    int64_t total = s->micro_batches * s->vp, ahead = s->pp - rank - 1;
+    if (s->kind == MT_SCHEDULE_INTERLEAVED) ahead = 2 * ahead + (s->vp - 1) * s->group;
+    return s->kind == MT_SCHEDULE_FORWARD_ONLY || ahead > total ? total : ahead;
+}
+
+static bool mt_schedule_is_legal(const mt_schedule *s) {
+    if (s->pp < 1 || s->vp < 1 || s->micro_batches < 1 || (s->vp > 1 && (s->pp == 1 || s->group < 1))) return false;
+    if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return true;
+    if (s->kind != MT_SCHEDULE_INTERLEAVED) return s->vp == 1;
+    int64_t rest = s->micro_batches % s->group;
+    return s->vp > 1 && s->group >= s->pp && s->group <= s->micro_batches && (rest == 0 || rest >= s->pp);
+}
+
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t rank) {
+    MT_CHECK(mt_schedule_is_legal(s) && rank >= 0 && rank < s->pp);
+    mt_action_list list = {.schedule = s, .rank = rank, .actions = actions};
+    int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
+    bool splits = s->kind == MT_SCHEDULE_ZB_H1;
+    while (forward < warmup) mt_list_forward(&list, forward++);
+    if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
+    for (int64_t backward = 0; backward < total; backward++) {
+        if (forward < total) mt_list_forward(&list, forward++);
+        mt_list_backward(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
+        if (splits && backward >= rank) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
+    }
+    while (splits && weight < total) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
+    return list.count;
+}
+
+/* ==== §11b simulated time ========================================================================================= */
+/* Invariant: messages of one rank in one direction are received in the order in which they were sent, so a queue is two
+ * counters and the times at which they moved. */
+
+/* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 those that it sends backward. */
+typedef struct mt_queues {
+    int64_t in_flight, capacity;
+    int64_t *sent, *received;   // [2 pp]
+    double *ready_at, *free_at; // [2 pp, capacity]
+} mt_queues;
+
+/* Sends at `now`, or as soon as there is room; false while that time is unknown. */
+static bool mt_queue_send(mt_queues *q, int64_t queue, double cost, double *now) {
+    int64_t index = q->sent[queue], before = index - q->in_flight;
+    if (q->in_flight > 0 && before >= q->received[queue]) return false;
+    if (q->in_flight > 0 && before >= 0) *now = fmax(*now, q->free_at[queue * q->capacity + before]);
+    q->ready_at[queue * q->capacity + index] = *now + cost;
+    q->sent[queue]++;
+    return true;
+}
+
+static bool mt_queue_receive(mt_queues *q, int64_t queue, double *now) {
+    int64_t index = q->received[queue];
+    if (index == q->sent[queue]) return false;
+    *now = fmax(*now, q->ready_at[queue * q->capacity + index]);
+    q->free_at[queue * q->capacity + index] = *now;
+    q->received[queue]++;
+    return true;
+}
+
+static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) {
+    if (kind == MT_ACTION_FORWARD) return costs->forward;
+    return (kind != MT_ACTION_BACKWARD_WEIGHT ? costs->backward_input : 0) +
+           (kind != MT_ACTION_BACKWARD_INPUT ? costs->backward_weight : 0);
+}
+
+/* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
+static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *costs, int64_t rank,
+                            int64_t index, double *now) {
+    mt_action action = t->actions[index];
+    bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
+    double start = *now;
+    switch (action.kind) {
+    case MT_ACTION_SEND_FORWARD:
+    case MT_ACTION_SEND_BACKWARD:
+        if (!mt_queue_send(queues, 2 * rank + backward, costs->send, now)) return false;
+        break;
+    case MT_ACTION_RECV_FORWARD:
+    case MT_ACTION_RECV_BACKWARD:
+        if (!mt_queue_receive(queues, 2 * (int64_t)action.peer + backward, now)) return false;
+        break;
+    default:
+        *now += mt_action_cost(action.kind, costs);
+    }
+    t->start[index] = start, t->end[index] = *now;
+    return true;
+}
+
+/* Returns the work on the list of one rank, and sets its peak of forwards without their backward. */
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
+    double work = 0;
+    int64_t held = 0;
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        mt_action_kind kind = t->actions[i].kind;
+        if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
+        work += mt_action_cost(kind, costs);
+        if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
+        if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
+        if (held > t->live[rank]) t->live[rank] = held;
+    }
+    return work;
+}
+
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
+    int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
+    *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
+    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
+    t->actions = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_action));
+    t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
+    for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
+    int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
+    double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
+    mt_queues queues = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (int64_t r = 0; r < pp; r++)
+            for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
+                if (!mt_timeline_act(t, &queues, costs, r, t->first[r] + next[r], &now[r])) break;
+    }
+    double work = 0;
+    for (int64_t r = 0; r < pp; r++) {
+        work += mt_timeline_count(t, r, costs);
+        t->span = fmax(t->span, now[r]);
+    }
+    t->bubble = (t->span * (double)pp - work) / work;
+    free(counters), free(times);
+    return done == t->first[pp] ? 0 : -1;
+}
+
+void mt_timeline_free(mt_timeline *t) {
+    free(t->first), free(t->actions), free(t->start), free(t->end), free(t->live);
+    *t = (mt_timeline){.first = NULL};
+}
+
+/* ==== §11c layouts ================================================================================================ */
+
+int64_t mt_pipeline_layout_count(const char *letters) {
+    int64_t count = 1;
+    for (const char *at = letters; *at; at++) count += *at == '|';
+    return count;
+}
+
+/* Layers from the letters of the layout: E first and L last, once each; the MTP modules right before L, in its stage.
+ */
+static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
+    const char *letters = o->pipeline_letters;
+    MT_CHECK(mt_pipeline_layout_count(letters) <=
+             o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
+    int64_t layers = 0, stage = 0;
+    const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
+    bool good = *letters == 'E' && *last == 'L';
+    while (mtp > letters && mtp[-1] == 'm') mtp--;
+    int64_t modules = last - mtp;
+    for (const char *at = letters; at < mtp; at++)
+        if (*at == 'm') modules = -1; // a module before other letters
+    for (const char *at = letters; *at; at++) {
+        if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
+        if (*at == 't') stages[stage].num_layers++, layers++;
+        stage += *at == '|';
+    }
+    if (!good)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
+                            o->pipeline_model_parallel_layout);
+    if (modules != o->mtp_num_layers)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' must have --mtp-num-layers %lld times m, right "
+                            "before L and in its stage",
+                            o->pipeline_model_parallel_layout, (long long)o->mtp_num_layers);
+    if (layers != o->num_layers)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
+                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->num_layers);
+    return 0;
+}
+
+/* Layers per stage where `ranks` ranks share `layers` equally; `what` names the layers in the error. */
+static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
+                                        mt_error *error) {
+    int64_t vp = o->num_virtual_stages_per_pipeline_rank;
+    if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
+    return mt_error_set(error,
+                        "%s, %lld, must be a multiple of %lld pipeline ranks times %lld virtual stages: change "
+                        "--num-layers, --pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank",
+                        what, (long long)layers, (long long)ranks, (long long)vp);
+}
+
+/* Numbers of layers for the first and the last rank; the other ranks share the rest equally. */
+static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
+    int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
+    int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
+    if (rest < 0 || (middle == 0 && rest > 0))
+        return mt_error_set(error,
+                            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
+                            "together, do not fit --num-layers %lld on %lld ranks",
+                            (long long)(first + last), (long long)o->num_layers, (long long)pp);
+    share[0] = mt_pipeline_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
+    if (share[0] < 0) return -1;
+    share[2] = mt_pipeline_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
+    if (share[2] < 0) return -1;
+    if (middle > 0) share[1] = mt_pipeline_layout_share(o, "the layers of the other ranks", rest, middle, error);
+    if (share[1] < 0) return -1;
+    for (int64_t i = 0; i < pp * vp; i++) {
+        bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
+        stages[i].num_layers = share[is_first ? 0 : is_last ? 2 : 1];
+    }
+    return 0;
+}
+
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
+    int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
+    bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
+    memset(stages, 0, (size_t)count * sizeof *stages);
+    if (o->pipeline_letters) {
+        if (mt_pipeline_layout_read(stages, o, error)) return -1;
+    } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
+        if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
+    } else {
+        const char *what =
+            embedding || loss ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
+        int64_t share =
+            mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
+        if (share < 0) return -1;
+        for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
+        stages[0].num_layers -= embedding;
+        stages[count - 1].num_layers -= loss;
+    }
+    stages[0].embedding = stages[count - 1].loss = true;
+    stages[count - 1].num_mtp = o->mtp_num_layers;
+    for (int64_t i = 0; i < count; layer += stages[i++].num_layers) stages[i].first_layer = layer;
+    return 0;
+}
+
+mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
+    mt_schedule s = {.pp = o->pipeline_model_parallel_size,
+                     .vp = o->num_virtual_stages_per_pipeline_rank,
+                     .micro_batches = micro_batches,
+                     .group = o->microbatch_group_size_per_virtual_pipeline_stage};
+    s.kind = s.vp > 1 ? MT_SCHEDULE_INTERLEAVED : o->pipeline_schedule;
+    return s;
+}
+
+/* ==== §12 gradient buckets ======================================================================================== */
+/* Data parallelism: every rank of the data group computes its own micro-batches, and then all make one update. Per
+ * bucket, an all-reduce does that; or a reduce-scatter of gradients, an update of one shard a rank, and an all-gather
+ * of parameters, which move as many bytes, while each rank keeps a shard of AdamW's state only (Rajbhandari et al.,
+ * "ZeRO"). The strategies differ in what else exists only as shards between uses. Invariants: ranks make the same calls
+ * in the same order; what moves is ordered by streams, and the host waits for nothing; padding has zero gradients. */
+
+/* What buckets are alike in size, and share buffers: two for layers and two for their experts, the one at work and its
+ * neighbour; one for the matrices of the vocabulary, which are larger. */
+typedef enum mt_bucket_kind {
+    MT_BUCKET_LAYER,
+    MT_BUCKET_EXPERTS,
+    MT_BUCKET_VOCABULARY,
+    MT_NUM_BUCKET_KINDS
+} mt_bucket_kind;
+
+static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
+enum { MT_NUM_BUFFERS = 5 };
+
+/* Room for one whole bucket of which ranks keep shards. */
+typedef struct mt_bucket_buffer {
+    void *memory;
+    int64_t bucket; // whose values are here, -1: nobody's
+    int64_t users;  // who must not lose them
+    int64_t age;    // when it was last taken: the older one is given away
+} mt_bucket_buffer;
+
+/* Where a bucket stands in this step. */
+typedef struct mt_bucket_progress {
+    mt_bucket_kind kind;  // which buffers it takes
+    bool stale;           // parameters are to be gathered since the optimizer's step
+    bool holds_gradients; // between mt_bucket_gradients_acquire and _release
+    bool has_gradients;   // of earlier micro-batches of this step
+    bool reduced;         // their sum over ranks has begun
+} mt_bucket_progress;
+
+/* Data parallelism (§12). */
+typedef struct mt_sharding {
+    mt_strategy strategy;                  // of the buckets that there are several ranks to share
+    mt_stream *grad_stream, *param_stream; // the model's own without overlap
+    bool prefetches;
+    mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
+    mt_bucket_progress *progress;     // a bucket
+    int64_t age;                      // buffers taken so far
+    int64_t travelled, direction;     // the last bucket acquired, and to which side
+    const mt_bucket_buffer *reducing; // whose sum over ranks may still be under way
+    int64_t gathered_bucket;          // state that mt_bucket_gather_state has in the gradients' place
+    mt_param_state gathered_state;
+} mt_sharding;
+
+/* A part of `whole`, or of the memory that is being counted. */
+static void *mt_inside(void *whole, int64_t bytes) {
+    return whole ? (char *)whole + bytes : NULL;
+}
+
+/* This rank's layer of a number in the whole model. */
+static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
+    mt_layer *layer = m->layers;
+    while (layer->number != number) layer++;
+    return layer;
+}
+
+/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
+ * one's field points to. */
+static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
+    char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
+    return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
+}
+
+/* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
+static void mt_bind_weights(mt_model *m, int64_t bucket) {
+    const mt_bucket *b = &m->buckets[bucket];
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        mt_weight *weight = mt_param_weight(m, param);
+        if (!weight) continue;
+        weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
+        weight->dw = mt_inside(b->grads, param->offset * 4);
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
+            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
+    }
+}
+
+/* Buckets take their sizes from the table; the padding is what alignment leaves. A bucket that ranks share out is
+ * padded on, so that shards are of one size and aligned as parameters are. */
+static void mt_buckets_size(mt_model *m) {
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        mt_bucket *b = &m->buckets[param->bucket];
+        if (b->num_params++ == 0) b->first_param = i;
+        b->count = mt_align(param->offset + param->rows * param->cols);
+        if (param->weight_decay) b->decay_count = b->count;
+    }
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
+        b->count = (b->count + multiple - 1) / multiple * multiple;
+        b->shard_count = b->count / shards;
+        b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
+    }
+}
+
+/* Finds the bucket of every unit. */
+static void mt_buckets_find(mt_model *m) {
+    bool tied = !m->options->untie_embeddings_and_output_weights;
+    m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        const mt_param *param = &m->params[m->buckets[i].first_param];
+        if (param->unit == MT_UNIT_WORDS) *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = i;
+        if (param->unit == MT_UNIT_POSITIONS) m->position_bucket = i;
+        if (param->unit == MT_UNIT_LAYER) mt_layer_find(m, param->layer)->bucket = i;
+        if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
+        if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
+    }
+    if (!tied) m->head_bucket = m->output_bucket;
+    if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
+}
+
+/* ==== §12a buckets that move ====================================================================================== */
+
+/* The strategy that the options ask for, where there is something to train. */
+static mt_strategy mt_strategy_of(const mt_model *m) {
+    return m->plan.train ? m->options->data_parallel_sharding_strategy : MT_NO_SHARD;
+}
+
+/* Before buckets have sizes: what is in them, who has the same, and what these ranks share out. */
+static void mt_sharding_open(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    s->strategy = mt_strategy_of(m);
+    s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        mt_bucket *b = &m->buckets[param->bucket];
+        mt_bucket_kind *kind = &s->progress[param->bucket].kind;
+        bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
+        if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
+        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
+        b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
+        b->trained = param->trained;
+        b->dtype = b->trained ? m->dtype : MT_F32;
+        b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
+        m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
+    }
+}
+
+/* Room for whole buckets, where only shards stay: each buffer as large as the largest bucket that may take it. */
+static void mt_layout_bucket_buffers(mt_model *m, mt_arena *arena) {
+    mt_sharding *s = m->sharding;
+    int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        int64_t *count = &largest[s->progress[i].kind];
+        if (m->buckets[i].strategy != MT_NO_SHARD) *count = mt_max(*count, m->buckets[i].count);
+    }
+    for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
+        for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
+            s->param_buffers[buffer] = s->grad_buffers[buffer] = (mt_bucket_buffer){.bucket = -1};
+            if (largest[kind] > 0 && s->strategy >= MT_SHARD_PARAMS)
+                s->param_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * mt_dtype_size(m->dtype));
+            if (largest[kind] > 0 && s->strategy >= MT_SHARD_GRADS)
+                s->grad_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * 4);
+        }
+}
+
+/* Once there is memory: everything is zero, and moves on streams of its own where it is to overlap. */
+static void mt_sharding_start(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    const mt_options *o = m->options;
+    bool alone = true, shares = false;
+    for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++) {
+        alone &= m->buckets[i].group->size == 1;
+        shares |= m->buckets[i].strategy != MT_NO_SHARD;
+    }
+    s->grad_stream = s->param_stream = m->stream;
+    if (!alone && o->overlap_grad_reduce) s->grad_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
+    s->prefetches = shares && o->overlap_param_gather;
+    if (s->prefetches) s->param_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
+    s->gathered_bucket = s->travelled = -1;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
+        if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
+        for (int state = 0; state < MT_NUM_STATES; state++) {
+            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
+            if (part.data) mt_part_write(m, &part, 0, NULL, b->count);
+        }
+        mt_bind_weights(m, i);
+    }
+}
+
+static void mt_sharding_close(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    if (s->grad_stream != m->stream) m->ops->stream_destroy(s->grad_stream);
+    if (s->param_stream != m->stream) m->ops->stream_destroy(s->param_stream);
+}
+
+/* The buffer that holds a bucket, or NULL. */
+static mt_bucket_buffer *mt_buffer_find(mt_bucket_buffer *buffers, int64_t bucket) {
+    for (int i = 0; i < MT_NUM_BUFFERS; i++)
+        if (buffers[i].bucket == bucket) return &buffers[i];
+    return NULL;
+}
+
+/* The buffer for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
+static mt_bucket_buffer *mt_buffer_free(const mt_model *m, mt_bucket_buffer *buffers, int64_t bucket) {
+    mt_bucket_kind kind = m->sharding->progress[bucket].kind;
+    mt_bucket_buffer *oldest = NULL;
+    for (int i = mt_first_buffer[kind]; i < mt_first_buffer[kind + 1]; i++)
+        if (buffers[i].users == 0 && (!oldest || buffers[i].age < oldest->age)) oldest = &buffers[i];
+    return oldest;
+}
+
+static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, int64_t bucket) {
+    mt_bucket_buffer *buffer = mt_buffer_free(m, buffers, bucket);
+    MT_CHECK(buffer);
+    buffer->bucket = bucket, buffer->age = ++m->sharding->age;
+    return buffer;
+}
+
+/* ---- parameters */
+
+/* Begins to make a bucket's parameters whole and current, unless they are or are about to be. */
+static void mt_bucket_gather(mt_model *m, int64_t bucket) {
+    mt_sharding *s = m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    void *whole = b->params;
+    if (b->strategy == MT_SHARD_PARAMS) {
+        if (mt_buffer_find(s->param_buffers, bucket)) return;
+        whole = mt_buffer_take(m, s->param_buffers, bucket)->memory;
+        mt_follow(m, s->param_stream, m->stream); // who used the buffer has read it
+    } else if (!s->progress[bucket].stale) {
+        return;
+    }
+    s->progress[bucket].stale = false;
+    m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
+}
+
+/* The bucket that is used after this one, or -1: calls go up in a forward and down in a backward, and turn at the ends.
+ * A jump, such as to the embedding as output layer, is no direction. */
+static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
+    int64_t distance = s->travelled < 0 ? 0 : bucket - s->travelled;
+    if (distance == 1 || distance == -1) s->direction = distance;
+    if (distance == 0 && bucket == 0) s->direction = 1;
+    if (distance == 0 && bucket == num_buckets - 1) s->direction = -1;
+    s->travelled = bucket;
+    int64_t next = bucket + s->direction;
+    bool jumped = distance > 1 || distance < -1;
+    return jumped || s->direction == 0 || next < 0 || next >= num_buckets ? -1 : next;
+}
+
+void mt_bucket_acquire(mt_model *m, int64_t bucket) {
+    mt_sharding *s = m->sharding;
+    if (s->strategy == MT_NO_SHARD) return;
+    mt_strategy strategy = m->buckets[bucket].strategy;
+    if (strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
+    mt_follow(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
+    if (strategy == MT_SHARD_PARAMS) {
+        mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
+        buffer->users++;
+        m->buckets[bucket].params = buffer->memory;
+        mt_bind_weights(m, bucket);
+    }
+    int64_t next = mt_bucket_next(s, bucket, m->num_trained_buckets);
+    if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
+    if (mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather(m, next);
+}
+
+void mt_bucket_release(mt_model *m, int64_t bucket) {
+    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
+        --mt_buffer_find(m->sharding->param_buffers, bucket)->users > 0)
+        return;
+    m->buckets[bucket].params = NULL; // the buffer may still be read for the next use, but through acquire only
+    mt_bind_weights(m, bucket);
+}
+
+/* Whatever reads parameters outside a step finds them current. */
+static void mt_params_settle(mt_model *m) {
+    if (m->sharding->strategy == MT_NO_SHARD || m->sharding->strategy == MT_SHARD_PARAMS) return;
+    for (int64_t i = 0; i < m->num_buckets; i++)
+        if (m->buckets[i].strategy != MT_NO_SHARD) mt_bucket_gather(m, i);
+    mt_follow(m, m->stream, m->sharding->param_stream);
+}
+
+/* Before parameters or optimizer state are written, which always happens on m->stream: the reader's work comes first. A
+ * gather does not count: it leaves this rank's own shard as it is. */
+static void mt_follow_reader(mt_model *m) {
+    if (m->reader) mt_follow(m, m->stream, m->reader);
+    m->reader = NULL;
+}
+
+void mt_model_set_reader(mt_model *m, mt_stream *reader) {
+    if (reader) mt_follow_reader(m); // one that was set before
+    m->reader = reader;
+}
+
+/* Before parameters are set, or after they were updated: what was gathered of them is void. */
+static void mt_params_changed(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    mt_follow_reader(m);
+    mt_follow(m, m->stream, s->param_stream);
+    for (int i = 0; i < MT_NUM_BUFFERS; i++) s->param_buffers[i].bucket = -1;
+    s->gathered_bucket = -1;
+}
+
+/* ---- gradients */
+
+/* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
+static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
+    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
+}
+
+/* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
+static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
+    int64_t start = 0; // of the stretch to zero
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        if (!mt_gradient_is_written(m, param)) continue;
+        if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
+        start = param->offset + param->rows * param->cols;
+    }
+    if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
+}
+
+/* Tells products to add to the gradients of a bucket's weights, or to write them. */
+static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
+    const mt_bucket *b = &m->buckets[bucket];
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        mt_weight *weight = mt_param_weight(m, &m->params[i]);
+        if (weight) weight->accumulate = accumulate;
+    }
+    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
+}
+
+void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
+    mt_sharding *s = m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_bucket_progress *progress = &s->progress[bucket];
+    bool begun = progress->holds_gradients;
+    progress->holds_gradients = true;
+    bool begins = !begun && (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS);
+    if (b->strategy >= MT_SHARD_GRADS && !begun) {
+        mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
+        buffer->users++;
+        if (buffer == s->reducing) mt_follow(m, m->stream, s->grad_stream);
+        b->grads = buffer->memory;
+        mt_bind_weights(m, bucket);
+    }
+    if (begins) mt_bucket_zero_gradients(m, b);
+    if (begins) mt_bucket_accumulate(m, bucket, false);
+}
+
+/* Begins the sum over ranks of what this rank has in the bucket's whole gradients. */
+static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
+    mt_sharding *s = m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_bucket_progress *progress = &s->progress[bucket];
+    bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
+    float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
+    if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, b->grads, b->count, m->stream);
+    mt_follow(m, s->grad_stream, m->stream);
+    if (b->strategy == MT_NO_SHARD)
+        m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, b->group, s->grad_stream);
+    else
+        m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, b->group, s->grad_stream);
+    if (adds) m->ops->accumulate(b->grad_shard, sum, b->shard_count, s->grad_stream);
+    progress->reduced = true;
+}
+
+void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
+    mt_sharding *s = m->sharding;
+    mt_bucket_progress *progress = &s->progress[bucket];
+    if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
+        if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
+    } else {
+        mt_follow(m, m->stream, s->grad_stream); // all sums but the one that begins now: their buffers are free again
+        mt_bucket_reduce(m, bucket);
+        mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
+        buffer->users = 0, buffer->bucket = -1;
+        s->reducing = buffer;
+        m->buckets[bucket].grads = NULL;
+        mt_bind_weights(m, bucket);
+    }
+    progress->holds_gradients = false;
+    progress->has_gradients = true;
+}
+
+/* Begins a step: no bucket has gradients. */
+static void mt_gradients_begin(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    s->gathered_bucket = -1;
+    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
+        s->progress[i].has_gradients = s->progress[i].reduced = false;
+        if (!mt_splits_backward(m)) continue;
+        // a split backward reaches a bucket's parts in no order, so all of them add
+        m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
+        mt_bucket_accumulate(m, i, true);
+        s->progress[i].has_gradients = true;
+    }
+}
+
+/* Afterwards every rank has the sum over all ranks: of its shard, or the same bits of the whole. */
+static void mt_gradients_finish(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
+        MT_CHECK(s->progress[i].has_gradients && !s->progress[i].holds_gradients);
+        if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
+    }
+    mt_follow(m, m->stream, s->grad_stream);
+    mt_follow(m, m->stream, s->param_stream); // the update writes what a prefetch may still read
+}
+
+/* This rank's part of the gradients of a run of parameters, [*begin, *begin + the result) of grad_shard. */
+static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const mt_param *last, int64_t *begin) {
+    const mt_bucket *b = &m->buckets[first->bucket];
+    int64_t end = mt_min(last->offset + last->rows * last->cols - b->shard_first, b->shard_count);
+    *begin = mt_max(first->offset - b->shard_first, 0);
+    return mt_max(end - *begin, 0);
+}
+
+/* The group over which the model's ranks hold parts of a parameter's gradient, or NULL. */
+static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
+    if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
+    bool in_parts =
+        param->gradient == MT_GRADIENT_HEADS || (param->gradient == MT_GRADIENT_ROWS && m->tp.sequence_parallel);
+    return in_parts && m->grid->tensor.size > 1 ? &m->grid->tensor : NULL;
+}
+
+/* Adds what ranks of one model have of the same gradient: parameters that all tensor-parallel ranks hold but use on
+ * their own rows or heads only, and the two copies of a word embedding that the last stage uses too. Neighbours travel
+ * together. */
+static void mt_gradients_finish_model(mt_model *m) {
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        const mt_group *group = mt_gradient_group(m, param);
+        int64_t begin, count;
+        for (next = i + 1; next < m->num_params; next++)
+            if (m->params[next].bucket != param->bucket || mt_gradient_group(m, &m->params[next]) != group) break;
+        if (!group || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
+        m->ops->all_reduce(m->buckets[param->bucket].grad_shard + begin, count, MT_SUM, MT_F32, group, m->stream);
+    }
+    int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
+    bool has_copies = !m->options->untie_embeddings_and_output_weights || m->options->mtp_num_layers > 0;
+    if (has_copies && m->grid->embedding.size > 1 && word >= 0)
+        m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM, MT_F32,
+                           &m->grid->embedding, m->stream);
+}
+
+/* Parameters after an update of shards: gathered now, or each bucket before its first use. */
+static void mt_params_finish(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    mt_params_changed(m);
+    if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
+    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].stale = m->buckets[i].strategy != MT_NO_SHARD;
+    mt_follow(m, s->param_stream, m->stream);
+    if (!s->prefetches) mt_params_settle(m);
+}
+
+/* Rows of the memory plan. */
+enum {
+    MT_PLAN_WEIGHTS,
+    MT_PLAN_GRADIENTS,
+    MT_PLAN_OPTIMIZER,
+    MT_PLAN_BUFFERS,
+    MT_PLAN_ACTIVATIONS,
+    MT_PLAN_CACHE,
+    MT_PLAN_EXPERTS,
+    MT_NUM_PLANS
+};
+
+/* What every rank has of all buckets: parameters and gradients whole or in shards, and its part of AdamW's state. */
+static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
+    int64_t start = arena->used;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        int64_t size = mt_dtype_size(b->dtype);
+        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
+        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_inside(b->params, b->shard_first * size)
+                                                       : mt_arena_alloc(arena, b->shard_count * size);
+    }
+    m->bytes[MT_PLAN_WEIGHTS] = arena->used - start;
+    if (!m->plan.train) return;
+    start = arena->used;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (!b->trained) continue;
+        if (b->strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
+        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_inside(b->grads, b->shard_first * 4)
+                                                     : mt_arena_alloc(arena, b->shard_count * 4);
+    }
+    m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
+    start = arena->used;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (!b->trained) continue;
+        if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
+        b->m = mt_arena_alloc(arena, b->shard_count * 4);
+        b->v = mt_arena_alloc(arena, b->shard_count * 4);
+    }
+    m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
+    start = arena->used;
+    mt_layout_bucket_buffers(m, arena);
+    m->bytes[MT_PLAN_BUFFERS] = arena->used - start;
+}
+
+/* ==== §12b shards and wholes ====================================================================================== */
+/* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
+
+const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
+    return &m->buckets[bucket];
+}
+
+mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_param_state state) {
+    const mt_bucket *b = &m->buckets[bucket];
+    float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
+    if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
+        return (mt_part){floats[state], b->shard_first, b->shard_count, MT_F32};
+    if (b->strategy == MT_SHARD_PARAMS) return (mt_part){b->param_shard, b->shard_first, b->shard_count, b->dtype};
+    return (mt_part){b->params, 0, b->count, b->dtype};
+}
+
+void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *from, int64_t n) {
+    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
+    int64_t size = mt_dtype_size(part->dtype);
+    if (begin >= end) return;
+    mt_params_changed(m);
+    void *to = (char *)part->data + (begin - part->first) * size;
+    if (from)
+        m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
+    else
+        m->ops->memory_zero(to, (end - begin) * size, m->stream);
+}
+
+const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state state) {
+    mt_sharding *s = m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_part part = mt_bucket_part(m, bucket, state);
+    if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
+        if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
+        mt_follow(m, m->stream, s->param_stream);
+        return b->strategy == MT_SHARD_PARAMS ? mt_buffer_find(s->param_buffers, bucket)->memory : b->params;
+    }
+    if (b->strategy == MT_NO_SHARD) return part.data;
+    int buffer = mt_first_buffer[s->progress[bucket].kind];
+    void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_buffers[buffer].memory : b->grads;
+    if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
+    m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, b->group, m->stream);
+    s->gathered_bucket = bucket, s->gathered_state = state;
+    return whole;
+}
+
+/* ==== §13 optimizer =============================================================================================== */
+
+/* The share of the way from the lowest learning rate to the highest that is left at the end of a WSD schedule. */
+static double mt_wsd_coefficient(mt_wsd_decay_style style, double ratio) {
+    if (style == MT_WSD_LINEAR) return 1 - ratio;
+    if (style == MT_WSD_COSINE) return 0.5 * (cos(M_PI * ratio) + 1);
+    if (style == MT_WSD_MINUS_SQRT) return 1 - sqrt(ratio);
+    return 2 * pow(0.5, ratio) - 1; // exponential
+}
+
+double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
+    mt_lr_decay_style style = options->lr_decay_style;
+    double lr = options->lr, min_lr = options->min_lr, init = options->lr_warmup_init, at = (double)consumed_samples;
+    mt_durations d = mt_options_durations(options);
+    if (d.warmup > 0 && at <= d.warmup) return init + (lr - init) * at / d.warmup;
+    if (style == MT_LR_CONSTANT) return lr;
+    if (at > d.decay) return min_lr;
+    if (style == MT_LR_INVERSE_SQUARE_ROOT) return fmax(min_lr, lr * sqrt(fmax(d.warmup, 1)) / sqrt(fmax(at, 1)));
+    double ratio = (at - d.warmup) / (d.decay - d.warmup), stable = d.decay - d.wsd_decay, coefficient;
+    if (style == MT_LR_LINEAR)
+        coefficient = 1 - ratio;
+    else if (style == MT_LR_COSINE)
+        coefficient = 0.5 * (cos(M_PI * ratio) + 1);
+    else // WSD: warm-up, stable, decay (Hu et al., "MiniCPM")
+        coefficient = at <= stable ? 1 : mt_wsd_coefficient(options->lr_wsd_decay_style, (at - stable) / d.wsd_decay);
+    return min_lr + coefficient * (lr - min_lr);
+}
+
+double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
+    double start = options->start_weight_decay, end = options->end_weight_decay;
+    double ratio = (double)consumed_samples / mt_options_durations(options).total;
+    if (ratio > 1 || options->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT) return end;
+    if (options->weight_decay_incr_style == MT_WEIGHT_DECAY_COSINE) ratio = 0.5 * (cos(M_PI * (1 - ratio)) + 1);
+    return start + ratio * (end - start);
+}
+
+int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
+    if (options->rampup_batch_size.count == 0) return options->global_batch_size;
+    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
+    int64_t increments = (options->global_batch_size - start) / increment;
+    if (consumed_samples > samples || increments == 0) return options->global_batch_size;
+    double samples_per_increment = (double)samples / (double)increments;
+    return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
+}
+
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+    int64_t consumed = 0;
+    for (int64_t i = 0; i < iterations; i++) {
+        int64_t batch = mt_global_batch_size(options, consumed);
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // grown for good
+        consumed += batch;
+    }
+    return consumed;
+}
+
+/* A part of the step, for the profile if there is one. */
+static void mt_phase_begin(mt_model *m, const char *name, int64_t micro_batch, int64_t chunk) {
+    if (m->ops->phase_begin) m->ops->phase_begin(name, micro_batch, chunk, m->stream);
+}
+
+static void mt_phase_end(mt_model *m) {
+    if (m->ops->phase_end) m->ops->phase_end(m->stream);
+}
+
+/* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
+ * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they check
+ * the step alike. */
+static void mt_gradients_norm(mt_model *m) {
+    m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        const mt_bucket *b = &m->buckets[param->bucket];
+        bool counts = b->trained && (b->strategy != MT_NO_SHARD || b->group->rank == 0);
+        int64_t begin, count;
+        for (next = i + 1; next < m->num_params; next++)
+            if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
+        if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
+            continue;
+        m->ops->squared_norm(m->numbers->sums + 2, b->grad_shard + begin, count, m->stream);
+    }
+    m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+}
+
+/* Finished gradients' norm and scale, and whether the step may update. */
+static void mt_step_check_gradients(mt_model *m) {
+    const mt_options *o = m->options;
+    mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
+                            .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
+                            .window = o->loss_spike_window,
+                            .copies = m->grid->world.size};
+    mt_phase_begin(m, "norm", -1, -1);
+    mt_gradients_norm(m);
+    mt_step_numbers *n = m->numbers;
+    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (float)o->clip_grad, m->stream);
+    m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
+    mt_phase_end(m);
+}
+
+/* The weights' update, where the step passed its check. */
+static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
+    const mt_options *o = m->options;
+    mt_phase_begin(m, "optimizer", -1, -1);
+    mt_follow_reader(m);
+    double step = (double)(state->optimizer_step + 1);
+    mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
+                      .beta1 = (float)o->adam_beta1,
+                      .beta2 = (float)o->adam_beta2,
+                      .eps = (float)o->adam_eps,
+                      .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
+                      .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
+    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
+        int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
+        for (int k = 0; k < 2; k++) {
+            int64_t first = start[k], count = start[k + 1] - first;
+            if (count == 0) continue;
+            adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
+            m->ops->adamw_step(mt_at(m, b->param_shard, first), b->master ? b->master + first : NULL, b->m + first,
+                               b->v + first, b->grad_shard + first, &m->numbers->grad_scale, count, &adamw, m->dtype,
+                               m->stream);
+        }
+    }
+    mt_params_finish(m);
+    mt_phase_end(m);
+}
+
+/* ==== §14 the training step ======================================================================================= */
+/* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss
+ * is a sum over tokens, divided once by the whole batch's count of unmasked tokens, so micro-batches and ranks do not
+ * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
+ */
+
+/* What a training step reports, as the device computed it. */
+typedef struct mt_step_result {
+    mt_step_numbers numbers;
+    double losses[2];    // of mt_experts, and what follows
+    float *loads, *kept; // [num_layers, E]
+    int32_t *invalid;    // [num_layers] of this rank
+} mt_step_result;
+
+/* Steps that went wrong (§16). */
+typedef struct mt_bad_steps {
+    int64_t skipped, in_a_row; // updates not made; how many of the last ones
+    int64_t rewind;            // the step for which the run is about to go back; 0: none
+    int64_t rewound;           // the latest step for which it did
+} mt_bad_steps;
+
+/* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
+typedef struct mt_pending_step {
+    int64_t iteration; // 0: none that is still to be checked
+    mt_event *done;    // when its result has arrived; NULL where it always has
+} mt_pending_step;
+
+/* A model's training from step to step. */
+typedef struct mt_trainer {
+    mt_action *actions; // of the schedule, for this rank
+    int64_t max_actions;
+    mt_bad_steps bad_steps;
+    int64_t num_steps; // so far; what is pending of a step is numbered by it
+    mt_pending_step pending[2];
+    mt_step_result *results;              // [2] in host memory
+    double unread_tokens, unread_seconds; // of the steps since metrics were read
+    double data_seconds;                  // of this step, in which it waited for samples
+} mt_trainer;
+
+/* ---- what a step counts and reports */
+
+/* Before a step, and before the first forward: nothing is counted yet. */
+static void mt_experts_begin(mt_model *m) {
+    mt_experts *e = m->experts;
+    if (m->options->num_experts == 0) return;
+    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
+    if (e->num_layers == 0) return;
+    m->ops->memory_zero(e->kept, 2 * e->num_layers * e->router.num_experts * 4, m->stream); // and `global`
+    m->ops->memory_zero(e->loads, e->num_layers * e->router.num_experts * 4, m->stream);
+    m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
+}
+
+/* After a step: losses of all ranks, and loads of all tokens. */
+static void mt_experts_finish(mt_model *m) {
+    mt_experts *e = m->experts;
+    int64_t loads = 2 * e->num_layers * e->router.num_experts; // and those that were kept
+    if (m->options->num_experts == 0) return;
+    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    if (e->num_layers == 0) return; // a stage of the pipeline may have none
+    m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
+    m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
+}
+
+static void mt_follow_reader(mt_model *m); // §12a
+
+/* After the step's check: the biases follow the loads, unless the step was bad. */
+static void mt_experts_move_biases(mt_model *m) {
+    mt_experts *e = m->experts;
+    int64_t E = e->router.num_experts;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        if (!m->layers[i].router_bias.w) continue;
+        mt_follow_reader(m);
+        m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
+                                 &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
+    }
+}
+
+/* Enqueues the copies of what a step reports of its experts. */
+static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
+    mt_experts *e = m->experts;
+    if (m->options->num_experts == 0) return;
+    m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
+    if (e->num_layers == 0) return;
+    m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
+    m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
+}
+
+/* What a step reports of its experts. Stages of the pipeline have layers of their own; the other ranks have the same
+ * numbers. */
+static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
+    const mt_experts *e = m->experts;
+    const mt_options *o = m->options;
+    int64_t E = e->router.num_experts, layers = mt_num_expert_layers(o);
+    double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
+    if (layers == 0) return;
+    for (int64_t place = 0; place < e->num_layers; place++) {
+        double total = 0, greatest = 0;
+        for (int64_t i = place * E; i < (place + 1) * E; i++) {
+            total += (double)result->loads[i];
+            greatest = fmax(greatest, (double)result->loads[i]);
+            sums[2] += (double)(e->drops ? result->kept[i] : result->loads[i]);
+        }
+        double imbalance = greatest * (double)E / total;
+        worst = fmax(worst, imbalance);
+        sums[0] += imbalance, sums[1] += total;
+    }
+    mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
+    mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
+    double places = metrics->tokens * (double)layers;
+    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / places;
+    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / places;
+    metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
+    metrics->dropped = 1 - sums[2] / sums[1];
+}
+
+/* The router in which a bad step began: of the first layer that has one whose logits are not finite, and of the first
+ * rank that has it. Every rank calls it and writes the same; nothing where no router is to blame. */
+static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
+    const mt_group *world = &m->grid->world;
+    double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
+    if (m->options->num_experts == 0) return;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        const mt_layer *w = &m->layers[i];
+        double key = (double)(w->number * world->size + world->rank);
+        if (w->expert_bucket < 0 || result->invalid[w->moe_index] == 0 || key >= mine) continue;
+        mine = key, count = (double)result->invalid[w->moe_index];
+    }
+    first = -mine;
+    mt_all_reduce_max(world, &first, 1, MT_F64);
+    first = -first;
+    if (first == none) return;
+    if (first != mine) count = 0;
+    mt_all_reduce_max(world, &count, 1, MT_F64);
+    snprintf(text, 160,
+             "iteration %lld: rank %lld: the router of layer %lld had %lld tokens whose logits are not finite",
+             (long long)iteration, (long long)first % world->size, (long long)first / world->size, (long long)count);
+}
+
+/* Where micro-batches come from, and the tokens in those that the first stage had. */
+typedef struct mt_source {
+    mt_batch_source *read;
+    void *context;
+    mt_batch *batch;
+    int64_t tokens;
+    bool training; // forwards are part of a step, not of an evaluation
+} mt_source;
+
+/* The live micro-batch of an action. */
+static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        if (m->micro_batches[i].chunk == action->chunk && m->micro_batches[i].index == action->micro_batch)
+            return &m->micro_batches[i];
+    MT_CHECK(!"a backward follows its forward");
+    return NULL;
+}
+
+static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
+    mt_micro_batch *at = mt_micro_batch_free(m, action->chunk);
+    int64_t cp = m->grid->context.size;
+    double begin = mt_time();
+    if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
+    m->trainer->data_seconds += mt_time() - begin;
+    if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
+    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
+    mt_pass p = mt_load_batch(m, at, from->batch, from->training);
+    p.message_rows = m->max_rows;
+    if (p.training) at->index = action->micro_batch;
+    mt_stage_forward(m, &p);
+    if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
+    m->last_forward = p;
+    return 0;
+}
+
+/* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
+static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
+    mt_micro_batch *at = mt_micro_batch_find(m, action);
+    mt_pass p = mt_pass_begin(m, at);
+    p.training = true;
+    p.message_rows = m->max_rows;
+    p.parts = action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT;
+    p.last = --remaining[action->chunk] == 0;
+    if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
+        mt_chunk_backward_weight(m, &p);
+    else
+        mt_stage_backward(m, &p);
+    if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
+}
+
+/* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
+ * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
+ */
+static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
+    static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
+    static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
+    for (int direction = 0; direction < 2; direction++)
+        for (int64_t *at = &next[direction]; *at < count; ++*at) {
+            if (*at < now || actions[*at].kind != kinds[direction]) continue;
+            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows)) break;
+        }
+}
+
+/* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
+ * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
+static bool mt_looks_ahead(const mt_model *m) {
+    if (m->grid->pipeline.size == 1) return false;
+    bool is_warm = m->trainer->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
+    return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
+}
+
+/* Writes this rank's list to m->trainer->actions and returns its length. */
+static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
+    int rank = m->grid->pipeline.rank;
+    int64_t count = mt_schedule_actions(NULL, schedule, rank);
+    if (count > m->trainer->max_actions) { // the first step, and where the batch ramp grows
+        m->trainer->actions = mt_realloc(m->trainer->actions, count * (int64_t)sizeof(mt_action));
+        m->trainer->max_actions = count;
+    }
+    return mt_schedule_actions(m->trainer->actions, schedule, rank);
+}
+
+/* Runs this rank's list. Sends and receives are part of the forwards and backwards: a message is sent as soon as it is
+ * computed, and awaited where it is needed. */
+static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
+    static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
+                                         [MT_ACTION_BACKWARD] = "backward",
+                                         [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
+                                         [MT_ACTION_BACKWARD_WEIGHT] = "backward of the weights",
+                                         [MT_ACTION_RECV_BACKWARD] = NULL};
+    int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
+    int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
+    for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
+    from->training = training;
+    bool looks_ahead = mt_looks_ahead(m);
+    int status = 0;
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        const mt_action *action = &m->trainer->actions[i];
+        if (looks_ahead) mt_receive_ahead(m, m->trainer->actions, count, i, ahead);
+        if (!phases[action->kind]) continue;
+        mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
+        if (action->kind == MT_ACTION_FORWARD)
+            status = mt_action_forward(m, action, from, error);
+        else if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
+            mt_action_backward(m, action, weights);
+        else
+            mt_action_backward(m, action, inputs);
+        mt_phase_end(m);
+    }
+    free(inputs);
+    return status;
+}
+
+/* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
+static void mt_sums_finish(mt_model *m, bool training) {
+    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
+    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
+    if (m->options->mtp_num_layers == 0 || !training) return;
+    double *mtp = m->numbers->mtp;
+    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
+    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
+}
+
+/* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
+static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
+                             mt_batch *batch, int64_t *tokens, mt_error *error) {
+    mt_gradients_begin(m);
+    mt_experts_begin(m);
+    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream); // the squared norm too
+    if (m->reruns) m->ops->memory_zero(m->numbers->own, 2 * 8, m->stream);
+    if (m->options->mtp_num_layers > 0)
+        m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
+    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
+    mt_source from = {.read = source, .context = context, .batch = batch};
+    if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
+    *tokens += from.tokens;
+    mt_phase_begin(m, "gradients", -1, -1);
+    if (m->reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
+    mt_sums_finish(m, true);
+    mt_gradients_finish(m);
+    mt_gradients_finish_model(m);
+    mt_experts_finish(m);
+    mt_phase_end(m);
+    return 0;
+}
+
+/* Enqueues the copies of what a step reports. */
+static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
+    mt_step_result *result = &m->trainer->results[slot];
+    m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
+    mt_experts_copy_report(m, result);
+    m->ops->event_record(m->trainer->pending[slot].done, m->stream);
+    m->trainer->pending[slot].iteration = iteration;
+}
+
+/* ---- bad steps */
+
+/* For people, on rank 0. */
+static void mt_step_warn(const mt_model *m, const char *format, ...) {
+    if (m->grid->world.rank != 0) return;
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(stderr, "warning: ");
+    vfprintf(stderr, format, arguments);
+    fprintf(stderr, "\n");
+    va_end(arguments);
+}
+
+/* Of a sum and what it counts. */
+static double mt_mean_loss(const double sums[2]) {
+    return sums[1] > 0 ? sums[0] / sums[1] : sums[0];
+}
+
+/* What is wrong with a step. */
+static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
+    const mt_step_numbers *n = &result->numbers;
+    double loss = mt_mean_loss(n->sums);
+    if (n->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES)
+        snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
+                 loss / n->guard[MT_GUARD_AVERAGE]);
+    else if (n->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
+        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)n->grad_norm);
+    else
+        snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
+}
+
+/* Does with a bad step what --bad-step-policy says. */
+static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
+    const mt_options *o = m->options;
+    mt_bad_steps *bad = &m->trainer->bad_steps;
+    char what[160];
+    mt_step_describe(what, iteration, result);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
+    if (o->bad_step_policy == MT_BAD_STEP_STOP)
+        return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
+    bad->skipped++;
+    if (++bad->in_a_row > o->max_bad_steps_in_a_row)
+        return mt_error_set(error,
+                            "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or look "
+                            "at the data",
+                            what, (long long)o->max_bad_steps_in_a_row);
+    bool goes_back = o->bad_step_policy == MT_BAD_STEP_REWIND && iteration > bad->rewound;
+    if (goes_back && bad->rewind == 0) bad->rewind = iteration;
+    mt_step_warn(m, "%s; %s", what, goes_back ? "going back to the last checkpoint" : "this step makes no update");
+    return 0;
+}
+
+/* Waits for a slot's result, and checks it. */
+static int mt_step_check(mt_model *m, int slot, mt_error *error) {
+    int64_t iteration = m->trainer->pending[slot].iteration;
+    const mt_step_result *result = &m->trainer->results[slot];
+    if (iteration == 0) return 0;
+    m->ops->event_wait(m->trainer->pending[slot].done);
+    m->trainer->pending[slot].iteration = 0;
+    if (m->trainer->bad_steps.rewind > 0) return 0; // it will be done again
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
+    m->trainer->bad_steps.in_a_row = 0;
+    return 0;
+}
+
+/* Waits for all steps: the one before the last, then the last. */
+static int mt_steps_check(mt_model *m, mt_error *error) {
+    int older = (int)(m->trainer->num_steps % 2);
+    return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
+}
+
+/* A step is bad that the caller is to go back for: nothing is under way when it does. */
+static int mt_step_rewind(mt_model *m, mt_error *error) {
+    if (mt_steps_check(m, error) != 0) return -1;
+    m->ops->stream_wait(m->stream);
+    return MT_REWIND;
+}
+
+int64_t mt_train_bad_iteration(const mt_model *m) {
+    return m->trainer->bad_steps.rewind;
+}
+
+void mt_train_rewound(mt_model *m) {
+    mt_bad_steps *bad = &m->trainer->bad_steps;
+    m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    bad->rewound = bad->rewind, bad->rewind = 0;
+}
+
+/* ---- a bad step once more */
+
+static mt_step_numbers mt_step_numbers_read(mt_model *m) {
+    mt_step_numbers result;
+    m->ops->memory_copy(&result, m->numbers, (int64_t)sizeof result, m->stream);
+    m->ops->stream_wait(m->stream);
+    return result;
+}
+
+/* "rank 2", "ranks 0 1 4 ...": those whose flag is set; returns how many. */
+static int mt_ranks_print(char text[160], const double *flags, int count) {
+    int found = 0, length = 0;
+    for (int i = 0; i < count; i++) found += flags[i] > 0;
+    length = snprintf(text, 160, found == 1 ? "rank" : "ranks");
+    for (int i = 0; i < count; i++) {
+        if (flags[i] <= 0) continue;
+        if (length > 140) {
+            snprintf(text + length, (size_t)(160 - length), " ...");
+            break;
+        }
+        length += snprintf(text + length, (size_t)(160 - length), " %d", i);
+    }
+    return found;
+}
+
+/* Says, from both results of every rank, what kind of fault it was. */
+static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_numbers *first,
+                            const mt_step_numbers *second) {
+    const mt_group *world = &m->grid->world;
+    char names[160];
+    double *differs = mt_calloc(2 * (int64_t)world->size * 8), *not_finite = differs + world->size;
+    for (int i = 0; i < 2; i++) {
+        double a = first->own[i], b = second->own[i];
+        if (a != b && !(isnan(a) && isnan(b))) differs[world->rank] = 1;
+        if (!isfinite(a)) not_finite[world->rank] = 1;
+    }
+    mt_all_reduce_sum(world, differs, 2 * (int64_t)world->size, MT_F64);
+    if (mt_ranks_print(names, differs, world->size) > 0)
+        mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
+                     (long long)iteration, names,
+                     second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second one counts" : "it is bad too");
+    else if (mt_ranks_print(names, not_finite, world->size) > 0)
+        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
+                     (long long)iteration, names);
+    else
+        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same",
+                     (long long)iteration);
+    free(differs);
+}
+
+int mt_train_finish(mt_model *m, mt_error *error) {
+    double begin = mt_time();
+    int status = mt_steps_check(m, error);
+    m->trainer->unread_seconds += mt_time() - begin;
+    return status;
+}
+
+/* Gradients and their check. With --rerun-mode validate_results a bad step is done again, from the same
+ * parameters and samples, and its second result takes the place of the first. */
+static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
+                       mt_batch *batch, int64_t *tokens, mt_error *error) {
+    *tokens = 0;
+    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    mt_step_check_gradients(m);
+    if (!m->reruns) return 0;
+    mt_step_numbers first = mt_step_numbers_read(m), second;
+    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
+    *tokens = 0;
+    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    mt_step_check_gradients(m);
+    second = mt_step_numbers_read(m);
+    mt_rerun_report(m, iteration, &first, &second);
+    return 0;
+}
+
+int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
+                  mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    double begin = mt_time();
+    int slot = (int)(m->trainer->num_steps % 2);
+    int64_t tokens;
+    m->trainer->data_seconds = 0;
+    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
+    if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
+    if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
+    mt_experts_move_biases(m);
+    mt_optimizer_step(m, state);
+    mt_step_report(m, slot, state->iteration + 1);
+    m->trainer->num_steps++;
+    if (metrics || !m->trainer->pending[slot].done)
+        if (mt_steps_check(m, error) != 0) return -1;
+    m->trainer->unread_tokens += (double)(tokens * m->grid->data.size);
+    m->trainer->unread_seconds += mt_time() - begin;
+    if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
+    if (metrics) {
+        const mt_step_result *result = &m->trainer->results[slot];
+        *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
+                                .grad_norm = (double)result->numbers.grad_norm,
+                                .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
+                                .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
+                                .tokens = (double)(tokens * m->grid->data.size),
+                                .skipped = m->trainer->bad_steps.skipped,
+                                .data_seconds = m->trainer->data_seconds};
+        for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
+            metrics->mtp_losses[k] = mt_mean_loss(result->numbers.mtp + 2 * k);
+        metrics->seconds = m->trainer->unread_seconds * metrics->tokens / m->trainer->unread_tokens;
+        mt_experts_report(m, result, metrics);
+        m->trainer->unread_tokens = m->trainer->unread_seconds = 0;
+    }
+    state->iteration++;
+    state->optimizer_step++;
+    state->consumed_train_samples += micro_batches * m->options->micro_batch_size * m->grid->data.size;
+    return 0;
+}
+
+int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                double *loss, mt_error *error) {
+    double sums[2];
+    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
+    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
+    schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
+    mt_source from = {.read = source, .context = context, .batch = batch};
+    if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
+    mt_sums_finish(m, false);
+    m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
+    m->ops->stream_wait(m->stream);
+    *loss = mt_mean_loss(sums);
+    return 0;
+}
+
+/* ==== §15 the model =============================================================================================== */
+/* Embedding, layers, output: memory laid out once, then forward, backward and decoding over it. Invariants: nothing is
+ * allocated after mt_model_create but what a backend's graphs take; the code that lays memory out also plans it, by
+ * running once over a counting arena. */
+
+/* The graph of a decode step of some number of sequences; captured in the second such step. */
+typedef struct mt_decode_graph {
+    bool has_run;
+    mt_graph *graph;
+} mt_decode_graph;
+
+/* ==== §15a memory ================================================================================================= */
+
+/* Rows of logits that travel to the host at once. */
+enum { MT_STAGED_ROWS = 16 };
+
+/* Logits need no memory of their own where nothing happens between a micro-batch's loss and its backward. */
+static bool mt_logits_overlap(const mt_model *m) {
+    return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
+}
+
+/* What routing keeps of one micro-batch in one layer. */
+static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena) {
+    const mt_experts *e = m->experts;
+    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    r->logits = mt_arena_alloc(arena, R * E * 4);
+    r->probs = mt_arena_alloc(arena, N * k * 4);
+    r->experts = mt_arena_alloc(arena, N * k * 4);
+    r->kept = e->drops ? mt_arena_alloc(arena, N * k * 4) : r->experts;
+    if (e->has_aux_loss) r->aux_stats = mt_arena_alloc(arena, 2 * e->sequences * E * 4);
+    if (m->options->moe_shared_expert_gate) {
+        r->gate_logits = mt_arena_alloc(arena, R * 4);
+        r->gates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
+    }
+    r->position = mt_arena_alloc(arena, N * k * (e->gathers ? 1 : m->grid->expert_tensor.size) * 4);
+    r->choice = mt_arena_alloc(arena, e->num_choices * 4);
+    r->token = mt_arena_alloc(arena, e->num_choices * 4);
+    r->offsets = r->expert_offsets = mt_arena_alloc(arena, (e->places + 1) * 4);
+    if (size > 1 && !e->gathers) r->expert_offsets = mt_arena_alloc(arena, (e->local + 1) * 4);
+    if (mt_expert_rows_are_known(m))
+        mt_expert_rows_layout(m, &r->rows, arena,
+                              size == 1 ? e->num_choices : e->num_choices / e->places * e->local * size, true);
+}
+
+/* What the layers with experts use in turn. */
+static void mt_layout_experts(mt_model *m, mt_arena *arena) {
+    mt_experts *e = m->experts;
+    int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    int64_t all = R * m->grid->tensor_context.size;
+    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
+    if (e->num_layers == 0) return;
+    if (mt_expert_rows_are_known(m)) {
+        int64_t M = size == 1 ? e->num_choices : mt_max(e->num_choices, e->num_choices / e->places * e->local * size);
+        mt_expert_rows_layout(m, &e->rows, arena, M, true);
+        if (size > 1) mt_expert_rows_layout(m, &e->dispatched, arena, M, false);
+    }
+    e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
+    e->kept = mt_inside(e->loads, e->num_layers * E * 4);
+    e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
+    e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
+    e->discarded = mt_arena_alloc(arena, 4);
+    if (e->counts_globally) {
+        e->of_ranks = mt_arena_alloc(arena, m->grid->data.size * E * 4);
+        e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
+    }
+    if (m->options->moe_shared_expert_gate) {
+        e->gate_experts = mt_arena_alloc(arena, R * 4);
+        e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
+    }
+    if (m->plan.train) {
+        e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4);
+        e->dlogits = mt_arena_alloc(arena, R * E * 4);
+        e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
+        e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    }
+    if (e->gathers || !e->fuses) e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    if (!e->fuses) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
+    if (e->gathers) {
+        e->gathered = mt_arena_alloc(arena, e->tokens * m->C * mt_dtype_size(m->dtype));
+    } else if (size > 1) {
+        e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
+        e->counts = mt_arena_alloc(arena, size * e->local * 4);
+    }
+    if (e->sinkhorn && all > R) e->all_logits = mt_arena_alloc(arena, all * E * 4);
+    if (!e->drops || all == R) return;
+    e->all_experts = mt_arena_alloc(arena, all * k * 4);
+    e->all_probs = mt_arena_alloc(arena, all * k * 4);
+    e->all_index = mt_arena_alloc(arena, all * 8);
+}
+
+/* One layer's activations; `layer` -1 stands for any of this rank's, in turn. */
+static void mt_layout_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
+    const mt_layer *w = layer < 0 ? NULL : &m->layers[layer];
+    mt_slots any;
+    if (!w) mt_layer_slots(m, &any, NULL);
+    mt_slots_allocate(w ? w->slots : &any, a, arena);
+    bool has_experts = w ? w->expert_bucket >= 0 : m->experts->num_layers > 0;
+    if (has_experts) mt_layout_routing(m, a->routing, arena);
+}
+
+/* What context parallelism's attention is made for. */
+static mt_context_plan mt_model_context_plan(const mt_model *m) {
+    return (mt_context_plan){.comm_type = m->options->cp_comm_type,
+                             .a2a = &m->grid->context_a2a,
+                             .ring = &m->grid->context_ring,
+                             .max_tokens = m->plan.max_tokens,
+                             .num_heads = m->H,
+                             .num_groups = m->G,
+                             .head_size = m->D,
+                             .value_size = m->Dv,
+                             .dtype = m->dtype,
+                             .train = m->plan.train};
+}
+
+/* An output; a head's unless its logits lie elsewhere. */
+static void mt_layout_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
+    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
+    out->norm.y = mt_arena_alloc(arena, R * m->C * size);
+    if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
+    out->norm.rstd = mt_arena_alloc(arena, R * 4);
+    out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
+}
+
+/* What one module of multi-token prediction saves of a micro-batch. */
+static void mt_layout_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
+    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
+    a->embedded = mt_arena_alloc(arena, R * m->C * size);
+    a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
+    a->embedded_rstd = mt_arena_alloc(arena, R * 4);
+    a->hidden_rstd = mt_arena_alloc(arena, R * 4);
+    out->hidden = mt_arena_alloc(arena, R * m->C * size);
+    mt_layout_output(m, out, arena, true);
+}
+
+/* What one micro-batch saves on one chunk. */
+static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
+    const mt_stage *stage = &m->stages[at->chunk];
+    at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
+    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++)
+        mt_layout_layer(m, m->plan.train ? m->first_local[at->chunk] + i : -1, &at->layers[i], arena);
+    at->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
+    if (!stage->loss) return;
+    mt_layout_output(m, &at->outputs[0], arena, !mt_logits_overlap(m));
+    for (int64_t i = 0; i < stage->num_mtp; i++) mt_layout_mtp(m, &at->mtp[i], &at->outputs[1 + i], arena);
+}
+
+/* What tensor and pipeline parallelism exchange. */
+static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
+    if (m->tp.sequence_parallel) {
+        int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+        int64_t whole = T * widest * size;
+        m->tp.mailbox_bytes = m->tp.overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
+        m->tp.gathered = mt_arena_alloc(arena, m->tp.mailbox_bytes);
+        m->tp.parts = mt_inside(m->tp.gathered, whole);
+        m->tp.partial = mt_arena_alloc(arena, whole);
+    }
+    if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
+    if (ranks > 1 && m->has_loss) {
+        m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
+        m->gathered_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
+    }
+    for (int i = 0; i < MT_NUM_LINKS; i++)
+        for (int64_t k = 0; k < m->links[i].num_buffers; k++)
+            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
+}
+
+static void mt_layout_latent_scratch(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    m->scratch.kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
+    m->scratch.k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
+    if (!m->plan.train) return;
+    m->scratch.dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+    m->scratch.dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
+}
+
+/* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
+ * the last layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only
+ * the gradients of the residual stream and of the norm. */
+static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
+    mt_layer_scratch *s = &m->scratch;
+    if (m->options->multi_latent_attention) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
+    if (m->plan.train) {
+        s->dresidual = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_splits_backward(m)) s->dresidual_next = mt_arena_alloc(arena, R * m->C * size);
+        s->dnormed = mt_arena_alloc(arena, R * m->C * size);
+    }
+    int64_t start = arena->used;
+    s->block_out = mt_arena_alloc(arena, R * m->C * size);
+    if (m->plan.train) {
+        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
+        s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
+        if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
+        s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
+    }
+    if (m->options->multi_latent_attention) mt_layout_latent_scratch(m, arena);
+    int64_t end = arena->used;
+    if (!mt_logits_overlap(m)) return;
+    arena->used = start;
+    m->micro_batches[0].outputs[0].logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
+    arena->used = mt_max(arena->used, end);
+}
+
+/* What operations share from one micro-batch to the next. */
+static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
+    int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+    m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
+    if (m->experts->num_layers > 0 && !m->experts->fuses) // see mt_add_results
+        m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
+    m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
+    m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
+    m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
+    m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
+    if (m->has_loss) {
+        m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
+        m->loss = mt_arena_alloc(arena, rows * 4);
+        m->entropy = mt_arena_alloc(arena, rows * 4);
+    }
+    if (m->mtp->count > 0) {
+        m->mtp->loss = mt_arena_alloc(arena, rows * 4);
+        m->mtp->dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
+        m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
+    }
+    m->argmax = mt_arena_alloc(arena, rows * 4);
+    mt_layout_scratch(m, arena);
+    mt_layout_experts(m, arena);
+    if (m->grid->context.size > 1) {
+        mt_context_plan context = mt_model_context_plan(m);
+        m->context_memory = mt_arena_alloc(arena, mt_context_bytes(&context));
+    }
+}
+
+/* Lays out everything in the arena; with a counting arena, plans it. */
+static void mt_layout(mt_model *m, mt_arena *arena) {
+    mt_layout_buckets(m, arena);
+    int64_t start = arena->used;
+    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_layout_micro_batch(m, &m->micro_batches[i], arena);
+    mt_layout_workspace(m, arena);
+    mt_layout_parallel(m, arena);
+    m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
+    start = arena->used;
+    for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
+        int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
+        m->k_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->D);
+        m->v_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->Dv);
+    }
+    m->bytes[MT_PLAN_CACHE] = arena->used - start;
+}
+
+void mt_model_print_plan(const mt_model *m, FILE *file) {
+    static const char *const names[MT_NUM_PLANS] = {"weights",     "gradients", "optimizer state", "whole buckets",
+                                                    "activations", "KV cache",  "expert rows"};
+    double parameters = 0; // of this rank
+    for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
+    fprintf(file, "memory plan          MiB   bytes per parameter\n");
+    for (int i = 0; i < MT_NUM_PLANS; i++)
+        if (m->bytes[i] > 0)
+            fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
+                    (double)m->bytes[i] / parameters);
+    double total = (double)(m->arena.capacity + m->bytes[MT_PLAN_EXPERTS]);
+    fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", total / 1048576, total / parameters);
+}
+
+/* ==== §15b creation =============================================================================================== */
+
+/* Layers of which a micro-batch on a chunk may keep something, and the one that all share where nothing is kept. */
+static int64_t mt_layers_kept(const mt_model *m, int64_t chunk) {
+    return m->stages[chunk].num_layers + m->stages[chunk].num_mtp + 1;
+}
+
+/* The rows of `of_ranks`, by which counts of the global batch are summed. */
+static void mt_experts_number_ranks(mt_model *m) {
+    int64_t count = m->grid->data.size;
+    if (!m->experts->data_ranks) return;
+    int32_t *numbers = mt_malloc(count * 4);
+    for (int64_t i = 0; i < count; i++) numbers[i] = (int32_t)i;
+    m->ops->memory_copy(m->experts->data_ranks, numbers, count * 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    free(numbers);
+}
+
+/* What the options say of experts, and which of them are here; after the stages. */
+static void mt_experts_open(mt_model *m, const mt_options *o) {
+    mt_experts *e = m->experts;
+    const mt_grid *grid = m->grid;
+    e->group = &grid->expert_exchange;
+    if (o->num_experts == 0) return;
+    int64_t k = o->moe_router_topk;
+    e->router = (mt_router){.num_experts = o->num_experts,
+                            .topk = k,
+                            .sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID,
+                            .pre_softmax = o->moe_router_pre_softmax,
+                            .num_groups = o->moe_router_num_groups,
+                            .group_topk = o->moe_router_group_topk,
+                            .group_best = o->moe_router_group_best,
+                            .scaling = (float)o->moe_router_topk_scaling_factor};
+    e->local = o->num_experts / grid->expert.size;
+    e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
+    e->gathers = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
+    e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
+    e->grouped = o->moe_grouped_gemm, e->fuses = o->moe_permute_fusion;
+    e->has_aux_loss = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
+    e->counts_globally = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
+    e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
+    e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
+    e->places = e->gathers ? e->local : o->num_experts * grid->expert_tensor.size;
+    e->num_choices = e->tokens * k * (e->gathers ? 1 : grid->expert_tensor.size);
+    if (e->pads) e->num_choices = e->places * mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
+    for (int64_t i = 0; i < m->num_layers; i++)
+        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
+    int64_t size = e->group->size;
+    e->out_counts = mt_model_calloc(m, 2 * size * 8), e->in_counts = e->out_counts + size;
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        for (int64_t layer = 0; layer < mt_layers_kept(m, m->micro_batches[i].chunk); layer++) {
+            mt_routing *r = mt_model_calloc(m, (int64_t)sizeof *r);
+            m->micro_batches[i].layers[layer].routing = r;
+            r->sent = mt_model_calloc(m, 2 * size * 8 + (e->places + 1) * 4), r->received = r->sent + size;
+            r->host_offsets = (int32_t *)(r->received + size);
+        }
+}
+
+/* Bytes for rows of which nobody knows yet how many will come, where they come evenly. */
+static int64_t mt_experts_expected_bytes(const mt_model *m) {
+    const mt_experts *e = m->experts;
+    mt_arena arena = {0};
+    mt_expert_rows rows;
+    if (e->num_layers == 0 || mt_expert_rows_are_known(m)) return 0;
+    int64_t blocks = 1; // experts.rows, and what micro-batches keep
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
+             layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++)
+            blocks += m->layers[layer].expert_bucket >= 0 && m->plan.train;
+    mt_expert_rows_layout(m, &rows, &arena, mt_expert_rows_expected(m), true);
+    int64_t bytes = blocks * arena.used;
+    if (!e->gathers) mt_expert_rows_layout(m, &rows, &arena, mt_expert_rows_expected(m), false);
+    return bytes + arena.used;
+}
+
+static void mt_experts_close(mt_model *m) {
+    mt_experts *e = m->experts;
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        for (int64_t layer = 0; layer < mt_layers_kept(m, m->micro_batches[i].chunk); layer++) {
+            mt_routing *r = m->micro_batches[i].layers[layer].routing;
+            if (r) mt_expert_rows_free(m, &r->rows);
+        }
+    mt_expert_rows_free(m, &e->rows);
+    mt_expert_rows_free(m, &e->dispatched);
+    if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
+    if (e->reported) m->ops->memory_free_host(e->reported);
+    if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
+}
+
+/* This rank's share of every size. */
+static void mt_model_shape(mt_model *m, const mt_options *o) {
+    int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
+    m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
+    m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1);
+    m->V = o->padded_vocab_size / tp;
+    m->vocab_first = rank * m->V;
+    m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0);
+    m->rotary_dim = 0;
+    if (o->position_embedding_type == MT_POSITION_ROPE)
+        m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
+    if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
+    m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
+    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
+    m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
+    m->max_rows = m->tp.max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
+}
+
+/* The chunks of this pipeline rank and the layers in them. */
+static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
+    int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
+    mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
+    if (mt_pipeline_layout_build(all, o, error) != 0) {
+        free(all);
+        return -1;
+    }
+    m->num_chunks = vp;
+    m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all);
+    m->first_local = mt_model_calloc(m, (vp + 1) * 8);
+    for (int64_t chunk = 0; chunk < vp; chunk++) {
+        m->stages[chunk] = all[chunk * pp + rank];
+        if (!m->plan.train) m->stages[chunk].num_mtp = 0;
+        m->mtp->count += m->stages[chunk].num_mtp;
+        m->first_local[chunk + 1] = m->first_local[chunk] + m->stages[chunk].num_layers + m->stages[chunk].num_mtp;
+        m->has_embedding |= m->stages[chunk].embedding;
+        m->has_loss |= m->stages[chunk].loss;
+    }
+    m->num_layers = m->first_local[vp];
+    free(all);
+    m->layers = mt_model_calloc(m, m->num_layers * (int64_t)sizeof(mt_layer));
+    for (int64_t chunk = 0; chunk < vp; chunk++)
+        for (int64_t i = 0; i < m->first_local[chunk + 1] - m->first_local[chunk]; i++)
+            m->layers[m->first_local[chunk] + i].number = m->stages[chunk].first_layer + i;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_layer *layer = &m->layers[i];
+        bool has_experts = mt_layer_has_experts(o, layer->number);
+        layer->F = (has_experts ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size) / m->grid->tensor.size;
+        layer->expert_bucket = -1;
+        m->F = mt_max(m->F, layer->F);
+    }
+    return 0;
+}
+
+_Static_assert(offsetof(mt_linear, weight) == 0, "a weight that the table finds is its linear's first member");
+
+/* Kinds and sizes of the linears, from the table; weights are bound later (§12). And the layers' slots. */
+static void mt_model_linears(mt_model *m) {
+    mt_linear *linear = NULL;
+    for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
+        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        if (!param->continues) {
+            linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
+            *linear = (mt_linear){.kind = param->linear, .K = param->cols};
+            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->local;
+            expert = param->expert;
+        }
+        if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
+    }
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        m->layers[i].slots = mt_model_calloc(m, (int64_t)sizeof *m->layers[i].slots);
+        mt_layer_slots(m, m->layers[i].slots, &m->layers[i]);
+    }
+}
+
+/* live[chunk] = how many micro-batches a step's list ever has between forward and backward; at least one. */
+static void mt_model_count_live(const mt_model *m, int64_t *live) {
+    const mt_options *o = m->options;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
+    if (!m->plan.train || m->grid->pipeline.size == 1) return;
+    mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
+    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank);
+    int64_t *now = mt_calloc(m->num_chunks * 8);
+    mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
+    mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t chunk = actions[i].chunk;
+        if (actions[i].kind == MT_ACTION_FORWARD) now[chunk]++;
+        if (actions[i].kind == MT_ACTION_BACKWARD || actions[i].kind == MT_ACTION_BACKWARD_WEIGHT) now[chunk]--;
+        live[chunk] = mt_max(live[chunk], now[chunk]);
+    }
+    free(now);
+    free(actions);
+}
+
+/* Room for so many micro-batches. */
+static void mt_model_micro_batches(mt_model *m) {
+    int64_t *live = mt_calloc(m->num_chunks * 8);
+    mt_model_count_live(m, live);
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) m->num_micro_batches += live[chunk];
+    m->micro_batches = mt_model_calloc(m, m->num_micro_batches * (int64_t)sizeof(mt_micro_batch));
+    mt_micro_batch *at = m->micro_batches;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
+        for (int64_t i = 0; i < live[chunk]; i++, at++) {
+            *at = (mt_micro_batch){.chunk = chunk, .index = -1};
+            at->layers = mt_model_calloc(m, mt_layers_kept(m, chunk) * (int64_t)sizeof(mt_activations));
+            at->host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
+        }
+    free(live);
+    mt_arena batch = {0};
+    mt_layout_batch(m, &batch, m->plan.max_tokens, m->plan.max_tokens);
+    m->batch_bytes = batch.used;
+}
+
+/* Channels to both neighbours, which form a ring where ranks have several chunks. Ranks open them in one order. A
+ * sender and a receiver together hold as many messages as a schedule has under way (mt_timeline_create). */
+static void mt_model_links(mt_model *m) {
+    const mt_group *pipeline = &m->grid->pipeline;
+    int pp = pipeline->size, rank = pipeline->rank;
+    if (pp == 1) return;
+    int64_t group = mt_schedule_of(m->options, 1).group, buffers = mt_max(2, (group - pp + 2) / 2);
+    for (int direction = 0; direction < 2; direction++) // 0: activations to the next rank; 1: gradients back
+        for (int from = 0; from < pp; from++) {
+            int to = (from + (direction ? pp - 1 : 1)) % pp;
+            bool wraps = direction ? from == 0 : to == 0;
+            if ((wraps && m->num_chunks == 1) || (rank != from && rank != to)) continue;
+            if (direction && !m->plan.train) continue;
+            int kind = rank == from ? (direction ? MT_LINK_SEND_BACKWARD : MT_LINK_SEND_FORWARD)
+                                    : (direction ? MT_LINK_RECV_BACKWARD : MT_LINK_RECV_FORWARD);
+            m->links[kind] = (mt_link){.channel = m->ops->channel_open(pipeline, from, to, direction)};
+            m->links[kind].num_buffers = buffers;
+            m->links[kind].buffers = mt_model_calloc(m, buffers * (int64_t)sizeof(void *));
+            m->links[kind].tickets = mt_model_calloc(m, buffers * 8);
+        }
+}
+
+static int mt_model_allocate(mt_model *m, mt_error *error) {
+    mt_arena counting = {0};
+    mt_layout(m, &counting);
+    int64_t available = m->ops->memory_available();
+    m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
+    int64_t needed = counting.used + m->bytes[MT_PLAN_EXPERTS];
+    if (needed > available)
+        return mt_error_set(
+            error,
+            "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
+            "take a smaller model",
+            (double)needed / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
+            (double)available / (1 << 30), m->plan.train ? "--seq-length" : "--max-new-tokens");
+    int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
+    m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
+    m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
+    if (m->experts->num_layers > 0) {
+        int64_t offsets = m->experts->group->size * (m->experts->places + 1);
+        m->experts->host_offsets =
+            m->ops->memory_alloc_host((offsets + m->experts->group->size * m->experts->local) * 4);
+        m->experts->host_counts = m->experts->host_offsets + offsets;
+        m->experts->host_counts[0] = -1;
+        int64_t loads = m->experts->num_layers * m->experts->router.num_experts;
+        int64_t step = 2 * loads + m->experts->num_layers; // numbers of four bytes
+        float *reported = m->experts->reported = m->ops->memory_alloc_host(2 * step * 4);
+        for (int i = 0; i < 2; i++) {
+            m->trainer->results[i].loads = reported + i * step,
+            m->trainer->results[i].kept = m->trainer->results[i].loads + loads;
+            m->trainer->results[i].invalid = (int32_t *)(void *)(m->trainer->results[i].kept + loads);
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes);
+        m->copied[i] = m->ops->event_create();
+        m->trainer->pending[i].done = m->ops->event_create();
+    }
+    m->arena.capacity = counting.used;
+    m->arena.base = m->ops->memory_alloc(counting.used);
+    mt_layout(m, &m->arena);
+    return 0;
+}
+
+/* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
+static void mt_decode_create(mt_model *m) {
+    int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
+    m->decode_graphs = mt_model_calloc(m, (m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
+    m->step_spans = mt_model_calloc(m, m->plan.max_logits * (int64_t)sizeof(mt_span));
+    for (int64_t i = 0; i < m->plan.max_logits; i++)
+        m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
+}
+
+/* Context parallelism, where ranks share sequences. */
+static void mt_model_share_sequences(mt_model *m) {
+    int64_t cp = m->grid->context.size;
+    if (cp == 1) return;
+    mt_context_plan plan = mt_model_context_plan(m);
+    m->context = mt_context_create(&plan, m->ops, m->context_memory, m->stream);
+    mt_batch_alloc(&m->local_batch, m->plan.max_tokens);
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
+}
+
+/* What --tp-comm-overlap needs: a mailbox, and where in it the parts of a row are. */
+static int mt_tensor_open(mt_model *m, mt_error *error) {
+    mt_tensor_parallel *tp = &m->tp;
+    mt_error reason;
+    int64_t ranks = tp->group->size, own = tp->group->rank;
+    if (!tp->overlaps) return 0;
+    int status = m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, &reason);
+    if (status != 0) mt_error_set(error, "--tp-comm-overlap cannot be: %.200s; leave it out", reason.text);
+    if (mt_agree(&m->grid->world, status != 0, error) != 0) return -1;
+    int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
+    for (int64_t row = 0; row < tp->max_rows; row++)
+        for (int64_t r = 0; r < ranks; r++)
+            part_rows[row * ranks + r] =
+                r == own ? -1 : (int32_t)(r * tp->max_rows + row); // its own stays in `partial`
+    m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    free(part_rows);
+    return 0;
+}
+
+/* Host memory for multi-token prediction. */
+static void mt_mtp_open(mt_model *m) {
+    int64_t tokens = m->plan.max_tokens * m->grid->context.size;
+    if (m->mtp->count == 0) return;
+    mt_batch_alloc(&m->mtp->rolled, tokens);
+    mt_batch_alloc(&m->mtp->local, m->plan.max_tokens);
+    m->mtp->weights = mt_model_calloc(m, tokens * 4);
+}
+
+/* This rank's part: its sizes, layers, parameters, buckets, micro-batches and links, without their memory. */
+static int mt_model_partition(mt_model *m, mt_error *error) {
+    const mt_options *o = m->options;
+    const mt_grid *grid = m->grid;
+    m->experts = mt_model_calloc(m, (int64_t)sizeof *m->experts);
+    m->mtp = mt_model_calloc(m, (int64_t)sizeof *m->mtp);
+    m->sharding = mt_model_calloc(m, (int64_t)sizeof *m->sharding);
+    m->links = mt_model_calloc(m, MT_NUM_LINKS * (int64_t)sizeof *m->links);
+    m->trainer = mt_model_calloc(m, (int64_t)sizeof *m->trainer);
+    mt_model_shape(m, o);
+    if (mt_model_stages(m, o, error) != 0) return -1;
+    mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
+                              grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
+    m->num_params = mt_params_build(&m->params, o, &partition);
+    m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
+    m->buckets = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof(mt_bucket));
+    m->k_cache = mt_model_calloc(m, 2 * m->num_layers * (int64_t)sizeof(void *));
+    m->v_cache = m->k_cache + m->num_layers;
+    mt_sharding_open(m);
+    mt_buckets_size(m);
+    mt_buckets_find(m);
+    mt_model_micro_batches(m);
+    mt_experts_open(m, o);
+    mt_model_linears(m);
+    mt_model_links(m);
+    if (m->plan.cache_rows > 0) mt_decode_create(m);
+    return 0;
+}
+
+/* Streams, and what is in memory before the first pass. */
+static int mt_model_start(mt_model *m, mt_error *error) {
+    bool deterministic = m->options->deterministic_mode;
+    m->stream = m->tp.stream = m->ops->stream_create(m->workspace, m->workspace_bytes, deterministic);
+    m->tp.comm = m->experts->comm = m->stream;
+    if (m->grid->tensor.size > 1) m->tp.comm = m->ops->stream_create(NULL, 0, deterministic);
+    if (m->experts->num_layers > 0 && m->grid->expert_exchange.size > 1)
+        m->experts->comm = m->ops->stream_create(NULL, 0, deterministic);
+    mt_experts_number_ranks(m);
+    mt_experts_begin(m);
+    mt_sharding_start(m);
+    mt_model_share_sequences(m);
+    mt_mtp_open(m);
+    m->ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
+    if (m->rotary_dim > 0) mt_rope_tables(m);
+    return mt_tensor_open(m, error);
+}
+
+int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
+                    const mt_model_plan *plan, mt_error *error) {
+    if (mt_options_check_limits(options, &ops->limits, error) != 0) return -1;
+    mt_model *m = mt_calloc(sizeof *m);
+    m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
+    m->dtype = options->bf16 ? MT_BF16 : MT_F32;
+    m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
+    if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 && mt_model_start(m, error) == 0) {
+        *out = m;
+        return 0;
+    }
+    mt_model_destroy(m);
+    return -1;
+}
+
+static void mt_model_free_device(mt_model *m) {
+    for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++)
+        if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
+    m->ops->mailbox_close(m->tp.mailbox);
+    if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
+    mt_experts_close(m);
+    mt_sharding_close(m);
+    m->ops->stream_destroy(m->stream);
+    m->ops->memory_free_host(m->staged_logits);
+    m->ops->memory_free_host(m->trainer->results);
+    for (int i = 0; i < 2; i++) {
+        m->ops->memory_free_host(m->staged_batch[i]);
+        m->ops->event_destroy(m->copied[i]);
+        m->ops->event_destroy(m->trainer->pending[i].done);
+    }
+    m->ops->memory_free(m->arena.base);
+}
+
+void mt_model_destroy(mt_model *m) {
+    if (!m) return;
+    mt_channel *channels[MT_NUM_LINKS];
+    for (int i = 0; i < MT_NUM_LINKS; i++) channels[i] = m->links[i].channel;
+    mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
+    mt_context_destroy(m->context);
+    if (m->arena.base) mt_model_free_device(m);
+    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_batch_free(&m->micro_batches[i].whole);
+    mt_batch_free(&m->local_batch);
+    mt_batch_free(&m->mtp->rolled);
+    mt_batch_free(&m->mtp->local);
+    free(m->trainer->actions);
+    free(m->params);
+    for (int64_t i = m->num_host_memory - 1; i >= 0; i--) free(m->host_memory[i]);
+    free(m->host_memory);
+    free(m);
+}
+
+int64_t mt_param_rows_stored(const mt_param *param) {
+    return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
+}
+
+/* Draws one run of a parameter's values, those that the part of its bucket has: bucket elements [at, at + n), of which
+ * the first has index `first` in the whole parameter. */
+static void mt_run_draw(mt_model *m, const mt_param *param, const mt_part *part, int64_t at, int64_t n, int64_t first) {
+    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
+    if (begin >= end) return;
+    float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
+    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | (uint64_t)param->role;
+    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
+    m->ops->random_normal((char *)part->data + (begin - part->first) * mt_dtype_size(part->dtype), end - begin, key,
+                          first + begin - at, mean, std, part->dtype, m->stream);
+}
+
+/* Draws what lies here of a parameter: each value by its index in the whole parameter, so that every layout begins
+ * alike. */
+static void mt_param_draw(mt_model *m, const mt_param *param, mt_param_state state) {
+    mt_part part = mt_bucket_part(m, param->bucket, state);
+    int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
+    int64_t first = param->first_row * param->whole_cols + param->first_col;
+    if (!part.data) return;
+    if (param->cols == param->whole_cols)
+        mt_run_draw(m, param, &part, param->offset, rows * param->cols, first);
+    else
+        for (int64_t row = 0; row < rows; row++)
+            mt_run_draw(m, param, &part, param->offset + row * param->cols, param->cols,
+                        first + row * param->whole_cols);
+}
+
+void mt_model_init(mt_model *m) {
+    mt_params_changed(m);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        if (m->params[i].init == MT_INIT_ZEROS) continue;
+        mt_param_draw(m, &m->params[i], MT_STATE_WEIGHTS);
+        if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
+            mt_param_draw(m, &m->params[i], MT_STATE_MASTER);
+    }
+}
+
+const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
+    *count = m->num_params;
+    return m->params;
+}
+
+mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
+    mt_follow_reader(m); // the caller may
+    mt_params_settle(m);
+    *count = m->num_buckets;
+    return m->buckets;
+}
+
+const mt_options *mt_model_options(const mt_model *m) {
+    return m->options;
+}
+
+const mt_model_plan *mt_model_get_plan(const mt_model *m) {
+    return &m->plan;
+}
+
+const mt_ops *mt_model_ops(const mt_model *m) {
+    return m->ops;
+}
+
+mt_stream *mt_model_stream(const mt_model *m) {
+    return m->stream;
+}
+
+mt_dtype mt_model_dtype(const mt_model *m) {
+    return m->dtype;
+}
+
+const mt_grid *mt_model_grid(const mt_model *m) {
+    return m->grid;
+}
+
+int64_t mt_model_bytes(const mt_model *m) {
+    return m->arena.capacity;
+}
+
+/* ==== §15c forward, backward, decoding ============================================================================ */
+
+/* ---- a whole model's forward, and its backward on one rank */
 
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     MT_CHECK(!training || m->grid->pipeline.size == 1);
@@ -8633,7 +9818,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
  * on the same memory, whatever their lengths, unless the host waits for the loads of experts. */
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || m->grid->world.size > 1) return false;
-    if (m->experts.num_layers > 0 && !m->experts.grouped) return false;
+    if (m->experts->num_layers > 0 && !m->experts->grouped) return false;
     for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1) return false;
     return true;
@@ -8682,777 +9867,7 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 
-/* ==== §11 schedules ============================================================================================== */
-
-/* The layers of each rank, and the order of its work. Invariants: everything here is a pure function of options and
- * rank; a list has one forward and, except for evaluation, one backward of every micro-batch on every chunk; the lists
- * of all ranks run without deadlock; statements about them (time, memory) are counted on the lists. */
-
-/* ==== §11a lists ================================================================================================= */
-
-/* A list under construction; with actions == NULL it only counts. */
-typedef struct mt_action_list {
-    const mt_schedule *schedule;
-    int64_t rank, count;
-    mt_action *actions;
-} mt_action_list;
-
-static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
-    if (list->actions) list->actions[list->count] = (mt_action){kind, micro_batch, chunk, (int)peer};
-    list->count++;
-}
-
-/* Micro-batch and chunk of the `index`-th forward, the same on all ranks: group by group, within it chunk by chunk,
- * within it micro-batch by micro-batch. Only the last group may be smaller. Backwards have the same order, with chunks
- * counted from the last. */
-static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micro_batch, int64_t *chunk) {
-    int64_t group = s->vp == 1 ? s->micro_batches : s->group;
-    int64_t first = index / (group * s->vp) * group, size = s->micro_batches - first;
-    if (size > group) size = group;
-    index -= first * s->vp;
-    *micro_batch = first + index % size;
-    *chunk = index / size;
-}
-
-static void mt_list_forward(mt_action_list *list, int64_t index) {
-    const mt_schedule *s = list->schedule;
-    int64_t micro_batch, chunk, stage;
-    mt_schedule_order(s, index, &micro_batch, &chunk);
-    stage = chunk * s->pp + list->rank;
-    if (stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
-    mt_list_add(list, MT_ACTION_FORWARD, micro_batch, chunk, -1);
-    if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
-}
-
-/* `kind` is MT_ACTION_BACKWARD or MT_ACTION_BACKWARD_INPUT. */
-static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t index) {
-    const mt_schedule *s = list->schedule;
-    int64_t micro_batch, chunk, stage;
-    mt_schedule_order(s, index, &micro_batch, &chunk);
-    chunk = s->vp - 1 - chunk;
-    stage = chunk * s->pp + list->rank;
-    if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
-    mt_list_add(list, kind, micro_batch, chunk, -1);
-    if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
-}
-
-/* Forwards of warm-up: those before the first pair of a forward and a backward. */
-static int64_t mt_schedule_warmup(const mt_schedule *s, int64_t rank) {
-    int64_t total = s->micro_batches * s->vp, ahead = s->pp - rank - 1;
-    if (s->kind == MT_SCHEDULE_INTERLEAVED) ahead = 2 * ahead + (s->vp - 1) * s->group;
-    return s->kind == MT_SCHEDULE_FORWARD_ONLY || ahead > total ? total : ahead;
-}
-
-static bool mt_schedule_is_legal(const mt_schedule *s) {
-    if (s->pp < 1 || s->vp < 1 || s->micro_batches < 1 || (s->vp > 1 && (s->pp == 1 || s->group < 1))) return false;
-    if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return true;
-    if (s->kind != MT_SCHEDULE_INTERLEAVED) return s->vp == 1;
-    int64_t rest = s->micro_batches % s->group;
-    return s->vp > 1 && s->group >= s->pp && s->group <= s->micro_batches && (rest == 0 || rest >= s->pp);
-}
-
-int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t rank) {
-    MT_CHECK(mt_schedule_is_legal(s) && rank >= 0 && rank < s->pp);
-    mt_action_list list = {.schedule = s, .rank = rank, .actions = actions};
-    int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
-    bool splits = s->kind == MT_SCHEDULE_ZB_H1;
-    while (forward < warmup) mt_list_forward(&list, forward++);
-    if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
-    for (int64_t backward = 0; backward < total; backward++) {
-        if (forward < total) mt_list_forward(&list, forward++);
-        mt_list_backward(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
-        if (splits && backward >= rank) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
-    }
-    while (splits && weight < total) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
-    return list.count;
-}
-
-/* ==== §11b simulated time ======================================================================================== */
-/* Invariant: messages of one rank in one direction are received in the order in which they were sent, so a queue is two
- * counters and the times at which they moved. */
-
-/* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 those that it sends backward. */
-typedef struct mt_queues {
-    int64_t in_flight, capacity;
-    int64_t *sent, *received;   // [2 pp]
-    double *ready_at, *free_at; // [2 pp, capacity]
-} mt_queues;
-
-/* Sends at `now`, or as soon as there is room; false while that time is unknown. */
-static bool mt_queue_send(mt_queues *q, int64_t queue, double cost, double *now) {
-    int64_t index = q->sent[queue], before = index - q->in_flight;
-    if (q->in_flight > 0 && before >= q->received[queue]) return false;
-    if (q->in_flight > 0 && before >= 0) *now = fmax(*now, q->free_at[queue * q->capacity + before]);
-    q->ready_at[queue * q->capacity + index] = *now + cost;
-    q->sent[queue]++;
-    return true;
-}
-
-static bool mt_queue_receive(mt_queues *q, int64_t queue, double *now) {
-    int64_t index = q->received[queue];
-    if (index == q->sent[queue]) return false;
-    *now = fmax(*now, q->ready_at[queue * q->capacity + index]);
-    q->free_at[queue * q->capacity + index] = *now;
-    q->received[queue]++;
-    return true;
-}
-
-static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) {
-    if (kind == MT_ACTION_FORWARD) return costs->forward;
-    return (kind != MT_ACTION_BACKWARD_WEIGHT ? costs->backward_input : 0) +
-           (kind != MT_ACTION_BACKWARD_INPUT ? costs->backward_weight : 0);
-}
-
-/* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
-static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *costs, int64_t rank,
-                            int64_t index, double *now) {
-    mt_action action = t->actions[index];
-    bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
-    double start = *now;
-    switch (action.kind) {
-    case MT_ACTION_SEND_FORWARD:
-    case MT_ACTION_SEND_BACKWARD:
-        if (!mt_queue_send(queues, 2 * rank + backward, costs->send, now)) return false;
-        break;
-    case MT_ACTION_RECV_FORWARD:
-    case MT_ACTION_RECV_BACKWARD:
-        if (!mt_queue_receive(queues, 2 * (int64_t)action.peer + backward, now)) return false;
-        break;
-    default:
-        *now += mt_action_cost(action.kind, costs);
-    }
-    t->start[index] = start, t->end[index] = *now;
-    return true;
-}
-
-/* Returns the work on the list of one rank, and sets its peak of forwards without their backward. */
-static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
-    double work = 0;
-    int64_t held = 0;
-    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        mt_action_kind kind = t->actions[i].kind;
-        if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
-        work += mt_action_cost(kind, costs);
-        if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
-        if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
-        if (held > t->live[rank]) t->live[rank] = held;
-    }
-    return work;
-}
-
-int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
-    int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
-    *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
-    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
-    t->actions = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_action));
-    t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
-    for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
-    int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
-    double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
-    mt_queues queues = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
-    for (bool progress = true; progress;) {
-        progress = false;
-        for (int64_t r = 0; r < pp; r++)
-            for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
-                if (!mt_timeline_act(t, &queues, costs, r, t->first[r] + next[r], &now[r])) break;
-    }
-    double work = 0;
-    for (int64_t r = 0; r < pp; r++) {
-        work += mt_timeline_count(t, r, costs);
-        t->span = fmax(t->span, now[r]);
-    }
-    t->bubble = (t->span * (double)pp - work) / work;
-    free(counters), free(times);
-    return done == t->first[pp] ? 0 : -1;
-}
-
-void mt_timeline_free(mt_timeline *t) {
-    free(t->first), free(t->actions), free(t->start), free(t->end), free(t->live);
-    *t = (mt_timeline){.first = NULL};
-}
-
-/* ==== §11c layouts =============================================================================================== */
-
-int64_t mt_pipeline_layout_count(const char *letters) {
-    int64_t count = 1;
-    for (const char *at = letters; *at; at++) count += *at == '|';
-    return count;
-}
-
-/* Layers from the letters of the layout: E first and L last, once each; the MTP modules right before L, in its stage.
- */
-static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
-    const char *letters = o->pipeline_letters;
-    MT_CHECK(mt_pipeline_layout_count(letters) <=
-             o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
-    int64_t layers = 0, stage = 0;
-    const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
-    bool good = *letters == 'E' && *last == 'L';
-    while (mtp > letters && mtp[-1] == 'm') mtp--;
-    int64_t modules = last - mtp;
-    for (const char *at = letters; at < mtp; at++)
-        if (*at == 'm') modules = -1; // a module before other letters
-    for (const char *at = letters; *at; at++) {
-        if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
-        if (*at == 't') stages[stage].num_layers++, layers++;
-        stage += *at == '|';
-    }
-    if (!good)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
-                            o->pipeline_model_parallel_layout);
-    if (modules != o->mtp_num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' must have --mtp-num-layers %lld times m, right "
-                            "before L and in its stage",
-                            o->pipeline_model_parallel_layout, (long long)o->mtp_num_layers);
-    if (layers != o->num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
-                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->num_layers);
-    return 0;
-}
-
-/* Layers per stage where `ranks` ranks share `layers` equally; `what` names the layers in the error. */
-static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
-                                        mt_error *error) {
-    int64_t vp = o->num_virtual_stages_per_pipeline_rank;
-    if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
-    return mt_error_set(error,
-                        "%s, %lld, must be a multiple of %lld pipeline ranks times %lld virtual stages: change "
-                        "--num-layers, --pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank",
-                        what, (long long)layers, (long long)ranks, (long long)vp);
-}
-
-/* Numbers of layers for the first and the last rank; the other ranks share the rest equally. */
-static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
-    int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
-    int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
-    if (rest < 0 || (middle == 0 && rest > 0))
-        return mt_error_set(error,
-                            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
-                            "together, do not fit --num-layers %lld on %lld ranks",
-                            (long long)(first + last), (long long)o->num_layers, (long long)pp);
-    share[0] = mt_pipeline_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
-    if (share[0] < 0) return -1;
-    share[2] = mt_pipeline_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
-    if (share[2] < 0) return -1;
-    if (middle > 0) share[1] = mt_pipeline_layout_share(o, "the layers of the other ranks", rest, middle, error);
-    if (share[1] < 0) return -1;
-    for (int64_t i = 0; i < pp * vp; i++) {
-        bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
-        stages[i].num_layers = share[is_first ? 0 : is_last ? 2 : 1];
-    }
-    return 0;
-}
-
-int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
-    int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
-    bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
-    memset(stages, 0, (size_t)count * sizeof *stages);
-    if (o->pipeline_letters) {
-        if (mt_pipeline_layout_read(stages, o, error)) return -1;
-    } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
-        if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
-    } else {
-        const char *what =
-            embedding || loss ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
-        int64_t share =
-            mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
-        if (share < 0) return -1;
-        for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
-        stages[0].num_layers -= embedding;
-        stages[count - 1].num_layers -= loss;
-    }
-    stages[0].embedding = stages[count - 1].loss = true;
-    stages[count - 1].num_mtp = o->mtp_num_layers;
-    for (int64_t i = 0; i < count; layer += stages[i++].num_layers) stages[i].first_layer = layer;
-    return 0;
-}
-
-mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
-    mt_schedule s = {.pp = o->pipeline_model_parallel_size,
-                     .vp = o->num_virtual_stages_per_pipeline_rank,
-                     .micro_batches = micro_batches,
-                     .group = o->microbatch_group_size_per_virtual_pipeline_stage};
-    s.kind = s.vp > 1 ? MT_SCHEDULE_INTERLEAVED : o->pipeline_schedule;
-    return s;
-}
-
-/* ==== §12 gradient buckets ======================================================================================= */
-/* Data parallelism: every rank of the data group computes its own micro-batches, and then all make one update. Per
- * bucket, an all-reduce does that; or a reduce-scatter of gradients, an update of one shard a rank, and an all-gather
- * of parameters, which move as many bytes, while each rank keeps a shard of AdamW's state only (Rajbhandari et al.,
- * "ZeRO"). The strategies differ in what else exists only as shards between uses. Invariants: ranks make the same calls
- * in the same order; what moves is ordered by streams, and the host waits for nothing; padding has zero gradients. */
-
-/* ==== §12a buckets that move ===================================================================================== */
-
-/* What goes to `stream` from now on waits for what `other` holds now. */
-static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other) {
-    if (stream != other) m->ops->stream_follow(stream, other);
-}
-
-/* The strategy that the options ask for, where there is something to train. */
-static mt_strategy mt_strategy_of(const mt_model *m) {
-    return m->plan.train ? m->options->data_parallel_sharding_strategy : MT_NO_SHARD;
-}
-
-/* Before buckets have sizes: what is in them, who has the same, and what these ranks share out. */
-static void mt_sharding_open(mt_model *m) {
-    mt_sharding *s = &m->sharding;
-    s->strategy = mt_strategy_of(m);
-    s->progress = mt_calloc(m->num_buckets * (int64_t)sizeof *s->progress);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        mt_bucket *b = &m->buckets[param->bucket];
-        mt_bucket_kind *kind = &s->progress[param->bucket].kind;
-        bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
-        if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
-        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
-        b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
-        b->trained = param->trained;
-        b->dtype = b->trained ? m->dtype : MT_F32;
-        b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
-        m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
-    }
-}
-
-/* Room for whole buckets, where only shards stay: each buffer as large as the largest bucket that may take it. */
-static void mt_layout_bucket_buffers(mt_model *m, mt_arena *arena) {
-    mt_sharding *s = &m->sharding;
-    int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        int64_t *count = &largest[s->progress[i].kind];
-        if (m->buckets[i].strategy != MT_NO_SHARD) *count = mt_max(*count, m->buckets[i].count);
-    }
-    for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
-        for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
-            s->param_buffers[buffer] = s->grad_buffers[buffer] = (mt_bucket_buffer){.bucket = -1};
-            if (largest[kind] > 0 && s->strategy >= MT_SHARD_PARAMS)
-                s->param_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * mt_dtype_size(m->dtype));
-            if (largest[kind] > 0 && s->strategy >= MT_SHARD_GRADS)
-                s->grad_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * 4);
-        }
-}
-
-/* Once there is memory: everything is zero, and moves on streams of its own where it is to overlap. */
-static void mt_sharding_start(mt_model *m) {
-    mt_sharding *s = &m->sharding;
-    const mt_options *o = m->options;
-    bool alone = true, shares = false;
-    for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++) {
-        alone &= m->buckets[i].group->size == 1;
-        shares |= m->buckets[i].strategy != MT_NO_SHARD;
-    }
-    s->grad_stream = s->param_stream = m->stream;
-    if (!alone && o->overlap_grad_reduce) s->grad_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
-    s->prefetches = shares && o->overlap_param_gather;
-    if (s->prefetches) s->param_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
-    s->gathered_bucket = s->travelled = -1;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
-        if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
-        for (int state = 0; state < MT_NUM_STATES; state++) {
-            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
-            if (part.data) mt_part_write(m, &part, 0, NULL, b->count);
-        }
-        mt_bind_weights(m, i);
-    }
-}
-
-static void mt_sharding_close(mt_model *m) {
-    mt_sharding *s = &m->sharding;
-    if (s->grad_stream != m->stream) m->ops->stream_destroy(s->grad_stream);
-    if (s->param_stream != m->stream) m->ops->stream_destroy(s->param_stream);
-}
-
-/* The buffer that holds a bucket, or NULL. */
-static mt_bucket_buffer *mt_buffer_find(mt_bucket_buffer *buffers, int64_t bucket) {
-    for (int i = 0; i < MT_NUM_BUFFERS; i++)
-        if (buffers[i].bucket == bucket) return &buffers[i];
-    return NULL;
-}
-
-/* The buffer for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
-static mt_bucket_buffer *mt_buffer_free(const mt_model *m, mt_bucket_buffer *buffers, int64_t bucket) {
-    mt_bucket_kind kind = m->sharding.progress[bucket].kind;
-    mt_bucket_buffer *oldest = NULL;
-    for (int i = mt_first_buffer[kind]; i < mt_first_buffer[kind + 1]; i++)
-        if (buffers[i].users == 0 && (!oldest || buffers[i].age < oldest->age)) oldest = &buffers[i];
-    return oldest;
-}
-
-static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, int64_t bucket) {
-    mt_bucket_buffer *buffer = mt_buffer_free(m, buffers, bucket);
-    MT_CHECK(buffer);
-    buffer->bucket = bucket, buffer->age = ++m->sharding.age;
-    return buffer;
-}
-
-/* ---- parameters */
-
-/* Begins to make a bucket's parameters whole and current, unless they are or are about to be. */
-static void mt_bucket_gather(mt_model *m, int64_t bucket) {
-    mt_sharding *s = &m->sharding;
-    mt_bucket *b = &m->buckets[bucket];
-    void *whole = b->params;
-    if (b->strategy == MT_SHARD_PARAMS) {
-        if (mt_buffer_find(s->param_buffers, bucket)) return;
-        whole = mt_buffer_take(m, s->param_buffers, bucket)->memory;
-        mt_follow(m, s->param_stream, m->stream); // who used the buffer has read it
-    } else if (!s->progress[bucket].stale) {
-        return;
-    }
-    s->progress[bucket].stale = false;
-    m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
-}
-
-/* The bucket that is used after this one, or -1: calls go up in a forward and down in a backward, and turn at the ends.
- * A jump, such as to the embedding as output layer, is no direction. */
-static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
-    int64_t distance = s->travelled < 0 ? 0 : bucket - s->travelled;
-    if (distance == 1 || distance == -1) s->direction = distance;
-    if (distance == 0 && bucket == 0) s->direction = 1;
-    if (distance == 0 && bucket == num_buckets - 1) s->direction = -1;
-    s->travelled = bucket;
-    int64_t next = bucket + s->direction;
-    bool jumped = distance > 1 || distance < -1;
-    return jumped || s->direction == 0 || next < 0 || next >= num_buckets ? -1 : next;
-}
-
-void mt_bucket_acquire(mt_model *m, int64_t bucket) {
-    mt_sharding *s = &m->sharding;
-    if (s->strategy == MT_NO_SHARD) return;
-    mt_strategy strategy = m->buckets[bucket].strategy;
-    if (strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
-    mt_follow(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
-    if (strategy == MT_SHARD_PARAMS) {
-        mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
-        buffer->users++;
-        m->buckets[bucket].params = buffer->memory;
-        mt_bind_weights(m, bucket);
-    }
-    int64_t next = mt_bucket_next(s, bucket, m->num_trained_buckets);
-    if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
-    if (mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather(m, next);
-}
-
-void mt_bucket_release(mt_model *m, int64_t bucket) {
-    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
-        --mt_buffer_find(m->sharding.param_buffers, bucket)->users > 0)
-        return;
-    m->buckets[bucket].params = NULL; // the buffer may still be read for the next use, but through acquire only
-    mt_bind_weights(m, bucket);
-}
-
-/* Whatever reads parameters outside a step finds them current. */
-static void mt_params_settle(mt_model *m) {
-    if (m->sharding.strategy == MT_NO_SHARD || m->sharding.strategy == MT_SHARD_PARAMS) return;
-    for (int64_t i = 0; i < m->num_buckets; i++)
-        if (m->buckets[i].strategy != MT_NO_SHARD) mt_bucket_gather(m, i);
-    mt_follow(m, m->stream, m->sharding.param_stream);
-}
-
-/* Before parameters or optimizer state are written, which always happens on m->stream: the reader's work comes first. A
- * gather does not count: it leaves this rank's own shard as it is. */
-static void mt_follow_reader(mt_model *m) {
-    if (m->reader) mt_follow(m, m->stream, m->reader);
-    m->reader = NULL;
-}
-
-void mt_model_set_reader(mt_model *m, mt_stream *reader) {
-    if (reader) mt_follow_reader(m); // one that was set before
-    m->reader = reader;
-}
-
-/* Before parameters are set, or after they were updated: what was gathered of them is void. */
-static void mt_params_changed(mt_model *m) {
-    mt_sharding *s = &m->sharding;
-    mt_follow_reader(m);
-    mt_follow(m, m->stream, s->param_stream);
-    for (int i = 0; i < MT_NUM_BUFFERS; i++) s->param_buffers[i].bucket = -1;
-    s->gathered_bucket = -1;
-}
-
-/* ---- gradients */
-
-/* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
-static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
-    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
-}
-
-/* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
-static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
-    int64_t start = 0; // of the stretch to zero
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        if (!mt_gradient_is_written(m, param)) continue;
-        if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
-        start = param->offset + param->rows * param->cols;
-    }
-    if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
-}
-
-/* Tells products to add to the gradients of a bucket's weights, or to write them. */
-static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
-    const mt_bucket *b = &m->buckets[bucket];
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        mt_weight *weight = mt_param_weight(m, &m->params[i]);
-        if (weight) weight->accumulate = accumulate;
-    }
-    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
-}
-
-void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
-    mt_sharding *s = &m->sharding;
-    mt_bucket *b = &m->buckets[bucket];
-    mt_bucket_progress *progress = &s->progress[bucket];
-    bool begun = progress->holds_gradients;
-    progress->holds_gradients = true;
-    bool begins = !begun && (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS);
-    if (b->strategy >= MT_SHARD_GRADS && !begun) {
-        mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
-        buffer->users++;
-        if (buffer == s->reducing) mt_follow(m, m->stream, s->grad_stream);
-        b->grads = buffer->memory;
-        mt_bind_weights(m, bucket);
-    }
-    if (begins) mt_bucket_zero_gradients(m, b);
-    if (begins) mt_bucket_accumulate(m, bucket, false);
-}
-
-/* Begins the sum over ranks of what this rank has in the bucket's whole gradients. */
-static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
-    mt_sharding *s = &m->sharding;
-    mt_bucket *b = &m->buckets[bucket];
-    mt_bucket_progress *progress = &s->progress[bucket];
-    bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
-    float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
-    if (m->bad_steps.reruns) m->ops->squared_norm(m->numbers->own + 1, b->grads, b->count, m->stream);
-    mt_follow(m, s->grad_stream, m->stream);
-    if (b->strategy == MT_NO_SHARD)
-        m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, b->group, s->grad_stream);
-    else
-        m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, b->group, s->grad_stream);
-    if (adds) m->ops->accumulate(b->grad_shard, sum, b->shard_count, s->grad_stream);
-    progress->reduced = true;
-}
-
-void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
-    mt_sharding *s = &m->sharding;
-    mt_bucket_progress *progress = &s->progress[bucket];
-    if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
-        if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
-    } else {
-        mt_follow(m, m->stream, s->grad_stream); // all sums but the one that begins now: their buffers are free again
-        mt_bucket_reduce(m, bucket);
-        mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
-        buffer->users = 0, buffer->bucket = -1;
-        s->reducing = buffer;
-        m->buckets[bucket].grads = NULL;
-        mt_bind_weights(m, bucket);
-    }
-    progress->holds_gradients = false;
-    progress->has_gradients = true;
-}
-
-/* Begins a step: no bucket has gradients. */
-static void mt_gradients_begin(mt_model *m) {
-    mt_sharding *s = &m->sharding;
-    s->gathered_bucket = -1;
-    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
-        s->progress[i].has_gradients = s->progress[i].reduced = false;
-        if (!mt_splits_backward(m)) continue;
-        // a split backward reaches a bucket's parts in no order, so all of them add
-        m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
-        mt_bucket_accumulate(m, i, true);
-        s->progress[i].has_gradients = true;
-    }
-}
-
-/* Afterwards every rank has the sum over all ranks: of its shard, or the same bits of the whole. */
-static void mt_gradients_finish(mt_model *m) {
-    mt_sharding *s = &m->sharding;
-    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
-        MT_CHECK(s->progress[i].has_gradients && !s->progress[i].holds_gradients);
-        if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
-    }
-    mt_follow(m, m->stream, s->grad_stream);
-    mt_follow(m, m->stream, s->param_stream); // the update writes what a prefetch may still read
-}
-
-/* This rank's part of the gradients of a run of parameters, [*begin, *begin + the result) of grad_shard. */
-static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const mt_param *last, int64_t *begin) {
-    const mt_bucket *b = &m->buckets[first->bucket];
-    int64_t end = mt_min(last->offset + last->rows * last->cols - b->shard_first, b->shard_count);
-    *begin = mt_max(first->offset - b->shard_first, 0);
-    return mt_max(end - *begin, 0);
-}
-
-/* The group over which the model's ranks hold parts of a parameter's gradient, or NULL. */
-static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
-    if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
-    bool in_parts =
-        param->gradient == MT_GRADIENT_HEADS || (param->gradient == MT_GRADIENT_ROWS && m->tp.sequence_parallel);
-    return in_parts && m->grid->tensor.size > 1 ? &m->grid->tensor : NULL;
-}
-
-/* Adds what ranks of one model have of the same gradient: parameters that all tensor-parallel ranks hold but use on
- * their own rows or heads only, and the two copies of a word embedding that the last stage uses too. Neighbours travel
- * together. */
-static void mt_gradients_finish_model(mt_model *m) {
-    for (int64_t i = 0, next; i < m->num_params; i = next) {
-        const mt_param *param = &m->params[i];
-        const mt_group *group = mt_gradient_group(m, param);
-        int64_t begin, count;
-        for (next = i + 1; next < m->num_params; next++)
-            if (m->params[next].bucket != param->bucket || mt_gradient_group(m, &m->params[next]) != group) break;
-        if (!group || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
-        m->ops->all_reduce(m->buckets[param->bucket].grad_shard + begin, count, MT_SUM, MT_F32, group, m->stream);
-    }
-    int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
-    bool has_copies = !m->options->untie_embeddings_and_output_weights || m->options->mtp_num_layers > 0;
-    if (has_copies && m->grid->embedding.size > 1 && word >= 0)
-        m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM, MT_F32,
-                           &m->grid->embedding, m->stream);
-}
-
-/* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they check
- * the step alike. */
-static void mt_gradients_norm(mt_model *m) {
-    m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
-    for (int64_t i = 0, next; i < m->num_params; i = next) {
-        const mt_param *param = &m->params[i];
-        const mt_bucket *b = &m->buckets[param->bucket];
-        bool counts = b->trained && (b->strategy != MT_NO_SHARD || b->group->rank == 0);
-        int64_t begin, count;
-        for (next = i + 1; next < m->num_params; next++)
-            if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
-        if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
-            continue;
-        m->ops->squared_norm(m->numbers->sums + 2, b->grad_shard + begin, count, m->stream);
-    }
-    m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
-}
-
-/* Parameters after an update of shards: gathered now, or each bucket before its first use. */
-static void mt_params_finish(mt_model *m) {
-    mt_sharding *s = &m->sharding;
-    mt_params_changed(m);
-    if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
-    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].stale = m->buckets[i].strategy != MT_NO_SHARD;
-    mt_follow(m, s->param_stream, m->stream);
-    if (!s->prefetches) mt_params_settle(m);
-}
-
-/* ==== §12b shards and wholes ===================================================================================== */
-/* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
-
-const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
-    return &m->buckets[bucket];
-}
-
-mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_param_state state) {
-    const mt_bucket *b = &m->buckets[bucket];
-    float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
-    if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
-        return (mt_part){floats[state], b->shard_first, b->shard_count, MT_F32};
-    if (b->strategy == MT_SHARD_PARAMS) return (mt_part){b->param_shard, b->shard_first, b->shard_count, b->dtype};
-    return (mt_part){b->params, 0, b->count, b->dtype};
-}
-
-void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *from, int64_t n) {
-    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
-    int64_t size = mt_dtype_size(part->dtype);
-    if (begin >= end) return;
-    mt_params_changed(m);
-    void *to = (char *)part->data + (begin - part->first) * size;
-    if (from)
-        m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
-    else
-        m->ops->memory_zero(to, (end - begin) * size, m->stream);
-}
-
-const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state state) {
-    mt_sharding *s = &m->sharding;
-    mt_bucket *b = &m->buckets[bucket];
-    mt_part part = mt_bucket_part(m, bucket, state);
-    if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
-        if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
-        mt_follow(m, m->stream, s->param_stream);
-        return b->strategy == MT_SHARD_PARAMS ? mt_buffer_find(s->param_buffers, bucket)->memory : b->params;
-    }
-    if (b->strategy == MT_NO_SHARD) return part.data;
-    int buffer = mt_first_buffer[s->progress[bucket].kind];
-    void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_buffers[buffer].memory : b->grads;
-    if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
-    m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, b->group, m->stream);
-    s->gathered_bucket = bucket, s->gathered_state = state;
-    return whole;
-}
-
-/* ==== §13 optimizer ============================================================================================== */
-
-/* The share of the way from the lowest learning rate to the highest that is left at the end of a WSD schedule. */
-static double mt_wsd_coefficient(mt_wsd_decay_style style, double ratio) {
-    if (style == MT_WSD_LINEAR) return 1 - ratio;
-    if (style == MT_WSD_COSINE) return 0.5 * (cos(M_PI * ratio) + 1);
-    if (style == MT_WSD_MINUS_SQRT) return 1 - sqrt(ratio);
-    return 2 * pow(0.5, ratio) - 1; // exponential
-}
-
-double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
-    mt_lr_decay_style style = options->lr_decay_style;
-    double lr = options->lr, min_lr = options->min_lr, init = options->lr_warmup_init, at = (double)consumed_samples;
-    mt_durations d = mt_options_durations(options);
-    if (d.warmup > 0 && at <= d.warmup) return init + (lr - init) * at / d.warmup;
-    if (style == MT_LR_CONSTANT) return lr;
-    if (at > d.decay) return min_lr;
-    if (style == MT_LR_INVERSE_SQUARE_ROOT) return fmax(min_lr, lr * sqrt(fmax(d.warmup, 1)) / sqrt(fmax(at, 1)));
-    double ratio = (at - d.warmup) / (d.decay - d.warmup), stable = d.decay - d.wsd_decay, coefficient;
-    if (style == MT_LR_LINEAR)
-        coefficient = 1 - ratio;
-    else if (style == MT_LR_COSINE)
-        coefficient = 0.5 * (cos(M_PI * ratio) + 1);
-    else // WSD: warm-up, stable, decay (Hu et al., "MiniCPM")
-        coefficient = at <= stable ? 1 : mt_wsd_coefficient(options->lr_wsd_decay_style, (at - stable) / d.wsd_decay);
-    return min_lr + coefficient * (lr - min_lr);
-}
-
-double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
-    double start = options->start_weight_decay, end = options->end_weight_decay;
-    double ratio = (double)consumed_samples / mt_options_durations(options).total;
-    if (ratio > 1 || options->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT) return end;
-    if (options->weight_decay_incr_style == MT_WEIGHT_DECAY_COSINE) ratio = 0.5 * (cos(M_PI * (1 - ratio)) + 1);
-    return start + ratio * (end - start);
-}
-
-int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
-    if (options->rampup_batch_size.count == 0) return options->global_batch_size;
-    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
-    int64_t increments = (options->global_batch_size - start) / increment;
-    if (consumed_samples > samples || increments == 0) return options->global_batch_size;
-    double samples_per_increment = (double)samples / (double)increments;
-    return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
-}
-
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
-    int64_t consumed = 0;
-    for (int64_t i = 0; i < iterations; i++) {
-        int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // grown for good
-        consumed += batch;
-    }
-    return consumed;
-}
-
-/* ==== §15 generation ============================================================================================= */
+/* ==== §16 generation ============================================================================================== */
 /* From logits to new tokens. Invariants: a sequence's random draws depend on the seed, its id and the position, never
  * on the other sequences of the batch; a prefill and a decode step are the same operation, a forward of the tokens that
  * are not in the key/value cache yet. */
@@ -9707,6 +10122,12 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
                 const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
     static const mt_sampling greedy = {.top_p = 1};
     static const mt_stops none = {.count = 0};
+    const mt_model_plan *plan = &model->plan;
+    if (count < 1 || count > plan->max_logits || count > plan->max_tokens || max_tokens > plan->cache_rows / count)
+        return mt_error_set(error,
+                            "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
+                            "mt_generator_plan for this size",
+                            (long long)count, (long long)max_tokens);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     int status = 0;
     for (int64_t s = 0; s < count && status == 0; s++) {
@@ -9723,435 +10144,4 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
     for (int64_t s = 0; s < count; s++) num_tokens[s] = status == 0 ? sequences[s].num_tokens : num_tokens[s];
     free(sequences);
     return status;
-}
-
-/* ==== §16 the training step ====================================================================================== */
-/* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss
- * is a sum over tokens, divided once by the whole batch's count of unmasked tokens, so micro-batches and ranks do not
- * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
- */
-
-/* A part of the step, for the profile if there is one. */
-static void mt_phase_begin(mt_model *m, const char *name, int64_t micro_batch, int64_t chunk) {
-    if (m->ops->phase_begin) m->ops->phase_begin(name, micro_batch, chunk, m->stream);
-}
-
-static void mt_phase_end(mt_model *m) {
-    if (m->ops->phase_end) m->ops->phase_end(m->stream);
-}
-
-/* Finished gradients' norm and scale, and whether the step may update. */
-static void mt_step_check_gradients(mt_model *m) {
-    const mt_options *o = m->options;
-    mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
-                            .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
-                            .window = o->loss_spike_window,
-                            .copies = m->grid->world.size};
-    mt_phase_begin(m, "norm", -1, -1);
-    mt_gradients_norm(m);
-    mt_step_numbers *n = m->numbers;
-    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (float)o->clip_grad, m->stream);
-    m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
-    mt_experts_move_biases(m);
-    mt_phase_end(m);
-}
-
-/* The weights' update, where the step passed its check. */
-static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
-    const mt_options *o = m->options;
-    mt_phase_begin(m, "optimizer", -1, -1);
-    mt_follow_reader(m);
-    double step = (double)(state->optimizer_step + 1);
-    mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
-                      .beta1 = (float)o->adam_beta1,
-                      .beta2 = (float)o->adam_beta2,
-                      .eps = (float)o->adam_eps,
-                      .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
-                      .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
-    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
-        int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
-        for (int k = 0; k < 2; k++) {
-            int64_t first = start[k], count = start[k + 1] - first;
-            if (count == 0) continue;
-            adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
-            m->ops->adamw_step(mt_at(m, b->param_shard, first), b->master ? b->master + first : NULL, b->m + first,
-                               b->v + first, b->grad_shard + first, &m->numbers->grad_scale, count, &adamw, m->dtype,
-                               m->stream);
-        }
-    }
-    mt_params_finish(m);
-    mt_phase_end(m);
-}
-
-/* Where micro-batches come from, and the tokens in those that the first stage had. */
-typedef struct mt_source {
-    mt_batch_source *read;
-    void *context;
-    mt_batch *batch;
-    int64_t tokens;
-    bool training; // forwards are part of a step, not of an evaluation
-} mt_source;
-
-/* The live micro-batch of an action. */
-static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == action->chunk && m->micro_batches[i].index == action->micro_batch)
-            return &m->micro_batches[i];
-    MT_CHECK(!"a backward follows its forward");
-    return NULL;
-}
-
-static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
-    mt_micro_batch *at = mt_micro_batch_free(m, action->chunk);
-    int64_t cp = m->grid->context.size;
-    double begin = mt_time();
-    if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
-    m->data_seconds += mt_time() - begin;
-    if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
-    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
-    mt_pass p = mt_load_batch(m, at, from->batch, from->training);
-    p.message_rows = m->max_rows;
-    if (p.training) at->index = action->micro_batch;
-    mt_stage_forward(m, &p);
-    if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
-    m->last_forward = p;
-    return 0;
-}
-
-/* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
-static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
-    mt_micro_batch *at = mt_micro_batch_find(m, action);
-    mt_pass p = mt_pass_begin(m, at);
-    p.training = true;
-    p.message_rows = m->max_rows;
-    p.parts = action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT;
-    p.last = --remaining[action->chunk] == 0;
-    if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
-        mt_chunk_backward_weight(m, &p);
-    else
-        mt_stage_backward(m, &p);
-    if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
-}
-
-/* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
- * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
- */
-static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
-    static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
-    static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
-    for (int direction = 0; direction < 2; direction++)
-        for (int64_t *at = &next[direction]; *at < count; ++*at) {
-            if (*at < now || actions[*at].kind != kinds[direction]) continue;
-            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows)) break;
-        }
-}
-
-/* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
- * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
-static bool mt_looks_ahead(const mt_model *m) {
-    if (m->grid->pipeline.size == 1) return false;
-    bool is_warm = m->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
-    return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
-}
-
-/* Writes this rank's list to m->actions and returns its length. */
-static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
-    int rank = m->grid->pipeline.rank;
-    int64_t count = mt_schedule_actions(NULL, schedule, rank);
-    if (count > m->max_actions) { // the first step, and where the batch ramp grows
-        m->actions = mt_realloc(m->actions, count * (int64_t)sizeof(mt_action));
-        m->max_actions = count;
-    }
-    return mt_schedule_actions(m->actions, schedule, rank);
-}
-
-/* Runs this rank's list. Sends and receives are part of the forwards and backwards: a message is sent as soon as it is
- * computed, and awaited where it is needed. */
-static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
-    static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
-                                         [MT_ACTION_BACKWARD] = "backward",
-                                         [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
-                                         [MT_ACTION_BACKWARD_WEIGHT] = "backward of the weights",
-                                         [MT_ACTION_RECV_BACKWARD] = NULL};
-    int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
-    int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
-    for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
-    from->training = training;
-    bool looks_ahead = mt_looks_ahead(m);
-    int status = 0;
-    for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_action *action = &m->actions[i];
-        if (looks_ahead) mt_receive_ahead(m, m->actions, count, i, ahead);
-        if (!phases[action->kind]) continue;
-        mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
-        if (action->kind == MT_ACTION_FORWARD)
-            status = mt_action_forward(m, action, from, error);
-        else if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
-            mt_action_backward(m, action, weights);
-        else
-            mt_action_backward(m, action, inputs);
-        mt_phase_end(m);
-    }
-    free(inputs);
-    return status;
-}
-
-/* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
-static void mt_sums_finish(mt_model *m, bool training) {
-    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
-    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
-    if (m->options->mtp_num_layers == 0 || !training) return;
-    double *mtp = m->numbers->mtp;
-    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
-    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
-}
-
-/* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
-static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
-                             mt_batch *batch, int64_t *tokens, mt_error *error) {
-    mt_gradients_begin(m);
-    mt_experts_begin(m);
-    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream); // the squared norm too
-    if (m->bad_steps.reruns) m->ops->memory_zero(m->numbers->own, 2 * 8, m->stream);
-    if (m->options->mtp_num_layers > 0)
-        m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
-    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    mt_source from = {.read = source, .context = context, .batch = batch};
-    if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
-    *tokens += from.tokens;
-    mt_phase_begin(m, "gradients", -1, -1);
-    if (m->bad_steps.reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
-    mt_sums_finish(m, true);
-    mt_gradients_finish(m);
-    mt_gradients_finish_model(m);
-    mt_experts_finish(m);
-    mt_phase_end(m);
-    return 0;
-}
-
-/* Enqueues the copies of what a step reports. */
-static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
-    mt_step_result *result = &m->results[slot];
-    m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    mt_experts_copy_report(m, result);
-    m->ops->event_record(m->pending[slot].done, m->stream);
-    m->pending[slot].iteration = iteration;
-}
-
-/* ---- bad steps */
-
-/* For people, on rank 0. */
-static void mt_step_warn(const mt_model *m, const char *format, ...) {
-    if (m->grid->world.rank != 0) return;
-    va_list arguments;
-    va_start(arguments, format);
-    fprintf(stderr, "warning: ");
-    vfprintf(stderr, format, arguments);
-    fprintf(stderr, "\n");
-    va_end(arguments);
-}
-
-/* Of a sum and what it counts. */
-static double mt_mean_loss(const double sums[2]) {
-    return sums[1] > 0 ? sums[0] / sums[1] : sums[0];
-}
-
-/* What is wrong with a step. */
-static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
-    const mt_step_numbers *n = &result->numbers;
-    double loss = mt_mean_loss(n->sums);
-    if (n->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES)
-        snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
-                 loss / n->guard[MT_GUARD_AVERAGE]);
-    else if (n->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
-        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)n->grad_norm);
-    else
-        snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
-}
-
-/* Does with a bad step what --bad-step-policy says. */
-static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
-    const mt_options *o = m->options;
-    mt_bad_steps *bad = &m->bad_steps;
-    char what[160];
-    mt_step_describe(what, iteration, result);
-    if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
-    if (o->bad_step_policy == MT_BAD_STEP_STOP)
-        return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
-    bad->skipped++;
-    if (++bad->in_a_row > o->max_bad_steps_in_a_row)
-        return mt_error_set(error,
-                            "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or look "
-                            "at the data",
-                            what, (long long)o->max_bad_steps_in_a_row);
-    bool goes_back = o->bad_step_policy == MT_BAD_STEP_REWIND && iteration > bad->rewound;
-    if (goes_back && bad->rewind == 0) bad->rewind = iteration;
-    mt_step_warn(m, "%s; %s", what, goes_back ? "going back to the last checkpoint" : "this step makes no update");
-    return 0;
-}
-
-/* Waits for a slot's result, and checks it. */
-static int mt_step_check(mt_model *m, int slot, mt_error *error) {
-    int64_t iteration = m->pending[slot].iteration;
-    const mt_step_result *result = &m->results[slot];
-    if (iteration == 0) return 0;
-    m->ops->event_wait(m->pending[slot].done);
-    m->pending[slot].iteration = 0;
-    if (m->bad_steps.rewind > 0) return 0; // it will be done again
-    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
-    m->bad_steps.in_a_row = 0;
-    return 0;
-}
-
-/* Waits for all steps: the one before the last, then the last. */
-static int mt_steps_check(mt_model *m, mt_error *error) {
-    int older = (int)(m->num_steps % 2);
-    return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
-}
-
-/* A step is bad that the caller is to go back for: nothing is under way when it does. */
-static int mt_step_rewind(mt_model *m, mt_error *error) {
-    if (mt_steps_check(m, error) != 0) return -1;
-    m->ops->stream_wait(m->stream);
-    return MT_REWIND;
-}
-
-int64_t mt_train_bad_iteration(const mt_model *m) {
-    return m->bad_steps.rewind;
-}
-
-void mt_train_rewound(mt_model *m) {
-    mt_bad_steps *bad = &m->bad_steps;
-    m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
-    bad->rewound = bad->rewind, bad->rewind = 0;
-}
-
-/* ---- a bad step once more */
-
-static mt_step_numbers mt_step_numbers_read(mt_model *m) {
-    mt_step_numbers result;
-    m->ops->memory_copy(&result, m->numbers, (int64_t)sizeof result, m->stream);
-    m->ops->stream_wait(m->stream);
-    return result;
-}
-
-/* "rank 2", "ranks 0 1 4 ...": those whose flag is set; returns how many. */
-static int mt_ranks_print(char text[160], const double *flags, int count) {
-    int found = 0, length = 0;
-    for (int i = 0; i < count; i++) found += flags[i] > 0;
-    length = snprintf(text, 160, found == 1 ? "rank" : "ranks");
-    for (int i = 0; i < count; i++) {
-        if (flags[i] <= 0) continue;
-        if (length > 140) {
-            snprintf(text + length, (size_t)(160 - length), " ...");
-            break;
-        }
-        length += snprintf(text + length, (size_t)(160 - length), " %d", i);
-    }
-    return found;
-}
-
-/* Says, from both results of every rank, what kind of fault it was. */
-static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_numbers *first,
-                            const mt_step_numbers *second) {
-    const mt_group *world = &m->grid->world;
-    char names[160];
-    double *differs = mt_calloc(2 * (int64_t)world->size * 8), *not_finite = differs + world->size;
-    for (int i = 0; i < 2; i++) {
-        double a = first->own[i], b = second->own[i];
-        if (a != b && !(isnan(a) && isnan(b))) differs[world->rank] = 1;
-        if (!isfinite(a)) not_finite[world->rank] = 1;
-    }
-    mt_all_reduce_sum(world, differs, 2 * (int64_t)world->size, MT_F64);
-    if (mt_ranks_print(names, differs, world->size) > 0)
-        mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
-                     (long long)iteration, names,
-                     second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second one counts" : "it is bad too");
-    else if (mt_ranks_print(names, not_finite, world->size) > 0)
-        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
-                     (long long)iteration, names);
-    else
-        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same",
-                     (long long)iteration);
-    free(differs);
-}
-
-int mt_train_finish(mt_model *m, mt_error *error) {
-    double begin = mt_time();
-    int status = mt_steps_check(m, error);
-    m->unread_seconds += mt_time() - begin;
-    return status;
-}
-
-/* Gradients and their check. With --rerun-mode validate_results a bad step is done again, from the same
- * parameters and samples, and its second result takes the place of the first. */
-static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
-                       mt_batch *batch, int64_t *tokens, mt_error *error) {
-    *tokens = 0;
-    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_check_gradients(m);
-    if (!m->bad_steps.reruns) return 0;
-    mt_step_numbers first = mt_step_numbers_read(m), second;
-    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
-    *tokens = 0;
-    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_check_gradients(m);
-    second = mt_step_numbers_read(m);
-    mt_rerun_report(m, iteration, &first, &second);
-    return 0;
-}
-
-int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
-                  mt_batch *batch, mt_metrics *metrics, mt_error *error) {
-    double begin = mt_time();
-    int slot = (int)(m->num_steps % 2);
-    int64_t tokens;
-    m->data_seconds = 0;
-    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
-    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, error);
-    if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
-    mt_optimizer_step(m, state);
-    mt_step_report(m, slot, state->iteration + 1);
-    m->num_steps++;
-    if (metrics || !m->pending[slot].done)
-        if (mt_steps_check(m, error) != 0) return -1;
-    m->unread_tokens += (double)(tokens * m->grid->data.size);
-    m->unread_seconds += mt_time() - begin;
-    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, error);
-    if (metrics) {
-        const mt_step_result *result = &m->results[slot];
-        *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
-                                .grad_norm = (double)result->numbers.grad_norm,
-                                .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
-                                .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
-                                .tokens = (double)(tokens * m->grid->data.size),
-                                .skipped = m->bad_steps.skipped,
-                                .data_seconds = m->data_seconds};
-        for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
-            metrics->mtp_losses[k] = mt_mean_loss(result->numbers.mtp + 2 * k);
-        metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
-        mt_experts_report(m, result, metrics);
-        m->unread_tokens = m->unread_seconds = 0;
-    }
-    state->iteration++;
-    state->optimizer_step++;
-    state->consumed_train_samples += micro_batches * m->options->micro_batch_size * m->grid->data.size;
-    return 0;
-}
-
-int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
-                double *loss, mt_error *error) {
-    double sums[2];
-    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
-    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    mt_source from = {.read = source, .context = context, .batch = batch};
-    if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
-    mt_sums_finish(m, false);
-    m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
-    m->ops->stream_wait(m->stream);
-    *loss = mt_mean_loss(sums);
-    return 0;
 }

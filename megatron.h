@@ -60,14 +60,14 @@ int mt_error_set(mt_error *error, const char *format, ...) __attribute__((format
 /* Prints "error: ..." on standard error and ends the job (MPI_Abort when several ranks run). For drivers. */
 void mt_die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
-/* This process's number in the job, as its launcher's environment has it; 0 without a launcher. For messages. */
+/* This process's rank from the launcher's environment, 0 without a launcher. For messages before MPI starts. */
 int mt_launch_rank(void);
 
 /* A broken invariant of this program itself (never the user's input): names file and line, then ends the job. */
 #define MT_CHECK(condition)                                                                                            \
     ((condition) ? (void)0 : mt_die("internal check failed at %s:%d: %s", __FILE__, __LINE__, #condition))
 
-/* malloc, calloc, realloc and strdup that end the program, saying how much was asked for, rather than return NULL. */
+/* malloc, calloc, realloc and strdup that end the program with a message if memory runs out; never NULL. */
 void *mt_malloc(int64_t bytes);
 void *mt_calloc(int64_t bytes);
 void *mt_realloc(void *memory, int64_t bytes);
@@ -123,22 +123,21 @@ uint16_t mt_f32_to_bf16(float value);
 float mt_f16_to_f32(uint16_t bits);
 uint16_t mt_f32_to_f16(float value);
 
-/* A bump allocator. With base == NULL it only counts, so the code that lays buffers out also plans their memory. */
+/* A bump allocator. With base == NULL it only counts bytes: the code that lays out buffers also plans their memory. */
 typedef struct mt_arena {
     char *base;
     int64_t used;
     int64_t capacity;
 } mt_arena;
 
-/* Returns `bytes` aligned to 256 from the arena (NULL while it only counts); running past capacity is a broken
- * invariant. */
+/* Returns `bytes` of the arena, aligned to 256; NULL if it only counts. Ends the program past capacity. */
 void *mt_arena_alloc(mt_arena *arena, int64_t bytes);
 
-/* Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): four words that depend on nothing but
- * the key and the counter, so that a number drawn for a coordinate is the same on every layout. */
+/* Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): four words, a pure
+ * function of key and counter, so that the number for a coordinate is the same on every layout. */
 void mt_philox(uint32_t out[4], uint64_t key, uint64_t counter_low, uint64_t counter_high);
 
-/* What is drawn is part of the key: mixes the run's seed with a purpose and an index (a layer, a parameter). */
+/* A key from the run's seed, a purpose and an index (a layer, a parameter). */
 uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index);
 
 /* ==== §2 options ================================================================================================== */
@@ -435,7 +434,7 @@ typedef struct mt_event mt_event;
     OP(stream_destroy, void, mt_stream *stream)                                                                        \
     /* The host waits for all work on the stream. */                                                                   \
     OP(stream_wait, void, mt_stream *stream)                                                                           \
-    /* Work enqueued on `stream` from now on waits for all work that `other` holds now. */                             \
+    /* Operations enqueued on `stream` after this call wait for those enqueued on `other` before it. */                \
     OP(stream_follow, void, mt_stream *stream, mt_stream *other)                                                       \
     /* NULL on the CPU. */                                                                                             \
     OP(event_create, mt_event *, void)                                                                                 \
@@ -911,14 +910,14 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
        (to, to_dtype, from, from_dtype, n, stream), void *to, mt_dtype to_dtype, const void *from,                     \
        mt_dtype from_dtype, int64_t n, mt_stream *stream)
 
-/* ---- collectives of §5, on the backend's device memory, enqueued like any operation. Every rank of the group calls in
- * the same order with the same count. A group of one returns at once, or copies where `out` is not `in`. Counts are
+/* ---- collectives (§5) on the backend's device memory, enqueued as other operations are. All ranks of the group call
+ * in the same order with the same count. A group of one returns at once, or copies if `out` is not `in`. Counts are
  * elements and may exceed 2^31. Sums have the same bits on every rank and in every run: the CPU adds in rank order;
- * NCCL has its own order, which a layout does not change. The work is the bytes that each rank sends at least. */
+ * NCCL has a fixed order of its own. The work is the bytes that each rank sends at least. */
 
-/* Ranks that work together, in the order of their world ranks. A group of one needs no library. */
+/* A group of ranks, ordered by world rank. A group of one needs no library. */
 typedef struct mt_group {
-    const char *name; // for messages: "world", "data"
+    const char *name; // in messages: "world", "data"
     int size, rank;   // of this process in the group
     int *members;     // [size] world ranks; NULL: rank 0 alone
     void *comm;       // MPI_Comm *, NULL for a group of one
@@ -927,14 +926,15 @@ typedef struct mt_group {
 
 typedef enum mt_reduction { MT_SUM, MT_MAX } mt_reduction;
 
-/* Mailboxes: memory that ranks of one host copy into. On a GPU the copies need no multiprocessor, so they run beside
- * kernels that occupy all of them, such as matrix products; NCCL's kernels would wait for those to end. */
+/* Memory that ranks of one host write into directly. Not channels, whose messages on a GPU are NCCL kernels and wait
+ * while a matrix product occupies all multiprocessors: a mailbox is written by the GPU's copy engines and so proceeds
+ * beside such a product. */
 typedef struct mt_mailbox {
     const mt_group *group;
     char *memory;
     int64_t bytes;
 } mt_mailbox;
-enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS };
+enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // most ranks; bytes of the counters
 
 #define MT_COLLECTIVE_OPERATIONS(OP)                                                                                   \
     /* buffer[count] = its sum or maximum over the group; MT_F32, MT_BF16 or MT_F64. The CPU sums bf16 in fp32 and     \
@@ -955,54 +955,57 @@ enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS };
     OP(all_to_all, mt_work_sent(MT_OPERATION_all_to_all, (group->size - 1) * count, dtype, group),                     \
        (out, in, count, dtype, group, stream), void *out, const void *in, int64_t count, mt_dtype dtype,               \
        const mt_group *group, mt_stream *stream)                                                                       \
-    /* The same with in_counts[size] elements for each rank and out_counts[size] from each, packed. The counts are in  \
-     * host memory and may be reused when the call returns. */                                                         \
+    /* The same with in_counts[r] elements to rank r and out_counts[r] from it, packed without gaps. The counts are    \
+     * in host memory and may be reused when the call returns. */                                                      \
     OP(all_to_all_v, mt_work_sent(MT_OPERATION_all_to_all_v, mt_sent_to_others(in_counts, group), dtype, group),       \
        (out, out_counts, in, in_counts, dtype, group, stream), void *out, const int64_t *out_counts, const void *in,   \
        const int64_t *in_counts, mt_dtype dtype, const mt_group *group, mt_stream *stream)                             \
-    /* buffer[count] = rank root's. Any type. */                                                                       \
+    /* buffer[count] = that of rank `root`. Any type. */                                                               \
     OP(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group),                                           \
        (buffer, count, dtype, root, group, stream), void *buffer, int64_t count, mt_dtype dtype, int root,             \
        const mt_group *group, mt_stream *stream)                                                                       \
-    /* Puts in[count] into the mailbox of rank `to`, at element first + r * stride where r is this rank; rank `from`   \
-     * puts as much here, at first + from * stride. That range may be overwritten from this point of `stream` on, and  \
-     * holds the data once later work begins. Ranks call in one order, in matching pairs, and on one stream. */        \
+    /* Writes in[count] into the mailbox of rank `to` at element first + r * stride, where r is this rank; rank        \
+     * `from` writes as much here at first + from * stride. That part of the mailbox may be overwritten when           \
+     * earlier operations of `stream` are done, and is complete before later ones begin. Ranks call in one order,      \
+     * in matching pairs, on one stream. */                                                                            \
     OP(mailbox_trade, mt_work_sent(MT_OPERATION_mailbox_trade, count, dtype, mailbox->group),                          \
        (mailbox, in, count, first, stride, dtype, to, from, stream), mt_mailbox *mailbox, const void *in,              \
        int64_t count, int64_t first, int64_t stride, mt_dtype dtype, int to, int from, mt_stream *stream)
 
-/* ---- channels: messages from one rank of a group to another, in order. Directions never wait for one another: each
- * has its own tag, or stream and communicator. */
+/* ---- channels: ordered messages from one rank of a group to another, for pipelines and rings. Channels never wait for
+ * each other: each has its own tag on the CPU, its own stream and communicator on a GPU. */
 
-/* The head of a backend's channel, which follows it. */
-enum { MT_CHANNEL_TICKETS = 64 }; // most messages under way that nothing has waited for
+enum { MT_CHANNEL_TICKETS = 64 }; // messages of a channel that may be under way at once
+
+/* The first member of a backend's channel. */
 typedef struct mt_channel {
     const mt_group *group;
-    int from, to, id;                  // ranks of the group; the number that tells channels between them apart
-    mt_stream *stream;                 // carries the messages, for a profile; NULL on the CPU
+    int from, to, id;                  // ranks of the group; a number that is unique between them
+    mt_stream *stream;                 // of the messages, for timing; NULL on the CPU
     int64_t next;                      // ticket of the next message
     int64_t bytes[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
 } mt_channel;
 
 #define MT_CHANNEL_OPERATIONS(OP)                                                                                      \
-    /* Both ends call it with the same arguments; NULL for other ranks. It may wait for the other end, so every rank   \
-     * opens its channels in one order: by ascending id, then ascending `from`. `group` outlives the channel. */       \
+    /* Both ends call it with the same arguments; other ranks get NULL. It may wait for the other end, so all ranks    \
+     * open their channels in one order: by ascending id, then ascending `from`. `group` must outlive the channel. */  \
     OP(channel_open, mt_channel *, const mt_group *group, int from, int to, int id)                                    \
-    /* Sends or receives buffer[count] once all work that `stream` holds now is done; returns the message's ticket, 0, \
-     * 1, 2, ... The channel owns the buffer until channel_wait. The n-th receive takes the n-th message, of the same  \
+    /* Sends or receives buffer[count] after the operations now on `stream`; returns the message's ticket, 0, 1, 2,    \
+     * ... The buffer must not be used until channel_wait. The n-th receive takes the n-th message, of the same        \
      * count and type. With MT_CHANNEL_TICKETS messages under way, the host first waits for the oldest. */             \
     OP(channel_send, int64_t, mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,                  \
        mt_stream *stream)                                                                                              \
     OP(channel_recv, int64_t, mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype, mt_stream *stream)     \
-    /* Work enqueued on `stream` from now on begins after that message: sent, and its buffer free, or received. */     \
+    /* Operations enqueued on `stream` after this call run when the message is complete: sent and its buffer free,     \
+     * or received. */                                                                                                 \
     OP(channel_wait, void, mt_channel *channel, int64_t ticket, mt_stream *stream)                                     \
     /* Waits for messages under way and frees the channel, which may be NULL. */                                       \
     OP(channel_close, void, mt_channel *channel)                                                                       \
-    /* Makes memory[bytes], a multiple of 4, a mailbox of the group, whose ranks all call it; the mailbox uses the     \
-     * last MT_MAILBOX_OWN bytes itself. -1, perhaps not on every rank, where a rank cannot reach another's memory:    \
-     * ranks agree on the result before they use it. */                                                                \
+    /* Makes memory[bytes], a multiple of 4, a mailbox of the group, whose ranks all call it. The last                 \
+     * MT_MAILBOX_OWN bytes hold its counters. -1 with an error if a rank cannot reach another's memory; this may      \
+     * be so on some ranks only, so callers use mt_agree. */                                                           \
     OP(mailbox_open, int, mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes, mt_error *error)   \
-    /* Waits for the other ranks, after which the memory may be freed. NULL: nothing. */                               \
+    /* Waits for the other ranks; the memory may be freed afterwards. NULL is allowed. */                              \
     OP(mailbox_close, void, mt_mailbox *mailbox)
 
 /* ---- graphs: many operations enqueued by one call, for operations shorter than the time to enqueue them. Not on the
@@ -1151,8 +1154,8 @@ double mt_cpu_matmul_rate(int64_t n);
 /* ==== §4 the rank grid and its groups; §5 collectives ==============================================================
  */
 
-/* Every group that a rank is in. Dense layers see the world as tp x cp x dp x pp, experts as etp x ep x edp x pp, the
- * first letter fastest, with the same pipeline groups. */
+/* The kinds of groups; a rank is in one group of each. Dense layers divide the world into tp x cp x dp x pp, experts
+ * into etp x ep x edp x pp. The first dimension varies fastest. Pipeline groups are the same in both. */
 typedef enum mt_group_kind {
     MT_GROUP_WORLD,
     MT_GROUP_TENSOR,
@@ -1174,76 +1177,76 @@ typedef enum mt_group_kind {
 } mt_group_kind;
 
 typedef struct mt_grid {
-    mt_group world;          // every rank of the job
-    mt_group tensor;         // each holds a part of every layer
-    mt_group context;        // each holds a part of every sequence
-    mt_group data;           // the same parameters, different samples
-    mt_group data_context;   // dp and cp: gradients and loss sums are added over it
+    mt_group world;          // all ranks of the job
+    mt_group tensor;         // ranks that share each layer
+    mt_group context;        // ranks that share each sequence
+    mt_group data;           // ranks with the same parameters and different samples
+    mt_group data_context;   // dp x cp: the sums of gradients and losses
     mt_group pipeline;       // the stages, first to last
-    mt_group embedding;      // {first, last} stage, which share tied embeddings; alone elsewhere and with one stage
-    mt_group model;          // tp and pp: together they hold the model, so the global norm is summed over it
-    mt_group tensor_context; // tp and cp
+    mt_group embedding;      // first and last stage, which share tied embeddings; other stages: alone
+    mt_group model;          // tp x pp: the ranks that hold one model
+    mt_group tensor_context; // tp x cp
     mt_group expert, expert_tensor, expert_data;
-    mt_group expert_exchange;           // etp and ep: together they hold a layer's experts, and trade tokens for them
-    mt_group context_a2a, context_ring; // neighbours of the context group that trade tokens for heads, and across
-    mt_group
-        kv_replicas; // ranks of the tensor group with the same key and value head, where heads are fewer than ranks
+    mt_group expert_exchange; // etp x ep: the ranks that hold a layer's experts and dispatch tokens to each other
+    mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
+    mt_group context_ring;    // ranks with the same index in all of those: the ring of attention
+    mt_group kv_replicas;     // ranks of the tensor group that hold the same key and value head
 } mt_grid;
 
 /* The grid of a job of one rank without a launcher. */
 extern const mt_grid mt_grid_of_one;
 
-/* The sizes that groups follow from. world = tensor context data pipeline = expert_tensor expert expert_data pipeline.
- */
+/* The sizes of the dimensions. World size = tensor * context * data * pipeline = expert_tensor * expert * expert_data *
+ * pipeline. */
 typedef struct mt_grid_shape {
     int64_t tensor, context, data, pipeline;
     int64_t expert_tensor, expert, expert_data;
     int64_t num_query_groups;
-    int64_t context_a2a; // ranks of a context group that trade tokens for heads; 0 is 1
+    int64_t context_a2a; // size of the group of that name; 0: 1
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size);
 
-/* Writes the world ranks of `rank`'s group of a kind into members[world size], ascending; returns how many. No call to
- * anything: Megatron-LM's RankGenerator, order tp-cp-ep-dp-pp. */
+/* Writes the world ranks of `rank`'s group of a kind into members[world size], ascending; returns their number. A pure
+ * function, as Megatron-LM's RankGenerator with order tp-cp-ep-dp-pp. */
 int mt_grid_members(int *members, const mt_grid_shape *shape, mt_group_kind kind, int rank);
 
 /* The group of a kind. */
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
 
-/* Joins the job that mpirun or srun started; without one of them, a world of one rank and no MPI call at all. The other
- * groups are of one rank until mt_grid_build. */
+/* Joins the job that mpirun or srun started. Without a launcher the world is one rank and MPI is not called. All other
+ * groups have one rank until mt_grid_build. */
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
 
-/* Makes all groups for finished options; every rank calls it. With several ranks it also starts the watchdog, which
- * ends the job when one operation keeps this rank waiting for more than options->distributed_timeout_seconds. */
+/* Makes all groups for finished options. Every rank calls it. With several ranks it also starts the watchdog, which
+ * ends the job if one operation takes more than options->distributed_timeout_seconds. */
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 
-/* Prints the groups of every kind, a line each. */
+/* Prints one line per kind of group. */
 void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file);
 
-/* Undoes mt_grid_build and mt_backend_open, so that the world may be built anew for other options. Streams and channels
- * are gone before. Every rank calls it. */
+/* Undoes mt_grid_build and mt_backend_open; the grid may then be built for other options. Streams and channels must be
+ * closed. Every rank calls it. */
 void mt_grid_clear(mt_grid *grid);
 
 /* Clears the grid and leaves the job. */
 void mt_grid_stop(mt_grid *grid);
 
-/* The backend that --device names, ready for the grid's groups, so after mt_grid_build: cpu, cuda (a GPU for each rank
- * of a host, by the rank's number there, and NCCL between several), or auto, which is cuda where that works for every
- * rank. NULL is an error. */
+/* The backend that --device names, with communicators for the grid's groups; called after mt_grid_build. cuda: ranks of
+ * a host use its GPUs in order, and NCCL connects several ranks. auto: cuda if every rank has a GPU, else cpu. NULL
+ * with an error. */
 const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error);
 
-/* The CUDA backend's communicator for a group of several ranks, which all call it, and its end; mt_backend_open and
- * mt_grid_clear do that for the groups of a grid. Groups with the same members may share one. Those that were closed
- * serve again, until mt_cuda_groups_end, which mt_grid_stop calls, once no group and no channel is open. */
+/* Opens and closes the CUDA backend's communicator of a group of several ranks, which all call it; mt_backend_open and
+ * mt_grid_clear do so for the groups of a grid. Groups with the same members may share one. Closed communicators are
+ * kept and reused until mt_cuda_groups_end, which mt_grid_stop calls when no group and no channel is open. */
 int mt_cuda_group_open(mt_group *group, mt_error *error);
 void mt_cuda_group_close(mt_group *group);
 void mt_cuda_groups_end(void);
 
-/* The same on host memory, through MPI whatever the backend: buffer[count] = its sum (or maximum) over the group,
- * MT_F32, MT_BF16 or MT_F64; and a barrier. */
+/* Collectives on host memory, through MPI on every backend. buffer[count] = its sum (or maximum) over the group;
+ * MT_F32, MT_BF16 or MT_F64. */
 void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root);
@@ -1267,9 +1270,9 @@ void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t 
 void mt_host_memory_barrier(mt_host_memory *shared);
 void mt_host_memory_close(mt_host_memory *shared);
 
-/* Around what may wait for other ranks: the watchdog looks at the operation and group (NULL: none) between begin and
- * end, one pair at a time. mt_watch_note remembers what was enqueued last on a device, where the host does not wait;
- * the strings outlive the run. */
+/* Called around an operation that may wait for other ranks: the watchdog measures the time between begin and end. Pairs
+ * do not nest. mt_watch_note records the operation enqueued last on a device, for its message. `group` may be NULL; the
+ * strings must stay valid. */
 void mt_watch_begin(const char *operation, const char *group);
 void mt_watch_end(void);
 void mt_watch_note(const char *operation, const char *group);
@@ -1369,7 +1372,7 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const m
 /* ==== §8 the parameter table =======================================================================================
  */
 
-/* What a parameter is for. A role's number is part of random keys, and so of every model's initial weights: new roles
+/* The roles of parameters. A role's number is part of random keys, and so of every model's initial weights: new roles
  * go to the end. */
 typedef enum mt_role {
     MT_WORD_EMBEDDING,
@@ -1384,7 +1387,7 @@ typedef enum mt_role {
     MT_V_BIAS,
     MT_Q_NORM,
     MT_K_NORM,
-    MT_Q_A, // this and the next six: multi-head latent attention, whose MT_Q stands for MT_Q_B without a q latent
+    MT_Q_A, // this and the next five: multi-head latent attention; without a q latent, MT_Q replaces MT_Q_B
     MT_KV_A,
     MT_Q_B,
     MT_KV_B,
@@ -1396,7 +1399,7 @@ typedef enum mt_role {
     MT_MLP_NORM_BIAS,
     MT_GATE,
     MT_GATE_BIAS,
-    MT_UP, // the only first linear when the MLP has no gate
+    MT_UP, // without a gate, the MLP's only first linear
     MT_UP_BIAS,
     MT_DOWN,
     MT_DOWN_BIAS,
@@ -1404,15 +1407,15 @@ typedef enum mt_role {
     MT_FINAL_NORM_BIAS,
     MT_LM_HEAD,
     MT_ROUTER,
-    MT_ROUTER_BIAS, // of scores, for the choice of experts; not trained, but moved towards equal loads
+    MT_ROUTER_BIAS, // added to scores for the choice of experts; updated towards equal loads, not trained
     MT_EXPERT_GATE,
     MT_EXPERT_UP,
     MT_EXPERT_DOWN,
-    MT_SHARED_GATE, // the expert that every token visits
+    MT_SHARED_GATE, // this and the next two: the shared expert, which every token visits
     MT_SHARED_UP,
     MT_SHARED_DOWN,
-    MT_SHARED_EXPERT_GATE, // how much of that expert a token takes
-    MT_MTP_EMBEDDING_NORM, // this and the next three: what a module of multi-token prediction has around its layer
+    MT_SHARED_EXPERT_GATE, // a token's weight of the shared expert, before the sigmoid
+    MT_MTP_EMBEDDING_NORM, // this and the next three: a module of multi-token prediction, around its layer
     MT_MTP_HIDDEN_NORM,
     MT_MTP_PROJECTION,
     MT_MTP_FINAL_NORM,
@@ -1432,29 +1435,29 @@ typedef enum mt_unit {
 /* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
 typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_OUTPUT, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
 
-/* What backward leaves in a parameter's gradient on one rank, and so what finishes it. */
+/* The content of a parameter's gradient on one rank after the backward, and so the sum that completes it. */
 typedef enum mt_gradient {
-    MT_GRADIENT_WHOLE,   // the gradient of what this rank holds
-    MT_GRADIENT_ROWS,    // under sequence parallelism the part of this rank's rows: summed over the tensor group
-    MT_GRADIENT_HEADS,   // the part of this rank's heads: summed over the tensor group
-    MT_GRADIENT_REPLICA, // of a kv head that several ranks hold, the part of this rank's query heads: over kv_replicas
+    MT_GRADIENT_WHOLE,   // complete
+    MT_GRADIENT_ROWS,    // from this rank's rows under sequence parallelism: sum over the tensor group
+    MT_GRADIENT_HEADS,   // from this rank's heads: sum over the tensor group
+    MT_GRADIENT_REPLICA, // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
 } mt_gradient;
 
-/* One row a parameter: allocation, initialisation, gradient norm, decay and checkpoints read nothing else. */
+/* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */
 typedef struct mt_param {
     mt_role role;
     mt_unit unit;
-    int64_t layer;                  // of the whole model; -1 outside the layers
-    int64_t expert;                 // of the layer; -1 if it is no expert's
+    int64_t layer;                  // number in the whole model; -1: outside the layers
+    int64_t expert;                 // number in the layer; -1: none
     char hf_name[160];              // the Hugging Face tensor that holds it
     int64_t hf_row;                 // its first row in that tensor (GPT-2 stores q, k and v as one)
     int64_t hf_rows_total;          // rows of that whole tensor
     bool hf_transposed;             // GPT-2 stores linear weights [in, out]
     int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
     int64_t whole_rows, whole_cols; // shape in the whole model
-    int64_t first_row, first_col;   // what lies here begins there
-    int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
-    const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
+    int64_t first_row, first_col;   // of this rank's part in the whole
+    int64_t rows_stored;            // of the whole rows, those in Hugging Face: the vocabulary without its padding
+    const char *rows_option, *cols_option, *exists_option; // for messages: the options that decide on these; NULL: none
     bool is_vector;
     bool is_embedding;     // a lookup table: its backward adds to single rows
     bool trained;          // by the optimizer
@@ -1462,17 +1465,17 @@ typedef struct mt_param {
     mt_init init;
     double init_std;
     bool weight_decay;
-    int64_t bucket, offset; // where it lies: element offset in the bucket
+    int64_t bucket, offset; // of its first element in the bucket
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
-    int shard_dim;          // dimension that the tensor group, or the experts', shards (0 rows, 1 columns), -1: none
+    int shard_dim;          // dimension that tensor parallelism shards: 0 rows, 1 columns, -1 none
     mt_gradient gradient;
-    bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is
+    bool counted; // in the global norm and in checkpoints: exactly one rank's copy of every element is
 } mt_param;
 
-/* A layer's parameters in one flat stretch, its experts' in a second one: matrices that decay first, then vectors that
- * do not. Where data-parallel ranks share something out (--data-parallel-sharding-strategy), this rank's shard is the
- * elements [shard_first, shard_first + shard_count); else it is the whole. */
+/* The parameters of a unit in one flat array: matrices, which decay, before vectors, which do not. If data-parallel
+ * ranks shard it (--data-parallel-sharding-strategy), this rank's shard is the elements [shard_first, shard_first +
+ * shard_count), else the whole. */
 typedef struct mt_bucket {
     int64_t count;       // elements, padded
     int64_t decay_count; // the leading elements with weight decay
@@ -1507,11 +1510,11 @@ typedef struct mt_partition {
     int64_t ep, ep_rank, etp, etp_rank;
 } mt_partition;
 
-/* Fills `params` (to free) with the rows of a partition, or of the whole model if `partition` is NULL; returns the
- * number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
- * layer, and after it its experts, and so the modules of multi-token prediction; the word embedding again for these or
- * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word
- * embedding is alone in its bucket so that its two copies lie alike in their shards. */
+/* Fills `params` (to free) with the rows of a partition, or of the whole model if `partition` is NULL; returns their
+ * number. Order of buckets, as far as the partition has them: word embedding; learned positions; each layer and its
+ * experts; modules of multi-token prediction likewise; the word embedding again, for these modules or a tied output
+ * layer on a rank without the embedding; final norm and output layer; untrained parameters. The word embedding has a
+ * bucket of its own so that its two copies are sharded alike. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
 
 /* Rows that lie here of a parameter, without the vocabulary's padding. */
@@ -1898,8 +1901,9 @@ mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t promp
 /* Continues `count` >= 1 prompts as one batch until each ends at a stop token, which it includes, or at max_tokens.
  * tokens[count, max_tokens] holds prompt s in the first num_tokens[s] elements of row s; afterwards num_tokens[s]
  * counts the generated tokens too. `sampling` NULL: greedy; `stops` NULL: none. The model was created with
- * mt_generator_plan(count, max_tokens, ...). Errors: a prompt that is empty, fills its row or has a token outside the
- * vocabulary; logits that are not finite. Every rank of the model calls it and gets the same tokens. */
+ * mt_generator_plan(count, max_tokens, ...). Errors: more or longer sequences than that plan has; a prompt that is
+ * empty, fills its row or has a token outside the vocabulary; logits that are not finite. Every rank of the model calls
+ * it and gets the same tokens. */
 int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
                 const mt_sampling *sampling, const mt_stops *stops, mt_error *error);
 

@@ -1,19 +1,17 @@
-/* attention.cu: attention over spans, as a ladder.
+/* attention.cu: attention over spans: the definition, and the choice of an implementation.
  *
- * The first rung is the definition: a warp a query and head walks over its keys and keeps the softmax as it goes
- * (Milakov & Gimelshein, "Online normalizer calculation for softmax"). It serves every type, head size and span, and is
- * what the rungs above it are tested against: attention_mma.cu is the next, attention_hopper.cu the one after. */
+ * The implementations form a ladder. The first rung is the definition: one warp per query and head loops over the keys
+ * with an online softmax (Milakov & Gimelshein, "Online normalizer calculation for softmax"). It serves every type,
+ * head size and span, and the other rungs are tested against it: attention_mma.cu is the next, attention_hopper.cu the
+ * one after. */
 #include "attention.cuh"
 
-/* ---- naive ------------------------------------------------------------------------------------------------------- */
+/* ---- definition -------------------------------------------------------------------------------------------------- */
 
-enum {
-    WARPS = 4,
-    MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS,
-    CHANNELS = MAX_CHANNELS / 32
-}; // CHANNELS: a lane's share of a head
+/* CHANNELS: channels of a head per lane. */
+enum { WARPS = 4, MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS, CHANNELS = MAX_CHANNELS / 32 };
 
-/* A head's channels over the lanes of a warp: lane l holds channels l, l + 32, ... */
+/* The channels of a head, distributed over the lanes of a warp: lane l holds channels l, l + 32, ... */
 template <class E> __device__ static void load_head(float x[CHANNELS], const E *row, int64_t size, int lane) {
 #pragma unroll
     for (int i = 0; i < CHANNELS; i++) x[i] = lane + 32 * i < size ? mt_to_float(row[lane + 32 * i]) : 0;
@@ -32,7 +30,7 @@ __device__ static float dot(const float a[CHANNELS], const float b[CHANNELS]) {
     return mt_warp_sum(sum);
 }
 
-/* Keys [first, end) that row i of a span's queries sees. */
+/* The range [first, end) of keys that row i of a span's queries attends to. */
 struct key_range {
     int64_t first, end;
 };
@@ -44,7 +42,7 @@ __device__ static key_range visible_keys(const mt_span &span, int64_t i, int64_t
     return range;
 }
 
-/* 0, or 1 / (1 - p): what dropout multiplies the probability of (query, key) by. As the CPU draws it. */
+/* The dropout factor of the probability of (query, key): 0 or 1 / (1 - p). The same random numbers as on the CPU. */
 __device__ static float dropout_factor(const mt_attention &shape, int64_t head, int64_t query, int64_t key) {
     if (shape.dropout.p <= 0) return 1;
     int64_t k = shape.k_index[key];
@@ -85,7 +83,7 @@ __global__ void naive_forward(E *out, float *lse, const E *q, const E *k, const 
     }
 }
 
-/* What a query and a key say to each other, of which every gradient is made. */
+/* The values of a pair of query and key from which all gradients are computed. */
 struct pair {
     float weight;     // the probability, after dropout
     float score_grad; // the gradient of the scaled score
@@ -127,7 +125,7 @@ __global__ void naive_backward_q(E *dq, float *row_dot, const E *dout, const E *
     }
 }
 
-/* dk and dv of every key of spans [first, first + gridDim.x), from all queries that see it; added to what is there. */
+/* Adds to dk and dv of every key of spans [first, first + gridDim.x) the parts of all queries that attend to it. */
 template <class E>
 __global__ void naive_backward_kv(E *dk, E *dv, const float *row_dot, const E *dout, const E *q, const E *k, const E *v,
                                   const float *lse, const mt_span *spans, int64_t first, mt_attention shape) {
@@ -164,7 +162,7 @@ __global__ void naive_backward_kv(E *dk, E *dv, const float *row_dot, const E *d
     }
 }
 
-/* Zeroes the rows that gradients of keys and values will be added to. */
+/* Zeroes the rows to which gradients of keys and values will be added. */
 template <class E> __global__ void zero_rows(E *x, const mt_span *spans, int64_t stride, int64_t width) {
     const mt_span span = spans[blockIdx.x];
     for (int64_t j = blockIdx.y; j < span.k_len; j += gridDim.y)
@@ -229,7 +227,7 @@ extern "C" bool mt_attention_naive_backward(const mt_attention *a, mt_dtype dtyp
     return true;
 }
 
-/* ---- the ladder, and what the table holds ------------------------------------------------------------------------ */
+/* ---- the ladder and the operations ------------------------------------------------------------------------------- */
 
 extern "C" const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS] = {
     {"naive", mt_attention_naive_forward, mt_attention_naive_backward},
@@ -238,7 +236,7 @@ extern "C" const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS] = 
     {"split", mt_attention_split_forward, mt_attention_split_backward},
 };
 
-/* The rung to try first: `unfused` is the definition. */
+/* The first rung to try: `unfused` selects the definition. */
 static int top_rung(const mt_attention *a) {
     return a->backend == MT_ATTENTION_UNFUSED ? 0 : MT_NUM_ATTENTION_RUNGS - 1;
 }

@@ -1,5 +1,5 @@
-/* attention.cuh: what the flash rungs of attention share: how spans become tiles, which tile a block gets, and which
- * keys a query sees. */
+/* attention.cuh: shared code of the flash kernels: tiles of spans, assignment of tiles to blocks, and the mask of a
+ * query. */
 #ifndef MT_ATTENTION_CUH
 #define MT_ATTENTION_CUH
 
@@ -18,26 +18,26 @@ extern "C" mt_attention_direction mt_attention_hopper_backward;
 extern "C" mt_attention_direction mt_attention_split_forward;
 extern "C" mt_attention_direction mt_attention_split_backward;
 
-/* Runs the call on cuDNN where its backend says so, under `auto` where cuDNN was faster than `ours`, and by
- * `ours` otherwise (attention_cudnn.cu). */
+/* Runs the call on cuDNN if the backend is cuDNN, or if the backend is `auto` and cuDNN was faster than `ours`;
+ * otherwise runs `ours` (attention_cudnn.cu). */
 bool mt_attention_run(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
                       mt_attention_direction *ours);
 
-/* What a kernel gets, by value. */
+/* Kernel arguments, passed by value. */
 struct flash_task {
     const bf16 *q, *k, *v, *dout;
     bf16 *out, *dq, *dk, *dv;
     float *lse, *row_dot;
     const mt_span *spans;
     int num_spans, num_tiles, heads_together;
-    bool accumulate; // add to dk and dv what is there
-    int *counter;    // of tiles taken, where blocks take one after another
+    bool accumulate; // add to dk and dv instead of writing them
+    int *counter;    // of tiles taken, for persistent blocks
     mt_attention shape;
 };
 
-/* ---- which keys a query sees ------------------------------------------------------------------------------------- */
+/* ---- masks ------------------------------------------------------------------------------------------------------- */
 
-/* Query i of a span sees key j when i - behind <= j <= i + ahead and 0 <= j < k_len. */
+/* Query i of a span attends to key j if i - behind <= j <= i + ahead and 0 <= j < k_len. */
 struct band {
     int ahead, behind, q_len, k_len;
 };
@@ -49,12 +49,13 @@ __device__ __forceinline__ band band_of(const mt_span &span, int64_t window) {
     return {span.causal ? shift : everything, behind, (int)span.q_len, (int)span.k_len};
 }
 
-/* Whether `queries` queries from i all see `keys` keys from j: then no element has to be masked. */
+/* True if all of `queries` queries from i attend to all of `keys` keys from j; then no element needs masking. */
 __device__ __forceinline__ bool all_see(const band &b, int i, int queries, int j, int keys) {
     return j + keys <= b.k_len && j + keys - 1 <= i + b.ahead && j >= i + queries - 1 - b.behind;
 }
 
-/* [first, end): the keys that queries [i, i + queries) see between them, and the queries that see keys [j, j + keys).*/
+/* Ranges [first, end): the union of the keys to which queries [i, i + queries) attend, and of the queries that attend
+ * to keys [j, j + keys). */
 struct range {
     int first, end;
 };
@@ -67,16 +68,16 @@ __device__ __forceinline__ range queries_of(const band &b, int j, int keys) {
     return {max(0, j - b.ahead), min(b.q_len, last + b.behind + 1)};
 }
 
-/* ---- which tile a block gets ------------------------------------------------------------------------------------- */
+/* ---- mapping of blocks to tiles ---------------------------------------------------------------------------------- */
 
-/* Rows [first, first + size) of a span's queries or keys, cut at its end, and the head. */
+/* Rows [first, first + size) of a span's queries or keys, clipped to the span, and the head. */
 struct tile {
     mt_span span;
     int first, head;
 };
 
-/* Tile number `index` of all that cover the spans. Every warp finds it for itself: each lane counts the tiles of a
- * span, a scan gives where they end, and the first that ends past `index` owns it. */
+/* Finds tile number `index` among the tiles of all spans. Every warp does this itself: each lane counts the tiles of a
+ * span, a scan gives their ends, and the first span that ends past `index` contains it. */
 template <bool OF_KEYS> __device__ __forceinline__ tile tile_find(const flash_task &task, int index, int size) {
     const unsigned all = 0xffffffff;
     int lane = threadIdx.x % 32;
@@ -101,9 +102,9 @@ template <bool OF_KEYS> __device__ __forceinline__ tile tile_find(const flash_ta
     }
 }
 
-/* The tile of block `index` of tiles x heads. Blocks start in this order, so heads come in sections whose keys and
- * values fit in L2 together, and in a section tiles with the most work under a causal mask come first: late queries,
- * early keys. Then the last blocks are short ones, and no multiprocessor waits long for another. */
+/* The tile of block `index` of tiles x heads. Blocks start in this order. Heads come in sections whose keys and values
+ * fit in L2 together. Within a section, tiles with the most work under a causal mask come first: late queries, early
+ * keys. The last blocks are therefore short, and no multiprocessor waits long for another. */
 template <bool OF_KEYS> __device__ __forceinline__ tile tile_of_block(const flash_task &task, int index, int size) {
     int section = index / (task.num_tiles * task.heads_together);
     index %= task.num_tiles * task.heads_together;
@@ -113,16 +114,16 @@ template <bool OF_KEYS> __device__ __forceinline__ tile tile_of_block(const flas
     return t;
 }
 
-/* ---- results of tensor cores in registers -------------------------------------------------------------------------
- */
+/* ---- accumulators of tensor cores in registers ------------------------------------------------------------------- */
 
-/* mma.sync and wgmma leave a result alike: a warp holds 16 rows a tile, a lane of each block of 8 columns the four
- * elements c[tile][block] that mt_mma names. What follows works on such results, warp by warp. */
+/* mma.sync and wgmma distribute a result in the same way: a warp holds 16 rows per tile, and a lane holds of each block
+ * of 8 columns the four elements c[tile][block] described at mt_mma. The following functions work on such results, warp
+ * by warp. */
 
 static constexpr float LOG2_E = 1.44269504f;
 
-/* A result in fp32 as the operand a of the next product: two 8-column blocks of the one are a 16-column block of the
- * other, and every lane already holds what it needs. */
+/* Converts an fp32 result to operand a of the next product: two 8-column blocks form one 16-column block, and every
+ * lane already holds its elements. */
 template <int TILES, int N>
 __device__ __forceinline__ void pack_weights(uint32_t (&p)[TILES][N][4], const float (&c)[TILES][2 * N][4]) {
 #pragma unroll
@@ -162,7 +163,7 @@ __device__ __forceinline__ void scale_rows(float (&c)[TILES][N][4], const float 
             for (int e = 0; e < 4; e++) c[t][n][e] *= scale[t][e / 2];
 }
 
-/* The row and column in the warp's part of a result of element e of c[t][n]. */
+/* The row and column, within the warp's part of a result, of element e of c[t][n]. */
 __device__ __forceinline__ int row_of(int t, int e) {
     return 16 * t + threadIdx.x % 32 / 4 + e / 2 * 8;
 }
@@ -176,7 +177,7 @@ __device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
     return mt_pack_bf16(low, high);
 }
 
-/* Scores of keys that their queries do not see become -inf. Rows are queries, or keys when TRANSPOSED. */
+/* Sets the masked scores to -inf. Rows are queries, or keys if TRANSPOSED. */
 template <bool TRANSPOSED, int TILES, int N>
 __device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b, int first_query, int first_key) {
 #pragma unroll
@@ -195,10 +196,9 @@ __device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b,
         }
 }
 
-/* ---- from scores to weights, and their gradients ------------------------------------------------------------------
- */
+/* ---- softmax and its gradient ------------------------------------------------------------------------------------ */
 
-/* Largest score so far and the lane's part of the sum of weights, of rows row_of(t, 2 h). */
+/* The maximum score so far and this lane's part of the sum of weights, for rows row_of(t, 2 h). */
 template <int TILES> struct softmax { float largest[TILES][2], total[TILES][2]; };
 
 template <int TILES> __device__ __forceinline__ void softmax_begin(softmax<TILES> &s) {
@@ -208,9 +208,9 @@ template <int TILES> __device__ __forceinline__ void softmax_begin(softmax<TILES
         for (int h = 0; h < 2; h++) s.largest[t][h] = -INFINITY, s.total[t][h] = 0;
 }
 
-/* Scores become weights relative to the largest so far; what was summed relative to an older one has to shrink, the
- * outputs too (scale_rows). exp(x) is 2^(x log2 e), with log2 e in `scale`: one multiply-add and one special-function
- * instruction a score. */
+/* Converts scores to weights relative to the maximum so far. Sums and outputs relative to an older maximum are scaled
+ * down (scale_rows). exp(x) is 2^(x log2 e), with log2 e included in `scale`: one multiply-add and one special-function
+ * instruction per score. */
 template <int TILES, int N>
 __device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[TILES][N][4], float (&shrink)[TILES][2],
                                              float scale) {
@@ -218,16 +218,16 @@ __device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[T
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float largest = s.largest[t][h], other = -INFINITY, sum[2] = {0, 0}; // two chains are half as long
+            float largest = s.largest[t][h], other = -INFINITY, sum[2] = {0, 0}; // two shorter dependency chains
 #pragma unroll
             for (int n = 0; n < N; n++) {
                 largest = fmaxf(largest, score[t][n][2 * h]);
                 other = fmaxf(other, score[t][n][2 * h + 1]);
             }
             largest = fmaxf(largest, other);
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1)); // a row lies in four lanes
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1)); // four lanes share a row
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
-            float base = largest == -INFINITY ? 0 : largest * scale; // nothing seen yet: no -inf minus -inf
+            float base = largest == -INFINITY ? 0 : largest * scale; // no key so far: avoid -inf - -inf
             shrink[t][h] = mt_exp2(s.largest[t][h] * scale - base);
 #pragma unroll
             for (int n = 0; n < N; n++)
@@ -241,7 +241,7 @@ __device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[T
         }
 }
 
-/* Outputs are divided by the sums, and lse goes to memory; `to` is that of the warp's first row. */
+/* Divides the outputs by the sums and stores lse; `to` is the row of the warp's first query. */
 template <int TILES, int M>
 __device__ __forceinline__ void softmax_finish(softmax<TILES> &s, float (&out)[TILES][M][4], float *to, int64_t heads,
                                                int count, float scale) {
@@ -261,7 +261,8 @@ __device__ __forceinline__ void softmax_finish(softmax<TILES> &s, float (&out)[T
         }
 }
 
-/* What a query's weights need, of rows row_of(t, 2 h): lse times log2 e, +inf where there is no weight. */
+/* The statistic from which a query's weights are recomputed, for rows row_of(t, 2 h): lse times log2 e, or +inf if the
+ * query has no key. */
 template <int TILES> struct row_stats { float lse[TILES][2], dot[TILES][2]; };
 
 template <int TILES>
@@ -278,7 +279,7 @@ __device__ __forceinline__ void load_row_stats(row_stats<TILES> &s, const float 
         }
 }
 
-/* Scores become weights. */
+/* Converts scores to weights. */
 template <int TILES, int N>
 __device__ __forceinline__ void weights_by_row(float (&score)[TILES][N][4], const row_stats<TILES> &stats,
                                                float scale) {
@@ -302,8 +303,8 @@ __device__ __forceinline__ void gradients_by_row(float (&weight)[TILES][N][4], c
             for (int e = 0; e < 4; e++) weight[t][n][e] *= dp[t][n][e] - stats.dot[t][e / 2];
 }
 
-/* Transposed scores become weights. A query that sees nothing has lse = -inf and only hidden scores: -inf - -1e30.
- * Rows of queries past the end are all zero, so their weight of 1 adds nothing. */
+/* Converts transposed scores to weights. A query without keys has lse = -inf and only masked scores: -inf - -1e30. Rows
+ * of queries past the end are zero, so their weight of 1 adds nothing. */
 template <int TILES, int N>
 __device__ __forceinline__ void weights_by_column(float (&score)[TILES][N][4], const float *lse, float scale) {
 #pragma unroll
@@ -333,7 +334,7 @@ __device__ __forceinline__ void gradients_by_column(float (&weight)[TILES][N][4]
         }
 }
 
-/* The same in place of dp, with weights that were packed and unpacked: their rounding is that of the gradients. */
+/* The same in place of dp, with weights that were packed to bf16 and unpacked; the gradients have the same rounding. */
 template <int TILES, int N>
 __device__ __forceinline__ void gradients_of_packed(float (&dp)[TILES][2 * N][4], const uint32_t (&p)[TILES][N][4],
                                                     const float *row_dot) {
@@ -359,8 +360,8 @@ static inline int tile_count(const mt_spans *spans, bool of_keys, int size) {
     return (int)count;
 }
 
-/* The most heads (a divisor of `heads`, of which `per_group` share keys) whose keys and values of the longest span fill
- * no more than half of L2. */
+/* The largest number of heads (a divisor of `heads`; `per_group` of them share keys) whose keys and values of the
+ * longest span fill at most half of L2. */
 static inline int heads_in_section(const mt_attention *a, int64_t heads, int64_t per_group) {
     int64_t longest = 1, best = per_group;
     for (int64_t i = 0; i < a->spans.count; i++)
@@ -383,19 +384,19 @@ static inline flash_task flash_task_of(const mt_attention *a) {
     return task;
 }
 
-/* True when some key row belongs to two spans: their gradients then have to be added one span after another. */
+/* True if a key row belongs to two spans; then their gradients must be added one span after another. */
 static inline bool spans_share_keys(const mt_spans *spans) {
-    for (int64_t i = 1; i < spans->count; i++) { // lists are in order but for context parallelism's
+    for (int64_t i = 1; i < spans->count; i++) { // lists are sorted except those of context parallelism
         const mt_span *a = &spans->host[i - 1], *b = &spans->host[i];
         if (b->k_start < a->k_start + a->k_len) return true;
     }
     return false;
 }
 
-/* Zeroes dk and dv of all keys of the spans, for gradients that are added. */
+/* Zeroes dk and dv of all keys of the spans, to which gradients will be added. */
 void mt_attention_clear_keys(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
-/* Computes dk and dv for all spans at once, or one span after another, added up, where spans share keys. */
+/* Computes dk and dv for all spans at once, or, if spans share keys, one span after another with accumulation. */
 static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
                                       void (*launch)(const flash_task &task, const mt_attention *a,
                                                      mt_stream *stream)) {
@@ -410,11 +411,11 @@ static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
     }
 }
 
-/* row_dot = sum(out dout) for every query and head, which both passes of a backward need. */
+/* row_dot = sum(out dout) for every query and head; both kernels of a backward need it. */
 void mt_attention_row_dots(const mt_attention *a, mt_stream *stream);
 
-/* The operands that the flash rungs serve, each rung for its head sizes: bf16 in rows that sixteen-byte loads can read,
- * no dropout. */
+/* True for operands that the flash kernels serve (each for its head sizes): bf16, rows that allow 16-byte loads, no
+ * dropout. */
 static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
     const void *operands[] = {a->out, a->dq, a->dk, a->dv, a->dout, a->q, a->k, a->v};
     for (const void *operand : operands)

@@ -1,10 +1,10 @@
-/* attention_cudnn.cu: attention by cuDNN, beside the ladder.
+/* attention_cudnn.cu: attention by cuDNN, outside of the ladder.
  *
  * cuDNN gets the computation as a graph of small operations on tensors, most of them virtual (not in memory). It
  * recognises the pattern and runs one fused kernel. The graphs below are those that NVIDIA's cudnn-frontend builds for
  * scaled dot-product attention, written with the C interface. Each shape gets one plan, which is kept.
  *
- * A call is served when its spans are a batch: of one length, one distance and one kind. cuDNN keeps its log-sum-exp as
+ * A call is served if its spans form a batch: of one length, one distance and one kind. cuDNN stores its log-sum-exp as
  * [B, H, S]; a small kernel transposes it to our [T, H] and back. Its backward sums the gradient of q in fp32 in the
  * order in which its blocks finish, so two runs differ in the last bits. */
 #include "attention.cuh"
@@ -19,7 +19,7 @@ static_assert(CUDNN_VERSION >= 91000, "cuDNN 9.10 is the oldest whose attention 
 
 typedef cudnnBackendDescriptor_t descriptor;
 
-/* ---- the batch that spans are ------------------------------------------------------------------------------------ */
+/* ---- spans as a batch -------------------------------------------------------------------------------------------- */
 
 enum { LENGTH_MULTIPLE = 128, MAX_CUDNN_CHANNELS = 128, LATENT_CHANNELS = 192 };
 
@@ -33,7 +33,7 @@ static bool batch_of(const mt_spans *spans, batch *b) {
     const mt_span *s = spans->host;
     *b = {spans->count, s->q_len, s->k_len, s->q_start, s->k_start, s->q_len, s->k_len, s->causal};
     if (b->B > 1) b->step_q = s[1].q_start - s->q_start, b->step_k = s[1].k_start - s->k_start;
-    if (b->step_q < b->Sq || b->step_k < b->Sk) return false; // keys of two spans would be written twice
+    if (b->step_q < b->Sq || b->step_k < b->Sk) return false; // two spans would write the same keys
     for (int64_t i = 1; i < b->B; i++)
         if (s[i].q_len != b->Sq || s[i].k_len != b->Sk || s[i].causal != b->causal ||
             s[i].q_start != s->q_start + i * b->step_q || s[i].k_start != s->k_start + i * b->step_k)
@@ -41,8 +41,9 @@ static bool batch_of(const mt_spans *spans, batch *b) {
     return true;
 }
 
-/* Whole tiles only (backwards of other lengths want padding masks), and the causal mask from the first key on. Latent
- * attention's heads, which share no keys, are served from Hopper on: on older GPUs no engine makes a plan. */
+/* Only whole tiles are served (the backward of other lengths needs padding masks), and only causal masks from the first
+ * key on. Latent attention's heads, which share no keys, need Hopper or later: on older GPUs no engine supports
+ * them. */
 static bool cudnn_serves(const mt_attention *a, mt_dtype dtype, mt_stream *stream, batch *b) {
     bool latent = a->head_size == LATENT_CHANNELS && a->value_size == MAX_CUDNN_CHANNELS;
     bool sizes =
@@ -53,14 +54,15 @@ static bool cudnn_serves(const mt_attention *a, mt_dtype dtype, mt_stream *strea
 
 /* ---- graphs ------------------------------------------------------------------------------------------------------ */
 
-/* The tensors that exist: numbers by which a plan and its pointers meet. Others are numbered from FIRST_VIRTUAL on. */
+/* Ids of the real tensors, which connect a plan with its pointers. Virtual tensors are numbered from FIRST_VIRTUAL
+ * on. */
 enum { NO_TENSOR, Q, K, V, OUT, STATS, DOUT, ROW_DOT, DQ, DK, DV, DQ_SUM, SCALE, ONE, LOWEST, FIRST_VIRTUAL };
 enum { MAX_DESCRIPTORS = 160, MAX_OPERATIONS = 40, MAX_CONFIGS = 8 };
 
 struct graph {
     batch b;
     mt_attention shape;
-    cudnnStatus_t status; // of the first call that failed; the later ones are left out
+    cudnnStatus_t status; // of the first call that failed; later calls are skipped
     int num_descriptors, num_operations;
     int64_t num_tensors;
     descriptor descriptors[MAX_DESCRIPTORS], operations[MAX_OPERATIONS];
@@ -125,13 +127,13 @@ static descriptor packed(graph *g, int64_t uid, cudnnDataType_t type, int64_t he
     return tensor(g, uid, type, sizes, strides);
 }
 
-/* One number, given with the pointers. */
+/* A scalar, passed with the pointers. */
 static descriptor number(graph *g, int64_t uid) {
     const int64_t ones[] = {1, 1, 1, 1};
     return tensor(g, uid, CUDNN_DATA_FLOAT, ones, ones);
 }
 
-/* Scores [B, H, Sq, Sk], and a number a query [B, H, Sq, 1]. */
+/* Scores [B, H, Sq, Sk], and one number per query [B, H, Sq, 1]. */
 static descriptor scores(graph *g, cudnnDataType_t type) {
     return packed(g, NO_TENSOR, type, g->shape.num_heads, g->b.Sq, g->b.Sk);
 }
@@ -179,7 +181,7 @@ static descriptor pointwise(graph *g, cudnnPointwiseMode_t mode, descriptor x, d
     return y;
 }
 
-/* c = a b for matrices of the last two dimensions; a head of b may serve several of a. */
+/* c = a b for matrices of the last two dimensions; several heads of a may share a head of b. */
 static descriptor matmul(graph *g, descriptor a, descriptor b, descriptor c) {
     descriptor how = create(g, CUDNN_BACKEND_MATMUL_DESCRIPTOR);
     set_type(g, how, CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_DATA_FLOAT);
@@ -193,7 +195,7 @@ static descriptor matmul(graph *g, descriptor a, descriptor b, descriptor c) {
     return c;
 }
 
-/* Over the dimensions of x that y lacks. */
+/* Reduces over the dimensions of x that y lacks. */
 static descriptor reduce(graph *g, cudnnReduceTensorOp_t op, descriptor x, descriptor y) {
     descriptor how = create(g, CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
     set(g, how, CUDNN_ATTR_REDUCTION_OPERATOR, CUDNN_TYPE_REDUCTION_OPERATOR_TYPE, 1, &op);
@@ -215,7 +217,7 @@ static descriptor reshape(graph *g, descriptor x, descriptor y) {
     return y;
 }
 
-/* Scores of keys after the query, which the mask hides, become the lowest number. */
+/* Sets the scores of keys after the query to the lowest number (causal mask). */
 static descriptor mask(graph *g, descriptor s) {
     if (!g->b.causal) return s;
     descriptor row =
@@ -287,7 +289,7 @@ static void describe_backward(graph *g) {
     ds = pointwise(g, CUDNN_POINTWISE_MUL, ds, p, NULL, scores(g, f32));
     ds = pointwise(g, CUDNN_POINTWISE_MUL, ds, scale, NULL, scores(g, f32));
     key_gradient(g, transposed(g, ds), q, DK, D, s->k_stride);
-    // dq = ds k, added up in fp32
+    // // dq = ds k, accumulated in fp32
     descriptor k = reshape(g, kt, keys(g, NO_TENSOR, f32, D, s->k_stride, false));
     descriptor sum = matmul(g, ds, k, packed(g, DQ_SUM, f32, H, g->b.Sq, D));
     pointwise(g, CUDNN_POINTWISE_IDENTITY, sum, NULL, NULL, queries(g, DQ, D, s->q_stride));
@@ -295,7 +297,7 @@ static void describe_backward(graph *g) {
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
-/* What a plan depends on; compared as bytes, so zero it before filling. */
+/* The key of a plan; compared as bytes, so zero it before filling. */
 struct plan_key {
     int64_t B, H, G, Sq, Sk, D, Dv, step_q, step_k, q_stride, k_stride, v_stride, out_stride;
     int64_t causal, backward;
@@ -305,8 +307,8 @@ enum choice { NOT_MEASURED, CUDNN_IS_FASTER, OURS_IS_FASTER };
 
 struct plan {
     plan_key key;
-    graph g;              // what the plan was made from lives as long as the plan
-    descriptor execution; // NULL: cuDNN has no engine for it
+    graph g;              // the plan refers to it
+    descriptor execution; // NULL: cuDNN has no engine for this key
     int64_t workspace_bytes;
     choice choice; // for `auto`
     plan *next;
@@ -315,7 +317,7 @@ struct plan {
 /* Plans live as long as the process. */
 static plan *plans;
 
-/* NULL where cuDNN does not start: a part of it is missing, say. */
+/* Returns NULL if cuDNN cannot be initialised, for example because a library is missing. */
 static cudnnHandle_t cudnn_handle(void) {
     static cudnnHandle_t handle;
     static bool tried;
@@ -324,7 +326,7 @@ static cudnnHandle_t cudnn_handle(void) {
     return handle;
 }
 
-/* The first of the heuristic's engines that makes a plan within the workspace. */
+/* The first of the heuristic's engines whose plan fits in the workspace. */
 static void choose_engine(plan *p, int64_t workspace_bytes) {
     graph *g = &p->g;
     cudnnHandle_t handle = cudnn_handle();
@@ -353,7 +355,7 @@ static void choose_engine(plan *p, int64_t workspace_bytes) {
     }
 }
 
-/* Sizes of our own buffers in the workspace, before cuDNN's: the log-sum-exp as cuDNN keeps it, and the backward's sum
+/* Sizes of our own buffers in the workspace, before cuDNN's: the log-sum-exp in cuDNN's layout, and the backward's sum
  * of dq. */
 static int64_t stats_bytes(const plan_key *key) {
     return mt_divide_up(key->B * key->H * key->Sq * (int64_t)sizeof(float), 256) * 256;
@@ -382,7 +384,7 @@ static plan *plan_of(const mt_attention *a, mt_stream *stream, const batch *b, b
     return p;
 }
 
-/* ---- running them ------------------------------------------------------------------------------------------------ */
+/* ---- execution --------------------------------------------------------------------------------------------------- */
 
 static void check(cudnnStatus_t status) {
     char reason[256] = "";
@@ -391,7 +393,7 @@ static void check(cudnnStatus_t status) {
     mt_die("cuDNN: attention: %s: %s", cudnnGetErrorString(status), reason);
 }
 
-/* lse[T, H] from cuDNN's stats[B, H, S], or the other way; a block transposes 32 x 32 of them. */
+/* lse[T, H] from cuDNN's stats[B, H, S], or the reverse; a block transposes 32 x 32 of them. */
 enum { SIDE = 32, SIDE_ROWS = 8 };
 template <bool TO_LSE>
 __global__ void transpose_stats(float *lse, float *stats, int64_t H, int64_t S, int64_t first, int64_t step) {
@@ -417,7 +419,7 @@ template <bool TO_LSE> static void transpose(const mt_attention *a, const batch 
     MT_CUDA_LAUNCHED();
 }
 
-/* `data` by the numbers of the tensors; those that are NULL are not of this graph. */
+/* Pointers by tensor id; NULL for tensors that are not in this graph. */
 static void execute(const plan *p, void *const data[FIRST_VIRTUAL], void *workspace, mt_stream *stream) {
     int64_t uids[FIRST_VIRTUAL], count = 0;
     void *pointers[FIRST_VIRTUAL];
@@ -479,7 +481,7 @@ static bool run_cudnn(const mt_attention *a, mt_dtype dtype, mt_stream *stream, 
 
 /* ---- auto -------------------------------------------------------------------------------------------------------- */
 
-/* Shorter sequences are not worth a plan. */
+/* Shorter sequences do not justify a plan. */
 enum { MEASURED_LENGTH = 512, WARM_UPS = 1, TRIALS = 3 };
 
 static float measure(const mt_attention *a, mt_dtype dtype, mt_stream *stream, mt_attention_direction *direction) {
@@ -498,8 +500,8 @@ static float measure(const mt_attention *a, mt_dtype dtype, mt_stream *stream, m
     return milliseconds;
 }
 
-/* The first call of a shape runs both on its operands, which costs no more than those runs: outputs are written, not
- * added to. What is chosen by measuring does not repeat, and neither does cuDNN's backward. */
+/* The first call of a shape runs and times both on its operands; this is safe because outputs are written, not added
+ * to. A choice by timing may differ from run to run; cuDNN's backward does not repeat bit for bit anyway. */
 static bool cudnn_is_faster(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
                             mt_attention_direction *ours) {
     batch b;
@@ -513,8 +515,8 @@ static bool cudnn_is_faster(const mt_attention *a, mt_dtype dtype, mt_stream *st
     return p->choice == CUDNN_IS_FASTER;
 }
 
-/* cuDNN's own part of the backward's workspace: gradients of k and v for every head, where heads share keys, as latent
- * attention's do not. */
+/* cuDNN's own part of the backward's workspace: gradients of k and v for every head, if heads share keys; those of
+ * latent attention do not. */
 int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
     const int64_t slack = 16 << 20, dq_sum = 4 * D, of_heads = 2 * 2 * D, stats = 4;
     if (D == LATENT_CHANNELS) return T * H * (dq_sum + stats) + slack;

@@ -1,44 +1,43 @@
-/* attention_hopper.cu: the third rung of attention, FlashAttention on the tensor cores of sm_90a (Shah et al.,
+/* attention_hopper.cu: the third rung of attention: FlashAttention on the tensor cores of sm_90a (Shah et al.,
  * "FlashAttention-3").
  *
- * mma.sync makes a warp fetch its operands to registers and wait for every product; it reaches two thirds of the
- * tensor cores' rate. wgmma reads operands from shared memory, for 64 rows at once, while the warps do something else.
- * So the work is cut by role. In a block, one warp finds out what to work on, one only asks the memory engine (TMA) for
- * tiles, and two warpgroups of 128 threads, each with 64 rows of its own, only calculate; they get most of the
- * registers. They meet at barriers in shared memory, a pair for every buffer: "filled" and "free" again (mt_ring).
- * What the mma rung says of weights in registers holds here too: wgmma leaves its result where the next product wants
- * its operand a.
+ * mma.sync requires a warp to load its operands into registers and to wait for every product; it reaches two thirds of
+ * the tensor cores' rate. wgmma reads operands from shared memory, for 64 rows at once, asynchronously. Therefore the
+ * kernels are warp-specialised. In a block one warp schedules tiles, one producer warp only issues TMA loads, and two
+ * consumer warpgroups of 128 threads, each with 64 rows, only compute; they get most of the registers. They synchronise
+ * through barriers in shared memory, a pair "filled" and "free" per buffer (mt_ring). As in the mma rung, weights stay
+ * in registers: wgmma leaves its result in the layout that the next product's operand a needs.
  *
- * Scores take two products and an exponential each: for D 128, 128 by 128 scores are 2048 clocks of the tensor cores
- * and 1024 of the special-function units, so the two must run at the same time. A warpgroup starts the scores of a tile
- * and the outputs of the tile before it together, and does the softmax of the one under the product of the other; and
- * the warpgroups of a block do not do the same thing at the same time.
+ * Scores take two products and an exponential each: for D 128, 128 by 128 scores take 2048 clocks of the tensor cores
+ * and 1024 of the special-function units, so both must run at the same time. A warpgroup starts the scores of a tile
+ * together with the outputs of the preceding tile, and computes the softmax of one during the product of the other. The
+ * warpgroups of a block also alternate.
  *
  * The backward is two kernels as in the mma rung, without atomics, so that runs repeat bit for bit: one owns queries,
- * the other keys, and both keep weights and their gradients in registers, because the second works on transposed
- * scores. That is seven products for five: tensor cores at 630 TFLOP/s, near what a large GEMM gets, do 450 that count.
- * A kernel that adds up dq in memory could do without two of them, and would not repeat. */
+ * the other keys. Both keep weights and their gradients in registers, because the second uses transposed scores. This
+ * takes seven products instead of five: tensor cores at 630 TFLOP/s, near the rate of a large GEMM, deliver 450 that
+ * count. A kernel that accumulates dq in memory would save two of the products, but would not repeat bit for bit. */
 #include "attention.cuh"
 
 #ifdef MT_HAVE_SM90A
 #include "hopper.cuh"
 
-enum { WARPGROUP = 128, WORKERS = 2, THREADS = WARPGROUP * (1 + WORKERS) }; // of a block, WORKERS warpgroups calculate
+enum { WARPGROUP = 128, WORKERS = 2, THREADS = WARPGROUP * (1 + WORKERS) }; // per block; WORKERS warpgroups compute
 
 /* ---- buffers ----------------------------------------------------------------------------------------------------- */
 
-/* Tensors as TMA sees them: [panels of 64 channels, rows, 64], in boxes of all panels of a head and a tile's rows. */
+/* Tensor maps: [panels of 64 channels, rows, 64], in boxes of all panels of a head and the rows of a tile. */
 struct tensor_maps {
     CUtensorMap q, dout, k, v;
 };
 
-/* Starts the copy of a tile's rows from `row` on, of a head whose first panel is `panel`. */
+/* Starts the copy of a tile's rows, beginning at `row`, of the head whose first panel is `panel`. */
 __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap &map, int row, int panel, uint32_t barrier) {
     mt_copy_box(to, map, panel, row, 0, barrier);
 }
 
-/* Rows [count, ROWS) of a tile become 0; tail_cleared() then lets the warpgroup's products read it. Rows behind a
- * span's last are of another span or of nobody, and a weight of 0 times NaN is NaN. */
+/* Sets rows [count, ROWS) of a tile to 0; after tail_cleared() the products of the warpgroup may read it. Rows past the
+ * end of a span belong to another span or to nobody, and a weight of 0 times NaN is NaN. */
 template <int ROWS, int D> __device__ __forceinline__ void clear_tail(uint32_t tile, int count) {
     for (int panel = 0; panel < D / 64; panel++)
         for (int at = count * 128 + threadIdx.x % WARPGROUP * 16; at < ROWS * 128; at += WARPGROUP * 16)
@@ -49,17 +48,18 @@ __device__ __forceinline__ void tail_cleared() {
     mt_fence_async();
     mt_named_barrier_wait(1 + threadIdx.x / WARPGROUP, WARPGROUP);
 }
-/* Of two tiles that lie one behind the other, of D and DV channels. */
+/* For two adjacent tiles, of D and DV channels. */
 template <int ROWS, int D, int DV> __device__ __forceinline__ void clear_tails(uint32_t tiles, int count) {
     clear_tail<ROWS, D>(tiles, count);
     clear_tail<ROWS, DV>(tiles + ROWS * D * 2, count);
     tail_cleared();
 }
 
-/* ---- who works on which tile ------------------------------------------------------------------------------------- */
+/* ---- mapping of blocks to tiles ---------------------------------------------------------------------------------- */
 
-/* A block works on one tile after another. A warp of its own finds the next one, once all of this one was asked for. */
-enum { NO_MORE = -1 }; // the head of the tile behind the last
+/* A persistent block processes one tile after another. A scheduler warp finds the next tile once all loads of the
+ * current one have been issued. */
+enum { NO_MORE = -1 }; // head of the tile after the last
 struct tile_queue {
     tile *slot;
     mt_ring<1> turns;
@@ -79,14 +79,15 @@ struct tile_queue {
         }
         __syncwarp();
     }
-    /* Everyone releases the turn when it has read the tile; who loads it, when it has asked for the last of it. */
+    /* Consumers release the scheduler's buffer when they have read the tile; the producer releases it when it has
+     * issued the last load of the tile. */
     __device__ __forceinline__ tile get(int round) const {
         turns.wait_filled(round);
         return *slot;
     }
 };
 
-/* The first tile that no block has yet. Without a counter there is a block for every tile. */
+/* The first tile that no block has taken. Without a counter there is one block per tile. */
 __device__ __forceinline__ int next_tile(const flash_task &task) {
     if (!task.counter) return 1 << 30;
     int taken = 0;
@@ -94,8 +95,9 @@ __device__ __forceinline__ int next_tile(const flash_task &task) {
     return (int)gridDim.x + __shfl_sync(0xffffffff, taken, 0);
 }
 
-/* Tiles come with the most work first, so that the last are short. A block begins with the one of its number, and takes
- * another when it is about to be free: which block gets which is chance, what it calculates is not. */
+/* Tiles with the most work come first, so that the last ones are short. A block starts with the tile of its own number,
+ * and takes another when it is about to finish. The assignment of tiles to blocks varies from run to run; the results
+ * do not. */
 template <bool OF_KEYS>
 __device__ __forceinline__ void hand_out_tiles(const flash_task &task, const tile_queue &queue, int64_t heads,
                                                int size) {
@@ -124,7 +126,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[1][N / 8][4], uint32_t 
     mt_wgmma_commit();
 }
 
-/* Starts c[64, D] += p[64, ROWS] x[ROWS, D], with weights p in registers. */
+/* Starts c[64, D] += p[64, ROWS] x[ROWS, D], with the weights p in registers. */
 template <int D, int ROWS>
 __device__ __forceinline__ void multiply_weights(float (&c)[1][D / 8][4], const uint32_t (&p)[1][ROWS / 16][4],
                                                  uint32_t x) {
@@ -134,8 +136,8 @@ __device__ __forceinline__ void multiply_weights(float (&c)[1][D / 8][4], const 
     mt_wgmma_commit();
 }
 
-/* The warpgroups start products in turn, so that what one calculates between its products falls under the products of
- * the other. The first of them begins. */
+/* The warpgroups alternate in starting products, so that one computes its softmax during the products of the other. The
+ * first warpgroup begins. */
 __device__ __forceinline__ void turns_begin(int group) {
     if (group == 1) mt_named_barrier_arrive(8, WORKERS * WARPGROUP);
 }
@@ -146,7 +148,7 @@ __device__ __forceinline__ void turn_pass(int group) {
     mt_named_barrier_arrive(8 + (group ^ 1), WORKERS * WARPGROUP);
 }
 
-/* x[j] of lane i of a quad and x[i] of lane j change places. */
+/* Transposes within a quad: x[j] of lane i and x[i] of lane j are exchanged. */
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2)
@@ -162,8 +164,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
         }
 }
 
-/* Stores the warp's 16 rows of c, those of the `count` that exist, to rows at `to`. A lane has two channels of every
- * block of 8; four blocks are exchanged in a quad so that it stores sixteen bytes. */
+/* Stores the warp's 16 rows of c, limited to `count` rows, to rows at `to`. A lane holds two channels of every block of
+ * 8; four blocks are exchanged in a quad so that it stores 16 bytes at a time. */
 template <int D>
 __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, const float (&c)[1][D / 8][4],
                                            bool accumulate) {
@@ -189,7 +191,7 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-/* A lane holds DV / 2 outputs, 64 scores and, as pairs, 32 weights. */
+/* A lane holds DV / 2 outputs, 64 scores and 32 weights as pairs. */
 template <int D, int DV> struct forward_size {
     static constexpr int QUERIES = 64 * WORKERS, KEYS = 128, STAGES = 2;
     static constexpr int K_TILE = KEYS * D * 2, V_TILE = KEYS * DV * 2, K = QUERIES * D * 2, V = K + STAGES * K_TILE;
@@ -229,11 +231,11 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
     }
 }
 
-/* A warpgroup of the forward and what it holds; `row` is where its warp's rows are in the span. */
+/* State of a consumer warpgroup of the forward; `row` is the position of its warp's rows in the span. */
 template <int D, int DV> struct forward_worker {
     using size = forward_size<D, DV>;
     static constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
-    static constexpr bool TURNS = D > 64; // for fewer channels products are shorter than a softmax
+    static constexpr bool TURNS = D > 64; // with fewer channels products are shorter than a softmax
     uint32_t at, q_tile;
     int group, row;
     float scale;
@@ -277,8 +279,7 @@ template <int D, int DV> struct forward_worker {
         v_ring().release(n);
     }
 
-    /* All keys of a range that is not empty; their tiles are use number n and on. Returns the number behind the last.
-     */
+    /* Processes a non-empty range of keys, whose tiles are ring uses n, n + 1, ... Returns the next use number. */
     __device__ __forceinline__ int walk(const range &keys, int n, int round) {
         int key = keys.first / KEYS * KEYS;
         start_scores(n);
@@ -368,7 +369,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- backward: dq ------------------------------------------------------------------------------------------------ */
 
-/* A lane holds D / 2 of dq, KEYS / 2 scores, as many dp and half as many pairs. */
+/* A lane holds D / 2 of dq, KEYS / 2 scores, as many dp, and half as many pairs. */
 template <int D, int DV> struct backward_q_size {
     static constexpr int QUERIES = 64 * WORKERS, KEYS = D > 64 ? 64 : 128, STAGES = D > 64 ? 3 : 2;
     static constexpr int DOUT = QUERIES * D * 2, KV = DOUT + QUERIES * DV * 2;
@@ -446,7 +447,7 @@ template <int D, int DV> __device__ __forceinline__ void backward_q_work(const f
             multiply_rows<D, QUERIES, KEYS>(score, q_tile, k_tile);
             multiply_rows<DV, QUERIES, KEYS>(dp, dout_tile, v_tile);
             turn_pass(group);
-            mt_wgmma_wait<1>(); // the scores, and dq of the tile before
+            mt_wgmma_wait<1>(); // waits for the scores and for dq of the preceding tile
             mt_wgmma_hold(score[0]);
             if (n > first) kv_ring.release(n - 1);
             if (!all_see(seen, t.first + warp_row, 16, key, KEYS)) hide<false>(score, seen, t.first + warp_row, key);
@@ -498,10 +499,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 /* ---- backward: dk and dv ----------------------------------------------------------------------------------------- */
 
 /* A lane holds D / 2 of dk, DV / 2 of dv, 32 transposed scores, as many dp, and 16 pairs. A stage is a tile of queries,
- * their dout, lse and row_dot; all heads of the group come in turn.
+ * their dout, lse and row_dot; the heads of the group follow one another.
  *
- * For D 192 that is too many: dp takes the registers of the scores, whose weights wait as pairs, and the gradients'
- * pairs those of dp, so that dk's product has to end with the step. */
+ * For D 192 there are not enough registers: dp reuses the registers of the scores, whose weights are kept as pairs, and
+ * the pairs of the gradients reuse those of dp. Therefore dk's product must end with the step. */
 template <int D, int DV> struct backward_kv_size {
     static constexpr bool REUSE = D == 192;
     static constexpr int LOADER_REGISTERS = REUSE ? 24 : 40, WORKER_REGISTERS = REUSE ? 240 : 232;
@@ -512,7 +513,8 @@ template <int D, int DV> struct backward_kv_size {
     static constexpr int TILES = Q_RING + mt_ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
 };
 
-/* The queries that see a tile of keys, of all heads of the group: `tiles` tiles a head from `first` on. */
+/* The queries that attend to a tile of keys, of all heads of the group: `tiles` tiles per head, beginning at
+ * `first`. */
 struct query_steps {
     int first, tiles, count;
 };
@@ -569,18 +571,18 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
     }
 }
 
-/* A warpgroup of this kernel and what it holds; `row` is where its warp's keys are in the span. */
+/* State of a consumer warpgroup of this kernel; `row` is the position of its warp's keys in the span. */
 template <int D, int DV> struct backward_kv_worker {
     using size = backward_kv_size<D, DV>;
     static constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
-    static constexpr bool REUSE = size::REUSE, EARLY = D == 64; // EARLY: registers are enough for scores and dp at once
+    static constexpr bool REUSE = size::REUSE, EARLY = D == 64; // EARLY: registers suffice for scores and dp at once
     char *memory;
     uint32_t at, k_tile, v_tile;
     int row;
     float scale;
     band seen;
     float dk[1][D / 8][4], dv[1][DV / 8][4], score[1][QUERIES / 8][4], other[1][QUERIES / 8][4];
-    uint32_t pairs[1][QUERIES / 16][4]; // weights, and then gradients of scores
+    uint32_t pairs[1][QUERIES / 16][4]; // weights, then gradients of scores
 
     __device__ __forceinline__ mt_ring<1> kv_ring() const {
         return {at + size::KV_RING};
@@ -595,8 +597,8 @@ template <int D, int DV> struct backward_kv_worker {
         mt_wgmma_hold(dv[0]);
     }
 
-    /* What the tile of queries from `query` on, use number n, adds to dk and dv. Leaves the product for dk running,
-     * but where registers are reused. */
+    /* Adds the part of the tile of queries at `query`, ring use n, to dk and dv. The product for dk is still running on
+     * return, unless registers are reused. */
     __device__ __forceinline__ void step(int n, int query, bool is_first) {
         const uint32_t q_tile = at + size::Q + n % size::STAGES * size::STAGE, dout_tile = q_tile + size::Q_TILE;
         const float *stats = (const float *)(memory + size::STATS) + n % size::STAGES * 2 * QUERIES;
@@ -608,7 +610,7 @@ template <int D, int DV> struct backward_kv_worker {
         mt_wgmma_fence();
         multiply_rows<D, KEYS, QUERIES>(score, k_tile, q_tile);
         if (EARLY) multiply_rows<DV, KEYS, QUERIES>(dp, v_tile, dout_tile);
-        mt_wgmma_wait<EARLY ? 1 : 0>(); // for the scores, and for dk of the step before
+        mt_wgmma_wait<EARLY ? 1 : 0>(); // waits for the scores and for dk of the preceding step
         mt_wgmma_hold(score[0]);
         if (!REUSE && !is_first) q_ring().release(n - 1);
         if (!all_see(seen, query, QUERIES, row, 16)) hide<true>(score, seen, query, row);
@@ -625,7 +627,7 @@ template <int D, int DV> struct backward_kv_worker {
             gradients_of_packed(dp, pairs, stats + QUERIES);
         else
             gradients_by_column(score, dp, stats + QUERIES);
-        mt_wgmma_wait<0>(); // nobody reads the weights any more
+        mt_wgmma_wait<0>(); // the weights are no longer read
         mt_wgmma_hold(dv[0]);
         pack_weights(pairs, score);
         mt_wgmma_hold(dk[0]);
@@ -701,12 +703,12 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-/* `rows` rows of `heads` heads of D channels, read in tiles of `box` rows of a head. */
+/* The tensor map of `rows` rows of `heads` heads of D channels, with tiles of `box` rows of a head. */
 static CUtensorMap tensor_map(const void *x, int64_t rows, int64_t stride, int64_t heads, int64_t D, int box) {
     return mt_tensor_map(x, MT_BF16, heads * D / 64, rows, 64, 64, stride, (int)(D / 64), box);
 }
 
-/* Maps of the rows that the spans cover, in tiles of so many queries and keys. */
+/* Tensor maps of the rows that the spans cover, for the tile sizes of queries and keys. */
 static tensor_maps maps_of(const mt_attention *a, int queries, int keys) {
     int64_t H = a->num_heads, G = a->num_groups, D = a->head_size, DV = a->value_size, q_rows = 1, k_rows = 1;
     for (int64_t i = 0; i < a->spans.count; i++) {
@@ -722,8 +724,9 @@ static tensor_maps maps_of(const mt_attention *a, int queries, int keys) {
     return maps;
 }
 
-/* For every tile of queries, or of keys, and every one of `heads` heads (groups for keys). Blocks fill the GPU once and
- * take tiles from a counter in the stream's workspace; without one there are as many blocks as tiles. */
+/* Launches blocks for every tile of queries, or of keys, and each of `heads` heads (groups, for keys). The blocks are
+ * persistent and take tiles from a counter in the stream's workspace; without a counter there are as many blocks as
+ * tiles. */
 template <class Size>
 static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, const mt_attention *a, bool of_keys,
                    mt_stream *stream) {
@@ -758,8 +761,8 @@ template <int D, int DV> static void backward(const mt_attention *a, mt_stream *
     over_disjoint_keys(a, stream, launch_backward_kv<D, DV>);
 }
 
-/* Heads of the usual sizes, and of DeepSeek's latent attention. sm_90a is Hopper's alone: its code runs on no later
- * GPU. A tensor map needs a tensor, even one without rows. */
+/* Serves the usual head sizes and those of DeepSeek's latent attention. Code for sm_90a runs on Hopper only, not on
+ * later GPUs. A tensor map needs a non-empty tensor, even if no row is read. */
 static bool hopper_serves(const mt_attention *a, mt_dtype dtype) {
     int64_t D = a->head_size, DV = a->value_size;
     if (mt_cuda_device()->major != 9 || mt_cuda_kernel_arch() != 90) return false;

@@ -1,10 +1,10 @@
-/* attention_merge.cu: attention in parts. Context parallelism attends to one block of keys after another; these two
- * kernels add up, in fp32, what the blocks give: outputs by their log-sum-exp, gradients as they are. */
+/* attention_merge.cu: merging of partial attention. Context parallelism attends to one block of keys after another.
+ * These two kernels combine the results of the blocks in fp32: outputs by their log-sum-exp, gradients by addition. */
 #include "vector.cuh"
 
-enum { MERGE_WARPS = 8, MERGE_THREADS = 32 * MERGE_WARPS, MERGE_BLOCKS = 512 }; // blocks: at most, for one span
+enum { MERGE_WARPS = 8, MERGE_THREADS = 32 * MERGE_WARPS, MERGE_BLOCKS = 512 }; // MERGE_BLOCKS: maximum for one span
 
-/* A warp a query and head. Reads part, reads and writes out: 10 bytes an element in bf16, 12 in fp32. */
+/* One warp per query and head. Reads part, reads and writes out: 10 bytes per element in bf16, 12 in fp32. */
 template <class T, int N>
 __global__ void __launch_bounds__(MERGE_THREADS) merge(float *out, float *lse, const T *part, const float *part_lse,
                                                        const mt_span *spans, int H, int Dv, bool first) {
@@ -23,12 +23,12 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(float *out, float *lse, c
             for (int e = 0; e < N; e++) sum.value[e] = first ? x.value[e] : keep * sum.value[e] + add * x.value[e];
             mt_store(out + i * Dv + c, sum);
         }
-        __syncwarp(); // every lane has read lse
+        __syncwarp(); // all lanes have read lse
         if (lane == 0) lse[i] = total;
     }
 }
 
-/* Blocks share out the packs of a span's rows. Reads x, reads and writes sum: 10 bytes an element in bf16. */
+/* The blocks divide the packs of a span's rows. Reads x, reads and writes sum: 10 bytes per element in bf16. */
 template <class T, int N>
 __global__ void __launch_bounds__(MERGE_THREADS)
     accumulate(float *sum, const T *x, const mt_span *spans, bool of_keys, int width, int64_t x_stride, bool first) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(MERGE_THREADS)
     }
 }
 
-/* Blocks for the span with the most work, of which one block does `each` at once. */
+/* The number of blocks for the span with the most work; a block processes `each` items at once. */
 static dim3 grid_of(const mt_spans *spans, bool of_keys, int64_t work_a_row, int64_t each) {
     int64_t longest = 1;
     for (int64_t i = 0; i < spans->count; i++) {

@@ -1,19 +1,18 @@
-/* attention_mma.cu: the second rung of attention, FlashAttention on the tensor cores of sm_80 and up.
+/* attention_mma.cu: the second rung of attention: FlashAttention on the tensor cores of sm_80 and later.
  *
- * The definition reads every key and value from memory once a query: 4 D bytes for 4 D flops. Here a block of four
- * warps takes a tile of queries and walks over the keys in tiles that all of its queries share (Dao,
- * "FlashAttention-2"), so a key is read once a tile of 128 queries: 128 flops a byte, from L2. What the scores would
- * need is never stored: they live in registers as the result of one product, become weights there, and are the operand
- * of the next.
+ * The definition reads every key and value from memory once per query: 4 D bytes for 4 D flops. Here a block of four
+ * warps takes a tile of queries and loops over tiles of keys shared by all of its queries (Dao, "FlashAttention-2"). A
+ * key is read once per tile of 128 queries: 128 flops per byte, from L2. Scores are never stored: they are the result
+ * of one product in registers, become weights there, and are the operand of the next product.
  *
- * Each warp owns 16 or 32 rows of the tile alone. The mma instruction leaves its result with the lanes that its operand
- * a wants (see mt_mma), so weights go from one product into the next without shared memory, and warps meet only to hand
- * over tiles of keys. While a tile is worked on, the next one is on its way (cp.async) into a second buffer.
+ * Each warp owns 16 or 32 rows of the tile. The mma instruction distributes its result over the lanes as its operand a
+ * requires (see mt_mma), so weights pass from one product to the next without shared memory. Warps synchronise only to
+ * exchange tiles of keys. While one tile is processed, cp.async copies the next one into a second buffer.
  *
- * The forward's floor is 4 Tq Tk D H flops, half of that under a causal mask. The backward computes the scores again
- * and needs five products instead of two, 2.5 times as many flops; here it runs as two kernels, like the definition:
- * one owns rows of dq, the other rows of dk and dv. Seven products, but no atomics: runs repeat bit for bit.
- * mma reaches about two thirds of what Hopper's wgmma does; that is the next rung, attention_hopper.cu. */
+ * The forward needs at least 4 Tq Tk D H flops, half of that with a causal mask. The backward recomputes the scores and
+ * needs five products instead of two, 2.5 times as many flops. As in the definition it runs as two kernels: one owns
+ * rows of dq, the other rows of dk and dv. These are seven products, but no atomics: runs repeat bit for bit. mma
+ * reaches about two thirds of the rate of Hopper's wgmma, which the next rung uses (attention_hopper.cu). */
 #include "attention.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
@@ -22,10 +21,11 @@ enum { WARPS = 4, THREADS = 32 * WARPS, ROW_DOT_QUERIES = 16 };
 
 /* ---- tiles in shared memory -------------------------------------------------------------------------------------- */
 
-/* Starts the copy of `count` rows (up to ROWS) of `channels` channels (up to D); the rest of the tile becomes 0. */
+/* Starts the copy of `count` rows (up to ROWS) of `channels` channels (up to D); the rest of the tile is set to 0. */
 template <int ROWS, int D>
 __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *from, int64_t stride, int count, int channels) {
-    constexpr int CHUNKS = (D == 192 ? 64 : D) / 8, ROWS_AT_ONCE = THREADS / CHUNKS; // a power of 2: threads fill rows
+    // CHUNKS is a power of 2, so that rows divide the threads evenly.
+    constexpr int CHUNKS = (D == 192 ? 64 : D) / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
     int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     from += first * stride + chunk * 8;
 #pragma unroll
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *from, int64
         }
 }
 
-/* Starts the copy of `count` keys (up to ROWS) from row `key` and, after them, their values. */
+/* Starts the copy of `count` keys (up to ROWS) from row `key`, followed by their values. */
 template <int ROWS, int D, int DV>
 __device__ __forceinline__ void load_keys(uint32_t to, const flash_task &task, int64_t key, int group, int count) {
     const mt_attention &s = task.shape;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_keys(uint32_t to, const flash_task &task, i
     load_tile<ROWS, DV>(to + ROWS * D * 2, task.v + key * s.v_stride + group * values, s.v_stride, count, values);
 }
 
-/* The same of queries and their dout. */
+/* The same for queries and their dout. */
 template <int ROWS, int D, int DV>
 __device__ __forceinline__ void load_queries(uint32_t to, const flash_task &task, int64_t query, int head, int count) {
     const mt_attention &s = task.shape;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_queries(uint32_t to, const flash_task &task
                         values);
 }
 
-/* c[16 TILES, N] += a[16 TILES, D] b[N, D]^T: the warp's rows of tile a by all rows of tile b. */
+/* c[16 TILES, N] += a[16 TILES, D] b[N, D]^T: the warp's rows of tile a times all rows of tile b. */
 template <int TILES, int N, int D>
 __device__ __forceinline__ void multiply_rows(float (&c)[TILES][N / 8][4], uint32_t a, uint32_t b) {
     constexpr int A_ROWS = 16 * TILES * WARPS;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[TILES][N / 8][4], uint3
     }
 }
 
-/* c[16 TILES, D] += p[16 TILES, N] x[N, D]: weights in registers by all rows of tile x. */
+/* c[16 TILES, D] += p[16 TILES, N] x[N, D]: weights in registers times all rows of tile x. */
 template <int TILES, int N, int D>
 __device__ __forceinline__ void multiply_weights(float (&c)[TILES][D / 8][4], const uint32_t (&p)[TILES][N / 16][4],
                                                  uint32_t x) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void multiply_weights(float (&c)[TILES][D / 8][4], co
         }
 }
 
-/* Stores the warp's rows of c, those of the tile's `count` rows, to rows at `to`. They pass through the warp's rows of
- * a tile that nobody else reads, so that sixteen bytes at a time go to memory. */
+/* Stores the warp's rows of c, limited to the `count` rows of the tile, to rows at `to`. They pass through the warp's
+ * rows of a tile that no other warp reads, so that stores are 16 bytes wide. */
 template <int TILES, int D>
 __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, int channels,
                                            const float (&c)[TILES][D / 8][4], uint32_t tile, bool accumulate) {
@@ -131,9 +131,10 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-/* Registers hold c for 16 TILES rows: DV / 2 fp32 a lane for each 16 rows of outputs, KEYS / 2 for scores. Two row
- * tiles a warp use each ldmatrix of keys and values twice, which mma on Hopper needs: shared memory gives 128 bytes a
- * clock. D 192 takes half the keys at a time, for the 99 KiB of sm_86 and sm_89. */
+/* Registers per lane for 16 TILES rows of c: DV / 2 fp32 for each 16 rows of outputs, KEYS / 2 for scores. With two row
+ * tiles per warp each ldmatrix of keys and values is used twice; mma on Hopper needs this because shared memory
+ * delivers 128 bytes per clock. D 192 uses half as many keys per tile, for the 99 KiB of shared memory of sm_86 and
+ * sm_89. */
 template <int D, int DV> struct forward_size {
     static constexpr int TILES = DV > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = D == 192 ? 32 : 64;
     static constexpr int STAGE = KEYS * (D + DV) * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
     if (key < keys.end) load_stage(key);
     for (; key < keys.end; key += KEYS) {
         mt_copies_wait();
-        __syncthreads(); // this stage is here, and nobody reads the other one any more
+        __syncthreads(); // this stage has arrived, and the other one is no longer read
         if (key + KEYS < keys.end) load_stage(key + KEYS);
         const uint32_t k_tile = stages + key / KEYS % 2 * size::STAGE, v_tile = k_tile + KEYS * D * 2;
         float score[TILES][KEYS / 8][4], shrink[TILES][2];
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
         pack_weights(weights, score);
         multiply_weights<TILES, KEYS, DV>(out, weights, v_tile);
     }
-    mt_copies_wait(); // where the queries saw no key, they may still be on their way
+    mt_copies_wait(); // copies may still be pending if the queries attend to no key
     __syncthreads();
     softmax_finish(state, out, task.lse + (query + warp_row) * shape.num_heads + t.head, shape.num_heads,
                    rows - warp_row, shape.scale);
@@ -191,10 +192,10 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 
-/* With p the weights and dp = dout v^T, the gradient of the scaled scores is ds = p (dp - row_dot), and
- * dq = scale ds k, dk = scale ds^T q, dv = p^T dout. lse gives p back at once: no running maximum here. */
+/* With weights p and dp = dout v^T, the gradient of the scaled scores is ds = p (dp - row_dot), and dq = scale ds k, dk
+ * = scale ds^T q, dv = p^T dout. p follows directly from lse, without a running maximum. */
 
-/* row_dot = sum(out dout) for every query and head: reads 4 DV bytes for each, once. DV / 8 lanes share a row. */
+/* row_dot = sum(out dout) for every query and head. Reads 4 DV bytes for each, once. DV / 8 lanes share a row. */
 template <int DV> __global__ void __launch_bounds__(THREADS) mma_row_dots(const flash_task task) {
     constexpr int LANES = DV / 8, AT_ONCE = THREADS / LANES;
     const mt_attention &shape = task.shape;
@@ -219,7 +220,7 @@ template <int DV> __global__ void __launch_bounds__(THREADS) mma_row_dots(const 
     }
 }
 
-/* dq: a block owns queries and walks over keys, as the forward does. Registers hold dq, scores and dp. */
+/* dq: a block owns queries and loops over keys, as in the forward. Registers hold dq, scores and dp. */
 template <int D, int DV> struct backward_q_size {
     static constexpr int TILES = D > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = D > 64 ? 32 : 64;
     static constexpr int OWN = QUERIES * (D + DV) * 2, STAGE = KEYS * (D + DV) * 2, BYTES = OWN + 2 * STAGE;
@@ -276,16 +277,17 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const
                          (int)shape.head_size, dq, q_tile, false);
 }
 
-/* dk and dv: a block owns keys and walks over the queries that see them, of all heads of the group. It works on the
- * transposed scores k q^T, whose rows are its own. Registers hold dk, dv, scores and dp; above 128 value channels that
- * is too many, and dk and dv take a kernel each. */
+/* dk and dv: a block owns keys and loops over the queries that attend to them, of all heads of the group. It computes
+ * the transposed scores k q^T, whose rows it owns. Registers hold dk, dv, scores and dp. Above 128 value channels they
+ * do not fit, and dk and dv use separate kernels. */
 template <int D, int DV> struct backward_kv_size {
     static constexpr int TILES = D > 64 ? 1 : 2, KEYS = 16 * TILES * WARPS, QUERIES = D == 128 ? 64 : 32;
     static constexpr int OWN = KEYS * (D + DV) * 2, STAGE = QUERIES * (D + DV) * 2; // keys, values; queries, their dout
-    static constexpr int STATS = OWN + 2 * STAGE, BYTES = STATS + 4 * QUERIES * 4;  // where lse and row_dot are
+    static constexpr int STATS = OWN + 2 * STAGE, BYTES = STATS + 4 * QUERIES * 4;  // STATS: offset of lse and row_dot
 };
 
-/* Starts the copy of lse and row_dot of `count` queries, from `at` on and `heads` apart, to QUERIES floats of each. */
+/* Starts the copy of lse and row_dot of `count` queries, beginning at `at` with stride `heads`, to QUERIES floats
+ * each. */
 template <int QUERIES>
 __device__ __forceinline__ void load_stats(uint32_t to, const flash_task &task, int64_t at, int64_t heads, int count) {
     static_assert(2 * QUERIES <= THREADS, "a thread a number");
@@ -294,9 +296,9 @@ __device__ __forceinline__ void load_stats(uint32_t to, const flash_task &task, 
     if (threadIdx.x < 2 * QUERIES) mt_copy4_async(to + threadIdx.x * 4, from + at + row * heads, row < count);
 }
 
-/* A tile of queries at `q_tile`, its dout behind it and lse and row_dot at `stats`: what they add to dk and dv of the
- * keys at `k_tile`, whose values are behind them. `query` and `key`: where the tile and the warp's keys are in the
- * span. */
+/* Adds the part of one tile of queries to dk and dv. The queries are at `q_tile`, followed by their dout; lse and
+ * row_dot are at `stats`; the keys are at `k_tile`, followed by their values. `query` and `key` are the positions in
+ * the span of the tile and of the warp's keys. */
 template <int D, int DV, bool MAKE_DK, bool MAKE_DV, int TILES, int MK, int MV>
 __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], float (&dv)[TILES][MV][4], uint32_t k_tile,
                                                  uint32_t q_tile, const float *stats, const band &seen, int query,
@@ -333,7 +335,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
     const mt_attention &shape = task.shape;
     const int channels = (int)shape.head_size, values = (int)shape.value_size;
     const int heads = (int)(shape.num_heads / shape.num_groups);
-    const tile t = tile_of_block<true>(task, blockIdx.x, KEYS); // its head is a group
+    const tile t = tile_of_block<true>(task, blockIdx.x, KEYS); // t.head is a group of heads
     const band seen = band_of(t.span, shape.window);
     const range queries = queries_of(seen, t.first, KEYS);
     const int first_query = queries.first / QUERIES * QUERIES, rows = seen.k_len - t.first;
@@ -375,7 +377,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-/* A block for every tile of `rows` queries or keys and every one of `heads` heads (groups for keys). */
+/* Launches one block for every tile of `rows` queries or keys and each of `heads` heads (groups, for keys). */
 static void launch(void (*kernel)(flash_task), flash_task task, const mt_attention *a, bool of_keys, int rows,
                    int bytes, mt_stream *stream) {
     int64_t heads = of_keys ? a->num_groups : a->num_heads;
@@ -427,7 +429,7 @@ template <int D, int DV> static bool backward(const mt_attention *a, mt_stream *
     return true;
 }
 
-/* A tile has the first of these channel counts that a head fits in; the channels past the head's are 0. */
+/* A tile has the smallest of these channel counts that holds a head; channels past the head's are 0. */
 extern "C" bool mt_attention_mma_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
     if (!flash_serves(a, dtype) || D > 256 || DV > 256) return false;

@@ -1,11 +1,11 @@
-/* attention_split.cu: attention of few queries over many keys, as decoding asks for (Dao et al., "Flash-Decoding for
+/* attention_split.cu: attention of few queries to many keys, as in decoding (Dao et al., "Flash-Decoding for
  * long-context inference").
  *
- * One query cannot fill a GPU, its keys can: they are cut into splits, a block takes the queries of all heads of a
- * group over one split, so that keys and values are read once, and leaves a softmax of its own in the workspace; a
- * second kernel joins the splits of a head. How a span is cut depends on the span as the device reads it and on the
- * number of its launch's queries, never on the host's list, which only bounds the grid: a graph that was captured with
- * the longest spans gives the same bits for shorter ones. */
+ * One query cannot fill a GPU, but its keys can. The keys are divided into splits. A block processes the queries of all
+ * heads of a group over one split, so that keys and values are read once, and writes its partial softmax to the
+ * workspace. A second kernel merges the splits of a head. The division of a span depends on the span as read on the
+ * device and on the number of queries of the launch, never on the host's list, which only bounds the grid. Therefore a
+ * graph captured with the longest spans gives the same bits for shorter ones. */
 #include "attention.cuh"
 #include "vector.cuh"
 
@@ -18,21 +18,21 @@ enum {
     MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS
 };
 
-/* What the kernels get, by value. Query i of span s, head h and split p have row ((s max_queries + i) H + h) max_splits
- * + p of what a block leaves. */
+/* Kernel arguments, passed by value. The partial result of query i of span s, head h and split p is in row ((s
+ * max_queries + i) H + h) max_splits + p. */
 struct split_task {
     const void *q, *k, *v;
     void *out;
     float *lse;
     const mt_span *spans;
     float *sums;     // [rows, Dv] sum exp(x - max) v
-    float2 *maxima;  // [rows] max, and sum exp(x - max); exponents are of 2
-    int max_queries; // of a span
+    float2 *maxima;  // [rows] max, and sum of 2^(x - max)
+    int max_queries; // maximum over the spans
     int max_splits;
     mt_attention shape;
 };
 
-/* Keys [first, end) of a span in splits of `keys`. */
+/* The keys [first, end) of a span, in splits of `keys` keys. */
 struct cut {
     int first, end, keys;
 };
@@ -47,15 +47,15 @@ __device__ static inline int64_t row_of(const split_task &task, int span, int qu
     return (((int64_t)span * task.max_queries + query) * task.shape.num_heads + head) * task.max_splits;
 }
 
-/* 2^(x - base), where a maximum over nothing is -inf. */
+/* 2^(x - base); a maximum over no keys is -inf. */
 __device__ static inline float weight_of(float x, float base) {
     return x == -INFINITY ? 0 : mt_exp2(x - base);
 }
 
-/* The softmax over some keys of M queries, for P packs of N channels: this thread's part. */
+/* The softmax over some keys for M queries, P packs of N channels: this thread's part. */
 template <int M, int P, int N> struct partial_softmax { float max[M], sum[M], values[M][P][N]; };
 
-/* Joins two parts that were made over different keys: this lane's and that of lane ^ bit, which gets the same. */
+/* Merges two parts over different keys: this lane's and that of lane ^ bit; both lanes receive the result. */
 template <int M, int P, int N> __device__ static inline void join_lanes(partial_softmax<M, P, N> &part, int bit) {
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -72,7 +72,7 @@ template <int M, int P, int N> __device__ static inline void join_lanes(partial_
     }
 }
 
-/* Adds U keys with their scores (-inf: not seen) and values to the softmax. */
+/* Adds U keys to the softmax, given their scores (-inf: masked) and values. */
 template <class E, int U, int M, int P, int N>
 __device__ static inline void add_keys(partial_softmax<M, P, N> &part, const float (&scores)[U][M],
                                        const mt_pack<E, N> (&v)[U][P]) {
@@ -105,7 +105,7 @@ __device__ static inline void add_keys(partial_softmax<M, P, N> &part, const flo
         }
 }
 
-/* What a block works on: keys [begin, end) of a span, and M of its `rows` queries times the group's heads. */
+/* The work of a block: keys [begin, end) of a span, and M of its `rows` queries times the heads of the group. */
 struct block_task {
     mt_span span;
     band seen;
@@ -127,9 +127,9 @@ __device__ static inline block_task find_block(const split_task &task, int M) {
     return t;
 }
 
-/* The queries of a block; past the last they are the last again. */
+/* The queries of a block; indices past the last query repeat it. */
 template <int M, int P, int N> struct block_queries {
-    float q[M][P][N]; // times the scale, in exponents of 2
+    float q[M][P][N]; // multiplied by the scale and log2 e
     int first_key[M], end_key[M];
 };
 
@@ -154,7 +154,7 @@ __device__ static inline void load_queries(block_queries<M, P, N> &queries, cons
     }
 }
 
-/* scores[u][m] of keys first + u * step, which the W lanes that share them all get. */
+/* scores[u][m] of keys first + u * step. The W lanes that share a key all receive them. */
 template <class E, int W, int U, int M, int P, int N>
 __device__ static inline void score_keys(float (&scores)[U][M], const block_queries<M, P, N> &queries,
                                          const mt_pack<E, N> (&keys)[U][P], int first, int step) {
@@ -180,7 +180,7 @@ __device__ static inline void score_keys(float (&scores)[U][M], const block_quer
     }
 }
 
-/* Joins the block's warps and leaves what they found in the workspace. */
+/* Merges the warps of a block and writes the result to the workspace. */
 template <int W, int M, int P, int N>
 __device__ static inline void leave(const split_task &task, const block_task &t, const partial_softmax<M, P, N> &sums) {
     __shared__ float of_warp[WARPS][M][W * P * N], max_of_warp[WARPS][M], sum_of_warp[WARPS][M];
@@ -210,8 +210,8 @@ __device__ static inline void leave(const split_task &task, const block_task &t,
     }
 }
 
-/* W lanes share a key, P packs each. Block (split, group and tile of its queries, span). Reads each key and value of
- * its split once. */
+/* W lanes share a key, P packs each. Grid: (split, group and tile of its queries, span). Reads each key and value of
+ * the split once. */
 template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * WARPS) split_keys(split_task task) {
     constexpr int N = 16 / sizeof(E), together = WARPS * 32 / W, U = M * P > 4 ? 2 : 4;
     const mt_attention &s = task.shape;
@@ -249,7 +249,7 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
     leave<W>(task, t, sums);
 }
 
-/* out and lse of a query and head, from its splits. Block (query and head, span). */
+/* out and lse of a query and head, merged from its splits. Grid: (query and head, span). */
 template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_splits(split_task task) {
     const mt_attention &s = task.shape;
     const mt_span span = task.spans[blockIdx.y];
@@ -288,7 +288,7 @@ template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_sp
     if (threadIdx.x == 0) task.lse[query * heads + head] = total > 0 ? 0.693147181f * max + logf(total) : -INFINITY;
 }
 
-/* ---- launching --------------------------------------------------------------------------------------------------- */
+/* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 template <class E, int W, int P> static void launch_split(const split_task &task, dim3 grid, cudaStream_t stream) {
     int64_t rows = task.max_queries * (task.shape.num_heads / task.shape.num_groups);
@@ -312,7 +312,7 @@ template <class E> static void launch(const split_task &task, dim3 grid, cudaStr
     MT_CUDA_LAUNCHED();
 }
 
-/* Rows that sixteen-byte loads can read, no dropout. */
+/* Requires rows that allow 16-byte loads, and no dropout. */
 static bool operands_serve(const mt_attention *a, mt_dtype dtype) {
     for (int64_t size : {a->head_size, a->value_size})
         if (size <= 0 || size > MAX_CHANNELS || size % 8 != 0) return false;
@@ -343,6 +343,6 @@ extern "C" bool mt_attention_split_forward(const mt_attention *a, mt_dtype dtype
 }
 
 extern "C" bool mt_attention_split_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    (void)a, (void)dtype, (void)stream; // decoding has none
+    (void)a, (void)dtype, (void)stream; // decoding has no backward
     return false;
 }

@@ -116,9 +116,9 @@ bool mt_cuda_comm_is_open(void) {
 }
 
 /* Polls query() until it reports completion on the device. */
-template <class Query> static void mt_comm_wait(const char *what, const char *group, Query query) {
+template <class Query> static void mt_comm_wait(const char *operation, const char *group, Query query) {
     double checked = mt_time();
-    mt_watch_begin(what, group);
+    mt_watch_begin(operation, group);
     for (;;) {
         cudaError_t status = query();
         if (status == cudaSuccess) break;
@@ -326,15 +326,15 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
 }
 
 /* Takes the next ticket, waits until its entry is free, and makes the channel's stream wait for the caller's stream. */
-static int64_t mt_channel_begin(mt_channel *head, int64_t bytes, const char *what, mt_stream *stream) {
+static int64_t mt_channel_begin(mt_channel *head, int64_t bytes, const char *operation, mt_stream *stream) {
     mt_cuda_channel *channel = (mt_cuda_channel *)head;
     int64_t ticket = head->next++, place = ticket % MT_CHANNEL_TICKETS;
     cudaEvent_t oldest = channel->done[place];
     if (ticket >= MT_CHANNEL_TICKETS)
-        mt_comm_wait(what, head->group->name, [oldest] { return cudaEventQuery(oldest); });
+        mt_comm_wait(operation, head->group->name, [oldest] { return cudaEventQuery(oldest); });
     head->bytes[place] = bytes;
     mt_follow(channel->stream, mt_cuda_stream(stream), channel->ready);
-    mt_watch_note(what, head->group->name);
+    mt_watch_note(operation, head->group->name);
     return ticket;
 }
 

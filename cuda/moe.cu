@@ -126,7 +126,7 @@ template <int V> __device__ static inline softmax_of read_logits(per_expert<floa
 
 /* Calls body(V, warps per block, bytes of shared memory). If E exceeds the registers, a warp gets `arrays` arrays of E
  * values in shared memory; it always gets `more` bytes. */
-template <class Body> static void with_places(int64_t E, int64_t arrays, int64_t more, Body body) {
+template <class Body> static void with_slots(int64_t E, int64_t arrays, int64_t more, Body body) {
     int64_t bytes = mt_divide_up(E, 32) * 32 * 4 * arrays + more;
     if (E <= 32)
         body(mt_width<1>(), 8u, (size_t)(8 * more));
@@ -209,17 +209,17 @@ template <int V>
 __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits, const float *bias,
                               int64_t T, routing r, int shared_per_warp) {
     extern __shared__ __align__(16) char shared[];
-    char *own = shared + threadIdx.x / 32 * shared_per_warp;
+    char *warp_memory = shared + threadIdx.x / 32 * shared_per_warp;
     int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int lane = threadIdx.x % 32;
     if (t >= T) return;
-    per_expert<float, V> x(own + r.groups * 4);
+    per_expert<float, V> x(warp_memory + r.groups * 4);
     logits += t * r.E;
     softmax_of softmax = read_logits<V>(x, logits, r.E);
     float prob = NAN;
     int expert = lane;
     if (softmax.finite)
-        expert = choose<V>(&prob, x, softmax, logits, bias, (uint32_t *)own, r);
+        expert = choose<V>(&prob, x, softmax, logits, bias, (uint32_t *)warp_memory, r);
     else if (lane == 0)
         atomicAdd(invalid, 1);
     if (lane >= r.k) return;
@@ -231,8 +231,8 @@ extern "C" void mt_cuda_route_forward(float *probs, int32_t *experts, int32_t *i
                                       const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
     if (T == 0) return;
     routing r = routing_of(router);
-    with_places(r.E, 1, mt_divide_up(r.groups, 32) * 128, [&](auto places, unsigned warps, size_t bytes) {
-        route_forward<decltype(places)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+    with_slots(r.E, 1, mt_divide_up(r.groups, 32) * 128, [&](auto slots, unsigned warps, size_t bytes) {
+        route_forward<decltype(slots)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
             probs, experts, invalid, logits, bias, T, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
@@ -275,8 +275,8 @@ extern "C" void mt_cuda_route_backward(float *dlogits, const float *dprobs, cons
                                        int64_t T, const mt_router *router, mt_stream *stream) {
     if (T == 0) return;
     routing r = routing_of(router);
-    with_places(r.E, 1, 0, [&](auto places, unsigned warps, size_t bytes) {
-        route_backward<decltype(places)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+    with_slots(r.E, 1, 0, [&](auto slots, unsigned warps, size_t bytes) {
+        route_backward<decltype(slots)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
             dlogits, dprobs, experts, logits, T, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
@@ -286,7 +286,7 @@ extern "C" void mt_cuda_route_backward(float *dlogits, const float *dprobs, cons
 
 /* Replaces a token's logits by its scores, normalised to sum 1. Returns log(sum(exp(logits))). */
 template <int V>
-__device__ static inline double shares_of(per_expert<float, V> &x, const softmax_of &softmax, const routing &r) {
+__device__ static inline double normalise_scores(per_expert<float, V> &x, const softmax_of &softmax, const routing &r) {
     float sum = 0;
     each_expert<V>(r.E, [&](int v, int) {
         x[v] = r.sigmoid ? logistic(x[v]) : softmax(x[v]);
@@ -298,46 +298,46 @@ __device__ static inline double shares_of(per_expert<float, V> &x, const softmax
 }
 
 /* Scores are summed as integer multiples of 2^-40: exact for scores down to 2^-16, and independent of the order. */
-static constexpr float share_unit = 0x1p40f;
+static constexpr float score_unit = 0x1p40f;
 
 /* Accumulators of the forward: sums of scores and counts [S, E], a flag per sequence that a score was NaN, and the
  * z-loss sum of each warp. */
 struct aux_loss_sums {
-    unsigned long long *shares;
+    unsigned long long *scores;
     double *z;
-    int32_t *counts, *poisoned;
+    int32_t *counts, *has_nan;
 };
 
 static constexpr int tokens_per_warp = 8;
 
 /* Adds a warp's sums of one sequence to `to` and resets them. */
 template <int V>
-__device__ static inline void aux_loss_flush(const aux_loss_sums &to, per_expert<unsigned long long, V> &shares,
+__device__ static inline void aux_loss_flush(const aux_loss_sums &to, per_expert<unsigned long long, V> &scores,
                                              per_expert<int32_t, V> &counts, int64_t sequence, int E) {
     each_expert<V>(E, [&](int v, int e) {
-        if (shares[v] > 0) atomicAdd(&to.shares[sequence * E + e], shares[v]);
+        if (scores[v] > 0) atomicAdd(&to.scores[sequence * E + e], scores[v]);
         if (counts[v] > 0) atomicAdd(&to.counts[sequence * E + e], counts[v]);
-        shares[v] = 0, counts[v] = 0;
+        scores[v] = 0, counts[v] = 0;
     });
 }
 
 /* Adds the scores of one token (logits x) to a warp's sums. Returns log(sum(exp(x))). */
 template <int V>
-__device__ static inline double aux_loss_add(per_expert<unsigned long long, V> &shares, per_expert<int32_t, V> &counts,
-                                             int32_t *poisoned, per_expert<float, V> &x, const softmax_of &softmax,
+__device__ static inline double aux_loss_add(per_expert<unsigned long long, V> &scores, per_expert<int32_t, V> &counts,
+                                             int32_t *has_nan, per_expert<float, V> &x, const softmax_of &softmax,
                                              const routing &r) {
     ranked last = before_all();
     for (int j = 0; softmax.finite && j < r.k; j++)
         last = next_after<V>(last, r.E, [&](int v, int) { return sortable_key(x[v]); });
     each_expert<V>(r.E,
                    [&](int v, int e) { counts[v] += softmax.finite ? !last.before(sortable_key(x[v]), e) : e < r.k; });
-    double lse = shares_of<V>(x, softmax, r);
+    double lse = normalise_scores<V>(x, softmax, r);
     bool number = true;
     each_expert<V>(r.E, [&](int v, int) {
         number &= !isnan(x[v]);
-        if (x[v] > 0) shares[v] += __float2ull_rn(x[v] * share_unit);
+        if (x[v] > 0) scores[v] += __float2ull_rn(x[v] * score_unit);
     });
-    if (!number) *poisoned = 1;
+    if (!number) *has_nan = 1;
     return lse;
 }
 
@@ -345,33 +345,35 @@ __device__ static inline double aux_loss_add(per_expert<unsigned long long, V> &
  * shared memory (`block_sums`). Reads 4 E bytes per token. */
 template <int V>
 __global__ void aux_loss_forward(aux_loss_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
-                                 int shared_per_warp, bool together) {
+                                 int shared_per_warp, bool block_sums) {
     extern __shared__ __align__(16) char shared[];
-    char *own = shared + threadIdx.x / 32 * shared_per_warp, *of_block = shared + blockDim.x / 32 * shared_per_warp;
+    char *warp_memory = shared + threadIdx.x / 32 * shared_per_warp,
+         *block_memory = shared + blockDim.x / 32 * shared_per_warp;
     int64_t warp = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = warp * tokens_per_warp;
-    int64_t places = (r.E + 31) / 32 * 32, current = 0;
-    per_expert<unsigned long long, V> shares(own);
-    per_expert<int32_t, V> counts(own + places * 8);
-    per_expert<float, V> x(own + places * 12);
+    int64_t slots = (r.E + 31) / 32 * 32, current = 0;
+    per_expert<unsigned long long, V> scores(warp_memory);
+    per_expert<int32_t, V> counts(warp_memory + slots * 8);
+    per_expert<float, V> x(warp_memory + slots * 12);
     aux_loss_sums to = sums;
-    if (together) to.shares = (unsigned long long *)of_block, to.counts = (int32_t *)(of_block + (int64_t)r.E * 8);
-    for (int e = threadIdx.x; together && e < r.E; e += blockDim.x) to.shares[e] = 0, to.counts[e] = 0;
+    if (block_sums)
+        to.scores = (unsigned long long *)block_memory, to.counts = (int32_t *)(block_memory + (int64_t)r.E * 8);
+    for (int e = threadIdx.x; block_sums && e < r.E; e += blockDim.x) to.scores[e] = 0, to.counts[e] = 0;
     __syncthreads();
-    each_expert<V>(r.E, [&](int v, int) { shares[v] = 0, counts[v] = 0; });
+    each_expert<V>(r.E, [&](int v, int) { scores[v] = 0, counts[v] = 0; });
     double z = 0;
     for (int64_t t = first; t < min(first + tokens_per_warp, T); t++) {
         int64_t s = sequence ? sequence[t] : 0;
-        if (s != current) aux_loss_flush<V>(to, shares, counts, current, r.E);
+        if (s != current) aux_loss_flush<V>(to, scores, counts, current, r.E);
         current = s;
         softmax_of softmax = read_logits<V>(x, logits + t * r.E, r.E);
-        double lse = aux_loss_add<V>(shares, counts, &sums.poisoned[s], x, softmax, r);
+        double lse = aux_loss_add<V>(scores, counts, &sums.has_nan[s], x, softmax, r);
         z += lse * lse;
     }
-    aux_loss_flush<V>(to, shares, counts, current, r.E);
+    aux_loss_flush<V>(to, scores, counts, current, r.E);
     if (first < T && threadIdx.x % 32 == 0) sums.z[warp] = z;
     __syncthreads();
-    for (int e = threadIdx.x; together && e < r.E; e += blockDim.x) {
-        if (to.shares[e] > 0) atomicAdd(&sums.shares[e], to.shares[e]);
+    for (int e = threadIdx.x; block_sums && e < r.E; e += blockDim.x) {
+        if (to.scores[e] > 0) atomicAdd(&sums.scores[e], to.scores[e]);
         if (to.counts[e] > 0) atomicAdd(&sums.counts[e], to.counts[e]);
     }
 }
@@ -379,7 +381,7 @@ __global__ void aux_loss_forward(aux_loss_sums sums, const float *logits, const 
 /* Second stage: writes sums[2, S, E] in fp32; one block adds up the z-loss of the warps in a fixed order. */
 __global__ void aux_loss_finish(float *sums, double *z_sum, aux_loss_sums from, int64_t S, int64_t E, int64_t warps) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < S * E; i += (int64_t)gridDim.x * blockDim.x) {
-        sums[i] = from.poisoned[i / E] ? NAN : (float)((double)from.shares[i] / (double)share_unit);
+        sums[i] = from.has_nan[i / E] ? NAN : (float)((double)from.scores[i] / (double)score_unit);
         sums[S * E + i] = (float)from.counts[i];
     }
     if (blockIdx.x > 0) return;
@@ -402,17 +404,17 @@ extern "C" void mt_cuda_aux_loss_forward(float *sums, double *z_sum, const float
     char *workspace = (char *)mt_cuda_workspace(stream, warps * 8 + zeroed);
     aux_loss_sums to;
     to.z = (double *)workspace;
-    to.shares = (unsigned long long *)(workspace + warps * 8);
-    to.counts = (int32_t *)(to.shares + S * r.E);
-    to.poisoned = to.counts + S * r.E;
-    MT_CUDA(cudaMemsetAsync(to.shares, 0, (size_t)zeroed, on));
+    to.scores = (unsigned long long *)(workspace + warps * 8);
+    to.counts = (int32_t *)(to.scores + S * r.E);
+    to.has_nan = to.counts + S * r.E;
+    MT_CUDA(cudaMemsetAsync(to.scores, 0, (size_t)zeroed, on));
     if (T > 0)
-        with_places(r.E, 4, 0, [&](auto places, unsigned in_block, size_t bytes) {
+        with_slots(r.E, 4, 0, [&](auto slots, unsigned in_block, size_t bytes) {
             size_t room = (size_t)r.E * 12;
-            bool together = !sequence && bytes + room <= (size_t)max_shared_bytes;
-            aux_loss_forward<decltype(places)::value>
-                <<<mt_grid_size(warps, in_block), in_block * 32, together ? bytes + room : bytes, on>>>(
-                    to, logits, sequence, T, r, (int)(bytes / in_block), together);
+            bool block_sums = !sequence && bytes + room <= (size_t)max_shared_bytes;
+            aux_loss_forward<decltype(slots)::value>
+                <<<mt_grid_size(warps, in_block), in_block * 32, block_sums ? bytes + room : bytes, on>>>(
+                    to, logits, sequence, T, r, (int)(bytes / in_block), block_sums);
             MT_CUDA_LAUNCHED();
         });
     aux_loss_finish<<<mt_grid_size(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);
@@ -430,10 +432,10 @@ __global__ void aux_loss_value(double *loss, const float *sums, int64_t S, int64
     __shared__ double of_warp[32];
     double mine = 0;
     for (int64_t s = warp; s < S; s += warps) {
-        const float *shares = sums + s * E, *counts = shares + S * E;
+        const float *scores = sums + s * E, *counts = scores + S * E;
         double products = 0, total = 0;
         for (int64_t e = lane; e < E; e += 32) {
-            products += (double)shares[e] * (double)counts[e];
+            products += (double)scores[e] * (double)counts[e];
             total += (double)counts[e];
         }
         products = warp_sum(products), total = warp_sum(total);
@@ -461,7 +463,7 @@ __global__ void aux_loss_backward(float *dlogits, const float *logits, const flo
     per_expert<float, V> x(shared + threadIdx.x / 32 * shared_per_warp);
     counts += (sequence ? sequence[t] : 0) * r.E, logits += t * r.E, dlogits += t * r.E;
     softmax_of softmax = read_logits<V>(x, logits, r.E);
-    float lse = (float)shares_of<V>(x, softmax, r);
+    float lse = (float)normalise_scores<V>(x, softmax, r);
     double total = 0, mean = 0;
     each_expert<V>(r.E, [&](int v, int e) {
         total += (double)counts[e];
@@ -482,8 +484,8 @@ extern "C" void mt_cuda_aux_loss_backward(float *dlogits, const float *logits, c
     (void)S;
     if (T == 0) return;
     routing r = routing_of(router);
-    with_places(r.E, 1, 0, [&](auto places, unsigned warps, size_t bytes) {
-        aux_loss_backward<decltype(places)::value>
+    with_slots(r.E, 1, 0, [&](auto slots, unsigned warps, size_t bytes) {
+        aux_loss_backward<decltype(slots)::value>
             <<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
                 dlogits, logits, counts, sequence, T, aux_scale, z_scale, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
@@ -494,15 +496,15 @@ extern "C" void mt_cuda_aux_loss_backward(float *dlogits, const float *logits, c
 
 /* counts[E] += the number of occurrences of each expert in experts[n]. Counts in shared memory first if E fits. */
 __global__ void count_experts(int32_t *counts, const int32_t *experts, int64_t n, int E, bool fits) {
-    extern __shared__ int32_t of_block[];
-    int32_t *to = fits ? of_block : counts;
-    for (int e = threadIdx.x; fits && e < E; e += blockDim.x) of_block[e] = 0;
+    extern __shared__ int32_t block_memory[];
+    int32_t *to = fits ? block_memory : counts;
+    for (int e = threadIdx.x; fits && e < E; e += blockDim.x) block_memory[e] = 0;
     __syncthreads();
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
         if (experts[i] >= 0) atomicAdd(&to[experts[i]], 1);
     __syncthreads();
     for (int e = threadIdx.x; fits && e < E; e += blockDim.x)
-        if (of_block[e] > 0) atomicAdd(&counts[e], of_block[e]);
+        if (block_memory[e] > 0) atomicAdd(&counts[e], block_memory[e]);
 }
 
 __global__ void add_counts(float *loads, const int32_t *counts, int64_t E) {
@@ -654,16 +656,17 @@ __device__ static inline int bin_of(const int32_t *experts, int64_t i, const dis
  * histogram, prefix sums of each bin over the blocks, offsets of the bins, scatter. The sort reads 4 bytes per choice
  * twice, writes 4 for each copy of a choice and 8 for each row. Launch latency dominates its time. */
 __global__ void plan_histogram(int32_t *before, const int32_t *experts, dispatch_info s) {
-    extern __shared__ int32_t of_block[];
-    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) of_block[bin] = 0;
+    extern __shared__ int32_t block_memory[];
+    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) block_memory[bin] = 0;
     __syncthreads();
     int64_t first = (int64_t)blockIdx.x * (blockDim.x / 32) * per_warp;
     for (int i = threadIdx.x; i < blockDim.x / 32 * per_warp; i += blockDim.x) {
         int bin = bin_of(experts, first + i, s);
-        if (bin >= 0) atomicAdd(&of_block[bin], 1);
+        if (bin >= 0) atomicAdd(&block_memory[bin], 1);
     }
     __syncthreads();
-    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) before[bin * s.blocks + blockIdx.x] = of_block[bin];
+    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x)
+        before[bin * s.blocks + blockIdx.x] = block_memory[bin];
 }
 
 /* before[bins, blocks] = exclusive prefix sums over the blocks; totals[bins]. One warp per bin. */

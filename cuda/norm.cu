@@ -1,14 +1,13 @@
-/* norm.cu: RMSNorm and LayerNorm, forward and backward, and the forward together with the residual sum before it.
+/* norm.cu: RMSNorm and LayerNorm, forward and backward, and the forward fused with the preceding residual addition.
  *
- * RMSNorm is LayerNorm without the mean and the bias, so one kernel does both. blockDim.x threads share a row and keep
- * it in registers between its reduction and its use. What sets the pace is how many bytes are on their way: a thread
- * asks for all that it has of a row before it uses the first, and up to 256 packs (2048 channels in bf16) a row is one
- * warp's, which waits for nobody. A row that is longer than what its threads hold (a chunk) is read again, chunk by
- * chunk; walking the chunks to and fro leaves the last one where the next walk begins.
- */
+ * RMSNorm is LayerNorm without mean and bias, so one kernel serves both. blockDim.x threads share a row and keep it in
+ * registers between the reduction and its use. The number of bytes in flight determines the speed: a thread issues all
+ * loads of its part of a row before it uses the first. Up to 256 packs (2048 channels in bf16) one warp holds a row and
+ * needs no barrier. A row that exceeds the registers of its threads (one chunk) is read again, chunk by chunk, in
+ * alternating direction, so that the last chunk of one pass is the first of the next. */
 #include "vector.cuh"
 
-/* The packs of a row that are this thread's in the chunk at `base`; zeros past the row's end. */
+/* Loads this thread's packs of the chunk at `base`; zeros past the end of the row. */
 template <int K, int N, class T>
 __device__ static inline void load_chunk(mt_pack<T, N> (&packs)[K], const T *row, int base, int length) {
 #pragma unroll
@@ -18,8 +17,8 @@ __device__ static inline void load_chunk(mt_pack<T, N> (&packs)[K], const T *row
     }
 }
 
-/* A row's token and its first channel there: a token has H rows. H is 1 but for heads, which spares the division that
- * every load would wait for. */
+/* The token of a row and the row's first channel; a token has H rows. H is 1 except for heads; that case avoids a
+ * division on which every load would depend. */
 template <bool layernorm> struct row_place {
     int64_t token, column;
     __device__ row_place(unsigned row, unsigned H, int C) : token(row), column(0) {
@@ -31,20 +30,20 @@ template <bool layernorm> struct row_place {
 
 /* ---- forward: y = (x - mean) rstd w + b -------------------------------------------------------------------------- */
 
-/* Weights are best asked for together with the row: a request waits in the first cache for those before it, in their
- * order. RMSNorm has registers for them. LayerNorm, which has biases too, shares them among the rows of a block in
- * shared memory, of so many bytes at most; a row that is longer asks for them at their use. */
-enum weights_place { at_use, in_registers, in_shared };
+/* Weights are best loaded together with the row, because loads complete in order in L1. RMSNorm has registers for them.
+ * LayerNorm, which also has biases, shares them among the rows of a block in shared memory, up to this many bytes. For
+ * longer rows they are loaded at their use. */
+enum weights_location { at_use, in_registers, in_shared };
 static constexpr int shared_weights_bytes = 40 << 10;
 
-/* How a row is held: by blocks of so many threads at most, each with up to `most` packs of it, and by `residents` times
- * 256 threads of a multiprocessor at once. A block that walks along its row, or adds a residual, needs registers for as
- * many packs again. */
+/* Launch bounds: a block has at most `block` threads, each with up to `most` packs of a row, and a multiprocessor holds
+ * `residents` times 256 threads. A kernel that reads a row in several chunks, or adds a residual, needs registers for
+ * twice as many packs. */
 static constexpr int most_forward_packs = 8;
 template <bool layernorm, bool adds, bool whole> struct forward_shape {
     static constexpr bool lean = layernorm && !adds && whole;
     static constexpr int block = lean ? 256 : 512, most = lean ? most_forward_packs : 4;
-    __host__ __device__ static constexpr int blocks(weights_place weights, int K, int element_bytes) {
+    __host__ __device__ static constexpr int blocks(weights_location weights, int K, int element_bytes) {
         constexpr int table[2][most_forward_packs] = {{8, 6, 4, 4}, {8, 6, 5, 5, 4, 4, 4, 4}};
         int residents = element_bytes > 2 && K > 3 ? 3 : table[lean][K - 1];
         if (weights == at_use) residents = lean ? (K > 6 || element_bytes > 2 ? 3 : 4) : 2;
@@ -52,7 +51,7 @@ template <bool layernorm, bool adds, bool whole> struct forward_shape {
     }
 };
 
-/* The operands, by the names that megatron.h gives them. */
+/* The operands, named as in megatron.h. */
 template <class T> struct forward_task {
     T *y;
     float *mean, *rstd;
@@ -61,13 +60,14 @@ template <class T> struct forward_task {
     int C;
     int64_t y_stride, x_stride;
     float eps;
-    T *sum; // what is normalised where a residual is added to x: [rows, C]
+    T *sum; // residual + dropout(x), which is normalised; [rows, C]
     const T *residual;
     const int64_t *token_index;
     mt_masks masks;
 };
 
-/* packs = sum = residual + dropout(packs), in the chunk at `base` of a row; rounded as one who reads sum has it. */
+/* packs = sum = residual + dropout(packs), in the chunk at `base` of a row; rounded to T, as readers of `sum` see
+ * it. */
 template <int K, int N, class T>
 __device__ static inline void add_residual(mt_pack<T, N> (&packs)[K], const forward_task<T> &task, int64_t row,
                                            int base, int length) {
@@ -84,7 +84,7 @@ __device__ static inline void add_residual(mt_pack<T, N> (&packs)[K], const forw
     }
 }
 
-/* Begins to copy the weights and biases of all columns to shared memory. */
+/* Starts the copy of the weights and biases of all columns to shared memory. */
 template <int N, class T>
 __device__ static inline void share_weights(T *shared_w, T *shared_b, const T *w, const T *b, int C) {
     int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -95,7 +95,7 @@ __device__ static inline void share_weights(T *shared_w, T *shared_b, const T *w
     mt_load_async_commit();
 }
 
-/* sum plus what a thread's packs hold; past the row's end they are zeros. */
+/* sum + the elements of a thread's packs; packs past the end of the row are zeros. */
 template <int K, int N, class T> __device__ static inline float add_up(float sum, const mt_pack<T, N> (&packs)[K]) {
 #pragma unroll
     for (int k = 0; k < K; k++)
@@ -117,14 +117,15 @@ __device__ static inline float squares_of(mt_pack<T, N> (&packs)[K], float mu, i
     return squares;
 }
 
-/* The normalised element: to the last bit where that is kept; else in an instruction less, which rows of 1600 feel. */
+/* The normalised element. In fp32 with the definition's rounding; otherwise with one instruction less, which is
+ * measurable for rows of 1600. */
 template <class T> __device__ static inline float normalised(float x, float mu, float scale, float shift) {
     return sizeof(T) > 2 ? (x - mu) * scale : x * scale + shift;
 }
 
-/* Reads x, writes y: 4 bytes an element in bf16, 8 in fp32; where it `adds`, reads x and residual and writes sum and y:
- * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. */
-template <class T, int N, int K, bool layernorm, bool adds, bool whole, weights_place weights>
+/* Reads x, writes y: 4 bytes per element in bf16, 8 in fp32. With `adds` it reads x and residual and writes sum and y:
+ * 8 and 16. `whole`: one chunk holds the row, which saves the registers of the loop over chunks. */
+template <class T, int N, int K, bool layernorm, bool adds, bool whole, weights_location weights>
 __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
                                   forward_shape<layernorm, adds, whole>::blocks(weights, K, sizeof(T)))
     norm_forward(const forward_task<T> task) {
@@ -183,23 +184,24 @@ __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
     }
 }
 
-/* Packs a thread for rows of `packs`: a row has as few warps as can hold it, and the packs of a row that is shorter
- * than a warp has threads are read in stretches of at least 128 bytes. */
+/* Packs per thread for rows of `packs` packs. A row has as few warps as can hold it. Rows shorter than a warp are read
+ * in pieces of at least 128 bytes. */
 static inline int64_t packs_of_a_thread(int64_t packs, int64_t most) {
     if (packs <= 64) return packs < 16 ? 1 : 2;
     int64_t warps = mt_divide_up(packs, 32 * most), each = mt_divide_up(packs, 32 * warps);
     return each < most ? each : most;
 }
 
-/* Calls body(mt_width<K>()) for K = k, which is in [1, most]. */
+/* Calls body(mt_width<K>()) with K = k, 1 <= k <= most. */
 template <int most, class Body> static void with_packs(int64_t k, Body body) {
     if constexpr (most > 1)
         if (k < most) return with_packs<most - 1>(k, body);
     body(mt_width<most>());
 }
 
-/* A long LayerNorm row has all the threads that a block may have: with more packs each they would be fewer. */
-template <bool layernorm, bool adds, bool whole, weights_place weights, class T, int N>
+/* A long LayerNorm row uses as many threads as a block may have: with more packs per thread fewer rows would be
+ * resident. */
+template <bool layernorm, bool adds, bool whole, weights_location weights, class T, int N>
 static void launch_forward_rows(const forward_task<T> &task, cudaStream_t stream) {
     using shape = forward_shape<layernorm, adds, whole>;
     constexpr bool is_long = shape::lean && weights == at_use;
@@ -217,11 +219,11 @@ static void launch_forward_rows(const forward_task<T> &task, cudaStream_t stream
     });
 }
 
-/* Rows that find no room in a block are walked along. */
+/* Rows that do not fit in a block are read in chunks. */
 template <bool layernorm, bool adds, class T, int N>
 static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
     using shape = forward_shape<layernorm, adds, true>;
-    constexpr weights_place weights = adds ? at_use : layernorm ? in_shared : in_registers;
+    constexpr weights_location weights = adds ? at_use : layernorm ? in_shared : in_registers;
     if constexpr (N > 1)
         if (task.C / N <= shape::most * shape::block) {
             if constexpr (weights == in_shared)
@@ -232,7 +234,7 @@ static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
     launch_forward_rows<layernorm, adds, false, at_use, T, N>(task, stream);
 }
 
-/* For rows x_stride and y_stride apart. */
+/* x_stride and y_stride: elements between rows. */
 template <class E>
 static forward_task<E> forward_task_of(const mt_norm_args *a, int64_t H, int64_t x_stride, int64_t y_stride) {
     return {(E *)a->y,   a->mean,   a->rstd,  (const E *)a->x, (const E *)a->w, (const E *)a->b, (unsigned)(a->T * H),
@@ -272,20 +274,21 @@ extern "C" void mt_cuda_residual_norm_forward(const mt_norm_args *a, mt_dtype dt
     });
 }
 
-/* ---- backward ----------------------------------------------------------------------------------------------------
- * With n = (x - mean) rstd and g = dy w: dx = dresidual + rstd (g - mean(g) - n mean(g n)), where RMSNorm has no
- * mean(g); dw = sum over rows of dy n, db = sum over rows of dy. A fixed number of blocks walks the rows; each keeps
- * its sums for dw and db in registers, and add_partials adds the blocks' sums in a fixed order. */
+/* ---- backward ---------------------------------------------------------------------------------------------------- */
 
-/* Packs of a row that a thread holds at most; and threads of a multiprocessor where each has K of them, which sets the
- * registers that each may use: the next row's packs, this one's, and the sums for dw and db. */
+/* With n = (x - mean) rstd and g = dy w: dx = dresidual + rstd (g - mean(g) - n mean(g n)), where RMSNorm has no
+ * mean(g); dw = sum over rows of dy n, db = sum over rows of dy. A fixed number of blocks processes the rows; each
+ * keeps its sums for dw and db in registers, and add_partials adds the sums of the blocks in a fixed order. */
+
+/* The maximum of packs that a thread holds of a row, and the resident threads of a multiprocessor with K packs each.
+ * The latter sets the registers per thread: the packs of the next row and of this one, and the sums for dw and db. */
 static constexpr int backward_packs = 2;
 __host__ __device__ static constexpr int backward_threads(bool layernorm, int K) {
     constexpr int table[2][backward_packs] = {{1024, 512}, {768, 512}};
     return table[layernorm][K - 1];
 }
 
-/* partial[0 ... C - 1] = this block's sums; its rows, which share columns, add theirs through shared memory. */
+/* partial[0 ... C - 1] = the sums of this block. Its rows, which share columns, are added in shared memory. */
 template <int N, int K, int threads>
 __device__ static inline void store_block_sums(float *partial, const mt_pack<float, N> (&sums)[K], int C) {
     __shared__ float shared[threads * N];
@@ -307,7 +310,7 @@ __device__ static inline void store_block_sums(float *partial, const mt_pack<flo
     }
 }
 
-/* The operands, by the names that megatron.h gives them, and the blocks' sums: [blocks, C] of dw, then of db. */
+/* The operands, named as in megatron.h, and the sums of the blocks: [blocks, C] of dw, then of db. */
 template <class T> struct backward_task {
     T *dx;
     float *partial;
@@ -318,7 +321,8 @@ template <class T> struct backward_task {
     int64_t dx_stride, dy_stride, x_stride;
 };
 
-/* A thread's packs of a row of each input; zeros past the last row and past the row's end, which add nothing. */
+/* A thread's packs of a row of each input. Past the last row and past the end of a row they are zeros, which add
+ * nothing. */
 template <class T, int N, int K, bool layernorm> struct row_part {
     mt_pack<T, N> x[K], dy[K];
     float mean, rstd;
@@ -335,7 +339,7 @@ template <class T, int N, int K, bool layernorm> struct row_part {
     }
 };
 
-/* g and n of a pack, from the packs that memory gave: n = x rstd + shift, where shift = -mean rstd. */
+/* Computes g and n of a pack from the loaded packs: n = x rstd + shift, where shift = -mean rstd. */
 template <class T, int N>
 __device__ static inline void widen_part(mt_pack<float, N> &n, mt_pack<float, N> &d, mt_pack<float, N> &g,
                                          const mt_pack<T, N> &x, const mt_pack<T, N> &dy, const mt_pack<T, N> &w,
@@ -347,8 +351,8 @@ __device__ static inline void widen_part(mt_pack<float, N> &n, mt_pack<float, N>
     }
 }
 
-/* With dx = dresidual + rstd g + slope x + offset a row's gradient takes three instructions an element: the
- * instructions of this kernel, not its bytes, are what is scarce. */
+/* In the form dx = dresidual + rstd g + slope x + offset the gradient takes three instructions per element.
+ * Instructions, not bytes, limit this kernel. */
 struct gradient_line {
     float slope, offset;
     __device__ gradient_line(float rstd, float shift, float mean_g, float mean_gn)
@@ -356,8 +360,8 @@ struct gradient_line {
     }
 };
 
-/* The next row is on its way, to registers, while this one is reduced: that keeps the memory busy. Reads dy, x and
- * dresidual, writes dx: 8 bytes an element in bf16, 16 in fp32 (6 and 12 without dresidual). */
+/* Loads the next row into registers while this one is reduced, which keeps the memory busy. Reads dy, x and dresidual,
+ * writes dx: 8 bytes per element in bf16, 16 in fp32 (6 and 12 without dresidual). */
 template <class T, int N, int K, bool layernorm>
 __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(const backward_task<T> task) {
     const int C = task.C;
@@ -369,7 +373,7 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(
     mt_wait_for_previous();
     next.load(task, row);
     load_chunk(weights, task.w, 0, C);
-    mt_begin_next(); // add_partials, which finds no room before blocks end
+    mt_begin_next(); // add_partials; it finds no free multiprocessor before blocks end
     for (int turn = 0; row - threadIdx.y < task.rows; row += step, turn ^= 1) {
         row_part<T, N, K, layernorm> part = next;
         row_place<layernorm> place(row, task.H, C);
@@ -412,8 +416,8 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(
         store_block_sums<N, K, threads>(task.partial + (int64_t)(gridDim.x + blockIdx.x) * C, db, C);
 }
 
-/* A block's ring of rows in shared memory. A thread copies there what it alone will read, so that copies need no
- * registers and no barrier; only mean and rstd are copied by one thread for its warp. */
+/* A block's ring buffer of rows in shared memory. A thread copies exactly the data that it reads itself, so the copies
+ * need neither registers nor a barrier; only mean and rstd are copied by one thread for its warp. */
 template <class T, int N, int K, bool layernorm> struct row_ring {
     static constexpr int stages = 2;
     mt_pack<T, N> *packs;
@@ -432,7 +436,7 @@ template <class T, int N, int K, bool layernorm> struct row_ring {
     __device__ float *statistic(int stage) const {
         return statistics + (stage * (blockDim.x / 32) + threadIdx.x / 32) * 2;
     }
-    /* Begins to copy a row; zeros past the last row and past the row's end add nothing. */
+    /* Starts the copy of a row. Zeros past the last row and past the end of a row add nothing. */
     __device__ void load(const backward_task<T> &task, unsigned row, int stage) const {
         row_place<layernorm> place(row, task.H, task.C);
 #pragma unroll
@@ -455,8 +459,8 @@ template <class T, int N, int K, bool layernorm> struct row_ring {
     }
 };
 
-/* The same for rows of up to K packs a thread, a block a row. So many packs of the next row find no registers, so they
- * come through shared memory. */
+/* The same for rows of up to K packs per thread, one row per block. There are no registers for the packs of the next
+ * row, so they are prefetched to shared memory. */
 static constexpr int wide_block = 512;
 template <class T, int N, int K, bool layernorm>
 __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_task<T> task) {
@@ -498,7 +502,7 @@ __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_
         for (int k = 0; k < K; k++) {
             int c = (k * blockDim.x + threadIdx.x) * N;
             if (c >= C) continue;
-            x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k); // they are too many to be kept
+            x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k); // reloaded: too many to keep in registers
             mt_keep_packed(weights[k]);
             widen_part(n, d, g, x, dy, weights[k], scale, shift);
             mt_pack<float, N> wide_x = mt_to_float(x), out = {};
@@ -520,7 +524,7 @@ __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_
     }
 }
 
-/* The same for rows that are longer than a block has packs, a block a row. They are read twice, and dw and db are
+/* The same for rows with more packs than a block holds, one row per block. Rows are read twice, and dw and db are
  * summed in `partial` itself. */
 template <class T, int N, bool layernorm>
 __global__ void __launch_bounds__(512) norm_backward_long(const backward_task<T> task) {
@@ -572,9 +576,9 @@ __global__ void __launch_bounds__(512) norm_backward_long(const backward_task<T>
     }
 }
 
-/* `rows` threads share the rows of a column. For a second row of the grid, `more` gets the rows after the first
- * `blocks`. All loads of a thread, up to `at_once`, are asked for before the first is added: their latency is what this
- * takes. */
+/* `rows` threads share the rows of a column. A second row of the grid, if any, adds the rows after the first `blocks`
+ * to `more`. A thread issues all its loads, up to `at_once`, before it adds the first: their latency dominates the
+ * time. */
 template <int rows>
 __global__ void __launch_bounds__(32 * rows)
     add_partials(float *to, float *more, const float *partial, int blocks, int more_blocks, int C) {
@@ -604,7 +608,7 @@ __global__ void __launch_bounds__(32 * rows)
     to[c] = before + sum;
 }
 
-/* Many columns fill the GPU with blocks of few rows. */
+/* With many columns, blocks with few threads per column fill the GPU. */
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
                           mt_stream *stream) {
     const bool many = C > 4096;
@@ -613,21 +617,21 @@ void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_b
                     to, more, partial, (int)blocks, (int)more_blocks, (int)C);
 }
 
-/* Blocks that may leave their sums: few where these are long. */
+/* The maximum number of blocks that leave partial sums; fewer if the sums are long. */
 static int64_t most_backward_blocks(int64_t C) {
     return mt_cuda_device()->multiProcessorCount * (C <= 2048 ? 8ll : 4ll);
 }
 
-/* How the rows are walked: rows of blockDim.x threads with `packs` packs each, blockDim.y of them in a block and
- * `blocks` blocks on a multiprocessor. packs is 0 where no block holds a row. */
+/* Launch shape of the backward: blockDim.x threads share a row with `packs` packs each, blockDim.y rows per block,
+ * `blocks` blocks per multiprocessor. packs is 0 if no block holds a row. */
 struct backward_walk {
     int packs, blocks;
     dim3 block;
 };
 
-/* The packs a thread that put the most bytes on their way. Whole warps for a row, unless it is shorter than one: with
- * two packs a thread it would be read in stretches too short. More than one block, so that one calculates while another
- * waits for its slowest warp; but few, since each leaves sums to be added. */
+/* Chooses the packs per thread that keep the most bytes in flight. A row has whole warps unless it is shorter than one:
+ * with two packs per thread it would be read in too short pieces. More than one block per multiprocessor, so that one
+ * computes while another waits for its slowest warp; but few, because the sums of each must be added. */
 static backward_walk backward_walk_of(bool layernorm, int64_t packs, int most) {
     backward_walk best = {};
     int64_t most_held = 0;
@@ -642,7 +646,7 @@ static backward_walk backward_walk_of(bool layernorm, int64_t packs, int most) {
     return best;
 }
 
-/* The launchers return how many blocks left their sums in task.partial, which has room for any number. */
+/* The launchers return the number of blocks that left sums in task.partial, which has room for every case. */
 template <class T, int N, int K, bool layernorm>
 static int64_t launch_walk(const backward_task<T> &task, const backward_walk &walk, cudaStream_t stream) {
     int64_t blocks = mt_cuda_device()->multiProcessorCount * (int64_t)walk.blocks;
@@ -651,7 +655,7 @@ static int64_t launch_walk(const backward_task<T> &task, const backward_walk &wa
     return blocks;
 }
 
-/* As many blocks as find room and leave their sums where there is room for them; 0 where a row fits in none. */
+/* Launches as many blocks as are resident and may leave sums. Returns 0 if a row does not fit in a block. */
 template <class T, int N, int K, bool layernorm>
 static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
     dim3 block = mt_reduction_block(mt_divide_up(task.C, N), K, 1, wide_block);
@@ -668,9 +672,9 @@ static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
     return blocks;
 }
 
-/* LayerNorm's rows of two packs a thread and many warps come by the ring too: their sums take so many registers that
- * the next row's packs find better room there. 1600 channels take 57 us so, 58.4 by registers; 1024, of two warps, 74
- * and 69. */
+/* LayerNorm rows of two packs per thread and several warps also use the ring buffer: their sums take so many registers
+ * that prefetching the next row to shared memory is faster. 1600 channels take 57 us with the ring, 58.4 with
+ * registers; 1024 channels (two warps) 74 and 69. */
 static constexpr int many_threads = 128;
 template <class T, int N, bool layernorm>
 static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
@@ -693,7 +697,7 @@ static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
     return blocks;
 }
 
-/* For rows so far apart. */
+/* Strides: elements between rows. */
 template <bool layernorm>
 static void launch_backward(const mt_norm_args *a, int64_t H, int64_t dx_stride, int64_t dy_stride, int64_t x_stride,
                             mt_dtype dtype, mt_stream *stream) {

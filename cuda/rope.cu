@@ -82,7 +82,7 @@ __device__ static inline void scale(mt_pack<float, N> &x, const mt_pack<T, N> &w
     for (int i = 0; i < N; i++) x.value[i] *= rstd * mt_element(w, i);
 }
 
-/* y = rotate(norm(x)) or rotate(x). Reads x, writes y: 4 bytes an element in bf16, 8 in fp32. */
+/* y = rotate(norm(x)) or rotate(x). Reads x, writes y: 4 bytes per element in bf16, 8 in fp32. */
 template <class T, int N, bool interleaved, bool norm>
 __global__ void __launch_bounds__(512, 2) rotate_heads(const heads_task<T> task) {
     constexpr int K = heads_per_lane;
@@ -352,7 +352,7 @@ __device__ static inline void store_head_sums(float *to, const mt_pack<float, N>
     }
 }
 
-/* dx = the norm's gradient of dy, rotated back. Reads dy and x, writes dx: 6 bytes an element in bf16, 12 in fp32. */
+/* dx = the norm's gradient of dy, rotated back. Reads dy and x, writes dx: 6 bytes per element in bf16, 12 in fp32. */
 template <class T, int N, bool interleaved>
 __global__ void __launch_bounds__(block_threads, 2) rotate_norm_backward(const heads_backward_task<T> task) {
     constexpr int K = heads_per_lane;
@@ -509,7 +509,7 @@ static bool launched_whole_backward(heads_backward_task<T> task, float *dq_w, fl
     return true;
 }
 
-/* Blocks are shared out as the heads are, so that q's and k's end together. */
+/* The heads of q and of k get blocks in proportion to their number, so that both end together. */
 template <class T, int N>
 static void launch_norm_backward(heads_backward_task<T> task, float *dq_w, float *dk_w, bool interleaved,
                                  mt_stream *stream) {

@@ -1,12 +1,11 @@
 #!/bin/sh
-# From text to a model that writes, in a few minutes on a laptop: every command is shown before it runs.
-# The corpus is this project itself, its code and its notes, so that nothing needs to be downloaded.
+# Prepares text, trains a small model on it and generates text, in a few minutes on a laptop. Prints every command
+# before it runs it. The corpus is this project's own code and notes: nothing is downloaded.
 #
 #   usage: data/demo.sh      (make demo)
 #
-# MT_BIN is where the programs are, DEMO_DIR where the model goes, DEMO_ITERS for how many iterations it learns. With
-# DEMO_RANKS=4 four ranks share the model, two by tensor and two by pipeline parallelism: `make demo` says so where it
-# found MPI.
+# MT_BIN is the folder of the programs, DEMO_DIR that of the model, DEMO_ITERS the number of iterations. With
+# DEMO_RANKS=4, which `make demo` sets if it found MPI, four ranks share the model by tensor and pipeline parallelism.
 set -eu
 bin=${MT_BIN:-.}
 model=${DEMO_DIR:-runs/demo}
@@ -22,7 +21,7 @@ run() {
     "$@"
 }
 
-# 1. Text: a JSON object a line, a document of at most 60 lines each.
+# 1. Text: one JSON object a line, each a document of at most 60 lines.
 mkdir -p "$model/data"
 rm -f "$model/metrics.jsonl"
 for file in *.md *.c *.h notes/*.md notes/*.c data/*.[ch] tests/*.[ch]; do
@@ -34,17 +33,17 @@ for file in *.md *.c *.h notes/*.md notes/*.c data/*.[ch] tests/*.[ch]; do
 done >"$corpus.jsonl"
 echo "1. the corpus: $(wc -l <"$corpus.jsonl") documents, $(wc -c <"$corpus.jsonl") bytes of code and notes"
 
-# 2. Tokens: here every byte is one.
+# 2. Tokens: here every byte is a token.
 run "$bin/data/preprocess" --input "$corpus.jsonl" --json-keys text --output-prefix "$corpus" \
     --tokenizer-type ByteLevel --append-eod --workers 2
 
-# 3. A Llama of 0.9 million parameters learns to continue the text, in four ranks of one thread where there is mpirun.
+# 3. Train a Llama of 0.9 million parameters, on four ranks of one thread if mpirun is there.
 launch='' layout=''
 if [ "${DEMO_RANKS:-1}" = 4 ] && command -v mpirun >/dev/null; then
     launch='env OMP_NUM_THREADS=1 mpirun -np 4' layout='--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2'
     if mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte'; then
         launch='env OMP_NUM_THREADS=1 mpirun --oversubscribe -np 4'
-        # With fewer cores than ranks, one that waits makes room.
+        # With fewer cores than ranks, a waiting rank yields its core.
         export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
         if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
     fi
@@ -62,10 +61,10 @@ run $launch "$bin/train" $layout \
     --eval-interval $((iterations > 5 ? iterations / 5 : 1)) --eval-iters 4 \
     --save "$model" --metrics "$model/metrics.jsonl"
 
-# 4. How it learned.
+# 4. Draw the loss.
 run data/plot.sh "$model/metrics.jsonl" "$model/loss.svg"
 
-# 5. What it writes.
+# 5. Generate text.
 run "$bin/infer" --load "$model" --tokenizer-type ByteLevel --prompt 'static void mt_' \
     --max-new-tokens 400 --temperature 0.7 --top-p 0.95 --seed 1
 printf '\nMore: %s/infer --load %s --tokenizer-type ByteLevel --prompt TEXT\n' "$bin" "$model"

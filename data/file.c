@@ -162,10 +162,14 @@ static void mt_new_file_free(mt_new_file *file) {
 int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error) {
     struct stat status;
     int64_t length = (int64_t)strlen(path) + 32;
-    *file = (mt_new_file){.path = mt_strdup(path), .temporary = mt_malloc(length), .option = option};
-    snprintf(file->temporary, (size_t)length, "%s.tmp-%lld", path, (long long)getpid());
+    bool exists = stat(path, &status) == 0, is_folder = exists && S_ISDIR(status.st_mode);
+    *file = (mt_new_file){.path = mt_strdup(path), .option = option};
+    if (!exists || S_ISREG(status.st_mode)) {
+        file->temporary = mt_malloc(length);
+        snprintf(file->temporary, (size_t)length, "%s.tmp-%lld", path, (long long)getpid());
+    }
     errno = EISDIR;
-    if (stat(path, &status) != 0 || !S_ISDIR(status.st_mode)) file->stream = fopen(file->temporary, "wb");
+    if (!is_folder) file->stream = fopen(file->temporary ? file->temporary : path, "wb");
     if (file->stream) return 0;
     mt_file_write_error(error, path, option);
     mt_new_file_free(file);
@@ -190,7 +194,7 @@ int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_err
 int mt_new_file_seal(mt_new_file *file, mt_error *error) {
     bool failed = ferror(file->stream) != 0; // of an earlier write: errno is still its reason, or the next flush fails
     int reason = errno;
-    bool whole = fflush(file->stream) == 0 && fsync(fileno(file->stream)) == 0;
+    bool whole = fflush(file->stream) == 0 && (!file->temporary || fsync(fileno(file->stream)) == 0);
     if (!whole) reason = errno;
     if (fclose(file->stream) != 0 && whole) whole = false, reason = errno;
     file->stream = NULL;
@@ -202,11 +206,11 @@ int mt_new_file_close(mt_new_file *file, int status, mt_error *error) {
     if (!file->path) return status;
     if (status == 0 && file->stream) status = mt_new_file_seal(file, error);
     if (file->stream) fclose(file->stream);
-    if (status == 0 && rename(file->temporary, file->path) != 0)
+    if (status == 0 && file->temporary && rename(file->temporary, file->path) != 0)
         status = mt_file_write_error(error, file->path, file->option);
-    if (status != 0)
+    if (status != 0 && file->temporary)
         unlink(file->temporary);
-    else
+    else if (file->temporary)
         status = mt_file_sync_folder(file->path, file->option, error);
     mt_new_file_free(file);
     return status;

@@ -63,12 +63,12 @@ int mt_file_sync(const char *path, const char *option, mt_error *error);
 
 /* A file that takes its place only when it is whole and on the disk. Write to `stream`; stdio remembers its errors. */
 typedef struct mt_new_file {
-    FILE *stream; // NULL: not open, or sealed
-    char *path, *temporary;
+    FILE *stream;           // NULL: not open, or sealed
+    char *path, *temporary; // temporary NULL: written in place
     const char *option;
 } mt_new_file;
 
-/* Opens PATH.tmp-PID. */
+/* Opens PATH.tmp-PID, or the path itself where it is a device or a pipe, which no file must replace. */
 int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error);
 
 /* Writes to an open file; does nothing for a file that is not open. */

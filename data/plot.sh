@@ -1,6 +1,6 @@
 #!/bin/sh
 # Draws the curves of training runs from the files that --metrics writes: loss, gradient norm, tokens per second,
-# memory, learning rate and skipped steps, as an SVG or a PNG; and the loss once more in characters, for the terminal.
+# memory, learning rate and skipped steps, as an SVG or a PNG. Prints the loss as characters to the terminal too.
 #
 #   usage: data/plot.sh RUN.jsonl[,RUN.jsonl...] [OUTPUT.svg|OUTPUT.png]
 set -eu
@@ -19,7 +19,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 # columns FILE: iteration, loss, validation loss, gradient norm, learning rate, tokens/s, memory in GiB, skipped steps;
-# NaN where a line lacks one. Of an iteration that a run made twice, having gone back, the later line counts.
+# NaN for a missing value. An iteration has two lines if the run went back to a checkpoint; the later line counts.
 columns() {
     awk '
     function value(key) {
@@ -37,7 +37,7 @@ columns() {
     END { for (key in line) print line[key] }' "$1" | sort -s -n -k 1,1
 }
 
-# add_curves COLUMNS RUN: adds a run to what gnuplot plots, a list with commas; the word COLUMN stands for the column.
+# add_curves COLUMNS RUN: adds a run to gnuplot's list of curves, in which the word COLUMN stands for the column.
 curves=''
 validation=''
 add_curves() {

@@ -1,27 +1,55 @@
-/* How fast each rung of the GPU's attention and cuDNN's is: milliseconds and TFLOP/s, forward and backward. A causal
- * forward does 2 T T / 2 H (D + Dv) flops a sequence (two products, each entry a multiply and an add), the backward
- * 2 T T / 2 H (3 D + 2 Dv); what a rung computes twice is not counted.
+/* The speed of each rung of the GPU's attention and of cuDNN's: milliseconds and TFLOP/s, forward and backward. A
+ * causal forward takes 2 T T / 2 H (D + Dv) flops a sequence (two products, each entry a multiply and an add), the
+ * backward 2 T T / 2 H (3 D + 2 Dv). Products that a rung repeats are not counted.
  *
- *   usage: bench_cuda_attention [RUNG | cudnn]
+ *   usage: bench_cuda_attention [RUNG | cudnn | --rows]
+ *
+ * --rows prints a row for each shape as if it had taken 1 ms, in any build: tests/test_bench_gpu.sh checks with them
+ * that tests/bench_gpu.sh reads the rows and that the shapes of tests/bench_gpu.txt are among them.
  */
 #include "../megatron.h"
 
+#include <string.h>
+
+typedef struct bench_shape {
+    int64_t T, sequences, H, G, D, Dv;
+} bench_shape;
+
+/* Short ones first: after a second of D 128 a GPU at its power limit stays slower for a while. */
+static const bench_shape shapes[] = {{1024, 64, 12, 12, 64, 64},  {1024, 16, 25, 25, 64, 64},
+                                     {8192, 1, 32, 8, 64, 64},    {4096, 2, 32, 8, 128, 128},
+                                     {8192, 1, 32, 8, 128, 128},  {8192, 2, 32, 32, 128, 128},
+                                     {32768, 1, 32, 8, 128, 128}, {4096, 1, 128, 128, 192, 128}};
+enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
+
+/* tests/bench_gpu.sh reads this row. */
+static void print_row(const char *rung, const bench_shape *s, double forward_ms, double backward_ms) {
+    double pairs = (double)s->T * (double)s->T / 2 * (double)(s->H * s->sequences);
+    double forward = 2 * pairs * (double)(s->D + s->Dv), backward = 2 * pairs * (double)(3 * s->D + 2 * s->Dv);
+    printf("attention %-6s T %6lld x %-3lld H %3lld/%-3lld D %3lld/%-3lld: forward %8.3f ms %6.1f TFLOP/s, "
+           "backward %8.3f ms %6.1f TFLOP/s\n",
+           rung, (long long)s->T, (long long)s->sequences, (long long)s->H, (long long)s->G, (long long)s->D,
+           (long long)s->Dv, forward_ms, forward / forward_ms / 1e9, backward_ms, backward / backward_ms / 1e9);
+    fflush(stdout);
+}
+
+static bool wants_rows(int argc, char **argv) {
+    if (argc < 2 || strcmp(argv[1], "--rows") != 0) return false;
+    for (int i = 0; i < NUM_SHAPES; i++) print_row("rung", &shapes[i], 1, 1);
+    return true;
+}
+
 #ifndef MT_HAVE_CUDA
-int main(void) {
-    puts("attention on the GPU: skipped, built without CUDA");
+int main(int argc, char **argv) {
+    if (!wants_rows(argc, argv)) puts("attention on the GPU: skipped, built without CUDA");
     return 0;
 }
 #else
 #include "../cuda/attention.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 enum { ROUNDS = 10 };
-
-typedef struct bench_shape {
-    int64_t T, sequences, H, G, D, Dv;
-} bench_shape;
 
 static const mt_ops *ops;
 static mt_stream *stream;
@@ -82,20 +110,13 @@ static void bench(const bench_shape *s, const char *only) {
     backward.dq = dqkv, backward.dk = dqkv + k, backward.dv = dqkv + v;
     backward.row_dot = ops->memory_alloc(rows * s->H * 4);
     backward.dout = random_bf16(rows * out_width);
-    double pairs = (double)s->T * (double)s->T / 2 * (double)(s->H * s->sequences);
-    double forward_flops = 2 * pairs * (double)(s->D + s->Dv),
-           backward_flops = 2 * pairs * (double)(3 * s->D + 2 * s->Dv);
     for (int r = 0; r <= MT_NUM_ATTENTION_RUNGS; r++) {
         const mt_attention_rung *rung = r < MT_NUM_ATTENTION_RUNGS ? &mt_attention_rungs[r] : &mt_attention_cudnn;
         if (only ? strcmp(only, rung->name) != 0 : r == 0) continue; // the definition takes seconds
         double f = (double)measure(rung->forward, &forward, ROUNDS),
                b = (double)measure(rung->backward, &backward, ROUNDS);
         if (f < 0 || b < 0) continue;
-        printf("attention %-6s T %6lld x %-3lld H %3lld/%-3lld D %3lld/%-3lld: forward %8.3f ms %6.1f TFLOP/s, "
-               "backward %8.3f ms %6.1f TFLOP/s\n",
-               rung->name, (long long)s->T, (long long)s->sequences, (long long)s->H, (long long)s->G, (long long)s->D,
-               (long long)s->Dv, f, forward_flops / f / 1e9, b, backward_flops / b / 1e9);
-        fflush(stdout);
+        print_row(rung->name, s, f, b);
     }
     ops->memory_free(qkv), ops->memory_free(dqkv), ops->memory_free(forward.out), ops->memory_free(forward.lse);
     ops->memory_free(backward.row_dot), ops->memory_free((void *)backward.dout), ops->memory_free(device);
@@ -103,11 +124,7 @@ static void bench(const bench_shape *s, const char *only) {
 }
 
 int main(int argc, char **argv) {
-    /* Short ones first: after a second of D 128 a GPU at its power limit stays slower for a while. */
-    static const bench_shape shapes[] = {{1024, 64, 12, 12, 64, 64},  {1024, 16, 25, 25, 64, 64},
-                                         {8192, 1, 32, 8, 64, 64},    {4096, 2, 32, 8, 128, 128},
-                                         {8192, 1, 32, 8, 128, 128},  {8192, 2, 32, 32, 128, 128},
-                                         {32768, 1, 32, 8, 128, 128}, {4096, 1, 128, 128, 192, 128}};
+    if (wants_rows(argc, argv)) return 0;
     mt_error error;
     ops = mt_cuda_open(0, &error);
     if (!ops) {
@@ -115,14 +132,14 @@ int main(int argc, char **argv) {
         return 0;
     }
     int64_t workspace_bytes = 0;
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+    for (int i = 0; i < NUM_SHAPES; i++) {
         const bench_shape *s = &shapes[i];
         int64_t bytes = ops->workspace_bytes(s->T * s->sequences, s->H * s->D, s->H, s->D);
         if (bytes > workspace_bytes) workspace_bytes = bytes;
     }
     void *workspace = ops->memory_alloc(workspace_bytes);
     stream = ops->stream_create(workspace, workspace_bytes, false);
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) bench(&shapes[i], argc > 1 ? argv[1] : NULL);
+    for (int i = 0; i < NUM_SHAPES; i++) bench(&shapes[i], argc > 1 ? argv[1] : NULL);
     ops->stream_destroy(stream);
     ops->memory_free(workspace);
     return 0;

@@ -1,17 +1,17 @@
 #!/bin/sh
 # Measures the GPU backend at real shapes and ends with a short table: operations against the copy rate of the same run,
-# attention, and whole training steps on random tokens, beside what others reach (tests/bench_gpu.txt).
+# attention, and whole training steps on random tokens, beside the figures of other programs (tests/bench_gpu.txt).
 #
 #   usage: tests/bench_gpu.sh DIR [TABLE]      from the root of the project; `make bench-gpu` does so
 #
 # DIR holds bench_cuda and bench_cuda_attention and keeps the logs; MT_BIN is the folder of the program train. Takes
-# minutes and the whole of one GPU, or of four where there are four. Exits with 1, and says why, where no GPU answers or
-# something failed; a figure below what is wanted is marked, and is no failure.
+# minutes, on one GPU and also on two and four where there are as many. Exits with 1 and the reason if no GPU answers or
+# a program fails. A figure below the wanted one is marked; it is not a failure.
 set -u
 directory=$1 table=${2:-tests/bench_gpu.txt} bin=${MT_BIN:-.}
 failed=0
 
-# rows KIND: the table's rows of a kind, without it.
+# rows KIND: the table's rows of a kind, without their first field.
 rows() {
     sed -n "s/^$1 *| *//p" "$table"
 }
@@ -49,10 +49,18 @@ train_row() {
         printf "%-36s %14s %22s %10s  %s\n", $1, rate, $2 " " $3, $4, note }' >>"$summary"
 }
 
-# Of several implementations the best counts: one line a shape of the table.
+# Two lines for each attention shape of the table, with the best of the rungs in the log. Shapes are compared with
+# single spaces and with D 64 written as D 64/64. A shape that the log does not have is a failure.
 attention_rows() {
     rows attention | awk -F ' *[|] *' -v log_file="$1" '
         function number_before(word) { return match(rest, "[0-9.]+ " word) ? substr(rest, RSTART) + 0 : 0 }
+        function canonical(shape) {
+            gsub(/[ \t]+/, " ", shape)
+            gsub(/^ | $/, "", shape)
+            gsub(/ ?\/ ?/, "/", shape)
+            if (match(shape, / D [0-9]+$/)) shape = shape "/" substr(shape, RSTART + 3)
+            return shape
+        }
         BEGIN {
             while ((getline line < log_file) > 0) {
                 if (line !~ /^attention .*forward.*backward/) continue
@@ -60,7 +68,7 @@ attention_rows() {
                 sub(/^attention +[^ ]+ +/, "", shape)
                 rest = shape
                 sub(/:.*/, "", shape)
-                gsub(/ +/, " ", shape)
+                shape = canonical(shape)
                 forward = number_before("TFLOP/s")
                 sub(/.*backward/, "", rest)
                 backward = number_before("TFLOP/s")
@@ -71,15 +79,17 @@ attention_rows() {
         {
             split($2, peer, " ")
             for (pass = 1; pass <= 2; pass++) {
-                found = best[$1, pass]
+                found = best[canonical($1), pass]
+                if (!found) missing = 1
                 printf "%-36s %14s %22s %10s  %s\n", (pass == 1 ? "attention " $1 : "  its backward"),
                     (found ? sprintf("%.0f TFLOP/s", found) : "not measured"), peer[pass] " " $3, peer[pass],
                     (!found || found >= peer[pass] ? "" : "below the peer")
             }
-        }'
+        }
+        END { exit missing }'
 }
 
-# The operations that miss the wanted part of the copy rate, and how many do not.
+# The operations below the wanted part of the copy rate, and the number of the others.
 memory_rows() {
     wanted=$(rows memory | field 1)
     awk -v wanted="$wanted" '
@@ -119,18 +129,21 @@ train_rows() {
     done <"$directory/bench_gpu.cases"
 }
 train_rows train 1
-if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 4 ] && command -v mpirun >/dev/null; then
-    # Containers run as root, and their mpirun would refuse.
-    if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
-    train_rows train4 4
-else
-    echo "the cases of four GPUs are left out: they need as many, and mpirun"
-fi
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+# mpirun refuses to run as root, as containers do, unless it is allowed to.
+if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+for ranks in 2 4; do
+    if [ "$gpus" -ge $ranks ] && command -v mpirun >/dev/null; then
+        train_rows train$ranks $ranks
+    else
+        echo "the cases of $ranks GPUs are left out: they need as many GPUs, and mpirun"
+    fi
+done
 
 echo
 printf '%-36s %14s %22s %10s\n' '' measured peer wanted
 cat "$summary"
-attention_rows "$directory/bench_gpu_attention.log"
+attention_rows "$directory/bench_gpu_attention.log" || failed=1
 memory_rows "$directory/bench_gpu_memory.log"
 [ $failed = 0 ] || echo "bench-gpu: something failed; the logs are in $directory" >&2
 exit $failed

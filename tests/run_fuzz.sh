@@ -1,11 +1,11 @@
 #!/bin/sh
-# Runs libFuzzer targets one after another, each for some seconds, and reports those that crash, hang or leak.
+# Runs libFuzzer targets one after another, each for some seconds, and reports crashes, hangs and leaks.
 #
 #   usage: tests/run_fuzz.sh SECONDS PROGRAM...
 #
-# PROGRAM is build/fuzzer/tests/fuzz_TARGET. It starts from tests/fuzz_corpus/TARGET, where that exists, and from the
-# beginnings of the files in tests/golden that are of the target's kind by their names; what it finds gathers in
-# build/fuzz/corpus/TARGET. Inputs that fail are kept as build/fuzz/TARGET-*: run PROGRAM on one to see it fail again.
+# PROGRAM is build/fuzzer/tests/fuzz_TARGET. It starts from tests/fuzz_corpus/TARGET, if that exists, and from the first
+# 16 KiB of the files in tests/golden whose names fit the target. New inputs are added to build/fuzz/corpus/TARGET.
+# Inputs that fail are kept as build/fuzz/TARGET-*: run PROGRAM on one to see it fail again.
 set -u
 seconds=$1
 shift
@@ -13,7 +13,7 @@ shift
 export OMP_NUM_THREADS=1
 failed=''
 
-# The files of tests/golden that a target reads.
+# seeds TARGET: the files of tests/golden that the target can read.
 seeds() {
     case $1 in
     *safetensors*) find tests/golden -name '*.safetensors' ;;

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Runs test suites one after another, a line for each, and adds them up.
+# Runs test suites one after another, prints a line for each, and adds up their tests.
 #
 #   usage: tests/run_tests.sh DIR SUITE...
 #
-# SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run as four
-# ranks, *_mpi8 as eight. A C suite is a cmocka program. A shell suite prints a line for each test, "ok NAME", "not ok
-# NAME" or "skipped: REASON"; if it prints none, its exit status is the test (77 is skipped). A suite that crashes,
-# hangs or exits with an error without naming a failed test counts as one failure more.
+# SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run on four
+# ranks, *_mpi8 on eight. A C suite is a cmocka program. A shell suite prints "ok NAME", "not ok NAME" or "skipped:
+# REASON" for each test; if it prints none of them, its exit status counts as one test (77: skipped). A suite that
+# crashes, hangs, or exits with an error and no failed test counts as one more failure.
 set -u
 directory=$1
 shift
@@ -15,15 +15,15 @@ total_passed=0 total_failed=0 total_skipped=0
 # Ranks on one machine share its cores, and containers often run as root.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
 export OMPI_MCA_mpi_yield_when_idle=1
-# Threads that spin while others work make tiny models crawl on a busy machine.
+# Spinning threads slow tiny models down on a busy machine.
 export OMP_WAIT_POLICY=passive
 limit=${TEST_TIMEOUT:-900}
 if command -v timeout >/dev/null; then limited="timeout $limit"; else limited=''; fi
 oversubscribe=''
 mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && oversubscribe='--oversubscribe --allow-run-as-root'
 
-# run_ranks COUNT PROGRAM LOG: each rank writes its own log; that of rank 0 is the suite's, the others are shown on
-# failure.
+# run_ranks COUNT PROGRAM LOG: each rank writes its own log. Rank 0's is the log of the suite; the others are shown if
+# it fails.
 run_ranks() {
     # shellcheck disable=SC2086,SC2016
     OMP_NUM_THREADS=1 $limited mpirun $oversubscribe -np "$1" sh -c '
@@ -35,8 +35,8 @@ run_ranks() {
     return $status
 }
 
-# count LOG: prints PASSED FAILED SKIPPED of a suite's log, in cmocka's words or the shell suites'. A test that began
-# and neither passed nor was skipped failed, in whatever way.
+# count LOG: prints PASSED FAILED SKIPPED of the log of a cmocka or shell suite. A test that began and neither passed
+# nor was skipped counts as failed.
 count() {
     awk '/^\[ RUN / { run++ }
          /^\[ +OK +\]/ || /^ok / { passed++ }
@@ -66,7 +66,7 @@ run_suite() {
         run_ranks $ranks "$program" "$log"
         ;;
     *.sh-*) $limited "$program" </dev/null >"$log" 2>&1 ;;
-    *) # one rank: no MPI library is at work, whose leaks only a slow walk of the stack can tell apart
+    *) # one rank: without MPI, whose leaks need the slow unwinder to be recognised, the fast one is enough
         ASAN_OPTIONS=${ASAN_OPTIONS:-}:fast_unwind_on_malloc=1 $limited "$program" </dev/null >"$log" 2>&1
         ;;
     esac

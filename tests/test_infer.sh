@@ -207,7 +207,7 @@ ranks_refuse_together() {
     done
     $(mpirun_here) -np 2 "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens \
         >"$work/out" 2>&1 && return 1
-    [ "$(grep -c 'error: infer shares one model: 2 ranks' "$work/out")" = 1 ]
+    [ "$(grep -c 'error: infer runs one model: 2 ranks' "$work/out")" = 1 ]
 }
 
 # Five layers on two pipeline stages.

@@ -44,7 +44,7 @@ programs_run() {
         "$prefix/bin/megatron-infer" --help >"$work/out" 2>"$work/err"
 }
 
-# build [--static]: the program, by what pkg-config says.
+# build [--static]: compiles the program with the flags of pkg-config.
 build() {
     # The flags are lists of words.
     # shellcheck disable=SC2046
@@ -68,20 +68,20 @@ version_is_the_header_s() {
 
 # The numbers of the version and its text are the same.
 version_numbers_agree() {
-    numbers=$(sed -n 's/^#define MT_VERSION_[A-Z]* \([0-9]*\)$/\1/p' megatron.h | tr '\n' .)
-    says "^#define MT_VERSION \"${numbers%.}\"\$" megatron.h
+    numbers=$(sed -n 's/^#define MT_VERSION_[A-Z]* *\([0-9]*\)$/\1/p' megatron.h | tr '\n' .)
+    says "^#define MT_VERSION *\"${numbers%.}\"\$" megatron.h
 }
 
 uninstall_leaves_nothing() {
     make uninstall PREFIX="$prefix" >"$work/out" 2>"$work/err" && left=$(find "$prefix" ! -type d) && [ -z "$left" ]
 }
 
-verdict installs installs ''
-verdict installs_below_destdir installs "$work/stage"
-verdict programs_run programs_run
-verdict shared_library_links shared_library_links
-verdict static_library_links static_library_links
-verdict version_is_the_header_s version_is_the_header_s
-verdict version_numbers_agree version_numbers_agree
-verdict uninstall_leaves_nothing uninstall_leaves_nothing
+check installs installs ''
+check installs_below_destdir installs "$work/stage"
+check programs_run programs_run
+check shared_library_links shared_library_links
+check static_library_links static_library_links
+check version_is_the_header_s version_is_the_header_s
+check version_numbers_agree version_numbers_agree
+check uninstall_leaves_nothing uninstall_leaves_nothing
 exit $failed

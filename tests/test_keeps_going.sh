@@ -163,7 +163,7 @@ a_rank_that_always_fails_is_left_out() {
     ./launch.sh -n 4 --pause 0 "$work/faulty" "$work" "$train" $small --train-iters 200 --save "$work/save" \
         --save-interval 25 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
     rm -f "$work/sick"
-    grep -q 'launch: fewer ranks are tried: 2' "$work/err" && grep -q 'starting 2 ranks from iteration' "$work/err" &&
+    grep -q 'launch: trying fewer ranks: 2' "$work/err" && grep -q 'starting 2 ranks from iteration' "$work/err" &&
         [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 200 ] &&
         same_losses "$work/m.jsonl" "$work/plain"
 }
@@ -209,7 +209,7 @@ the_launcher_refuses_runs_that_it_cannot_restart() {
         grep -q 'needs --save' "$work/err" &&
         ! ./launch.sh -n x "$train" --save "$work/save" 2>"$work/err" && grep -q 'whole numbers' "$work/err" &&
         ! ./launch.sh -n 2 "$train" $small --save "$work/save" --tensor-model-parallel-size 4 2>"$work/err" &&
-        grep -q 'room for 2 ranks, and no number of them' "$work/err"
+        grep -q 'room for 2 ranks, but this run needs a multiple of 4' "$work/err"
 }
 
 for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \

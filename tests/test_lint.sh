@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every rule of tests/lint reports a file that breaks it, and a file that keeps them all passes.
+# Every rule of tests/lint reports a file that breaks it, and a project that follows all rules passes.
 set -u
 lint=$PWD/tests/lint
 work=$(mktemp -d)
@@ -8,7 +8,7 @@ cd "$work" || exit 1
 
 lines() { awk -v n="$1" -v text="$2" 'BEGIN { while (n-- > 0) print text }'; }
 
-# A project that keeps every rule: a function of 60 lines, a section of 700, a line of 120 characters.
+# A project that follows every rule: a function of 60 lines, a line of 120 characters.
 write_good() {
     rm -rf ./*
     mkdir -p tests data
@@ -18,7 +18,7 @@ write_good() {
         printf 'static const int table[] = {\n' && lines 80 '    1,' && printf '};\n\n'
         printf 'static int a_long_name(int first,\n                       int second) {\n'
         lines 58 '    first += second;'
-        printf '}\n\n/* ==== §2a kernels: norms ==== */\n' && lines 699 '// why' && printf '/* ==== §2b kernels: attention ==== */\n'
+        printf '}\n\n/* ==== §2a kernels: norms ==== */\n/* ==== §2b kernels: attention ==== */\n'
         printf '// § %s\n' "$(lines 115 x | tr -d '\n')"
     } >megatron.c
     cat >megatron.h <<'H'
@@ -66,8 +66,25 @@ expect function_of_61_lines '^megatron.c:[0-9]*: function-length: a_long_name ha
 { printf '__global__ void __launch_bounds__(256) kernel(float *x) {\n' && lines 60 '    x++;' && echo '}'; } >data/thing.cu
 expect kernel_of_62_lines '^data/thing.cu:1: function-length: kernel has 62 lines'
 
-sed -i.bak 's|^/\* ==== §2b|// one more\n&|' megatron.c && rm ./*.bak
-expect section_of_701_lines '^megatron.c:[0-9]*: section-length: §2a has 701 lines'
+lines 12000 '// why' >>megatron.c
+expect megatron_of_more_than_12000_lines '^megatron.c:[0-9]*: file-length: 12[0-9]* lines, more than 12000'
+
+lines 1501 '// why' >data/thing.c
+expect companion_of_1501_lines '^data/thing.c:1501: file-length: 1501 lines, more than 1500'
+
+printf '# why\nall | likeliest|odd( one)? | argmax\ncode | (/\\*|//) what | the noun\n' >tests/lint_words
+echo 'int *mt_likeliest; // why' >data/thing.c
+expect banned_word_in_a_name '^data/thing.c:1: banned-words: "likeliest": write argmax'
+
+printf '# why\nall | likeliest|odd( one)? | argmax\n' >tests/lint_words
+printf 'Oddly, the Odd one\n' >notes.md
+expect banned_words_in_a_note '^notes.md:1: banned-words: "odd_one": write argmax'
+
+printf 'code | (/\\*|//) what | the noun\n' >tests/lint_words
+printf '// What it is\n' >notes.md
+if output=$("$lint" . 2>&1); then echo "ok code_words_are_not_for_notes"; else echo "not ok code_words: $output"; fi
+printf '// What it is\n' >data/thing.c
+expect banned_words_that_begin_a_comment '^data/thing.c:1: banned-words: "//_what": write the noun'
 
 sed -i.bak '/^ \*   §2b/d' megatron.c && rm ./*.bak
 expect banner_missing_in_contents '^megatron.c:[0-9]*: contents: "§2b kernels: attention" is not in the contents'
@@ -110,3 +127,9 @@ write_good
 
 echo 'function-length data/thing.c long_one a table reads best in one piece' >tests/lint_exceptions
 expect exception_that_excuses_nothing '^tests/lint_exceptions:1: exception: .*excuses nothing'
+
+printf 'all | odd one | argmax\n' >tests/lint_words
+echo 'int odd_one; // the odd one' >data/thing.c
+echo 'banned-words data/thing.c odd_one the name of a paper' >tests/lint_exceptions
+if output=$("$lint" . 2>&1); then echo "ok exception_excuses_words"; else echo "not ok exception_excuses_words: $output"; fi
+write_good

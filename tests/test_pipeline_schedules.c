@@ -3,12 +3,14 @@
 #include "../data/options.h"
 #include "../data/schedule_print.h"
 
+#include <fcntl.h>
 #include <jansson.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -519,8 +521,8 @@ static void schedules_that_cannot_be_are_refused(void **state) {
                    "-virtual-pipeline-stage 3 must be at least --pipeline-model-parallel-size 4");
     assert_refused(FOUR "--global-batch-size 256 --microbatch-group-size-per-virtual-pipeline-stage 131",
                    "-virtual-pipeline-stage 131 must be less than --pipeline-model-parallel-size 4 + 127");
-    assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule zb-h1", "zb-h1 has one stage a rank");
-    assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule 1f1b", "1f1b has one stage a rank");
+    assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule zb-h1", "zb-h1 has one stage per rank");
+    assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule 1f1b", "1f1b has one stage per rank");
     assert_refused("--num-layers 8 --pipeline-schedule zb-h1", "zb-h1 needs --pipeline-model-parallel-size above 1");
     assert_refused("--num-layers 8 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
                    "interleaved needs several virtual stages");
@@ -550,7 +552,9 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
     (void)state;
     mt_options options;
     mt_error error;
-    char text[4096] = "";
+    char text[4096] = "", folder[] = "/tmp/mt_test_schedule_XXXXXX", pipe[64];
+    assert_non_null(mkdtemp(folder));
+    snprintf(pipe, sizeof pipe, "%s/pipe", folder);
     assert_int_equal(
         open_pipeline(&options, "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 2", &error), 0);
     FILE *file = tmpfile();
@@ -571,6 +575,14 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
     assert_int_equal(mt_schedule_print(&options, file, &error), -1);
     assert_non_null(strstr(error.text, "/nonexistent/schedule.svg: cannot be written: No such"));
     fclose(file);
+    free(options.print_schedule);
+    options.print_schedule = mt_strdup(pipe);
+    file = tmpfile();
+    assert_int_equal(mkfifo(pipe, 0600), 0);
+    int reader = open(pipe, O_RDONLY | O_NONBLOCK); // a pipe is written to, not replaced
+    assert_int_equal(mt_schedule_print(&options, file, &error), 0);
+    assert_true(read(reader, text, 5) == 5 && memcmp(text, "<svg ", 5) == 0);
+    close(reader), fclose(file), unlink(pipe), rmdir(folder);
     options.global_batch_size = 1 << 30;
     assert_int_equal(mt_schedule_print(&options, stdout, &error), -1);
     assert_non_null(strstr(error.text, "--print-schedule draws at most a million forwards"));

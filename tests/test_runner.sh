@@ -1,5 +1,6 @@
 #!/bin/sh
-# tests/run_tests.sh counts what suites say, and a suite that crashes, fails in silence or hangs as failed.
+# tests/run_tests.sh counts the tests of suites, and counts a suite as failed if it crashes, hangs or only exits with an
+# error.
 set -u
 runner=$PWD/tests/run_tests.sh
 work=$(mktemp -d)

@@ -1,0 +1,61 @@
+#!/bin/sh
+# The programs of notes/examples run and print the results that they promise. MT_EXAMPLES is their folder.
+set -u
+. tests/suite.sh
+examples=${MT_EXAMPLES:-}
+golden=tests/golden/hf/llama
+story=${MT_SHARED:-../shared}/models/stories260K-hf
+export OMP_NUM_THREADS=1
+
+# The loss falls far below that of a guess, log 64 = 4.16.
+trains_from_arrays() {
+    "$examples/train_from_arrays" >"$work/out" 2>"$work/err" &&
+        awk '/^step +1 / { first = $4 } /^step 30 / { last = $4 } END { exit !(first > 4 && last < 1 && last > 0) }' \
+            "$work/out"
+}
+
+# The tokens after the prompt are those of infer.
+generates() {
+    "$examples/load_and_generate" $golden >"$work/out" 2>"$work/err" &&
+        "$infer" --load $golden --prompt-tokens 1 --max-new-tokens 31 --temperature 0 --print-tokens --device cpu \
+            >"$work/infer" 2>>"$work/err" && [ "$(wc -w <"$work/out")" -gt 2 ] || return 1
+    cat "$work/infer" >>"$work/err"
+    grep -qxF "$(cut -d" " -f2- "$work/out")" "$work/infer"
+}
+
+generates_text() {
+    "$examples/load_and_generate" "$story" 'Once upon a time' >"$work/out" 2>"$work/err" &&
+        says '^Once upon a time, there was a' "$work/out"
+}
+
+refuses_what_is_no_model() {
+    refused 'config.json' "$examples/load_and_generate" "$work"
+}
+
+attends() {
+    "$examples/one_attention_call" >"$work/out" 2>"$work/err" && says ': ok$' "$work/out"
+}
+
+# linear RANKS
+linear() {
+    # shellcheck disable=SC2046
+    $([ "$1" = 1 ] || echo "$(mpirun_here) -np $1") "$examples/tensor_parallel_linear" >"$work/out" 2>"$work/err" &&
+        says "^$1 ranks, .*: ok\$" "$work/out"
+}
+
+check train_from_arrays trains_from_arrays
+check load_and_generate_tokens generates
+if [ -r "$story/config.json" ]; then
+    check load_and_generate_text generates_text
+else
+    echo "skipped: load_and_generate_text, $story is absent"
+fi
+check load_and_generate_refuses_a_folder_without_a_model refuses_what_is_no_model
+check one_attention_call attends
+check tensor_parallel_linear_on_1_rank linear 1
+if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
+    check tensor_parallel_linear_on_2_ranks linear 2
+else
+    echo "skipped: tensor_parallel_linear_on_2_ranks, MPI is absent"
+fi
+exit $failed

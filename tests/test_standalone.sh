@@ -1,0 +1,57 @@
+#!/bin/sh
+# megatron.c compiles with no package installed and no -D, under gcc and clang, and includes headers of libc alone;
+# megatron.h and its macros serve C++ as well.
+set -u
+. tests/suite.sh
+strict='-Wall -Wextra -pedantic -Werror'
+
+cat >"$work/macros.cc" <<'E2'
+#include "megatron.h"
+
+int main() {
+    const mt_grid *grid = &mt_grid_of_one;
+    mt_error error;
+    MT_CHECK(grid->world.size == 1 && MT_GIVEN((const mt_options *)0, lr) == false);
+    return mt_error_set(&error, "%s", MT_VERSION) == -1 ? 0 : 1;
+}
+E2
+
+compiles_alone() {
+    # shellcheck disable=SC2086
+    "$1" -std=c11 $strict -c megatron.c -o "$work/megatron.o" >"$work/out" 2>"$work/err"
+}
+
+# The headers that the compiler reads: none of a package, and none of data/ or cuda/.
+includes_libc_alone() {
+    "$1" -std=c11 -M megatron.c >"$work/out" 2>"$work/err" || return 1
+    packages='jansson|yaml|mpi\.h|cblas|omp\.h|pcre2|utf8proc|cuda|nccl|cudnn|data/'
+    ! grep -oE "[^ ]*($packages)[^ ]*" "$work/out" >"$work/err" || { : >"$work/out" && return 1; }
+}
+
+header_is_cxx() {
+    # shellcheck disable=SC2086
+    "$1" -std=c++17 $strict -I. -c "$work/macros.cc" -o "$work/macros.o" >"$work/out" 2>"$work/err"
+}
+
+# megatron.c opens no file and reads no folder.
+opens_no_file() {
+    ! grep -nE '\b(fopen|fdopen|open|openat|creat|opendir|mkstemp|mmap|popen)\(' megatron.c >"$work/out"
+}
+
+for compiler in gcc clang; do
+    if command -v $compiler >/dev/null; then
+        check "compiles_alone_$compiler" compiles_alone $compiler
+        check "includes_libc_alone_$compiler" includes_libc_alone $compiler
+    else
+        echo "skipped: $compiler is absent"
+    fi
+done
+for compiler in g++ clang++; do
+    if command -v $compiler >/dev/null; then
+        check "header_is_cxx_$compiler" header_is_cxx $compiler
+    else
+        echo "skipped: $compiler is absent"
+    fi
+done
+check opens_no_file opens_no_file
+exit $failed
