@@ -130,7 +130,7 @@ $(B)/config.mk: Makefile data/probe.sh $(B)/compiler
 # A line for each file that is built: "[3/25] CC train.c". A dry run counts them first.
 ifeq ($(V)$(COUNTING),)
 ifneq ($(and $(COMPILES),$(wildcard $(B)/config.mk)),)
-TOTAL := $(shell MAKEFLAGS='$(MAKEFLAGS)' $(MAKE) -n COUNTING=1 $(MAKECMDGOALS) 2>/dev/null | grep -c 'echo "\[')
+TOTAL := $(shell MAKEFLAGS= $(MAKE) -n COUNTING=1 $(MAKEOVERRIDES) $(MAKECMDGOALS) 2>/dev/null | grep -c 'echo "\[')
 endif
 endif
 progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] $1")

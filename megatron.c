@@ -2344,42 +2344,49 @@ static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *
     }
 }
 
-static void mt_cpu_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
+static void mt_cpu_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
                                       const float *row_sum, const float *row_target, const float *row_weighted,
                                       int64_t T, mt_stream *stream) {
     (void)stream;
     for (int64_t t = 0; t < T; t++) {
         double log_sum = (double)row_max[t] + log((double)row_sum[t]);
         lse[t] = (float)log_sum;
-        loss[t] = (float)(log_sum - (double)row_target[t]);
+        logp[t] = (float)((double)row_target[t] - log_sum);
         if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / (double)row_sum[t]);
     }
 }
 
 static void mt_cpu_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                          const float *dloss, int64_t T, int64_t stride, int64_t first, int64_t count,
-                                          mt_dtype dtype, mt_stream *stream) {
+                                          const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
+                                          int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
+                                          mt_stream *stream) {
     (void)stream;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
         const float *x = mt_row_load(slice, logits, t * stride, count, dtype);
-        float *d = mt_row_open(slice + count, dlogits, t * stride, dtype), log_sum = lse[t], scale = dloss[t];
+        float *d = mt_row_open(slice + count, dlogits, t * stride, dtype), log_sum = lse[t], scale = -dlogp[t];
         int64_t label = labels[t] - first;
 #pragma omp simd
-        for (int64_t i = 0; i < count; i++) d[i] = mt_exp(x[i] - log_sum) * scale;
+        for (int64_t i = 0; i < (dentropy ? 0 : count); i++) d[i] = mt_exp(x[i] - log_sum) * scale;
+        for (int64_t i = 0; i < (dentropy ? count : 0); i++) { // d may be x
+            float p = mt_exp(x[i] - log_sum), log_p = x[i] - log_sum;
+            d[i] = p > 0 ? p * (scale - dentropy[t] * (log_p + entropy[t])) : 0.0f;
+        }
         if (label >= 0 && label < count) d[label] -= scale;
         for (int64_t i = count; i < stride; i++) d[i] = 0.0f;
         mt_row_close(dlogits, t * stride, d, stride, dtype);
     }
 }
 
-static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
+static void mt_cpu_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
+                            mt_stream *stream) {
     (void)stream;
     for (int64_t t = 0; t < T; t++) {
-        sums[0] += (double)loss[t] * (double)mask[t];
-        sums[1] += (double)mask[t];
+        sums[0] -= (double)logp[t] * (double)weights[t];
+        sums[1] += (double)weights[t];
+        dlogp[t] = -weights[t];
     }
 }
 
@@ -4473,35 +4480,32 @@ void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const
 }
 
 /* ==== §7a vocabulary-parallel embedding and loss ================================================================= */
-/* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */
-static void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w,
-                                       int64_t C, int64_t first, int64_t count) {
+void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w, int64_t C,
+                                int64_t first, int64_t count) {
     tp->ops->embedding_forward(mt_region_partial(tp, out), ids, w.w, tp->T, C, first, count, false, tp->dtype,
                                tp->stream);
     mt_region_leave_forward(tp, out, C);
 }
 
-static void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
-                                        int64_t C, int64_t first, int64_t count) {
+void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
+                                 int64_t C, int64_t first, int64_t count) {
     const void *dwhole = mt_region_leave_backward(tp, dout, C);
     tp->ops->embedding_backward(w.dw, dwhole, ids, tp->T, C, first, count, tp->dtype, tp->stream);
 }
 
-/* Loss, log-sum-exp and, if wanted, entropy of T rows, from each rank's columns [first, first + count) of the logits:
- * ranks exchange three or four numbers a row (`stats` [4, T]) instead of logits. The backward is local. */
-static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *loss, float *entropy, float *lse,
-                                           float *stats, const void *logits, const int32_t *labels, int64_t T,
-                                           int64_t stride, int64_t first, int64_t count) {
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
+                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
+                                    int64_t count) {
     const mt_ops *ops = tp->ops;
-    int64_t num_stats = entropy ? 4 : 3;
-    float *max = stats, *sum = stats + T, *target = stats + 2 * T, *weighted = entropy ? stats + 3 * T : NULL;
+    int64_t num_stats = values->entropy ? 4 : 3; // numbers of a row that ranks exchange, instead of logits
+    float *max = stats, *sum = stats + T, *target = stats + 2 * T, *weighted = values->entropy ? stats + 3 * T : NULL;
     ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, T, stride, first, count, tp->dtype,
                                tp->stream);
     if (tp->group->size > 1) {
         ops->all_gather(tp->loss_parts, stats, num_stats * T, MT_F32, tp->group, tp->stream);
         ops->cross_entropy_combine(max, sum, target, weighted, tp->loss_parts, tp->group->size, T, tp->stream);
     }
-    ops->cross_entropy_loss(loss, entropy, lse, max, sum, target, weighted, T, tp->stream);
+    ops->cross_entropy_loss(values->logp, values->entropy, values->lse, max, sum, target, weighted, T, tp->stream);
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
@@ -5082,7 +5086,7 @@ struct mt_model {
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_link *links;                 // [MT_NUM_LINKS]
-    float *row_stats, *loss, *entropy;     // [4, max_logits], [max_logits]
+    float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]
     void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
     void *staged_logits;                   // the same on the host, or [max_logits] token ids
     int32_t *argmax;                       // [max_logits]
@@ -6905,6 +6909,7 @@ typedef struct mt_output {
     mt_normed norm; // [R, C] its norm: the head's input
     void *logits;   // [max_logits, V]
     float *lse;     // [max_logits]
+    float *dlogp;   // [max_logits] coefficients of the loss
 } mt_output;
 
 /* What a module of multi-token prediction saves beside its layer's activations and its output. */
@@ -6932,6 +6937,7 @@ typedef struct mt_micro_batch {
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
+    double replayed[2];                // sums of a replay, which count nothing
     double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
     double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and what it counts, of all modules
     float grad_scale, grad_norm;
@@ -6991,20 +6997,45 @@ static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out)
     mt_bucket_release(m, m->head_bucket);
 }
 
-/* Loss of the logits for labels[T], summed with weights[T]; entropy may be NULL. */
+/* ---- losses: a loss maps numbers of each token to a scalar and to the coefficients with which the logits' gradient is
+ * computed. A row per loss. */
+
+typedef struct mt_loss_args {
+    int64_t T;
+    mt_token_values values; // of the tokens' labels
+    const float *weights;   // [T] of each token in the sums
+    double *sums;           // sums[0] += the loss, sums[1] += the weights
+    float *dlogp;           // [T] derivative of the loss by each log-probability
+} mt_loss_args;
+
+typedef struct mt_loss {
+    const char *name;
+    void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
+} mt_loss;
+
+/* Pre-training: the weighted sum of negative log-probabilities. */
+static void mt_nll_loss(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
+    ops->nll_loss(a->sums, a->dlogp, a->values.logp, a->weights, a->T, stream);
+}
+
+enum { MT_LOSS_NLL };
+static const mt_loss mt_losses[] = {[MT_LOSS_NLL] = {"nll", mt_nll_loss}};
+
+/* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and their loss. */
 static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
-                         const float *weights, double *sums, float *loss, float *entropy) {
-    mt_vocab_cross_entropy_forward(&p->tp, loss, entropy, out->lse, m->row_stats, out->logits, labels, p->T, m->V,
-                                   m->vocab_first, m->vocab_count);
-    if (!p->replay) m->ops->loss_accumulate(sums, loss, weights, p->T, p->stream);
+                         const float *weights, double *sums, float *logp, float *entropy) {
+    mt_loss_args a = {.T = p->T, .values = {logp, entropy, out->lse}, .weights = weights, .dlogp = out->dlogp};
+    a.sums = p->replay ? m->numbers->replayed : sums;
+    mt_vocab_cross_entropy_forward(&p->tp, &a.values, m->row_stats, out->logits, labels, p->T, m->V, m->vocab_first,
+                                   m->vocab_count);
+    mt_losses[MT_LOSS_NLL].forward(m->ops, &a, p->stream);
 }
 
 /* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
-static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
-                             const float *weights) {
+static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
-    m->ops->cross_entropy_backward(out->logits, out->logits, labels, out->lse, weights, p->T, m->V, m->vocab_first,
-                                   m->vocab_count, m->dtype, p->stream);
+    m->ops->cross_entropy_backward(out->logits, out->logits, labels, out->lse, NULL, out->dlogp, NULL, p->T, m->V,
+                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_PART_BOTH);
@@ -7066,7 +7097,7 @@ typedef struct mt_mtp {
     int64_t count;          // modules; 0: none here
     mt_batch rolled, local; // on the host: a micro-batch some tokens further, and this rank's part of it
     float *weights;         // on the host: of the tokens of `rolled`
-    float *loss;            // [max_logits]
+    float *logp;            // [max_logits]
     void *dhidden;          // [R, C] the gradient of what a module takes from the one before
     void *djoined;          // [R, 2C]
 } mt_mtp;
@@ -7186,7 +7217,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
         mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
-                     m->numbers->mtp + 2 * k, m->mtp->loss, NULL);
+                     m->numbers->mtp + 2 * k, m->mtp->logp, NULL);
     }
 }
 
@@ -7196,7 +7227,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_output *out = &p->at->outputs[1 + k];
-        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T);
+        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T);
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
@@ -7331,7 +7362,7 @@ static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
 static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     MT_CHECK(p->T <= m->plan.max_logits);
     mt_output_forward(m, p, p->at->outputs[0].hidden);
-    mt_head_loss(m, p, &p->at->outputs[0], p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->loss,
+    mt_head_loss(m, p, &p->at->outputs[0], p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->logp,
                  p->training ? NULL : m->entropy);
     if (p->training) mt_mtp_forward(m, p);
 }
@@ -7343,7 +7374,7 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     mt_mtp_backward(m, p);
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_head_backward(m, p, out, p->batch->labels, p->batch->loss_mask);
+    mt_head_backward(m, p, out, p->batch->labels);
     if (m->mtp->count > 0) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
     mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
@@ -9062,6 +9093,7 @@ static void mt_layout_output(const mt_model *m, mt_output *out, mt_arena *arena,
     if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
     out->norm.rstd = mt_arena_alloc(arena, R * 4);
     out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    out->dlogp = mt_arena_alloc(arena, m->plan.max_logits * 4);
     if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
 }
 
@@ -9161,11 +9193,11 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
     if (m->has_loss) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
-        m->loss = mt_arena_alloc(arena, rows * 4);
+        m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
     }
     if (m->mtp->count > 0) {
-        m->mtp->loss = mt_arena_alloc(arena, rows * 4);
+        m->mtp->logp = mt_arena_alloc(arena, rows * 4);
         m->mtp->dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
@@ -9763,15 +9795,15 @@ static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits,
     mt_model_share(m, logits, rows * vocabulary * 4);
 }
 
-void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
+void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     int64_t T = m->last_forward.T;
-    if (loss && m->has_loss) m->ops->memory_copy(loss, m->loss, T * 4, m->stream);
+    if (logp && m->has_loss) m->ops->memory_copy(logp, m->logp, T * 4, m->stream);
     if (entropy && m->has_loss) {
         MT_CHECK(!m->last_forward.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
-    if (loss) mt_model_share(m, loss, T * 4);
+    if (logp) mt_model_share(m, logp, T * 4);
     if (entropy) mt_model_share(m, entropy, T * 4);
     if (logits) mt_read_logits(m, m->last_forward.at, logits, T);
 }
@@ -10123,7 +10155,8 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
     static const mt_sampling greedy = {.top_p = 1};
     static const mt_stops none = {.count = 0};
     const mt_model_plan *plan = &model->plan;
-    if (count < 1 || count > plan->max_logits || count > plan->max_tokens || max_tokens > plan->cache_rows / count)
+    if (count < 1 || count > plan->max_logits || max_tokens > plan->cache_rows / count ||
+        max_tokens > plan->max_position)
         return mt_error_set(error,
                             "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
                             "mt_generator_plan for this size",

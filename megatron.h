@@ -838,19 +838,24 @@ typedef struct mt_dispatch {
     OP(cross_entropy_combine, mt_work_bytes((n + 1) * T * (row_weighted ? 4 : 3), MT_F32),                             \
        (row_max, row_sum, row_target, row_weighted, parts, n, T, stream), float *row_max, float *row_sum,              \
        float *row_target, float *row_weighted, const float *parts, int64_t n, int64_t T, mt_stream *stream)            \
-    /* lse[T] = max + log(sum), loss[T] = lse - target, entropy[T] = lse - weighted / sum (may be NULL). */            \
+    /* lse[T] = max + log(sum), logp[T] = target - lse, entropy[T] = lse - weighted / sum (may be NULL). */            \
     OP(cross_entropy_loss, mt_work_bytes((entropy ? 7 : 5) * T, MT_F32),                                               \
-       (loss, entropy, lse, row_max, row_sum, row_target, row_weighted, T, stream), float *loss, float *entropy,       \
+       (logp, entropy, lse, row_max, row_sum, row_target, row_weighted, T, stream), float *logp, float *entropy,       \
        float *lse, const float *row_max, const float *row_sum, const float *row_target, const float *row_weighted,     \
        int64_t T, mt_stream *stream)                                                                                   \
-    /* dlogits = (softmax - onehot(label)) dloss[t], zero in the padding; dlogits may be logits. */                    \
+    /* The gradient of a loss by the logits x, from its derivatives dlogp[T] and dentropy[T] by each token's           \
+     * log-probability and entropy: with p = exp(x - lse), dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) \
+     * dentropy, zero in the padding. entropy and dentropy are NULL for a loss without entropy. dlogits may be logits. \
+     */                                                                                                                \
     OP(cross_entropy_backward, mt_work_bytes((count + stride) * T, dtype),                                             \
-       (dlogits, logits, labels, lse, dloss, T, stride, first, count, dtype, stream), void *dlogits,                   \
-       const void *logits, const int32_t *labels, const float *lse, const float *dloss, int64_t T, int64_t stride,     \
-       int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream)                                                \
-    /* sums[0] += sum(loss mask), sums[1] += sum(mask), in float64 and in token order. */                              \
-    OP(loss_accumulate, mt_work_bytes(2 * T, MT_F32), (sums, loss, mask, T, stream), double *sums, const float *loss,  \
-       const float *mask, int64_t T, mt_stream *stream)                                                                \
+       (dlogits, logits, labels, lse, entropy, dlogp, dentropy, T, stride, first, count, dtype, stream),               \
+       void *dlogits, const void *logits, const int32_t *labels, const float *lse, const float *entropy,               \
+       const float *dlogp, const float *dentropy, int64_t T, int64_t stride, int64_t first, int64_t count,             \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order;  \
+     * and dlogp[T] = -weights. */                                                                                               \
+    OP(nll_loss, mt_work_bytes(3 * T, MT_F32), (sums, dlogp, logp, weights, T, stream), double *sums, float *dlogp,    \
+       const float *logp, const float *weights, int64_t T, mt_stream *stream)                                          \
     /* ids[T] = the column of the greatest of the first `count` columns, the lowest among equals; -1 where a logit is  \
      * NaN or the greatest is not finite. */                                                                           \
     OP(argmax, mt_work_bytes((T * count), dtype), (ids, logits, T, stride, count, dtype, stream), int32_t *ids,        \
@@ -1369,6 +1374,26 @@ void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *linear, 
 /* Both, or the `parts` asked for: communication of one half runs beside the product of the other. */
 void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int parts);
 
+/* Numbers of T tokens whose labels have these log-probabilities under the logits. */
+typedef struct mt_token_values {
+    float *logp;    // [T] log-probability of the label
+    float *entropy; // [T] of the distribution, in nats; NULL: not wanted
+    float *lse;     // [T] log-sum-exp of the logits, for the backward
+} mt_token_values;
+
+/* Vocabulary-parallel embedding: out[rows, C] = the table's rows of ids[T]; this rank holds w, rows [first, first +
+ * count). The backward adds to w.dw. */
+void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w, int64_t C,
+                                int64_t first, int64_t count);
+void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
+                                 int64_t C, int64_t first, int64_t count);
+/* Vocabulary-parallel cross-entropy: fills `values` of labels[T] from logits[T, stride], of which this rank has columns
+ * [first, first + count) of the vocabulary. Scratch: stats[4, T]; with several ranks tp->loss_parts. Its backward,
+ * cross_entropy_backward, needs no communication. */
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
+                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
+                                    int64_t count);
+
 /* ==== §8 the parameter table =======================================================================================
  */
 
@@ -1642,7 +1667,7 @@ void mt_model_backward(mt_model *model);
 /* Results of the last forward, host copies of the device's: loss (the negative log-probability of the label) and
  * entropy of every token, [T]; logits as fp32 [T, vocab_size] without padding. NULL: not wanted. Every rank of a model
  * calls it and gets them. */
-void mt_model_read(mt_model *model, float *loss, float *entropy, float *logits);
+void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
 
 /* Forward for generation: writes keys and values into cache rows cache_rows[T], attends over `batch->spans` whose k
  * rows are cache rows, and returns fp32 logits [num_rows, vocab_size] of the batch rows asked for. labels, loss_mask

@@ -115,21 +115,21 @@ extern "C" void mt_cuda_cross_entropy_combine(float *row_max, float *row_sum, fl
 }
 
 /* Reads four numbers per token, writes three. */
-__global__ void cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max, const float *row_sum,
+__global__ void cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max, const float *row_sum,
                                    const float *row_target, const float *row_weighted, int64_t T) {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (t >= T) return;
     double log_sum = (double)row_max[t] + log((double)row_sum[t]);
     lse[t] = (float)log_sum;
-    loss[t] = (float)(log_sum - row_target[t]);
+    logp[t] = (float)(row_target[t] - log_sum);
     if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / row_sum[t]);
 }
 
-extern "C" void mt_cuda_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
+extern "C" void mt_cuda_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
                                            const float *row_sum, const float *row_target, const float *row_weighted,
                                            int64_t T, mt_stream *stream) {
     if (T == 0) return;
-    cross_entropy_loss<<<mt_grid_size(T, 128), 128, 0, mt_cuda_stream(stream)>>>(loss, entropy, lse, row_max, row_sum,
+    cross_entropy_loss<<<mt_grid_size(T, 128), 128, 0, mt_cuda_stream(stream)>>>(logp, entropy, lse, row_max, row_sum,
                                                                                  row_target, row_weighted, T);
     MT_CUDA_LAUNCHED();
 }
@@ -138,11 +138,12 @@ extern "C" void mt_cuda_cross_entropy_loss(float *loss, float *entropy, float *l
 
 static constexpr int backward_packs = 4;
 
-/* dlogits = (exp(x - lse) - onehot(label)) dloss. Reads and writes each logit: 4 bytes in bf16, 8 in fp32. */
+/* With p = exp(x - lse): dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy. Reads and writes each
+ * logit: 4 bytes in bf16, 8 in fp32. */
 template <class T, int N>
 __global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_t *labels, const float *lse,
-                                       const float *dloss, int stride, int64_t first_label, int count,
-                                       int blocks_per_row) {
+                                       const float *entropy, const float *dlogp, const float *dentropy, int stride,
+                                       int64_t first_label, int count, int blocks_per_row) {
     constexpr int K = backward_packs;
     int64_t row = blockIdx.x / blocks_per_row, label = labels[row] - first_label;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
@@ -153,15 +154,16 @@ __global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_
 #pragma unroll
     for (int k = 0; k < K; k++)
         if (first + k * step < stride) packs[k] = mt_load<N>(logits + first + k * step);
-    float log_sum = lse[row], scale = dloss[row];
+    float log_sum = lse[row], scale = -dlogp[row], dh = dentropy ? dentropy[row] : 0, h = dentropy ? entropy[row] : 0;
 #pragma unroll
     for (int k = 0; k < K; k++) {
         int c = first + k * step;
         if (c >= stride) break;
         mt_pack<float, N> out = mt_to_float(packs[k]);
         for (int i = 0; i < N; i++) {
-            float d = mt_exp(out.value[i] - log_sum) * scale;
+            float p = mt_exp(out.value[i] - log_sum), d = p * scale;
             if (c + i == target) d -= scale;
+            if (dh != 0 && p > 0) d -= dh * p * (out.value[i] - log_sum + h);
             out.value[i] = c + i < count ? d : 0;
         }
         mt_store(dlogits + c, mt_from_float<T>(out));
@@ -169,15 +171,17 @@ __global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_
 }
 
 extern "C" void mt_cuda_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels,
-                                               const float *lse, const float *dloss, int64_t T, int64_t stride,
-                                               int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+                                               const float *lse, const float *entropy, const float *dlogp,
+                                               const float *dentropy, int64_t T, int64_t stride, int64_t first,
+                                               int64_t count, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
     mt_by_type(dtype, mt_wide(dtype, {dlogits, logits}, {stride}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(stride, N), backward_packs);
         cross_entropy_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)dlogits, (const E *)logits, labels, lse, dloss, (int)stride, first, (int)count, grid.blocks_per_row);
+            (E *)dlogits, (const E *)logits, labels, lse, entropy, dlogp, dentropy, (int)stride, first, (int)count,
+            grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -185,29 +189,31 @@ extern "C" void mt_cuda_cross_entropy_backward(void *dlogits, const void *logits
 /* ---- loss sums of the step --------------------------------------------------------------------------------------- */
 
 /* One block. Thread i sums tokens i, i + blockDim.x, ...; each warp reduces its threads, then thread 0 adds the warps
- * in order. Reads two numbers per token. */
-__global__ void __launch_bounds__(1024) loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T) {
-    __shared__ double losses[32], masks[32];
-    double loss_sum = 0, mask_sum = 0;
+ * in order. Reads two numbers per token, writes one. */
+__global__ void __launch_bounds__(1024)
+    nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T) {
+    __shared__ double losses[32], totals[32];
+    double loss_sum = 0, weight_sum = 0;
     for (int64_t t = threadIdx.x; t < T; t += blockDim.x) {
-        loss_sum += (double)loss[t] * mask[t];
-        mask_sum += mask[t];
+        loss_sum -= (double)logp[t] * weights[t];
+        weight_sum += weights[t];
+        dlogp[t] = -weights[t];
     }
     for (int lane = 16; lane > 0; lane /= 2) {
         loss_sum += __shfl_xor_sync(0xffffffff, loss_sum, lane);
-        mask_sum += __shfl_xor_sync(0xffffffff, mask_sum, lane);
+        weight_sum += __shfl_xor_sync(0xffffffff, weight_sum, lane);
     }
-    if (threadIdx.x % 32 == 0) losses[threadIdx.x / 32] = loss_sum, masks[threadIdx.x / 32] = mask_sum;
+    if (threadIdx.x % 32 == 0) losses[threadIdx.x / 32] = loss_sum, totals[threadIdx.x / 32] = weight_sum;
     __syncthreads();
     if (threadIdx.x != 0) return;
-    for (int warp = 1; warp < 32; warp++) loss_sum += losses[warp], mask_sum += masks[warp];
+    for (int warp = 1; warp < 32; warp++) loss_sum += losses[warp], weight_sum += totals[warp];
     sums[0] += loss_sum;
-    sums[1] += mask_sum;
+    sums[1] += weight_sum;
 }
 
-extern "C" void mt_cuda_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T,
-                                        mt_stream *stream) {
-    loss_accumulate<<<1, 1024, 0, mt_cuda_stream(stream)>>>(sums, loss, mask, T);
+extern "C" void mt_cuda_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
+                                 mt_stream *stream) {
+    nll_loss<<<1, 1024, 0, mt_cuda_stream(stream)>>>(sums, dlogp, logp, weights, T);
     MT_CUDA_LAUNCHED();
 }
 

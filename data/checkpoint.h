@@ -1,6 +1,6 @@
-/* checkpoint.h: checkpoints, which are Hugging Face folders: config.json and safetensors under Hugging Face names with
- * whole tensors, and beside them the optimizer's state in the same form and trainer.json. Any layout of ranks loads
- * what any other saved. */
+/* checkpoint.h: saves and loads checkpoints. A checkpoint is a Hugging Face folder: config.json, and whole tensors in
+ * safetensors under Hugging Face names; beside them the optimizer's state in the same form, and trainer.json. Any
+ * layout of ranks loads a checkpoint that any other layout saved. */
 #ifndef MT_CHECKPOINT_H
 #define MT_CHECKPOINT_H
 
@@ -12,13 +12,13 @@ extern "C" {
 
 /* ---- loading */
 
-/* Loads weights from a Hugging Face folder or from one that mt_checkpoint_save wrote (its latest). A model made for
- * training also gets its optimizer and `state` from it, and then continues bit for bit, unless options->finetune says
- * to begin at iteration 0, or trainer.json or the optimizer's files are not there; with options->no_load_optim `state`
- * continues with a fresh optimizer. Weights may be F32, BF16, F16 or F64. A missing tensor, one without a place in the
- * model, a wrong shape, and a run that was begun with another seed or sequence length are errors; values that are not
- * finite are reported on standard error. Every rank calls it, reads what it holds of each tensor, and returns the same.
- */
+/* Loads weights from a Hugging Face folder, or from the latest checkpoint of a folder that mt_checkpoint_save wrote. A
+ * model for training also gets the optimizer's state and `state`, and then continues bit for bit; except with
+ * options->finetune, or where trainer.json or the optimizer's files are missing: then it begins at iteration 0. With
+ * options->no_load_optim it continues with a new optimizer. Weights may be F32, BF16, F16 or F64. Errors: a missing
+ * tensor, one without a place in the model, a wrong shape, a run that began with another seed or sequence length.
+ * Values that are not finite cause a warning on standard error. Every rank calls it, loads its part of each tensor, and
+ * returns the same. */
 int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
 
 /* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free, or NULL with
@@ -32,9 +32,9 @@ char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error);
 /* True when a folder holds a checkpoint, damaged or not. */
 bool mt_checkpoint_exists(const char *folder);
 
-/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json: that every file is there, the sizes of
- * all, and the sums of those without tensors, or with `whole` of all. 0 too where there are no sums, in a Hugging Face
- * folder or one of an older version. */
+/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json: every file exists and has its size; files
+ * without tensors, or with `whole` all files, have their sums. Returns 0 also where there is no checksums.json: in a
+ * Hugging Face folder, or one of an older version. */
 int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
 
 /* True for a run that loads from its own --save: it continues from an older checkpoint if the last one is damaged. */
@@ -63,40 +63,40 @@ void mt_hf_close(mt_hf *hf);
 
 /* ---- saving */
 
-/* Creates `folder` and checks that a checkpoint can be saved there: that it can be written, has the space, and is not a
- * Hugging Face folder of its own. Saving does this itself; a driver does it before training. */
+/* Creates `folder` and checks that a checkpoint can be saved there: it can be written, has the space, and is no other
+ * model's Hugging Face folder. Saving does this too; a driver calls it before training. */
 int mt_checkpoint_prepare(const mt_model *model, const char *folder, mt_error *error);
 
 /* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. Rank 0
- * calls it in a thread of its own, while training goes on where a saver is asynchronous: it reads only what stays. */
+ * calls it in a thread of its own; with an asynchronous saver training continues meanwhile, so it must read only data
+ * that training does not change. */
 typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *error);
 
 /* Saves folder/iter_NNNNNNN: config.json, safetensors, optimizer state (unless options->no_save_optim), trainer.json,
- * and what `extra` adds when it is not NULL. Then makes it the latest: latest_checkpointed_iteration.txt names it, the
- * link `latest` leads to it, and links beside that make `folder` itself a Hugging Face folder. Nothing that was good
- * before is touched until the new one is whole and on disk. An error is: a full disk, a folder that cannot be written,
- * or one that is a Hugging Face folder of its own. Every rank calls it, writes what only it has into files that rank 0
- * made, and returns the same; so on several hosts the folder must be one that all of them see. */
+ * and the files of `extra` (NULL: none). Then makes it the latest: latest_checkpointed_iteration.txt names it, the link
+ * `latest` leads to it, and further links make `folder` itself a Hugging Face folder. Older checkpoints stay untouched
+ * until the new one is whole and on the disk. Errors: a full disk, a folder that cannot be written, another model's
+ * Hugging Face folder. Every rank calls it, writes its share into the files, and returns the same; several hosts must
+ * share the folder. */
 int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error);
 
-/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, all is copied to host memory,
- * which is allocated here for this rank's share of the checkpoint, and threads write it while training goes on. On the
- * CPU saving returns when it is copied; on a GPU the copies, to pinned memory, go on beside what the model's stream is
- * given next, and only what changes weights or optimizer waits for them, on the device. A model has one saver under way
- * at a time. Every rank calls all of these. */
+/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, mt_saver_save copies this
+ * rank's share to host memory, which mt_saver_open allocates, and threads write it while training continues. On the CPU
+ * it returns after the copies. On a GPU the copies overlap with later work of the model's stream; only work that
+ * changes weights or optimizer waits for them, on the device. A model has one save under way at a time. Every rank
+ * calls all of these. */
 typedef struct mt_saver mt_saver;
 void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
                    bool async);
-/* Begins a checkpoint; first waits for the one before. With `async` an error of writing its files is an error of the
- * calls below. */
+/* Begins a checkpoint, after waiting for the one before. With `async` the next calls return the errors of its files. */
 int mt_saver_save(mt_saver *saver, const mt_run_state *state, mt_error *error);
-/* Between steps: takes its next step once every rank's thread is done. What went wrong since is an error of this call.
- * Does nothing while no save is under way, or if saver is NULL. */
+/* Call it between training steps: moves a save on once the threads of all ranks are done, and returns their error. Does
+ * nothing if no save is under way, or if saver is NULL. */
 int mt_saver_poll(mt_saver *saver, mt_error *error);
-/* Waits until the checkpoint that is under way is in its place. Does nothing if saver is NULL. */
+/* Waits until the save under way is complete. Does nothing if saver is NULL. */
 int mt_saver_finish(mt_saver *saver, mt_error *error);
-/* The iteration of the last checkpoint that took its place; -1: none yet. */
+/* The iteration of the last complete checkpoint; -1: none yet. */
 int64_t mt_saver_in_place(const mt_saver *saver);
 void mt_saver_close(mt_saver *saver);
 

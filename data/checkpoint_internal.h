@@ -1,4 +1,4 @@
-/* checkpoint_internal.h: what checkpoint_load.c and checkpoint_save.c share. */
+/* checkpoint_internal.h: shared by checkpoint_load.c and checkpoint_save.c. */
 #ifndef MT_CHECKPOINT_INTERNAL_H
 #define MT_CHECKPOINT_INTERNAL_H
 
@@ -11,15 +11,21 @@ enum {
     MT_DIRECT = 4096        // alignment of memory, offsets and lengths for reads and writes past the page cache
 };
 
+/* The fields of mt_run_state, by their names in trainer.json. */
+#define MT_RUN_STATE_FIELDS(FIELD)                                                                                     \
+    FIELD(iteration)                                                                                                   \
+    FIELD(consumed_train_samples)                                                                                      \
+    FIELD(consumed_valid_samples)                                                                                      \
+    FIELD(optimizer_step)
+
 /* The first aligned address from `memory` on. */
 char *mt_align_direct(char *memory);
 
-/* Opens a file for reads or writes past the page cache (O_DIRECT): the disk then transfers bytes that nobody copies. A
- * fresh page of the cache costs more than all other work on its bytes. -1 where the file system or the system cannot.
- */
+/* Opens a file for reads or writes past the page cache (O_DIRECT), which saves a copy and the cost of new cache pages.
+ * -1 where the system or the file system cannot. */
 int mt_open_direct(const char *path, int flags);
 
-/* What precedes a parameter's name in its tensor's: "", "master.", "exp_avg.", "exp_avg_sq.". */
+/* The prefix of a parameter's name in the name of a state's tensor: "", "master.", "exp_avg.", "exp_avg_sq.". */
 extern const char *const mt_state_prefix[MT_NUM_STATES];
 
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */

@@ -1,6 +1,6 @@
-/* checkpoint_load.c: from a folder's tensors into a model's buckets, and back to where a run left off. Each row of the
- * parameter table says which rows of which tensor it is. Invariants: everything is checked, by every rank, before
- * anything is set; a tensor that no row wants is refused unless it is known to carry nothing. */
+/* checkpoint_load.c: loads checkpoints and Hugging Face folders. Each row of the parameter table says which rows of
+ * which tensor it is. Invariants: every rank checks the whole folder before anything is set; a tensor that no row takes
+ * is refused unless it is known to hold no weights. */
 #include "checkpoint_internal.h"
 
 #include "prompts.h"
@@ -17,7 +17,418 @@
 
 /* ---- which tensors a model takes */
 
-/* out[i * out_stride] = element i of stored numbers, i < n; `in` need not be aligned. */
+const char *const mt_state_prefix[MT_NUM_STATES] = {"", "master.", "exp_avg.", "exp_avg_sq."};
+
+int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
+    shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
+    shape[1] = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
+    return param->is_vector ? 1 : 2;
+}
+
+static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t num_dims) {
+    int used = snprintf(out, 256, "[");
+    for (int64_t i = 0; i < num_dims; i++)
+        used += snprintf(out + used, 256 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    snprintf(out + used, 256 - (size_t)used, "]");
+    return out;
+}
+
+/* A parameter's tensor must have its shape and a floating-point type. */
+static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
+    int64_t shape[2], num_dims = mt_param_shape(param, shape);
+    char found[256], expected[256];
+    const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
+    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
+        return mt_error_set(error,
+                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
+                            "that is not quantized",
+                            tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
+    if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
+    bool cols_differ =
+        tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
+    return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
+                        tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
+                        mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
+}
+
+/* The tensor of a weight's name. In a model saved without its head, names lack their first word. */
+static const mt_tensor_info *mt_weight_find(const mt_safetensors *set, const char *name) {
+    static const char *const prefixes[] = {"model.", "transformer."};
+    const mt_tensor_info *tensor = mt_safetensors_find(set, name);
+    for (int i = 0; !tensor && i < 2; i++)
+        if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
+            tensor = mt_safetensors_find(set, name + strlen(prefixes[i]));
+    return tensor;
+}
+
+/* The tensor that holds one state of a parameter. */
+static const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_param *param, mt_param_state state) {
+    char name[192];
+    if (state == MT_STATE_WEIGHTS) return mt_weight_find(set, param->hf_name);
+    snprintf(name, sizeof name, "%s%s", mt_state_prefix[state], param->hf_name);
+    return mt_safetensors_find(set, name);
+}
+
+static int mt_state_missing(const mt_param *param, mt_param_state state, const mt_options *options, const char *folder,
+                            const mt_safetensors *set, mt_error *error) {
+    const char *option = param->exists_option;
+    int64_t count = mt_safetensors_count(set);
+    if (state != MT_STATE_WEIGHTS)
+        return mt_error_set(error,
+                            "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by --no-load-optim, or "
+                            "get the folder again",
+                            folder, mt_state_prefix[state], param->hf_name);
+    if (param->role == MT_LM_HEAD)
+        return mt_error_set(error,
+                            "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
+                            "true, or leave out %s",
+                            folder, param->hf_name, option);
+    if (param->layer >= options->num_layers)
+        return mt_error_set(error,
+                            "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
+                            "--mtp-num-layers to the modules that it holds, perhaps 0",
+                            folder, param->hf_name, (long long)count);
+    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
+                        param->hf_name, (long long)count, option ? " and " : "", option ? option : "");
+}
+
+/* The number of a tensor's layer, or -1; *rest is the name behind it. */
+static int64_t mt_tensor_layer(const char *name, const char **rest) {
+    char *end;
+    if (strncmp(name, "model.", 6) == 0) name += 6;
+    if (strncmp(name, "layers.", 7) != 0 || !isdigit((unsigned char)name[7])) return -1;
+    errno = 0;
+    int64_t layer = strtoll(name + 7, &end, 10);
+    *rest = end + (*end == '.');
+    return *end == '.' && errno == 0 ? layer : -1;
+}
+
+/* The name of the tensor that this one repeats, or NULL. DeepSeek's folders hold the embedding and the output layer
+ * again in every module of multi-token prediction, which shares them with the model. */
+static const char *mt_tensor_repeats(const mt_options *options, const char *name) {
+    const char *rest;
+    int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
+    if (module < 0 || module >= options->mtp_num_layers) return NULL;
+    if (strcmp(rest, "embed_tokens.weight") == 0) return "model.embed_tokens.weight";
+    if (strcmp(rest, "shared_head.head.weight") != 0) return NULL;
+    return options->untie_embeddings_and_output_weights ? "lm_head.weight" : "model.embed_tokens.weight";
+}
+
+/* A repeated tensor must have the same values, or training would lose them. */
+static int mt_tensor_check_repeated(const mt_options *options, const mt_safetensors *set, const mt_tensor_info *tensor,
+                                    mt_error *error) {
+    const char *name = mt_tensor_repeats(options, tensor->name);
+    const mt_tensor_info *shared = name ? mt_weight_find(set, name) : NULL;
+    if (!shared) return 0;
+    if (shared->dtype == tensor->dtype && shared->bytes == tensor->bytes &&
+        memcmp(shared->data, tensor->data, (size_t)tensor->bytes) == 0)
+        return 0;
+    return mt_error_set(error,
+                        "%s: tensor \"%s\" is not the same as \"%s\", which modules of multi-token prediction share; "
+                        "load with --mtp-num-layers 0",
+                        tensor->file, tensor->name, shared->name);
+}
+
+/* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, and
+ * modules of multi-token prediction that the model does not have. */
+static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
+    const char *rest;
+    int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
+    if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
+    if (mt_tensor_repeats(options, name)) return true;
+    if (mt_text_ends_with(name, "rotary_emb.inv_freq") || mt_text_ends_with(name, ".attn.masked_bias")) return true;
+    if (options->hf_family == MT_HF_GPT2 && mt_text_ends_with(name, ".attn.bias")) return true;
+    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
+}
+
+static int mt_tensor_pointer_compare(const void *a, const void *b) {
+    const mt_tensor_info *x = *(const mt_tensor_info *const *)a, *y = *(const mt_tensor_info *const *)b;
+    return (x > y) - (x < y);
+}
+
+/* A row must take every tensor of weights: to leave one out silently would load another model. */
+static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options,
+                                   const mt_safetensors *set, mt_error *error) {
+    const mt_tensor_info **used = mt_malloc(count * (int64_t)sizeof *used), *unused = NULL;
+    for (int64_t i = 0; i < count; i++) used[i] = mt_weight_find(set, rows[i].hf_name);
+    qsort(used, (size_t)count, sizeof *used, mt_tensor_pointer_compare);
+    for (int64_t i = 0; i < mt_safetensors_count(set) && !unused; i++) {
+        const mt_tensor_info *tensor = mt_safetensors_get(set, i);
+        if (mt_tensor_is_harmless(options, tensor->name)) continue;
+        if (!bsearch(&tensor, used, (size_t)count, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
+    }
+    free(used);
+    if (!unused) return 0;
+    return mt_error_set(error,
+                        "%s: tensor \"%.120s\" has no place in the model that the options describe; check "
+                        "config.json, --num-layers and the options for biases and norms",
+                        unused->file, unused->name);
+}
+
+/* The states in a stem's files: [*first, the result). The optimizer of an fp32 run has no master weights. */
+static int mt_stem_states(const mt_safetensors *set, bool weights, const mt_param *row, int *first) {
+    *first = weights ? MT_STATE_WEIGHTS : mt_state_find(set, row, MT_STATE_MASTER) ? MT_STATE_MASTER : MT_STATE_EXP_AVG;
+    return weights ? MT_STATE_MASTER : MT_NUM_STATES;
+}
+
+/* Checks a stem's tensors against the whole model's table, so that every rank finds the same. */
+static int mt_stem_check(const mt_safetensors *set, bool weights, const mt_options *options, const char *folder,
+                         mt_error *error) {
+    mt_param *rows;
+    int64_t count = mt_params_build(&rows, options, NULL);
+    int first, end = mt_stem_states(set, weights, &rows[0], &first), status = 0;
+    for (int64_t i = 0; i < count; i++)
+        for (int state = first; state < end && status == 0 && (weights || rows[i].trained); state++) {
+            const mt_tensor_info *tensor = mt_state_find(set, &rows[i], (mt_param_state)state);
+            status = tensor ? mt_param_check(&rows[i], tensor, error)
+                            : mt_state_missing(&rows[i], (mt_param_state)state, options, folder, set, error);
+        }
+    if (status == 0 && weights) status = mt_weights_check_unused(rows, count, options, set, error);
+    for (int64_t i = 0; i < mt_safetensors_count(set) && status == 0 && weights; i++)
+        status = mt_tensor_check_repeated(options, set, mt_safetensors_get(set, i), error);
+    free(rows);
+    return status;
+}
+
+/* ---- reading files: each byte once for all ranks of a host, and checked against its sum */
+
+char *mt_align_direct(char *memory) {
+    return memory + (-(uintptr_t)memory & (MT_DIRECT - 1));
+}
+
+int mt_open_direct(const char *path, int flags) {
+#ifdef O_DIRECT
+    return open(path, flags | O_DIRECT | O_CLOEXEC);
+#else
+    (void)path, (void)flags;
+    return -1;
+#endif
+}
+
+/* Files are read in segments, through slots of memory that all ranks of a host share. Any free thread of any rank reads
+ * the next segment; its slot is free again when every rank has copied its part. Waiting threads sleep: cores may be
+ * fewer than ranks and threads. MT_STAGED: elements of a conversion buffer. MT_SPARES: kept buffers. */
+enum { MT_SEGMENT = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18, MT_SPARES = 8 };
+
+/* At the start of the shared memory. */
+typedef struct mt_slots {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int64_t claimed;         // segments of the file that threads have taken on
+    int64_t ready[MT_SLOTS]; // 1 + the segment in the slot
+    int64_t taken[MT_SLOTS]; // ranks that are done with it
+    int64_t uses[MT_SLOTS];  // segments that all ranks are done with
+} mt_slots;
+
+typedef struct mt_reader {
+    mt_model *model;
+    const mt_checksums *sums; // NULL: nothing is checked
+    mt_host_memory shared;    // slots, then window
+    mt_slots *slots;
+    char *window;            // [MT_SLOTS, MT_SEGMENT]
+    float *spare[MT_SPARES]; // buffers for transposed tensors
+    int64_t spare_bytes[MT_SPARES];
+    unsigned next_spare;
+    float *staged; // [MT_STAGED] converted elements, and in bf16
+    uint16_t *staged_bf16;
+    const mt_safetensors_file *file;
+    const mt_file_checksums *file_sums;
+    int descriptor, direct; // direct: past the page cache, or -1
+    int status;             // under the slots' lock, like the next two
+    bool damaged;           // a sum differs
+    mt_error error;
+} mt_reader;
+
+static void mt_slots_init(mt_slots *slots) {
+    pthread_mutexattr_t lock;
+    pthread_condattr_t changed;
+    memset(slots, 0, sizeof *slots);
+    pthread_mutexattr_init(&lock);
+    pthread_condattr_init(&changed);
+    pthread_mutexattr_setpshared(&lock, PTHREAD_PROCESS_SHARED);
+    pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
+    pthread_mutex_init(&slots->lock, &lock);
+    pthread_cond_init(&slots->changed, &changed);
+    pthread_mutexattr_destroy(&lock);
+    pthread_condattr_destroy(&changed);
+}
+
+static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
+    const int64_t bytes = 2 * MT_DIRECT + (int64_t)MT_SLOTS * MT_SEGMENT;
+    _Static_assert(sizeof(mt_slots) <= MT_DIRECT && MT_SEGMENT % MT_SUM_BLOCK == 0, "layout of the shared memory");
+    *r = (mt_reader){.model = m, .sums = sums, .descriptor = -1, .direct = -1};
+    r->staged = mt_malloc(MT_STAGED * 4), r->staged_bf16 = mt_malloc(MT_STAGED * 2);
+    mt_host_memory_open(&r->shared, &mt_model_grid(m)->world, bytes);
+    r->slots = (mt_slots *)mt_align_direct(r->shared.memory); // mapped by pages: the same offset on every rank
+    r->window = (char *)r->slots + MT_DIRECT;
+    if (r->shared.host.rank == 0) mt_slots_init(r->slots);
+    mt_host_memory_barrier(&r->shared);
+}
+
+static void mt_reader_close(mt_reader *r) {
+    for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
+    free(r->staged);
+    free(r->staged_bf16);
+    mt_host_memory_barrier(&r->shared);
+    if (r->shared.host.rank == 0) {
+        pthread_mutex_destroy(&r->slots->lock);
+        pthread_cond_destroy(&r->slots->changed);
+    }
+    mt_host_memory_close(&r->shared);
+}
+
+static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
+    pthread_mutex_lock(&r->slots->lock);
+    if (r->status == 0) r->status = -1, r->error = *error;
+    r->damaged = r->damaged || damaged;
+    pthread_mutex_unlock(&r->slots->lock);
+}
+
+/* Takes on the next segment of the file once its slot is free; -1 at the end. */
+static int64_t mt_reader_claim(mt_reader *r) {
+    mt_slots *slots = r->slots;
+    int64_t count = mt_divide_up(r->file->bytes, MT_SEGMENT);
+    pthread_mutex_lock(&slots->lock);
+    while (slots->claimed < count && slots->uses[slots->claimed % MT_SLOTS] != slots->claimed / MT_SLOTS)
+        pthread_cond_wait(&slots->changed, &slots->lock);
+    int64_t i = slots->claimed < count ? slots->claimed++ : -1;
+    pthread_mutex_unlock(&slots->lock);
+    return i;
+}
+
+/* Reads bytes [offset, offset + bytes) of the file to aligned memory, in whole pages if possible. */
+static int mt_reader_read(const mt_reader *r, char *to, int64_t offset, int64_t bytes) {
+    ssize_t got = -1;
+    if (r->direct >= 0) got = pread(r->direct, to, (size_t)(mt_divide_up(bytes, MT_DIRECT) * MT_DIRECT), offset);
+    int64_t done = mt_max(got, 0);
+    return done >= bytes ? 0 : mt_file_read_at(r->descriptor, to + done, bytes - done, offset + done);
+}
+
+/* Reads segment i into its slot, through the memory `own` unless that is NULL, and checks its blocks. */
+static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
+    int64_t offset = i * MT_SEGMENT, bytes = mt_min(MT_SEGMENT, r->file->bytes - offset);
+    char *slot = r->window + i % MT_SLOTS * MT_SEGMENT;
+    const char *from = own ? own : slot;
+    mt_error error;
+    if (mt_reader_read(r, own ? own : slot, offset, bytes) != 0) {
+        mt_error_set(&error, "%s: cannot be read: %s; check the disk", r->file->path, strerror(errno));
+        mt_reader_fail(r, &error, false);
+        return;
+    }
+    for (int64_t first = 0; first < bytes; first += MT_SUM_BLOCK) {
+        int64_t block = (offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
+        if (own) memcpy(slot + first, own + first, (size_t)n);
+        if (!r->file_sums) continue;
+        if (block < r->file_sums->count && mt_crc32c(from + first, n) == r->file_sums->sums[block]) continue;
+        char *folder = mt_strdup(r->file->path), *slash = strrchr(folder, '/');
+        if (slash) *slash = 0;
+        mt_checksums_damaged(&error, folder, r->file_sums->name, block, r->file->bytes);
+        mt_reader_fail(r, &error, true);
+        free(folder);
+        return;
+    }
+}
+
+/* A thread: reads segments to the end of the file. A segment that cannot be read is announced too, so that no rank
+ * waits for it. Memory that processes share has small pages, which a direct read fills one by one: slower than to read
+ * into own memory and copy. */
+static void *mt_reader_run(void *context) {
+    mt_reader *r = context;
+    char *own = r->shared.host.size > 1 ? mt_cpu_ops.memory_alloc(MT_SEGMENT) : NULL;
+    for (int64_t i; (i = mt_reader_claim(r)) >= 0;) {
+        if (r->descriptor >= 0) mt_reader_fill(r, i, own);
+        pthread_mutex_lock(&r->slots->lock);
+        r->slots->ready[i % MT_SLOTS] = i + 1;
+        pthread_cond_broadcast(&r->slots->changed);
+        pthread_mutex_unlock(&r->slots->lock);
+    }
+    if (own) mt_cpu_ops.memory_free(own);
+    return NULL;
+}
+
+/* Waits for segment i, which any rank may read; the watchdog reports a wait that does not end. */
+static const char *mt_reader_get(mt_reader *r, int64_t i) {
+    mt_watch_begin("reading a checkpoint", r->shared.host.name);
+    pthread_mutex_lock(&r->slots->lock);
+    while (r->slots->ready[i % MT_SLOTS] != i + 1) pthread_cond_wait(&r->slots->changed, &r->slots->lock);
+    pthread_mutex_unlock(&r->slots->lock);
+    mt_watch_end();
+    return r->window + i % MT_SLOTS * MT_SEGMENT;
+}
+
+/* This rank is done with segment i. */
+static void mt_reader_give_back(mt_reader *r, int64_t i) {
+    mt_slots *slots = r->slots;
+    int64_t slot = i % MT_SLOTS;
+    pthread_mutex_lock(&slots->lock);
+    if (++slots->taken[slot] == r->shared.host.size) {
+        slots->taken[slot] = 0, slots->uses[slot]++;
+        pthread_cond_broadcast(&slots->changed);
+    }
+    pthread_mutex_unlock(&slots->lock);
+}
+
+/* Begins a file: empties the slots and starts threads; returns their number. */
+static int mt_reader_begin(mt_reader *r, const mt_safetensors_file *file, pthread_t threads[MT_READERS]) {
+    const char *slash = strrchr(file->path, '/');
+    int count = (int)mt_max(MT_READERS / r->shared.host.size, 1);
+    mt_error error;
+    r->file = file;
+    r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : file->path) : NULL;
+    r->descriptor = open(file->path, O_RDONLY | O_CLOEXEC);
+    r->direct = mt_open_direct(file->path, O_RDONLY);
+    if (r->descriptor < 0) {
+        mt_error_set(&error, "%s: cannot be read: %s; check the disk", file->path, strerror(errno));
+        mt_reader_fail(r, &error, false);
+    }
+    mt_host_memory_barrier(&r->shared); // all ranks are done with the file before
+    if (r->shared.host.rank == 0) {
+        mt_slots *slots = r->slots;
+        slots->claimed = 0;
+        memset(slots->ready, 0, sizeof slots->ready);
+        memset(slots->taken, 0, sizeof slots->taken);
+        memset(slots->uses, 0, sizeof slots->uses);
+    }
+    mt_host_memory_barrier(&r->shared);
+    for (int i = 0; i < count; i++)
+        if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0) mt_die("cannot start a thread; raise ulimit -u");
+    return count;
+}
+
+/* A buffer for a transposed tensor: a kept one of this size, as touching new pages costs more than filling it. */
+static float *mt_reader_borrow(mt_reader *r, int64_t bytes) {
+    for (int i = 0; i < MT_SPARES; i++)
+        if (r->spare[i] && r->spare_bytes[i] == bytes) {
+            float *memory = r->spare[i];
+            r->spare[i] = NULL;
+            return memory;
+        }
+    return mt_malloc(bytes);
+}
+
+/* Keeps a buffer, instead of the oldest if there are MT_SPARES. */
+static void mt_reader_return(mt_reader *r, float *memory, int64_t bytes) {
+    int at = r->next_spare++ % MT_SPARES;
+    for (int i = 0; i < MT_SPARES; i++)
+        if (!r->spare[i]) at = i;
+    free(r->spare[at]);
+    r->spare[at] = memory, r->spare_bytes[at] = bytes;
+}
+
+/* ---- from tensors into buckets */
+
+/* One state of a parameter, and the tensor that it is loaded from. Weights of a bf16 model go into two parts: in bf16,
+ * and as master weights, which keep the stored precision. */
+typedef struct mt_target {
+    const mt_param *param;
+    const mt_tensor_info *tensor;
+    mt_part parts[2]; // either may have no data
+    bool weights;
+    float *transposed;  // this rank's part of a transposed tensor, until its last segment is read
+    int64_t not_finite; // values of weights
+} mt_target;
+
+/* out[i * out_stride] = element i of stored values, i < n; `in` need not be aligned. */
 static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
     const char *from = in;
     if (dtype == MT_F32 && out_stride == 1) {
@@ -40,443 +451,86 @@ static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_
     }
 }
 
-const char *const mt_state_prefix[MT_NUM_STATES] = {"", "master.", "exp_avg.", "exp_avg_sq."};
-
-/* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
+/* The non-finite ones of values[n], whose bucket elements begin at `at`, that lie in a part. */
 static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
     int64_t count = 0, end = mt_min(n, part->first + part->count - at);
     for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
     return count;
 }
 
-int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
-    shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
-    shape[1] = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    return param->is_vector ? 1 : 2;
-}
-
-static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t num_dims) {
-    int used = snprintf(out, 256, "[");
-    for (int64_t i = 0; i < num_dims; i++)
-        used += snprintf(out + used, 256 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape[i]);
-    snprintf(out + used, 256 - (size_t)used, "]");
-    return out;
-}
-
-/* A tensor that a parameter is to be read from must have its shape and be of floating point. */
-static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
-    int64_t shape[2], num_dims = mt_param_shape(param, shape);
-    char found[256], expected[256];
-    const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
-    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
-        return mt_error_set(error,
-                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
-                            "that is not quantized",
-                            tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
-    if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
-    bool cols_differ =
-        tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
-    return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
-                        tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
-                        mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
-}
-
-/* The tensor of a name in the table; a model saved without its head has names without their first word. */
-static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *file, const char *name) {
-    static const char *const prefixes[] = {"model.", "transformer."};
-    const mt_tensor_info *tensor = mt_safetensors_find(file, name);
-    for (int i = 0; !tensor && i < 2; i++)
-        if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
-            tensor = mt_safetensors_find(file, name + strlen(prefixes[i]));
-    return tensor;
-}
-
-static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
-                            const mt_safetensors *file, mt_error *error) {
-    const char *option = param->exists_option;
-    if (param->role == MT_LM_HEAD)
-        return mt_error_set(error,
-                            "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
-                            "true, or leave out %s",
-                            folder, param->hf_name, option);
-    if (param->layer >= options->num_layers)
-        return mt_error_set(error,
-                            "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
-                            "--mtp-num-layers to the modules that it holds, perhaps 0",
-                            folder, param->hf_name, (long long)mt_safetensors_count(file));
-    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
-                        param->hf_name, (long long)mt_safetensors_count(file), option ? " and " : "",
-                        option ? option : "");
-}
-
-/* The number of a tensor's layer, or -1; `rest` is what follows it in the name. */
-static int64_t mt_tensor_layer(const char *name, const char **rest) {
-    char *end;
-    if (strncmp(name, "model.", 6) == 0) name += 6;
-    if (strncmp(name, "layers.", 7) != 0 || !isdigit((unsigned char)name[7])) return -1;
-    errno = 0;
-    int64_t layer = strtoll(name + 7, &end, 10);
-    *rest = end + (*end == '.');
-    return *end == '.' && errno == 0 ? layer : -1;
-}
-
-/* DeepSeek's folders have the embedding and the output layer again in every module of multi-token prediction, which
- * shares them with the model: the name of what such a tensor repeats, or NULL. */
-static const char *mt_tensor_repeats(const mt_options *options, const char *name) {
-    const char *rest;
-    int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
-    if (module < 0 || module >= options->mtp_num_layers) return NULL;
-    if (strcmp(rest, "embed_tokens.weight") == 0) return "model.embed_tokens.weight";
-    if (strcmp(rest, "shared_head.head.weight") != 0) return NULL;
-    return options->untie_embeddings_and_output_weights ? "lm_head.weight" : "model.embed_tokens.weight";
-}
-
-/* It must be the same, or training would lose it. */
-static int mt_tensor_check_repeated(const mt_options *options, const mt_safetensors *file, const mt_tensor_info *tensor,
-                                    mt_error *error) {
-    const char *name = mt_tensor_repeats(options, tensor->name);
-    const mt_tensor_info *shared = name ? mt_safetensors_find_param(file, name) : NULL;
-    if (!shared) return 0;
-    if (shared->dtype == tensor->dtype && shared->bytes == tensor->bytes &&
-        memcmp(shared->data, tensor->data, (size_t)tensor->bytes) == 0)
-        return 0;
-    return mt_error_set(error,
-                        "%s: tensor \"%s\" is not the same as \"%s\", which modules of multi-token prediction share; "
-                        "load with --mtp-num-layers 0",
-                        tensor->file, tensor->name, shared->name);
-}
-
-/* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head; and
- * modules of multi-token prediction that the model does without. */
-static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
-    const char *rest;
-    int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
-    if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
-    if (mt_tensor_repeats(options, name)) return true;
-    if (mt_text_ends_with(name, "rotary_emb.inv_freq") || mt_text_ends_with(name, ".attn.masked_bias")) return true;
-    if (options->hf_family == MT_HF_GPT2 && mt_text_ends_with(name, ".attn.bias")) return true;
-    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
-}
-
-static int mt_tensor_pointer_compare(const void *a, const void *b) {
-    const mt_tensor_info *x = *(const mt_tensor_info *const *)a, *y = *(const mt_tensor_info *const *)b;
-    return (x > y) - (x < y);
-}
-
-/* Every tensor must be wanted by a row: a weight that is silently left out would give another model. */
-static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options,
-                                   const mt_safetensors *file, mt_error *error) {
-    const mt_tensor_info **used = mt_malloc(count * (int64_t)sizeof *used), *unused = NULL;
-    for (int64_t i = 0; i < count; i++) used[i] = mt_safetensors_find_param(file, rows[i].hf_name);
-    qsort(used, (size_t)count, sizeof *used, mt_tensor_pointer_compare);
-    for (int64_t i = 0; i < mt_safetensors_count(file) && !unused; i++) {
-        const mt_tensor_info *tensor = mt_safetensors_get(file, i);
-        if (mt_tensor_is_harmless(options, tensor->name)) continue;
-        if (!bsearch(&tensor, used, (size_t)count, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
-    }
-    free(used);
-    if (!unused) return 0;
-    return mt_error_set(error,
-                        "%s: tensor \"%.120s\" has no place in the model that the options describe; check "
-                        "config.json, --num-layers and the options for biases and norms",
-                        unused->file, unused->name);
-}
-
-/* A folder's tensors against the whole model's table, so that every rank finds the same. */
-static int mt_weights_check(const mt_options *options, const char *folder, const mt_safetensors *file,
-                            mt_error *error) {
-    mt_param *rows;
-    int64_t count = mt_params_build(&rows, options, NULL);
-    int status = 0;
-    for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_tensor_info *tensor = mt_safetensors_find_param(file, rows[i].hf_name);
-        status =
-            tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], options, folder, file, error);
-    }
-    if (status == 0) status = mt_weights_check_unused(rows, count, options, file, error);
-    for (int64_t i = 0; i < mt_safetensors_count(file) && status == 0; i++)
-        status = mt_tensor_check_repeated(options, file, mt_safetensors_get(file, i), error);
-    free(rows);
-    return status;
-}
-
-/* ---- reading a folder's files: each byte once for all ranks of a host, and checked against its sum */
-
-char *mt_align_direct(char *memory) {
-    return memory + (-(uintptr_t)memory & (MT_DIRECT - 1));
-}
-
-int mt_open_direct(const char *path, int flags) {
-#ifdef O_DIRECT
-    return open(path, flags | O_DIRECT | O_CLOEXEC);
-#else
-    (void)path, (void)flags;
-    return -1;
-#endif
-}
-
-/* What a parameter takes from a tensor: into the parts of its bucket, of the model's type and of floats, either of
- * which may have no data. */
-typedef struct mt_wanted {
-    const mt_param *param;
-    const mt_tensor_info *tensor;
-    mt_part weights, floats;
-    float *turned;      // all that lies here, while a transposed tensor passes by
-    int64_t not_finite; // of the weights
-} mt_wanted;
-
-/* Files pass by in stretches, through slots of memory that all ranks of a host share. Threads of all ranks read the
- * next stretch, whoever is free; a slot is free again when every rank has taken from it what it wants. Who waits
- * sleeps: cores may be fewer than ranks and their threads. */
-enum { MT_STRETCH = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18, MT_SPARES = 8 };
-
-/* At the start of the shared memory. */
-typedef struct mt_slots {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    int64_t claimed;         // stretches of the file that a thread has gone for
-    int64_t ready[MT_SLOTS]; // 1 + the stretch that lies there
-    int64_t taken[MT_SLOTS]; // ranks that are done with it
-    int64_t uses[MT_SLOTS];  // stretches that all ranks are done with
-} mt_slots;
-
-typedef struct mt_reader {
-    mt_model *model;
-    const mt_checksums *sums; // what they are checked against; NULL: nothing
-    mt_host_memory shared;    // of the ranks of a host: slots, then window
-    char *window;             // [MT_SLOTS, MT_STRETCH]
-    mt_slots *slots;
-    float *spare[MT_SPARES]; // what tensors were turned in
-    int64_t spare_bytes[MT_SPARES];
-    unsigned next_spare;
-    float *staged; // numbers on their way into a bucket
-    uint16_t *halves;
-    int64_t room;                     // of them
-    const mt_safetensors_file *image; // the file
-    const mt_file_checksums *file_sums;
-    int descriptor, direct; // the second may be -1
-    int status;             // under the slots' lock, as what follows
-    bool damaged;           // a sum was another
-    mt_error error;
-} mt_reader;
-
-static void mt_slots_init(mt_slots *slots) {
-    pthread_mutexattr_t lock;
-    pthread_condattr_t changed;
-    memset(slots, 0, sizeof *slots);
-    pthread_mutexattr_init(&lock);
-    pthread_condattr_init(&changed);
-    pthread_mutexattr_setpshared(&lock, PTHREAD_PROCESS_SHARED);
-    pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
-    pthread_mutex_init(&slots->lock, &lock);
-    pthread_cond_init(&slots->changed, &changed);
-    pthread_mutexattr_destroy(&lock);
-    pthread_condattr_destroy(&changed);
-}
-
-static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
-    const int64_t bytes = 2 * MT_DIRECT + (int64_t)MT_SLOTS * MT_STRETCH;
-    _Static_assert(sizeof(mt_slots) <= MT_DIRECT && MT_STRETCH % MT_SUM_BLOCK == 0, "places in the shared memory");
-    *r = (mt_reader){.model = m, .sums = sums, .descriptor = -1, .direct = -1};
-    r->room = MT_STAGED, r->staged = mt_malloc(MT_STAGED * 4), r->halves = mt_malloc(MT_STAGED * 2);
-    mt_host_memory_open(&r->shared, &mt_model_grid(m)->world, bytes);
-    r->slots = (mt_slots *)mt_align_direct(r->shared.memory); // mapped by pages: the same offset on every rank
-    r->window = (char *)r->slots + MT_DIRECT;
-    if (r->shared.host.rank == 0) mt_slots_init(r->slots);
-    mt_host_memory_barrier(&r->shared);
-}
-
-static void mt_reader_close(mt_reader *r) {
-    for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
-    free(r->staged);
-    free(r->halves);
-    mt_host_memory_barrier(&r->shared);
-    if (r->shared.host.rank == 0) {
-        pthread_mutex_destroy(&r->slots->lock);
-        pthread_cond_destroy(&r->slots->changed);
-    }
-    mt_host_memory_close(&r->shared);
-}
-
-static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
-    pthread_mutex_lock(&r->slots->lock);
-    if (r->status == 0) r->status = -1, r->error = *error;
-    r->damaged = r->damaged || damaged;
-    pthread_mutex_unlock(&r->slots->lock);
-}
-
-/* The next stretch of the file, once its slot is free; -1: there is none. */
-static int64_t mt_reader_claim(mt_reader *r) {
-    mt_slots *slots = r->slots;
-    int64_t count = mt_divide_up(r->image->bytes, MT_STRETCH);
-    pthread_mutex_lock(&slots->lock);
-    while (slots->claimed < count && slots->uses[slots->claimed % MT_SLOTS] != slots->claimed / MT_SLOTS)
-        pthread_cond_wait(&slots->changed, &slots->lock);
-    int64_t i = slots->claimed < count ? slots->claimed++ : -1;
-    pthread_mutex_unlock(&slots->lock);
-    return i;
-}
-
-/* Reads bytes [offset, offset + bytes) of the file to an aligned place, whole pages where that can be. */
-static int mt_reader_read(const mt_reader *r, char *to, int64_t offset, int64_t bytes) {
-    ssize_t got = -1;
-    if (r->direct >= 0) got = pread(r->direct, to, (size_t)(mt_divide_up(bytes, MT_DIRECT) * MT_DIRECT), offset);
-    int64_t done = mt_max(got, 0);
-    return done >= bytes ? 0 : mt_file_read_at(r->descriptor, to + done, bytes - done, offset + done);
-}
-
-/* Reads stretch i into its slot, by way of `own` memory where that is not NULL, and checks its blocks. */
-static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
-    int64_t offset = i * MT_STRETCH, bytes = mt_min(MT_STRETCH, r->image->bytes - offset);
-    char *slot = r->window + i % MT_SLOTS * MT_STRETCH;
-    const char *from = own ? own : slot;
-    mt_error error;
-    if (mt_reader_read(r, own ? own : slot, offset, bytes) != 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-        return;
-    }
-    for (int64_t first = 0; first < bytes; first += MT_SUM_BLOCK) {
-        int64_t block = (offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-        if (own) memcpy(slot + first, own + first, (size_t)n);
-        if (!r->file_sums) continue;
-        if (block < r->file_sums->count && mt_crc32c(from + first, n) == r->file_sums->sums[block]) continue;
-        char *folder = mt_strdup(r->image->path), *slash = strrchr(folder, '/');
-        if (slash) *slash = 0;
-        mt_checksums_damaged(&error, folder, r->file_sums->name, block, r->image->bytes);
-        mt_reader_fail(r, &error, true);
-        free(folder);
-        return;
-    }
-}
-
-/* A thread: reads stretches until there are no more. What cannot be read passes by too, so that no rank waits for it.
- * Memory that processes share has small pages, one by one for the disk, which then is slower than by one more copy. */
-static void *mt_reader_run(void *context) {
-    mt_reader *r = context;
-    char *own = r->shared.host.size > 1 ? mt_cpu_ops.memory_alloc(MT_STRETCH) : NULL;
-    for (int64_t i; (i = mt_reader_claim(r)) >= 0;) {
-        if (r->descriptor >= 0) mt_reader_fill(r, i, own);
-        pthread_mutex_lock(&r->slots->lock);
-        r->slots->ready[i % MT_SLOTS] = i + 1;
-        pthread_cond_broadcast(&r->slots->changed);
-        pthread_mutex_unlock(&r->slots->lock);
-    }
-    if (own) mt_cpu_ops.memory_free(own);
-    return NULL;
-}
-
-/* Waits for stretch i, which any rank may read: one that never does is named as in a collective. */
-static const char *mt_reader_get(mt_reader *r, int64_t i) {
-    mt_watch_begin("reading a checkpoint", r->shared.host.name);
-    pthread_mutex_lock(&r->slots->lock);
-    while (r->slots->ready[i % MT_SLOTS] != i + 1) pthread_cond_wait(&r->slots->changed, &r->slots->lock);
-    pthread_mutex_unlock(&r->slots->lock);
-    mt_watch_end();
-    return r->window + i % MT_SLOTS * MT_STRETCH;
-}
-
-/* This rank is done with it. */
-static void mt_reader_give_back(mt_reader *r, int64_t i) {
-    mt_slots *slots = r->slots;
-    int64_t slot = i % MT_SLOTS;
-    pthread_mutex_lock(&slots->lock);
-    if (++slots->taken[slot] == r->shared.host.size) {
-        slots->taken[slot] = 0, slots->uses[slot]++;
-        pthread_cond_broadcast(&slots->changed);
-    }
-    pthread_mutex_unlock(&slots->lock);
-}
-
-/* Puts n elements at a place of the whole parameter that lies here into its bucket. */
-static void mt_wanted_put(mt_reader *r, mt_wanted *w, int64_t at, const float *values, int64_t n) {
+/* Writes n values to elements [at, at + n) of this rank's part of the parameter. */
+static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float *values, int64_t n) {
     mt_model *m = r->model;
-    bool halves = w->weights.data && w->weights.dtype == MT_BF16;
-    at += w->param->offset;
+    at += t->param->offset;
     for (int64_t done = 0, count; done < n; done += count) {
-        count = mt_min(n - done, r->room);
-        if (w->weights.data) w->not_finite += mt_count_not_finite(&w->weights, at + done, values + done, count);
-        for (int64_t i = 0; halves && i < count; i++) r->halves[i] = mt_f32_to_bf16(values[done + i]);
-        if (w->floats.data) mt_part_write(m, &w->floats, at + done, values + done, count);
-        if (w->weights.data)
-            mt_part_write(m, &w->weights, at + done, halves ? (const void *)r->halves : values + done, count);
+        count = mt_min(n - done, MT_STAGED);
+        if (t->weights) t->not_finite += mt_count_not_finite(&t->parts[0], at + done, values + done, count);
+        for (int k = 0; k < 2; k++) {
+            const mt_part *part = &t->parts[k];
+            if (!part->data) continue;
+            for (int64_t i = 0; part->dtype == MT_BF16 && i < count; i++)
+                r->staged_bf16[i] = mt_f32_to_bf16(values[done + i]);
+            mt_part_write(m, part, at + done, part->dtype == MT_BF16 ? (const void *)r->staged_bf16 : values + done,
+                          count);
+        }
         mt_model_ops(m)->stream_wait(mt_model_stream(m)); // before the buffers are filled again
     }
 }
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. */
-typedef struct mt_window {
-    int64_t row, rows, col, cols;
-} mt_window;
-
-static mt_window mt_window_meet(mt_window a, mt_window b) {
-    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
-    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
-    return (mt_window){row, mt_max(rows, 0), col, mt_max(cols, 0)};
+/* mt_target_write for stored elements. */
+static void mt_target_write_stored(mt_reader *r, mt_target *t, int64_t at, const char *from, int64_t n) {
+    mt_dtype dtype = t->tensor->dtype;
+    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0) {
+        mt_target_write(r, t, at, (const float *)(const void *)from, n);
+        return;
+    }
+    for (int64_t done = 0, count; done < n; done += count) {
+        count = mt_min(n - done, MT_STAGED);
+        mt_stored_to_f32(r->staged, 1, from + done * mt_dtype_size(dtype), dtype, count);
+        mt_target_write(r, t, at + done, r->staged, count);
+    }
 }
 
-/* Rows [*first, *end) of what lies here of a parameter, of which the parts that are wanted have something: not all,
- * where a data group shares them out. */
-static void mt_wanted_rows(const mt_wanted *w, int64_t *first, int64_t *end) {
-    const mt_part *parts[] = {&w->weights, &w->floats};
-    int64_t cols = w->param->cols, count = mt_param_rows_stored(w->param) * cols;
+/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. */
+typedef struct mt_rectangle {
+    int64_t row, rows, col, cols;
+} mt_rectangle;
+
+static mt_rectangle mt_rectangle_intersect(mt_rectangle a, mt_rectangle b) {
+    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
+    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
+    return (mt_rectangle){row, mt_max(rows, 0), col, mt_max(cols, 0)};
+}
+
+/* Rows [*first, *end) of this rank's part of a parameter that a part of the bucket touches: fewer than all where a data
+ * group shards the state. */
+static void mt_target_rows(const mt_target *t, int64_t *first, int64_t *end) {
+    int64_t cols = t->param->cols, count = mt_param_rows_stored(t->param) * cols;
     *first = count, *end = 0;
-    for (int i = 0; i < 2; i++) {
-        int64_t begin = mt_max(parts[i]->first - w->param->offset, 0);
-        int64_t last = mt_min(parts[i]->first + parts[i]->count - w->param->offset, count);
-        if (!parts[i]->data || begin >= last) continue;
+    for (int k = 0; k < 2; k++) {
+        const mt_part *part = &t->parts[k];
+        int64_t begin = mt_max(part->first - t->param->offset, 0);
+        int64_t last = mt_min(part->first + part->count - t->param->offset, count);
+        if (!part->data || begin >= last) continue;
         *first = mt_min(*first, begin / cols), *end = mt_max(*end, mt_divide_up(last, cols));
     }
     if (*end == 0) *first = 0;
 }
 
-/* What is wanted of a parameter, as rows and columns of its tensor. */
-static mt_window mt_wanted_window(const mt_wanted *w) {
-    const mt_param *param = w->param;
-    mt_window own = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
+/* The rows and columns of the tensor that this rank loads. */
+static mt_rectangle mt_target_rectangle(const mt_target *t) {
+    const mt_param *param = t->param;
+    mt_rectangle own = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
     if (!param->hf_transposed) return own;
     int64_t first, end;
-    mt_wanted_rows(w, &first, &end);
-    return (mt_window){own.col, own.cols, own.row + first, end - first};
+    mt_target_rows(t, &first, &end);
+    return (mt_rectangle){own.col, own.cols, own.row + first, end - first};
 }
 
-/* Memory for a tensor to turn in, which comes back: pages that are new would cost more than what is done in them. */
-static float *mt_reader_borrow(mt_reader *r, int64_t bytes) {
-    for (int i = 0; i < MT_SPARES; i++)
-        if (r->spare[i] && r->spare_bytes[i] == bytes) {
-            float *memory = r->spare[i];
-            r->spare[i] = NULL;
-            return memory;
-        }
-    return mt_malloc(bytes);
-}
-
-static void mt_reader_lay_by(mt_reader *r, float *memory, int64_t bytes) {
-    int at = r->next_spare++ % MT_SPARES; // the oldest goes
-    for (int i = 0; i < MT_SPARES; i++)
-        if (!r->spare[i]) at = i;
-    free(r->spare[at]);
-    r->spare[at] = memory, r->spare_bytes[at] = bytes;
-}
-
-/* The same for n stored numbers, which become floats first unless they are. */
-static void mt_wanted_put_stored(mt_reader *r, mt_wanted *w, int64_t at, const char *from, int64_t n) {
-    mt_dtype dtype = w->tensor->dtype;
-    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0) {
-        mt_wanted_put(r, w, at, (const float *)(const void *)from, n);
-        return;
-    }
-    for (int64_t done = 0, count; done < n; done += count) {
-        count = mt_min(n - done, r->room);
-        mt_stored_to_f32(r->staged, 1, from + done * mt_dtype_size(dtype), dtype, count);
-        mt_wanted_put(r, w, at + done, r->staged, count);
-    }
-}
-
-/* to[n, m] with rows of `pitch` numbers = from[m, n] with rows of `width` stored ones, turned; 16 lines of `to` at a
- * time stay in the cache. */
-static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t width, mt_dtype dtype, int64_t m,
-                           int64_t n) {
+/* to[n, m], rows `pitch` apart = the transpose of stored from[m, n], rows `width` apart; blocks of 16 rows of `to` stay
+ * in the cache. */
+static void mt_stored_transpose(float *to, int64_t pitch, const char *from, int64_t width, mt_dtype dtype, int64_t m,
+                                int64_t n) {
     int64_t size = mt_dtype_size(dtype);
     for (int64_t first = 0, lines; first < n; first += lines) {
         lines = mt_min(n - first, 16);
@@ -485,179 +539,165 @@ static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t w
     }
 }
 
-/* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
-static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
-    const mt_param *param = w->param;
-    mt_dtype dtype = w->tensor->dtype;
-    mt_window own = mt_wanted_window(w), part = mt_window_meet(given, own);
+/* Loads this rank's part of a rectangle of the tensor, whose elements are at `data`, row after row. */
+static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle given, const char *data) {
+    const mt_param *param = t->param;
+    mt_dtype dtype = t->tensor->dtype;
+    mt_rectangle own = mt_target_rectangle(t), part = mt_rectangle_intersect(given, own);
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
     if (param->hf_transposed) {
-        if (!w->turned) w->turned = mt_reader_borrow(r, own.rows * own.cols * 4);
-        mt_stored_turn(w->turned + (part.col - own.col) * cols + part.row - own.row, cols,
-                       data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols, dtype,
-                       part.rows, part.cols);
+        if (!t->transposed) t->transposed = mt_reader_borrow(r, own.rows * own.cols * 4);
+        mt_stored_transpose(t->transposed + (part.col - own.col) * cols + part.row - own.row, cols,
+                            data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols,
+                            dtype, part.rows, part.cols);
         return;
     }
-    bool together = part.cols == given.cols && part.cols == cols; // whole rows on both sides
-    for (int64_t row = 0, rows = together ? part.rows : 1; row < part.rows; row += rows) {
+    bool contiguous = part.cols == given.cols && part.cols == cols; // whole rows in the tensor and in the bucket
+    for (int64_t row = 0, rows = contiguous ? part.rows : 1; row < part.rows; row += rows) {
         const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
         int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
-        mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
+        mt_target_write_stored(r, t, to_row * cols + to_col, from, rows * part.cols);
     }
 }
 
-/* Takes what is wanted of elements [begin, end) of a tensor: a row in part, whole rows, a row in part. */
-static void mt_wanted_take_elements(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
-    const mt_param *param = w->param;
+/* Loads this rank's part of elements [begin, end) of the tensor: the end of a row, whole rows, the start of a row. */
+static void mt_target_load_elements(mt_reader *r, mt_target *t, int64_t begin, int64_t end, const char *data) {
+    const mt_param *param = t->param;
     int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    int64_t size = mt_dtype_size(w->tensor->dtype);
+    int64_t size = mt_dtype_size(t->tensor->dtype);
     while (begin < end) {
-        mt_window given = {begin / width, (end - begin) / width, 0, width};
+        mt_rectangle given = {begin / width, (end - begin) / width, 0, width};
         if (begin % width > 0 || given.rows == 0)
-            given = (mt_window){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
-        mt_wanted_take(r, w, given, data);
+            given = (mt_rectangle){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
+        mt_target_load_rectangle(r, t, given, data);
         begin += given.rows * given.cols, data += given.rows * given.cols * size;
     }
 }
 
-/* The tensor has passed by: what had to be turned goes into the bucket, and padding rows become 0. */
-static void mt_wanted_finish(mt_reader *r, mt_wanted *w) {
-    const mt_param *param = w->param;
+/* After the tensor's last segment: writes a transposed tensor, and sets padding rows to 0. */
+static void mt_target_finish(mt_reader *r, mt_target *t) {
+    const mt_param *param = t->param;
     int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
-    if (w->turned) {
-        mt_window own = mt_wanted_window(w);
-        mt_wanted_put(r, w, (own.col - param->hf_row - param->first_row) * param->cols, w->turned, own.rows * own.cols);
-        mt_reader_lay_by(r, w->turned, own.rows * own.cols * 4);
-        w->turned = NULL;
+    if (t->transposed) {
+        mt_rectangle own = mt_target_rectangle(t);
+        int64_t first_row = own.col - param->hf_row - param->first_row;
+        mt_target_write(r, t, first_row * param->cols, t->transposed, own.rows * own.cols);
+        mt_reader_return(r, t->transposed, own.rows * own.cols * 4);
+        t->transposed = NULL;
     }
-    if (w->floats.data) mt_part_write(r->model, &w->floats, param->offset + stored, NULL, padding);
-    if (w->weights.data) mt_part_write(r->model, &w->weights, param->offset + stored, NULL, padding);
+    for (int k = 0; k < 2; k++)
+        if (t->parts[k].data) mt_part_write(r->model, &t->parts[k], param->offset + stored, NULL, padding);
 }
 
-/* Takes what is wanted of bytes [begin, end) of the file, which lie at `data`. An element that is cut by an end comes
- * from the mapped file, with the bytes behind it. */
-static void mt_reader_take(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
-    const mt_tensor_info *tensor = w->tensor;
-    int64_t start = (const unsigned char *)tensor->data - r->image->base, size = mt_dtype_size(tensor->dtype);
-    int64_t count = tensor->bytes / size;
+/* Offset of the target's tensor in its file. */
+static int64_t mt_target_start(const mt_target *t, const mt_safetensors_file *file) {
+    return (const unsigned char *)t->tensor->data - file->base;
+}
+
+/* Loads this rank's part of bytes [begin, end) of the file, which are at `data`. An element that `begin` cuts is read
+ * from the mapped file, together with its second half. */
+static void mt_target_load_segment(mt_reader *r, mt_target *t, int64_t begin, int64_t end, const char *data) {
+    const mt_tensor_info *tensor = t->tensor;
+    int64_t start = mt_target_start(t, r->file), size = mt_dtype_size(tensor->dtype), count = tensor->bytes / size;
     if (start >= end || start + tensor->bytes <= begin) return;
-    int64_t first = begin <= start ? 0 : (begin - start + size - 1) / size, last = mt_min((end - start) / size, count);
+    int64_t first = begin <= start ? 0 : mt_divide_up(begin - start, size), last = mt_min((end - start) / size, count);
     if (begin > start && (begin - start) % size != 0)
-        mt_wanted_take_elements(r, w, first - 1, first, (const char *)tensor->data + (first - 1) * size);
-    if (first < last) mt_wanted_take_elements(r, w, first, last, data + start + first * size - begin);
-    if (start + tensor->bytes <= end) mt_wanted_finish(r, w);
+        mt_target_load_elements(r, t, first - 1, first, (const char *)tensor->data + (first - 1) * size);
+    if (first < last) mt_target_load_elements(r, t, first, last, data + start + first * size - begin);
+    if (start + tensor->bytes <= end) mt_target_finish(r, t);
 }
 
-/* Begins a file: its slots are empty, its threads read. Returns how many. */
-static int mt_reader_begin(mt_reader *r, const mt_safetensors_file *image, pthread_t threads[MT_READERS]) {
-    const char *slash = strrchr(image->path, '/');
-    int count = (int)mt_max(MT_READERS / r->shared.host.size, 1);
-    mt_error error;
-    r->image = image;
-    r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : image->path) : NULL;
-    r->descriptor = open(image->path, O_RDONLY | O_CLOEXEC);
-    r->direct = mt_open_direct(image->path, O_RDONLY);
-    if (r->descriptor < 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", image->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-    }
-    mt_host_memory_barrier(&r->shared); // all are done with the file before
-    if (r->shared.host.rank == 0) {
-        mt_slots *slots = r->slots;
-        slots->claimed = 0;
-        memset(slots->ready, 0, sizeof slots->ready);
-        memset(slots->taken, 0, sizeof slots->taken);
-        memset(slots->uses, 0, sizeof slots->uses);
-    }
-    mt_host_memory_barrier(&r->shared);
-    for (int i = 0; i < count; i++)
-        if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0) mt_die("cannot start a thread; raise ulimit -u");
-    return count;
-}
-
-/* Reads one file and takes wanted[count], which are its tensors in their order. Every rank of the host calls it. */
-static void mt_reader_pass(mt_reader *r, const mt_safetensors_file *image, mt_wanted *wanted, int64_t count) {
+/* Reads one file and loads targets[count], whose tensors are in it, in their order. Every rank of the host calls it. */
+static void mt_reader_load_file(mt_reader *r, const mt_safetensors_file *file, mt_target *targets, int64_t count) {
     pthread_t threads[MT_READERS];
-    int num_threads = mt_reader_begin(r, image, threads);
+    int num_threads = mt_reader_begin(r, file, threads);
     int64_t first = 0;
-    for (int64_t begin = 0; begin < image->bytes; begin += MT_STRETCH) {
-        int64_t end = mt_min(begin + MT_STRETCH, image->bytes);
-        const char *data = mt_reader_get(r, begin / MT_STRETCH);
-        for (int64_t i = first; i < count; i++) {
-            int64_t start = (const unsigned char *)wanted[i].tensor->data - image->base;
-            if (start >= end) break;
-            mt_reader_take(r, &wanted[i], begin, end, data);
-            if (i == first && start + wanted[i].tensor->bytes <= end) first++;
+    for (int64_t begin = 0; begin < file->bytes; begin += MT_SEGMENT) {
+        int64_t end = mt_min(begin + MT_SEGMENT, file->bytes);
+        const char *data = mt_reader_get(r, begin / MT_SEGMENT);
+        for (int64_t i = first; i < count && mt_target_start(&targets[i], file) < end; i++) {
+            mt_target_load_segment(r, &targets[i], begin, end, data);
+            if (i == first && mt_target_start(&targets[i], file) + targets[i].tensor->bytes <= end) first++;
         }
-        mt_reader_give_back(r, begin / MT_STRETCH);
+        mt_reader_give_back(r, begin / MT_SEGMENT);
     }
     for (int i = 0; i < num_threads; i++) pthread_join(threads[i], NULL);
     if (r->descriptor >= 0) close(r->descriptor);
     if (r->direct >= 0) close(r->direct);
 }
 
-static int mt_wanted_by_place(const void *a, const void *b) {
-    const mt_wanted *x = a, *y = b;
+static int mt_target_compare(const void *a, const void *b) {
+    const mt_target *x = a, *y = b;
     int order = strcmp(x->tensor->file, y->tensor->file);
     if (order != 0) return order;
     return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
 }
 
-/* Reads all files of a set and takes wanted[count] from them. Every rank calls it and returns the same; *damaged: for
- * what a sum says. */
-static int mt_safetensors_take(mt_safetensors *file, mt_model *m, const mt_checksums *sums, mt_wanted *wanted,
-                               int64_t count, bool *damaged, mt_error *error) {
+/* Reads all files of a set and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum
+ * differs. */
+static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetensors *set, mt_model *m,
+                           const mt_checksums *sums, bool *damaged, mt_error *error) {
+    const mt_group *world = &mt_model_grid(m)->world;
     mt_reader r;
     mt_reader_open(&r, m, sums);
-    if (count > 0) qsort(wanted, (size_t)count, sizeof *wanted, mt_wanted_by_place);
-    for (int64_t i = 0; i < mt_safetensors_num_files(file); i++) {
+    if (count > 0) qsort(targets, (size_t)count, sizeof *targets, mt_target_compare);
+    for (int64_t i = 0; i < mt_safetensors_num_files(set); i++) {
+        const mt_safetensors_file *file = mt_safetensors_get_file(set, i);
         int64_t first = 0, end;
-        while (first < count && wanted[first].tensor->file != mt_safetensors_get_file(file, i)->path) first++;
-        for (end = first; end < count && wanted[end].tensor->file == mt_safetensors_get_file(file, i)->path;) end++;
-        mt_reader_pass(&r, mt_safetensors_get_file(file, i), wanted + first, end - first);
+        while (first < count && targets[first].tensor->file != file->path) first++;
+        for (end = first; end < count && targets[end].tensor->file == file->path;) end++;
+        mt_reader_load_file(&r, file, targets + first, end - first);
     }
     double bad = r.damaged;
-    mt_all_reduce_max(&mt_model_grid(m)->world, &bad, 1, MT_F64);
+    mt_all_reduce_max(world, &bad, 1, MT_F64);
     if (bad > 0) *damaged = true;
     if (r.status != 0) *error = r.error;
-    int status = mt_agree(&mt_model_grid(m)->world, r.status != 0, error);
+    int status = mt_agree(world, r.status != 0, error);
     mt_reader_close(&r);
     return status;
 }
 
-/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked, by every rank, before
- * anything is set. */
-static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged, mt_error *error) {
-    mt_safetensors *file = NULL;
-    int status = mt_safetensors_open_folder(&file, folder, "model", error);
-    if (status == 0) status = mt_weights_check(mt_model_options(m), folder, file, error);
-    status = mt_agree(&mt_model_grid(m)->world, status != 0, error);
+/* Warns of weights that are not finite, on one of the ranks that hold them. */
+static void mt_target_warn(const mt_model *m, const mt_target *t) {
+    const mt_bucket *b = mt_bucket_get(m, t->param->bucket);
+    bool reports = t->param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
+    if (t->not_finite > 0 && reports)
+        fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", t->tensor->file,
+                (long long)t->not_finite, t->tensor->name);
+}
+
+/* Loads the weights (stem "model"), or the moments and any master weights (stem "optimizer"). A bf16 run may continue
+ * in fp32, from its master weights, and an fp32 run in bf16, with its weights as master weights. */
+static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_checksums *sums, bool *damaged,
+                        mt_error *error) {
+    const mt_group *world = &mt_model_grid(m)->world;
+    bool weights = strcmp(stem, "model") == 0;
+    mt_safetensors *set = NULL;
+    int status = mt_safetensors_open_folder(&set, folder, stem, error);
+    if (status == 0) status = mt_stem_check(set, weights, mt_model_options(m), folder, error);
+    status = mt_agree(world, status != 0, error);
     if (status != 0) {
-        mt_safetensors_close(file);
+        mt_safetensors_close(set);
         return status;
     }
-    int64_t num_params;
+    int64_t num_params, count = 0;
     const mt_param *params = mt_model_params(m, &num_params);
-    mt_wanted *wanted = mt_calloc(mt_max(num_params, 1) * (int64_t)sizeof *wanted);
-    for (int64_t i = 0; i < num_params; i++) {
-        const mt_param *param = &params[i];
-        wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
-        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
-        if (mt_model_dtype(m) != MT_F32 && param->trained)
-            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
-    }
-    status = mt_safetensors_take(file, m, sums, wanted, num_params, damaged, error);
-    for (int64_t i = 0; i < num_params && status == 0; i++) {
-        const mt_param *param = wanted[i].param;
-        const mt_bucket *b = mt_bucket_get(m, param->bucket);
-        bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
-        if (wanted[i].not_finite > 0 && tells)
-            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", wanted[i].tensor->file,
-                    (long long)wanted[i].not_finite, wanted[i].tensor->name);
-    }
-    free(wanted);
-    mt_safetensors_close(file);
+    mt_target *targets = mt_calloc(mt_max(num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *targets);
+    int first = 0, end = num_params > 0 ? mt_stem_states(set, weights, &params[0], &first) : 0;
+    for (int64_t i = 0; i < num_params; i++)
+        for (int state = first; state < end && (weights || params[i].trained); state++) {
+            mt_target *t = &targets[count++];
+            *t = (mt_target){.param = &params[i], .weights = weights};
+            t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
+            t->parts[0] = mt_bucket_part(m, params[i].bucket, (mt_param_state)state);
+            if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
+                t->parts[1] = mt_bucket_part(m, params[i].bucket, MT_STATE_MASTER);
+        }
+    status = mt_targets_load(targets, count, set, m, sums, damaged, error);
+    for (int64_t i = 0; i < count && status == 0; i++) mt_target_warn(m, &targets[i]);
+    free(targets);
+    mt_safetensors_close(set);
     return status;
 }
 
@@ -730,7 +770,6 @@ static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
 
 char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     struct stat status;
-    char name[64];
     bool found = stat(folder, &status) == 0;
     if (!found || !S_ISDIR(status.st_mode)) {
         mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
@@ -749,8 +788,7 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     int64_t iteration = mt_checkpoint_latest(path, error);
     free(path);
     if (iteration < 0) return NULL;
-    snprintf(name, sizeof name, "iter_%07lld", (long long)iteration);
-    path = mt_path_join(folder, name);
+    path = mt_iteration_path(folder, iteration);
     if (mt_folder_has(path, "config.json")) return path;
     mt_error_set(error,
                  "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
@@ -760,9 +798,8 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     return NULL;
 }
 
-/* The last checkpoint of a folder before iteration `before` whose small files are whole and whose others have their
- * sizes; of those that latest_checkpointed_iteration.txt does not name too early. -1: there is none, with the error of
- * the last one that is not whole, or of their absence. */
+/* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
+ * tensors. -1 with error if there is none: that of the earliest one, or that there are none. */
 static int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
     mt_iterations found = mt_iterations_list(folder);
     int64_t number = -1;
@@ -796,62 +833,9 @@ char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
     return number < 0 ? NULL : mt_iteration_path(folder, number);
 }
 
-/* ---- resuming: where a run left off, so that it continues bit for bit */
+/* ---- resuming: a run continues bit for bit */
 
-/* The tensor that keeps one kind of value of a parameter. */
-static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param,
-                                               mt_param_state state) {
-    char name[192];
-    snprintf(name, sizeof name, "%s%s", mt_state_prefix[state], param->hf_name);
-    return mt_safetensors_find(file, name);
-}
-
-/* Whether a folder holds every kind of state from `first` on of every parameter of the model. */
-static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_state first, const char *folder,
-                              const mt_safetensors *file, mt_error *error) {
-    int status = 0;
-    for (int64_t i = 0; i < count; i++)
-        for (int state = first; state < MT_NUM_STATES && status == 0 && rows[i].trained; state++) {
-            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
-            status = tensor ? mt_param_check(&rows[i], tensor, error)
-                            : mt_error_set(error,
-                                           "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
-                                           "--no-load-optim, or get the folder again",
-                                           folder, mt_state_prefix[state], rows[i].hf_name);
-        }
-    return status;
-}
-
-/* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
- * run in bf16, with its weights for master weights. */
-static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged,
-                             mt_error *error) {
-    mt_safetensors *file = NULL;
-    mt_param *rows;
-    mt_param_state first = MT_STATE_EXP_AVG;
-    int64_t count = mt_params_build(&rows, mt_model_options(m), NULL), num_wanted = 0;
-    int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
-    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_STATE_MASTER)) first = MT_STATE_MASTER;
-    if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
-    free(rows);
-    status = mt_agree(&mt_model_grid(m)->world, status != 0, error);
-    int64_t num_params;
-    const mt_param *params = mt_model_params(m, &num_params);
-    mt_wanted *wanted = mt_calloc(mt_max(num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
-    for (int64_t i = 0; i < num_params && status == 0; i++)
-        for (int state = first; state < MT_NUM_STATES && params[i].trained;
-             state++) { // an fp32 model's weights are its master weights
-            mt_wanted *w = &wanted[num_wanted++];
-            *w = (mt_wanted){.param = &params[i], .tensor = mt_optimizer_find(file, &params[i], (mt_param_state)state)};
-            w->floats = mt_bucket_part(m, params[i].bucket, (mt_param_state)state);
-        }
-    if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
-    free(wanted);
-    mt_safetensors_close(file);
-    return status;
-}
-
-/* A whole number >= 0 of trainer.json. */
+/* Reads a whole number >= 0 of trainer.json. */
 static int mt_trainer_int(const json_t *json, const char *key, const char *path, int64_t *value, mt_error *error) {
     const json_t *item = json_object_get(json, key);
     *value = json_integer_value(item);
@@ -860,7 +844,7 @@ static int mt_trainer_int(const json_t *json, const char *key, const char *path,
                         key);
 }
 
-/* Samples are counted and drawn in terms of these, so a run goes on with what it was begun with. */
+/* The number and the order of samples depend on these options, so a run keeps them. */
 static int mt_trainer_agrees(const char *path, const char *option, int64_t then, int64_t now, mt_error *error) {
     if (then == now) return 0;
     return mt_error_set(error, "%s: the run was begun with %s %lld, not %lld; give that, or begin anew by --finetune",
@@ -868,59 +852,56 @@ static int mt_trainer_agrees(const char *path, const char *option, int64_t then,
 }
 
 static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *path, mt_error *error) {
+    const mt_options *o = mt_model_options(m);
     int64_t version, seed, seq_length;
-    const struct {
-        const char *key;
-        int64_t *value;
-    } fields[] = {{"version", &version},
-                  {"iteration", &state->iteration},
-                  {"consumed_train_samples", &state->consumed_train_samples},
-                  {"consumed_valid_samples", &state->consumed_valid_samples},
-                  {"optimizer_step", &state->optimizer_step},
-                  {"seed", &seed},
-                  {"seq_length", &seq_length}};
     json_t *json = mt_json_read(path, error);
-    int status = json ? 0 : -1;
-    for (size_t i = 0; i < sizeof fields / sizeof *fields && status == 0; i++)
-        status = mt_trainer_int(json, fields[i].key, path, fields[i].value, error);
+    int status = json ? mt_trainer_int(json, "version", path, &version, error) : -1;
+#define MT_READ_STATE(field)                                                                                           \
+    if (status == 0) status = mt_trainer_int(json, #field, path, &state->field, error);
+    MT_RUN_STATE_FIELDS(MT_READ_STATE)
+#undef MT_READ_STATE
+    if (status == 0) status = mt_trainer_int(json, "seed", path, &seed, error);
+    if (status == 0) status = mt_trainer_int(json, "seq_length", path, &seq_length, error);
     json_decref(json);
     if (status != 0) return -1;
     if (version > MT_TRAINER_VERSION)
         return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
                             (long long)version);
-    if (!mt_model_options(m)->no_load_rng &&
-        mt_trainer_agrees(path, "--seed", seed, mt_model_options(m)->seed, error) != 0)
-        return -1;
-    return mt_trainer_agrees(path, "--seq-length", seq_length, mt_model_options(m)->seq_length, error);
+    if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
+    return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }
 
-/* The optimizer and the place in the run; `folder` is one iteration's. */
+/* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. */
 static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, const mt_checksums *sums, bool *damaged,
                        mt_error *error) {
+    const mt_options *o = mt_model_options(m);
+    const mt_group *world = &mt_model_grid(m)->world;
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
-    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || mt_model_options(m)->no_load_optim);
-    mt_broadcast(&mt_model_grid(m)->world, &continues, sizeof continues, 0); // all do what rank 0's folder says
-    if (!mt_model_get_plan(m)->train || mt_model_options(m)->finetune || !continues) return 0;
+    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || o->no_load_optim);
+    mt_broadcast(world, &continues, sizeof continues, 0); // rank 0's folder decides
+    if (!mt_model_get_plan(m)->train || o->finetune || !continues) return 0;
     char *path = mt_path_join(folder, "trainer.json");
-    int status = mt_agree(&mt_model_grid(m)->world, mt_trainer_read(m, state, path, error) != 0, error);
+    int status = mt_agree(world, mt_trainer_read(m, state, path, error) != 0, error);
     free(path);
-    if (status == 0 && mt_model_options(m)->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
-    return status == 0 && !mt_model_options(m)->no_load_optim ? mt_optimizer_load(m, folder, sums, damaged, error)
-                                                              : status;
+    if (status != 0 || !o->no_load_optim)
+        return status == 0 ? mt_stem_load(m, folder, "optimizer", sums, damaged, error) : status;
+    state->optimizer_step = 0; // like the moments
+    return 0;
 }
 
-/* Loads one folder. *damaged: it is not what was saved, by its sums. Where reading it fails in any other way, such as a
- * tensor of another name, rank 0 looks through all of it for damage first. */
+/* Loads one folder. *damaged: it differs from what was saved. If loading fails for another reason, such as the name of
+ * a tensor, rank 0 first looks for damage in all files. */
 static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
     *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
     int status = mt_agree(world, *damaged, error);
     if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
-    if (status == 0) status = mt_weights_load(m, folder, sums.count > 0 ? &sums : NULL, damaged, error);
-    if (status == 0) status = mt_run_load(m, state, folder, sums.count > 0 ? &sums : NULL, damaged, error);
-    if (status != 0 && sums.count > 0) {
+    const mt_checksums *checked = sums.count > 0 ? &sums : NULL;
+    if (status == 0) status = mt_stem_load(m, folder, "model", checked, damaged, error);
+    if (status == 0) status = mt_run_load(m, state, folder, checked, damaged, error);
+    if (status != 0 && checked) {
         mt_error found;
         if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
             *damaged = true, *error = found;
@@ -931,7 +912,7 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
     return status;
 }
 
-/* Clears the moments that a damaged checkpoint has left behind. */
+/* Clears the moments, of which a damaged checkpoint may have set some. */
 static void mt_optimizer_zero(mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
@@ -942,7 +923,7 @@ static void mt_optimizer_zero(mt_model *m) {
         }
 }
 
-/* Tells what is wrong with a checkpoint and returns the one before it, the same on every rank, or -1. */
+/* Reports the damage of a checkpoint; returns the iteration of the one before, the same on every rank, or -1. */
 static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder, int64_t from,
                                        const mt_error *damage) {
     int64_t number = -1;
@@ -960,12 +941,12 @@ bool mt_options_falls_back(const mt_options *options) {
     return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
-/* What mt_checkpoint_resolve says on rank 0, for all ranks: while they ask one after another, a save may put another
- * checkpoint in the place of the latest. *number: the iteration, or -1 for a folder that is no checkpoint's. */
+/* mt_checkpoint_resolve on rank 0, for all ranks: between the calls of two ranks a save could publish another latest.
+ * *number: the iteration, or -1 for a folder that is no checkpoint's. */
 static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
                                 mt_error *error) {
     char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
-    bool is_latest = found && strcmp(found, folder) != 0; // rather than the folder itself
+    bool is_latest = found && strcmp(found, folder) != 0; // not the folder itself
     *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
     *path = NULL;
     free(found);
@@ -982,9 +963,8 @@ static int mt_checkpoint_choose(const mt_group *world, const char *folder, char 
 
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
-    const char *loads = mt_model_options(m)->load;
-    bool falls_back = mt_options_falls_back(mt_model_options(m)) && loads && strcmp(folder, loads) == 0,
-         damaged = false;
+    const mt_options *o = mt_model_options(m);
+    bool falls_back = mt_options_falls_back(o) && strcmp(folder, o->load) == 0, damaged = false;
     char *path;
     int64_t number;
     int status = mt_checkpoint_choose(world, folder, &path, &number, error);

@@ -1,5 +1,5 @@
-/* hf_config.c: config.json of Hugging Face: families of transformers, and one of our own for what none of them can say.
- * Values are checked against the table of options, so what is written here can be read here. */
+/* hf_config.c: config.json of Hugging Face, read and written from one table of keys and one of families. A model that
+ * no family of transformers computes is written as "megatron", under the names of this program's options. */
 #include "file.h"
 #include "option_table.h"
 
@@ -7,22 +7,253 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const mt_hf_families[MT_NUM_HF_FAMILIES] = {
-    "", "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "megatron"};
+/* ---- families */
+
+/* Experts as in DeepSeek-V3: in all layers from one on, with a whole number of shared experts. */
+static bool mt_has_deepseek_experts(const mt_options *o) {
+    int64_t shared = o->moe_shared_expert_intermediate_size;
+    return o->moe_router_score_function == MT_SCORE_SIGMOID && o->moe_router_enable_expert_bias && shared > 0 &&
+           shared % o->moe_ffn_hidden_size == 0 && !o->moe_shared_expert_gate && !strstr(o->moe_layers, "10") &&
+           (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2);
+}
+
+/* Experts as in Mixtral, Qwen2-MoE and Qwen3-MoE. */
+static bool mt_has_softmax_experts(const mt_options *o) {
+    return o->moe_router_score_function == MT_SCORE_SOFTMAX && o->moe_router_num_groups == 0 &&
+           o->moe_router_topk_scaling_factor == 1;
+}
+
+/* Properties of a finished model: a family requires some and excludes others. */
+#define MT_PROPERTIES(X)                                                                                               \
+    X(LAYERNORM, o->normalization == MT_LAYERNORM)                                                                     \
+    X(LEARNED, o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE)                                             \
+    X(ROPE, o->position_embedding_type == MT_POSITION_ROPE && o->rotary_percent == 1)                                  \
+    X(INTERLEAVED, o->rotary_interleaved)                                                                              \
+    X(SWIGLU, o->swiglu)                                                                                               \
+    X(LATENT, o->multi_latent_attention)                                                                               \
+    X(GROUPS, o->num_query_groups != o->num_attention_heads)                                                           \
+    X(FREE_HEADS, o->num_attention_heads * o->kv_channels != o->hidden_size)                                           \
+    X(QK_NORM, o->qk_layernorm)                                                                                        \
+    X(QKV_BIAS, o->add_qkv_bias)                                                                                       \
+    X(OUT_BIAS, o->attention_output_bias)                                                                              \
+    X(ODD_BIAS, o->add_qkv_bias != o->attention_output_bias)                                                           \
+    X(MLP_BIAS, o->mlp_bias)                                                                                           \
+    X(WINDOW, o->window_size > 0)                                                                                      \
+    X(MTP, o->mtp_num_layers > 0)                                                                                      \
+    X(EXPERTS, o->num_experts > 0)                                                                                     \
+    X(DENSE_LAYERS, o->num_experts > 0 && strchr(o->moe_layers, '0'))                                                  \
+    X(PRE_SOFTMAX, o->moe_router_pre_softmax)                                                                          \
+    X(SHARED, o->moe_shared_expert_intermediate_size > 0)                                                              \
+    X(GATE, o->moe_shared_expert_gate)                                                                                 \
+    X(NOT_SOFTMAX, o->num_experts > 0 && !mt_has_softmax_experts(o))                                                   \
+    X(NOT_DEEPSEEK, o->num_experts > 0 && !mt_has_deepseek_experts(o))
+
+#define MT_PROPERTY_INDEX(name, condition) name##_INDEX,
+#define MT_PROPERTY_BIT(name, condition)   name = 1 << name##_INDEX,
+enum { MT_PROPERTIES(MT_PROPERTY_INDEX) };
+enum {
+    MT_PROPERTIES(MT_PROPERTY_BIT) BLOCK = ROPE | SWIGLU, // of Llama
+    OTHER = LAYERNORM | LATENT | INTERLEAVED | MTP | NOT_SOFTMAX
+};
+
+static const struct {
+    const char *model_type, *class;
+    unsigned requires, excludes;
+} mt_families[MT_NUM_HF_FAMILIES] = {
+    {"", "", ~0u, ~0u},
+    {"gpt2", "GPT2LMHeadModel", LAYERNORM | LEARNED | QKV_BIAS | OUT_BIAS | MLP_BIAS,
+     LATENT | GROUPS | FREE_HEADS | SWIGLU | QK_NORM | WINDOW},
+    {"llama", "LlamaForCausalLM", BLOCK, OTHER | EXPERTS | QK_NORM | ODD_BIAS | WINDOW},
+    {"mistral", "MistralForCausalLM", BLOCK, OTHER | EXPERTS | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS},
+    {"qwen2", "Qwen2ForCausalLM", BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS},
+    {"qwen3", "Qwen3ForCausalLM", BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS},
+    {"mixtral", "MixtralForCausalLM", BLOCK | EXPERTS,
+     OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS},
+    {"qwen2_moe", "Qwen2MoeForCausalLM", BLOCK | EXPERTS | SHARED | GATE, OTHER | QK_NORM | OUT_BIAS | MLP_BIAS},
+    {"qwen3_moe", "Qwen3MoeForCausalLM", BLOCK | EXPERTS | QK_NORM, OTHER | SHARED | ODD_BIAS},
+    {"deepseek_v3", "DeepseekV3ForCausalLM", BLOCK | LATENT, LAYERNORM | OUT_BIAS | MLP_BIAS | WINDOW | NOT_DEEPSEEK},
+    {"megatron", "MegatronForCausalLM", 0, 0},
+};
 
 const char *mt_hf_family_name(mt_hf_family family) {
-    return mt_hf_families[family];
+    return mt_families[family].model_type;
 }
 
 mt_hf_family mt_hf_family_find(const char *name) {
     int family = MT_NUM_HF_FAMILIES - 1;
-    while (family > 0 && strcmp(name, mt_hf_families[family]) != 0) family--;
+    while (family > 0 && strcmp(name, mt_families[family].model_type) != 0) family--;
     return (mt_hf_family)family;
 }
 
-static bool mt_has(const char *choices, const char *text) {
-    return mt_choice_index(choices, text) >= 0;
+static bool mt_family_fits(mt_hf_family family, unsigned properties) {
+    unsigned requires = mt_families[family].requires;
+    return (properties & requires) == requires && !(properties & mt_families[family].excludes);
 }
+
+void mt_options_derive_family(mt_options *o) {
+#define MT_PROPERTY_OF(name, condition) | ((condition) ? name : 0u)
+    unsigned properties = 0 MT_PROPERTIES(MT_PROPERTY_OF);
+    if (mt_family_fits(o->hf_family, properties)) return;
+    o->hf_family = MT_HF_GPT2;
+    while (!mt_family_fits(o->hf_family, properties)) o->hf_family++;
+}
+
+/* ---- keys */
+
+/* Families as bits; DeepSeek-V3 has a second bit for its layers of experts, which a model may do without. */
+enum {
+    GPT2 = 1 << MT_HF_GPT2,
+    LLAMA = 1 << MT_HF_LLAMA,
+    MISTRAL = 1 << MT_HF_MISTRAL,
+    QWEN2 = 1 << MT_HF_QWEN2,
+    QWEN3 = 1 << MT_HF_QWEN3,
+    MIXTRAL = 1 << MT_HF_MIXTRAL,
+    QWEN2_MOE = 1 << MT_HF_QWEN2_MOE,
+    QWEN3_MOE = 1 << MT_HF_QWEN3_MOE,
+    DEEPSEEK = 1 << MT_HF_DEEPSEEK_V3,
+    DEEPSEEK_MOE = 1 << MT_NUM_HF_FAMILIES,
+    MEGATRON = 1 << MT_HF_MEGATRON,
+    QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
+    QWENS = QWEN2 | QWEN3 | QWEN_MOE,
+    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK,
+    MOE = MIXTRAL | QWEN_MOE | DEEPSEEK_MOE,
+    ALL = GPT2 | BLOCKS | MEGATRON,
+};
+
+enum {
+    REQUIRED = 1, // a file without it is refused
+    NEGATED = 2,  // a flag that is true where the option is false
+    NULLABLE = 4, // null is the option's 0
+    NONZERO = 8,  // written unless it is 0
+    PLAIN = 16,   // a flag of the struct that is no option
+    FIXED = 32,   // no option: `absent` lists the words that are supported, of which the first is written
+    READ = 64,    // read only
+    WRITE = 128,  // written only
+    OWN = 256,    // an option under its own name; its range is checked at the end, for 0 is often "not given"
+};
+
+/* A key of config.json and the option that it stands for. */
+typedef struct mt_hf_key {
+    const char *key;
+    unsigned families;
+    size_t offset; // of the option
+    unsigned flags;
+    const char *absent; // its value (JSON) in a file without it; NULL: the option's default
+} mt_hf_key;
+
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys have no flags
+
+static const mt_hf_key mt_hf_keys[] = {
+    {"vocab_size", ALL, MT_AT(vocab_size), REQUIRED},
+    {"initializer_range", ALL, MT_AT(init_method_std)},
+    {"tie_word_embeddings", GPT2, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
+    {"tie_word_embeddings", BLOCKS, MT_AT(untie_embeddings_and_output_weights), NEGATED, "false"},
+    {"tie_word_embeddings", MEGATRON, MT_AT(untie_embeddings_and_output_weights), NEGATED | WRITE},
+    {"use_cache", ALL, 0, FIXED | WRITE, "true"},
+    {"scale_attn_weights", ALL, 0, FIXED | READ, "true"},
+    {"scale_attn_by_inverse_layer_idx", ALL, 0, FIXED | READ, "false"},
+    {"reorder_and_upcast_attn", ALL, 0, FIXED | READ, "false"},
+    {"add_cross_attention", ALL, 0, FIXED | READ, "false"},
+    {"is_encoder_decoder", ALL, 0, FIXED | READ, "false"},
+    {"use_mrope", ALL, 0, FIXED | READ, "false"},
+
+    {"n_layer", GPT2, MT_AT(num_layers), REQUIRED},
+    {"n_embd", GPT2, MT_AT(hidden_size), REQUIRED},
+    {"n_head", GPT2, MT_AT(num_attention_heads), REQUIRED},
+    {"n_positions", GPT2, MT_AT(max_position_embeddings), REQUIRED},
+    {"n_inner", GPT2, MT_AT(ffn_hidden_size)},
+    {"activation_function", GPT2, 0, FIXED | READ, "gelu_new|gelu_pytorch_tanh|gelu"},
+    {"layer_norm_epsilon", GPT2, MT_AT(norm_epsilon)},
+    {"embd_pdrop", GPT2, MT_AT(hidden_dropout), WRITE},
+    {"resid_pdrop", GPT2, MT_AT(hidden_dropout)},
+    {"attn_pdrop", GPT2, MT_AT(attention_dropout)},
+
+    {"num_hidden_layers", BLOCKS, MT_AT(num_layers), REQUIRED},
+    {"hidden_size", BLOCKS, MT_AT(hidden_size), REQUIRED},
+    {"intermediate_size", BLOCKS, MT_AT(ffn_hidden_size), REQUIRED},
+    {"num_attention_heads", BLOCKS, MT_AT(num_attention_heads), REQUIRED},
+    {"num_key_value_heads", LLAMA, MT_AT(num_query_groups), NULLABLE},
+    {"num_key_value_heads", BLOCKS & ~LLAMA, MT_AT(num_query_groups), REQUIRED | NULLABLE},
+    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN2_MOE, MT_AT(kv_channels), NULLABLE},
+    {"head_dim", QWEN3 | QWEN3_MOE, MT_AT(kv_channels), NULLABLE, "128"},
+    {"head_dim", DEEPSEEK, MT_AT(qk_pos_emb_head_dim), WRITE},
+    {"max_position_embeddings", BLOCKS, MT_AT(max_position_embeddings), REQUIRED},
+    {"hidden_act", BLOCKS, 0, FIXED, "silu|swish"},
+    {"rms_norm_eps", BLOCKS, MT_AT(norm_epsilon), 0, "1e-6"},
+    {"attention_dropout", BLOCKS, MT_AT(attention_dropout), 0, "0.0"},
+    {"hidden_dropout", BLOCKS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's; transformers has none
+    {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE, MT_AT(attention_output_bias), PLAIN, "false"},
+    {"attention_bias", DEEPSEEK, 0, FIXED, "false"},
+    {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
+    {"mlp_bias", LLAMA, MT_AT(mlp_bias), PLAIN, "false"},
+    {"rope_theta", BLOCKS, MT_AT(rotary_base), WRITE}, // for transformers before 5
+    {"sliding_window", MISTRAL | MIXTRAL, MT_AT(window_size), NULLABLE, "4096"},
+    {"sliding_window", QWENS, MT_AT(window_size), NULLABLE | WRITE},
+    {"use_sliding_window", QWENS, 0, FIXED | READ, "true|false"},
+
+    {"q_lora_rank", DEEPSEEK, MT_AT(q_lora_rank), NULLABLE, "1536"},
+    {"kv_lora_rank", DEEPSEEK, MT_AT(kv_lora_rank), REQUIRED},
+    {"qk_nope_head_dim", DEEPSEEK, MT_AT(qk_head_dim), REQUIRED},
+    {"qk_rope_head_dim", DEEPSEEK, MT_AT(qk_pos_emb_head_dim), REQUIRED},
+    {"qk_head_dim", DEEPSEEK, MT_AT(kv_channels), WRITE},
+    {"v_head_dim", DEEPSEEK, MT_AT(v_head_dim), REQUIRED},
+    {"rope_interleave", DEEPSEEK, MT_AT(rotary_interleaved), 0, "true"},
+    {"num_nextn_predict_layers", DEEPSEEK, MT_AT(mtp_num_layers), WRITE},
+    {"mtp_num_layers", DEEPSEEK, MT_AT(mtp_num_layers), NONZERO}, // this program's: the folder has their weights
+
+    {"intermediate_size", MIXTRAL, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"moe_intermediate_size", QWEN_MOE | DEEPSEEK_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"num_local_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts)},
+    {"num_local_experts", DEEPSEEK_MOE, MT_AT(num_experts), READ},
+    {"num_experts", QWEN_MOE, MT_AT(num_experts)}, // for transformers before 5
+    {"num_experts", MIXTRAL | DEEPSEEK_MOE, MT_AT(num_experts), READ},
+    {"n_routed_experts", DEEPSEEK_MOE, MT_AT(num_experts)},
+    {"n_routed_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts), READ},
+    {"num_experts_per_tok", MOE, MT_AT(moe_router_topk), REQUIRED},
+    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE, MT_AT(moe_aux_loss_coeff)},
+    {"router_aux_loss_coef", DEEPSEEK_MOE, MT_AT(moe_aux_loss_coeff), READ},
+    {"output_router_logits", MIXTRAL | QWEN_MOE, 0, FIXED | WRITE, "false"},
+    {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
+    {"norm_topk_prob", DEEPSEEK_MOE, 0, FIXED, "true"},
+    {"shared_expert_intermediate_size", QWEN2_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
+
+    {"n_shared_experts", DEEPSEEK_MOE, MT_AT(moe_shared_expert_intermediate_size), READ}, // x the width of an expert
+    {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), READ},
+    {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), READ},
+    {"routed_scaling_factor", DEEPSEEK_MOE, MT_AT(moe_router_topk_scaling_factor)},
+    {"scoring_func", DEEPSEEK_MOE, 0, FIXED | WRITE, "sigmoid"},
+    {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
+
+    {"attention_output_bias", MEGATRON, MT_AT(attention_output_bias), PLAIN},
+    {"mlp_bias", MEGATRON, MT_AT(mlp_bias), PLAIN},
+};
+
+/* Keys of RoPE's parameters; here a bit stands for a type of scaling. */
+enum { LINEAR = 1 << MT_ROPE_SCALING_LINEAR, LLAMA3 = 1 << MT_ROPE_SCALING_LLAMA3, YARN = 1 << MT_ROPE_SCALING_YARN };
+
+static const mt_hf_key mt_rope_keys[] = {
+    {"factor", LINEAR | LLAMA3 | YARN, MT_AT(rope_scaling_factor), REQUIRED},
+    {"original_max_position_embeddings", LLAMA3 | YARN, MT_AT(original_max_position_embeddings)},
+    {"low_freq_factor", LLAMA3, MT_AT(rope_low_freq_factor)},
+    {"high_freq_factor", LLAMA3, MT_AT(rope_high_freq_factor)},
+    {"beta_fast", YARN, MT_AT(yarn_beta_fast)},
+    {"beta_slow", YARN, MT_AT(yarn_beta_slow)},
+    {"attention_factor", YARN, MT_AT(yarn_attention_factor)},
+    {"mscale", YARN, MT_AT(yarn_mscale), NONZERO},
+    {"mscale_all_dim", YARN, MT_AT(yarn_mscale_all_dim), NONZERO},
+};
+
+enum { NUM_KEYS = sizeof mt_hf_keys / sizeof *mt_hf_keys, NUM_ROPE_KEYS = sizeof mt_rope_keys / sizeof *mt_rope_keys };
+
+/* The key of an option of the model under its own name; false for another option. */
+static bool mt_hf_key_of(mt_hf_key *key, char name[80], const mt_option *row) {
+    if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) return false;
+    mt_option_key(name, row);
+    *key = (mt_hf_key){name, MEGATRON, row->offset, row->type == MT_NO ? OWN | NEGATED : OWN};
+    return true;
+}
+
+/* ---- reading */
 
 /* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
 typedef struct mt_config {
@@ -48,40 +279,62 @@ static json_t *mt_config_get(const json_t *object, const char *key) {
     return json_is_null(value) ? NULL : value;
 }
 
-/* Sets an option from a key, where the object has it; the table says its type and range. */
-static void mt_config_read_option(mt_config *config, const json_t *object, const char *key, mt_options *options,
-                                  size_t offset) {
-    const json_t *value = mt_config_get(object, key);
-    const mt_option *row = mt_option_of(offset);
-    if (!value) return;
-    if (row->type == MT_INT ? !json_is_integer(value) : !json_is_number(value)) {
-        mt_config_fail(config, "\"%s\" must be a %snumber", key, row->type == MT_INT ? "whole " : "");
-        return;
-    }
-    if (row->type == MT_INT)
-        *mt_option_int(options, row) = json_integer_value(value);
-    else
-        *mt_option_real(options, row) = json_number_value(value);
-    if (!mt_option_in_range(row, json_number_value(value)))
-        mt_config_fail(config, "\"%s\" is %g, must be in %s", key, json_number_value(value), row->values);
-}
-
-/* The same for a key that every file of the kind has. */
-static void mt_config_read_size(mt_config *config, const char *key, mt_options *options, size_t offset) {
-    if (!mt_config_get(config->root, key)) mt_config_fail(config, "\"%s\" is missing", key);
-    mt_config_read_option(config, config->root, key, options, offset);
-}
-
-static bool mt_config_bool(mt_config *config, const char *key, bool fallback) {
-    const json_t *value = mt_config_get(config->root, key);
-    if (value && !json_is_boolean(value)) mt_config_fail(config, "\"%s\" must be true or false", key);
-    return json_is_boolean(value) ? json_is_true(value) : fallback;
-}
-
 static const char *mt_config_string(mt_config *config, const json_t *object, const char *key, const char *fallback) {
     const json_t *value = mt_config_get(object, key);
     if (value && !json_is_string(value)) mt_config_fail(config, "\"%s\" must be a string", key);
     return json_is_string(value) ? json_string_value(value) : fallback;
+}
+
+/* A key whose value must be one of the words that are supported. */
+static void mt_config_check_fixed(mt_config *config, const mt_hf_key *key, const json_t *value) {
+    char *text = json_dumps(value, JSON_ENCODE_ANY);
+    if (mt_choice_index(key->absent, json_is_string(value) ? json_string_value(value) : text) < 0)
+        mt_config_fail(config, "\"%s\": %.40s is not supported; %s is", key->key, text, key->absent);
+    free(text);
+}
+
+/* Sets the option of a key; the table of options says its type and range. */
+static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t *value, mt_options *shape) {
+    mt_error problem;
+    const mt_option *row = key->flags & PLAIN ? NULL : mt_option_of(key->offset);
+    mt_option_type type = row ? row->type : MT_FLAG;
+    bool is_int = type == MT_INT, is_real = type == MT_REAL, is_text = type == MT_CHOICE || type == MT_STRING;
+    if (is_text ? !json_is_string(value) : is_int ? !json_is_integer(value) : is_real && !json_is_number(value))
+        mt_config_fail(config, "\"%s\" must be a %s", key->key,
+                       is_text  ? "string"
+                       : is_int ? "whole number"
+                                : "number");
+    else if (is_text && mt_option_set(shape, row, json_string_value(value), key->key, &problem))
+        mt_config_fail(config, "%s", problem.text);
+    else if (is_int)
+        *mt_option_int(shape, row) = json_integer_value(value);
+    else if (is_real)
+        *mt_option_real(shape, row) = json_number_value(value);
+    else if (!is_text && !json_is_boolean(value))
+        mt_config_fail(config, "\"%s\" must be true or false", key->key);
+    else if (!is_text)
+        *(bool *)((char *)shape + key->offset) = json_is_true(value) != ((key->flags & NEGATED) != 0);
+    if ((is_int || is_real) && !(key->flags & OWN) && !mt_option_in_range(row, json_number_value(value)))
+        mt_config_fail(config, "\"%s\" is %g, must be in %s", key->key, json_number_value(value), row->values);
+}
+
+/* The keys of `object` that the families (or types) of `mask` have. */
+static void mt_config_read_keys(mt_config *config, const json_t *object, const mt_hf_key *keys, size_t count,
+                                unsigned mask, mt_options *shape) {
+    for (const mt_hf_key *key = keys; key < keys + count; key++) {
+        json_t *value = json_object_get(object, key->key), *absent = NULL;
+        if (!(key->families & mask) || key->flags & WRITE) continue;
+        if (json_is_null(value) && key->flags & NULLABLE) continue;
+        if (json_is_null(value)) value = NULL;
+        if (value && key->flags & FIXED) mt_config_check_fixed(config, key, value);
+        if (key->flags & FIXED) continue;
+        if (!value && key->absent) value = absent = json_loads(key->absent, JSON_DECODE_ANY, NULL);
+        if (value)
+            mt_config_set(config, key, value, shape);
+        else if (key->flags & REQUIRED)
+            mt_config_fail(config, "\"%s\" is missing", key->key);
+        json_decref(absent);
+    }
 }
 
 /* A token id, or the first of a list of them; -1 when there is none or the vocabulary does not hold it. */
@@ -94,45 +347,18 @@ static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab
     return token >= 0 && token < vocab_size ? token : -1;
 }
 
-/* Keys that would change what the model computes, and are not supported when true. */
-static void mt_config_refuse(mt_config *config) {
-    static const char *const keys[] = {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
-                                       "add_cross_attention", "is_encoder_decoder", "use_mrope"};
-    for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++)
-        if (mt_config_bool(config, keys[i], false)) mt_config_fail(config, "\"%s\": true is not supported", keys[i]);
-    if (!mt_config_bool(config, "scale_attn_weights", true))
-        mt_config_fail(config, "\"scale_attn_weights\": false is not supported");
-    if (mt_config_get(config->root, "quantization_config"))
-        mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
-                               "fp16 model");
-}
-
-/* The stretch of rotary positions, under either of its keys: newer files have rope_parameters with the base inside,
- * older ones rope_scaling beside rope_theta. */
-static void mt_config_read_rope(mt_config *config, mt_options *options) {
-    static const struct {
-        const char *key;
-        size_t offset;
-    } numbers[] = {
-        {"factor", MT_AT(rope_scaling_factor)},
-        {"original_max_position_embeddings", MT_AT(original_max_position_embeddings)},
-        {"low_freq_factor", MT_AT(rope_low_freq_factor)},
-        {"high_freq_factor", MT_AT(rope_high_freq_factor)},
-        {"beta_fast", MT_AT(yarn_beta_fast)},
-        {"beta_slow", MT_AT(yarn_beta_slow)},
-        {"mscale", MT_AT(yarn_mscale)},
-        {"mscale_all_dim", MT_AT(yarn_mscale_all_dim)},
-        {"attention_factor", MT_AT(yarn_attention_factor)},
-    };
+/* RoPE's parameters, under either of their keys: newer files have rope_parameters with the base inside, older ones
+ * rope_scaling beside rope_theta. */
+static void mt_config_read_rope(mt_config *config, mt_options *shape) {
+    static const mt_hf_key base = {"rope_theta", BLOCKS, MT_AT(rotary_base)};
     const json_t *rope = mt_config_get(config->root, "rope_parameters");
     if (!rope) rope = mt_config_get(config->root, "rope_scaling");
     if (rope && !json_is_object(rope)) mt_config_fail(config, "the parameters of RoPE must be an object");
-    const json_t *base = mt_config_get(rope, "rope_theta") ? rope : config->root;
-    mt_config_read_option(config, base, "rope_theta", options, MT_AT(rotary_base));
+    mt_config_read_keys(config, mt_config_get(rope, "rope_theta") ? rope : config->root, &base, 1, BLOCKS, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
-    if (strcmp(type, "default") == 0) type = "none";
-    if (!mt_has("none|linear|llama3|yarn", type))
+    int index = mt_choice_index("default|linear|llama3|yarn", type);
+    if (index < 0)
         mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
     const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
     if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
@@ -140,17 +366,14 @@ static void mt_config_read_rope(mt_config *config, mt_options *options) {
         mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
     if (json_is_false(json_object_get(rope, "truncate")))
         mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
-    options->rope_scaling_type = (mt_rope_scaling)mt_choice_index("none|linear|llama3|yarn", type);
-    if (strcmp(type, "none") == 0) return;
+    if (index <= 0) return;
+    shape->rope_scaling_type = (mt_rope_scaling)index;
     if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
-    if (strcmp(type, "linear") != 0) options->original_max_position_embeddings = options->max_position_embeddings;
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
-        if (i == 0 || strcmp(type, "linear") != 0)
-            mt_config_read_option(config, rope, numbers[i].key, options, numbers[i].offset);
+    if (index != MT_ROPE_SCALING_LINEAR) shape->original_max_position_embeddings = shape->max_position_embeddings;
+    mt_config_read_keys(config, rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << index, shape);
 }
 
-/* How many of the layers of a Qwen model look through the sliding window: layer_types says, or else those from
- * max_window_layers on. */
+/* Layers of a Qwen model with a sliding window, from layer_types or else max_window_layers. */
 static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
     const json_t *types = mt_config_get(config->root, "layer_types");
     int64_t sliding = 0;
@@ -164,7 +387,7 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
         mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
     for (size_t i = 0; i < json_array_size(types); i++) {
         const char *type = json_string_value(json_array_get(types, i));
-        if (!type || !mt_has("full_attention|sliding_attention", type))
+        if (!type || mt_choice_index("full_attention|sliding_attention", type) < 0)
             mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
                            type ? type : "something else than strings");
         else
@@ -173,232 +396,116 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
     return sliding;
 }
 
-static void mt_config_read_window(mt_config *config, mt_options *options) {
-    bool is_mistral = mt_has("mistral|mixtral", mt_hf_family_name(options->hf_family));
-    if (strcmp(mt_hf_family_name(options->hf_family), "llama") == 0) return; // transformers reads no window there
-    if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
-    if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
-    mt_config_read_option(config, config->root, "sliding_window", options, MT_AT(window_size));
-    if (is_mistral || options->window_size == 0) return;
-    int64_t sliding = mt_config_sliding_layers(config, options->num_layers);
-    if (sliding > 0 && sliding < options->num_layers)
+/* Qwen's sliding window, which all layers have or none. */
+static void mt_config_read_qwen_window(mt_config *config, mt_options *shape) {
+    static const mt_hf_key window = {"sliding_window", QWENS, MT_AT(window_size), NULLABLE, "4096"};
+    if (!json_is_true(mt_config_get(config->root, "use_sliding_window"))) return;
+    mt_config_read_keys(config, config->root, &window, 1, QWENS, shape);
+    if (shape->window_size == 0) return;
+    int64_t sliding = mt_config_sliding_layers(config, shape->num_layers);
+    if (sliding > 0 && sliding < shape->num_layers)
         mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
-                       (long long)sliding, (long long)options->num_layers);
-    if (sliding == 0) options->window_size = 0;
+                       (long long)sliding, (long long)shape->num_layers);
+    if (sliding == 0) shape->window_size = 0;
 }
 
-static void mt_config_read_gpt2(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "activation_function", "gelu_new");
-    mt_config_read_size(config, "n_layer", options, MT_AT(num_layers));
-    mt_config_read_size(config, "n_embd", options, MT_AT(hidden_size));
-    mt_config_read_size(config, "n_head", options, MT_AT(num_attention_heads));
-    mt_config_read_size(config, "n_positions", options, MT_AT(max_position_embeddings));
-    mt_config_read_option(config, config->root, "n_inner", options, MT_AT(ffn_hidden_size));
-    mt_config_read_option(config, config->root, "layer_norm_epsilon", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "embd_pdrop", options, MT_AT(hidden_dropout));
-    double embedding_dropout = options->hidden_dropout;
-    options->hidden_dropout = 0.1; // GPT2Config's default, for all three
-    mt_config_read_option(config, config->root, "resid_pdrop", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attn_pdrop", options, MT_AT(attention_dropout));
-    if (embedding_dropout != options->hidden_dropout)
-        mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
-                               "equal");
-    if (!mt_has("gelu_new|gelu|gelu_pytorch_tanh", activation))
-        mt_config_fail(config,
-                       "\"activation_function\" \"%.40s\" is not supported; gelu_new, gelu_pytorch_tanh and gelu are",
-                       activation);
-    options->openai_gelu = strcmp(activation, "gelu") != 0;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", true);
-}
-
-/* The sizes of Llama, Mistral, Qwen2 and Qwen3. */
-static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
-    mt_config_read_size(config, "num_hidden_layers", options, MT_AT(num_layers));
-    mt_config_read_size(config, "hidden_size", options, MT_AT(hidden_size));
-    mt_config_read_size(config, "intermediate_size", options, MT_AT(ffn_hidden_size));
-    mt_config_read_size(config, "num_attention_heads", options, MT_AT(num_attention_heads));
-    mt_config_read_size(config, "max_position_embeddings", options, MT_AT(max_position_embeddings));
-    mt_config_read_option(config, config->root, "num_key_value_heads", options, MT_AT(num_query_groups));
-    if (strcmp(mt_hf_family_name(options->hf_family), "llama") != 0 &&
-        !json_object_get(config->root, "num_key_value_heads"))
-        mt_config_fail(config, "\"num_key_value_heads\" is missing");
-    if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
-    options->group_query_attention = options->num_query_groups != 0;
-    bool is_qwen3 = strncmp(mt_hf_family_name(options->hf_family), "qwen3", 5) == 0;
-    if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
-    mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
-}
-
-/* Which layers of Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 have experts. */
-static void mt_config_read_expert_layers(mt_config *config, mt_options *options) {
+/* The layers with experts, as --moe-layer-freq. */
+static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
     const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
     const json_t *step = mt_config_get(config->root, "decoder_sparse_step");
     const json_t *first = mt_config_get(config->root, "first_k_dense_replace");
     int64_t every = step ? json_integer_value(step) : 1, leading = json_integer_value(first);
-    if (config->failed || options->num_layers == 0) return;
     if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
     if (dense && !json_is_array(dense)) mt_config_fail(config, "\"mlp_only_layers\" must be a list");
-    if (config->failed) return;
-    char *layers = mt_calloc(options->num_layers + 1);
-    for (int64_t i = 0; i < options->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
+    if (config->failed || shape->num_layers == 0) return;
+    char *layers = mt_calloc(shape->num_layers + 1);
+    for (int64_t i = 0; i < shape->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
     for (size_t i = 0; i < json_array_size(dense); i++) {
         int64_t layer = json_integer_value(json_array_get(dense, i));
-        if (layer >= 0 && layer < options->num_layers) layers[layer] = '0';
+        if (layer >= 0 && layer < shape->num_layers) layers[layer] = '0';
     }
-    bool any = strchr(layers, '1') != NULL;
-    char *text = mt_layer_freq_print(layers);
-    free(options->moe_layer_freq);
-    options->moe_layer_freq = mt_strdup(strchr(layers, '0') ? text : "1");
-    if (!any) mt_config_fail(config, "no layer has experts");
-    free(text), free(layers);
+    if (!strchr(layers, '1')) mt_config_fail(config, "no layer has experts");
+    free(shape->moe_layer_freq);
+    shape->moe_layer_freq = strchr(layers, '0') ? mt_layer_freq_print(layers) : mt_strdup("1");
+    free(layers);
 }
 
-/* The experts of Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3. */
-static void mt_config_read_experts(mt_config *config, mt_options *options) {
-    bool is_mixtral = strcmp(mt_hf_family_name(options->hf_family), "mixtral") == 0,
-         is_qwen = mt_has("qwen2_moe|qwen3_moe", mt_hf_family_name(options->hf_family));
-    const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
-    for (size_t i = 0; i < 3; i++)
-        if (mt_config_get(config->root, names[i])) name = names[i];
-    if (!name) mt_config_fail(config, "\"%s\" is missing", names[is_mixtral ? 0 : is_qwen ? 1 : 2]);
-    if (!name) return;
-    mt_config_read_size(config, name, options, MT_AT(num_experts));
-    mt_config_read_size(config, "num_experts_per_tok", options, MT_AT(moe_router_topk));
-    mt_config_read_option(config, config->root, "router_aux_loss_coef", options, MT_AT(moe_aux_loss_coeff));
-    mt_config_read_size(config, is_mixtral ? "intermediate_size" : "moe_intermediate_size", options,
-                        MT_AT(moe_ffn_hidden_size));
-    if (is_mixtral) return;
-    mt_config_read_expert_layers(config, options);
-    bool normalised = mt_config_bool(config, "norm_topk_prob", !is_qwen);
-    if (is_qwen) options->moe_router_pre_softmax = !normalised;
-    options->moe_shared_expert_gate = strcmp(mt_hf_family_name(options->hf_family), "qwen2_moe") == 0;
-    if (options->moe_shared_expert_gate)
-        mt_config_read_size(config, "shared_expert_intermediate_size", options,
-                            MT_AT(moe_shared_expert_intermediate_size));
-    if (is_qwen) return;
-    if (!normalised) mt_config_fail(config, "\"norm_topk_prob\": false is not supported for deepseek_v3");
-    options->moe_router_score_function = MT_SCORE_SIGMOID;
-    options->moe_router_enable_expert_bias = true;
-    mt_config_read_option(config, config->root, "n_group", options, MT_AT(moe_router_num_groups));
-    mt_config_read_option(config, config->root, "topk_group", options, MT_AT(moe_router_group_topk));
-    mt_config_read_option(config, config->root, "routed_scaling_factor", options,
-                          MT_AT(moe_router_topk_scaling_factor));
-    mt_config_read_option(config, config->root, "n_shared_experts", options,
-                          MT_AT(moe_shared_expert_intermediate_size));
-    options->moe_shared_expert_intermediate_size *= options->moe_ffn_hidden_size;
-    if (options->moe_router_num_groups == 1 || options->moe_router_num_groups == options->moe_router_group_topk)
-        options->moe_router_num_groups = options->moe_router_group_topk = 0; // all groups: none
-    options->moe_router_group_best = 2;
+/* What the keys of experts do not say. */
+static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_options *shape) {
+    if (shape->num_experts == 0)
+        mt_config_fail(config, "\"%s\" is missing",
+                       mask & MIXTRAL    ? "num_local_experts"
+                       : mask & QWEN_MOE ? "num_experts"
+                                         : "n_routed_experts");
+    if (mask & MIXTRAL) return;
+    mt_config_read_expert_layers(config, shape);
+    shape->moe_shared_expert_gate = (mask & QWEN2_MOE) != 0;
+    if (!(mask & DEEPSEEK_MOE)) return;
+    shape->moe_router_score_function = MT_SCORE_SIGMOID;
+    shape->moe_router_enable_expert_bias = true;
+    shape->moe_shared_expert_intermediate_size *= shape->moe_ffn_hidden_size;
+    shape->moe_router_group_best = 2;
+    if (shape->moe_router_num_groups == 1 || shape->moe_router_num_groups == shape->moe_router_group_topk)
+        shape->moe_router_num_groups = shape->moe_router_group_topk = 0; // all groups are chosen: no groups
 }
 
-/* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
-static void mt_config_read_llama(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
-    bool is_qwen2 = strcmp(mt_hf_family_name(options->hf_family), "qwen2") == 0;
-    bool is_qwen3 = strncmp(mt_hf_family_name(options->hf_family), "qwen3", 5) == 0; // qwen3_moe too
-    bool is_llama = strcmp(mt_hf_family_name(options->hf_family), "llama") == 0;
-    mt_config_read_llama_sizes(config, options);
-    options->norm_epsilon = 1e-6; // what their classes in transformers have by default
-    options->hidden_dropout = options->attention_dropout = 0;
-    mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
-    if (!mt_has("silu|swish", activation))
-        mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
-    options->swiglu = true;
-    options->qk_layernorm = is_qwen3;
-    options->normalization = MT_RMSNORM;
-    options->position_embedding_type = MT_POSITION_ROPE;
-    options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
-    options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
-    if (strcmp(mt_hf_family_name(options->hf_family), "qwen2_moe") == 0)
-        options->add_qkv_bias = mt_config_bool(config, "qkv_bias", true);
-    options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
-    options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
-    mt_config_read_rope(config, options);
-    mt_config_read_window(config, options);
-    if (mt_has("mixtral|qwen2_moe|qwen3_moe", mt_hf_family_name(options->hf_family)))
-        mt_config_read_experts(config, options);
-}
-
-/* The attention of DeepSeek-V3. "head_dim" is that of what turns. */
-static void mt_config_read_latent(mt_config *config, mt_options *options) {
-    int64_t groups = options->num_query_groups;
-    options->multi_latent_attention = true;
-    options->q_lora_rank = json_object_get(config->root, "q_lora_rank") ? 0 : 1536; // DeepseekV3Config's default
-    mt_config_read_option(config, config->root, "q_lora_rank", options, MT_AT(q_lora_rank));
-    mt_config_read_size(config, "kv_lora_rank", options, MT_AT(kv_lora_rank));
-    mt_config_read_size(config, "qk_nope_head_dim", options, MT_AT(qk_head_dim));
-    mt_config_read_size(config, "qk_rope_head_dim", options, MT_AT(qk_pos_emb_head_dim));
-    mt_config_read_size(config, "v_head_dim", options, MT_AT(v_head_dim));
-    options->rotary_interleaved = mt_config_bool(config, "rope_interleave", true);
-    options->kv_channels = 0; // follows from them
-    if (groups != 0)
+/* What the keys of Llama's block do not say. */
+static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options *shape) {
+    shape->normalization = MT_RMSNORM;
+    shape->position_embedding_type = MT_POSITION_ROPE;
+    shape->swiglu = true;
+    shape->qk_layernorm = (mask & (QWEN3 | QWEN3_MOE)) != 0;
+    shape->add_qkv_bias |= mask & QWEN2 || shape->attention_output_bias;
+    shape->add_bias_linear = shape->attention_output_bias && shape->mlp_bias;
+    if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
+    shape->group_query_attention = shape->num_query_groups != 0;
+    mt_config_read_rope(config, shape);
+    if (mask & QWENS) mt_config_read_qwen_window(config, shape);
+    if (mask & MOE) mt_config_finish_experts(config, mask, shape);
+    if (!(mask & DEEPSEEK)) return;
+    shape->multi_latent_attention = true;
+    shape->mtp_layers_stored = json_integer_value(mt_config_get(config->root, "num_nextn_predict_layers"));
+    if (shape->group_query_attention)
         mt_config_fail(config,
-                       "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent "
-                       "every head has its own key and value: make them equal",
-                       (long long)groups, (long long)options->num_attention_heads);
-    if (mt_config_bool(config, "attention_bias", false))
-        mt_config_fail(config, "\"attention_bias\": true is not supported with latent attention");
+                       "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent every head has "
+                       "its own key and value: make them equal",
+                       (long long)shape->num_query_groups, (long long)shape->num_attention_heads);
 }
 
-/* Llama's block with another attention, and experts in the layers from first_k_dense_replace on. Whether the modules of
- * multi-token prediction are in the folder too is not said: transformers leaves them out and keeps their number. This
- * program says it, under its option's name. */
-static void mt_config_read_deepseek(mt_config *config, mt_options *options) {
-    mt_config_read_llama(config, options);
-    mt_config_read_latent(config, options);
-    options->mtp_layers_stored = json_integer_value(mt_config_get(config->root, "num_nextn_predict_layers"));
-    mt_config_read_option(config, config->root, "mtp_num_layers", options, MT_AT(mtp_num_layers));
-    const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
-    if (!dense || json_integer_value(dense) < options->num_layers) mt_config_read_experts(config, options);
+static void mt_config_finish_gpt2(mt_config *config, mt_options *shape) {
+    const json_t *embedding = mt_config_get(config->root, "embd_pdrop");
+    if ((embedding ? json_number_value(embedding) : 0.1) != shape->hidden_dropout) // GPT2Config's default
+        mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
+                               "equal");
+    shape->openai_gelu = strcmp(mt_config_string(config, config->root, "activation_function", "gelu_new"), "gelu") != 0;
 }
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
-static void mt_config_read_megatron(mt_config *config, mt_options *options) {
-    for (const mt_option *row = mt_option_table; row->help; row++) {
-        char key[80], where[100], number[32];
-        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
-        mt_option_key(key, row);
-        const json_t *value = mt_config_get(config->root, key);
-        if (!value) continue;
-        snprintf(where, sizeof where, "\"%s\"", key);
-        const char *text = json_is_boolean(value) ? (json_is_true(value) ? "true" : "false") : number;
-        if (json_is_integer(value))
-            snprintf(number, sizeof number, "%lld", (long long)json_integer_value(value));
-        else if (json_is_real(value))
-            mt_real_print(number, json_real_value(value));
-        else if (json_is_string(value))
-            text = json_string_value(value);
-        else if (!json_is_boolean(value))
-            text = "an array or object";
-        mt_error problem;
-        if (mt_option_set(options, row, text, where, &problem)) mt_config_fail(config, "%s", problem.text);
-    }
-    memset(options->given, 0, sizeof options->given);
-    options->mtp_layers_stored = options->mtp_num_layers;
-    options->attention_output_bias = mt_config_bool(config, "attention_output_bias", false);
-    options->mlp_bias = mt_config_bool(config, "mlp_bias", false);
+static void mt_config_read_megatron(mt_config *config, mt_options *shape) {
+    char name[80];
+    mt_hf_key key;
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (mt_hf_key_of(&key, name, row)) mt_config_read_keys(config, config->root, &key, 1, MEGATRON, shape);
+    shape->mtp_layers_stored = shape->mtp_num_layers;
 }
 
-/* Sets `shape`, which holds defaults, to what a file of a supported family says. */
-static void mt_config_read_family(mt_config *config, mt_options *shape, const char *family) {
+/* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
+static void mt_config_read_family(mt_config *config, mt_options *shape) {
     mt_error problem;
-    shape->hf_family = mt_hf_family_find(family);
-    mt_config_read_size(config, "vocab_size", shape, MT_AT(vocab_size));
-    mt_config_read_option(config, config->root, "initializer_range", shape, MT_AT(init_method_std));
+    unsigned mask = 1u << shape->hf_family;
+    const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
+    int64_t layers = json_integer_value(mt_config_get(config->root, "num_hidden_layers"));
+    if (mask & DEEPSEEK && (!dense || json_integer_value(dense) < layers)) mask |= DEEPSEEK_MOE;
+    if (mt_config_get(config->root, "quantization_config"))
+        mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
+                               "fp16 model");
+    mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
     shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
     shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
-    mt_config_refuse(config);
-    if (strcmp(family, "megatron") == 0)
-        mt_config_read_megatron(config, shape);
-    else if (strcmp(family, "gpt2") == 0)
-        mt_config_read_gpt2(config, shape);
-    else if (strcmp(family, "deepseek_v3") == 0)
-        mt_config_read_deepseek(config, shape);
-    else
-        mt_config_read_llama(config, shape);
+    if (mask & GPT2) mt_config_finish_gpt2(config, shape);
+    if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
+    if (mask & MEGATRON) mt_config_read_megatron(config, shape);
+    memset(shape->given, 0, sizeof shape->given);
     if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
     int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
     if (!config->failed && groups > 0 && heads % groups != 0)
@@ -410,18 +517,19 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     config.root = mt_json_parse(json, bytes, JSON_REJECT_DUPLICATES, path, error);
     if (!config.root) return -1;
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
-    if (!family || !mt_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
+    shape->hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
+    if (shape->hf_family == MT_HF_UNKNOWN)
         mt_config_fail(&config,
                        "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe and "
                        "deepseek_v3 are supported",
                        family ? family : "missing");
     else
-        mt_config_read_family(&config, shape, family);
+        mt_config_read_family(&config, shape);
     json_decref(config.root);
     return config.failed ? -1 : 0;
 }
 
-/* Weights were trained for one value of these: another one that was given is an error. */
+/* Weights were trained with one value of these options; another value that the user gave is an error. */
 static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
                                     mt_error *error) {
     bool learned = shape->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
@@ -439,7 +547,6 @@ static int mt_options_check_weights(const mt_options *options, const mt_options 
     return 0;
 }
 
-/* Copies the model that config.json describes into the options that were not given. */
 int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
                           mt_error *error) {
     mt_options shape;
@@ -450,9 +557,8 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
         result = mt_options_check_weights(options, &shape, path, error);
     }
     if (!result) {
-        // Biases that config.json tells apart from --disable-bias-linear stay unless the user said otherwise.
-        bool same_biases =
-            !mt_options_gave(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
+        // config.json has biases apart; --disable-bias-linear changes all of them.
+        bool same_biases = !MT_GIVEN(options, add_bias_linear) || options->add_bias_linear == shape.add_bias_linear;
         options->attention_output_bias = same_biases && shape.attention_output_bias;
         options->mlp_bias = same_biases && shape.mlp_bias;
         options->moe_router_group_best = shape.moe_router_group_best;
@@ -472,225 +578,99 @@ int mt_options_read_hf_config(mt_options *options, const char *json, int64_t byt
     return mt_options_take_shape(options, json, bytes, path, false, error);
 }
 
-/* Whether transformers' implementation of a family computes what the options describe. */
-static bool mt_family_fits(const mt_options *o, const char *family) {
-    bool qkv = o->add_qkv_bias, output = o->attention_output_bias, mlp = o->mlp_bias;
-    bool layernorm = o->normalization == MT_LAYERNORM;
-    if (strcmp(family, "gpt2") == 0)
-        return layernorm && !o->multi_latent_attention && o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE &&
-               !o->swiglu && qkv && output && mlp && !o->qk_layernorm && o->window_size == 0 &&
-               o->num_query_groups == o->num_attention_heads &&
-               o->kv_channels * o->num_attention_heads == o->hidden_size;
-    if (layernorm || o->position_embedding_type != MT_POSITION_ROPE || !o->swiglu || o->rotary_percent != 1)
-        return false;
-    bool has_experts = o->num_experts > 0, softmax = o->moe_router_score_function == MT_SCORE_SOFTMAX;
-    if (strcmp(family, "deepseek_v3") == 0)
-        return o->multi_latent_attention && !output && !mlp && o->window_size == 0 &&
-               (!has_experts ||
-                (!softmax && o->moe_router_enable_expert_bias && o->moe_shared_expert_intermediate_size > 0 &&
-                 !o->moe_shared_expert_gate && (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2) &&
-                 o->moe_shared_expert_intermediate_size % o->moe_ffn_hidden_size == 0 &&
-                 !strstr(o->moe_layers, "10"))); // experts from some layer on
-    if (strcmp(family, "megatron") == 0) return true;
-    if (o->multi_latent_attention || o->rotary_interleaved || o->mtp_num_layers > 0) return false;
-    if (mt_has("mixtral|qwen2_moe|qwen3_moe", family) != has_experts) return false;
-    if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
-                        (o->moe_shared_expert_intermediate_size > 0) != (strcmp(family, "qwen2_moe") == 0)))
-        return false;
-    if (strcmp(family, "qwen2_moe") == 0) return o->moe_shared_expert_gate && !o->qk_layernorm && !output && !mlp;
-    if (strcmp(family, "mixtral") == 0)
-        return !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv && !output;
-    if (strcmp(family, "qwen3_moe") == 0) return o->qk_layernorm && qkv == output;
-    if (strcmp(family, "llama") == 0) return !o->qk_layernorm && qkv == output && o->window_size == 0;
-    if (strcmp(family, "mistral") == 0) return !o->qk_layernorm && !qkv && !output && !mlp;
-    if (strcmp(family, "qwen2") == 0) return !o->qk_layernorm && qkv && !output && !mlp;
-    if (strcmp(family, "qwen3") == 0) return o->qk_layernorm && qkv == output && !mlp;
-    return strcmp(family, "megatron") == 0;
+/* ---- writing */
+
+/* The value of a key in the options of a model. */
+static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
+    const mt_option *row = key->flags & (PLAIN | FIXED) ? NULL : mt_option_of(key->offset);
+    if (key->flags & FIXED && mt_choice_index("true|false", key->absent) >= 0) return json_boolean(*key->absent == 't');
+    if (key->flags & FIXED) return json_stringn(key->absent, strcspn(key->absent, "|"));
+    if (row && row->type == MT_INT) return json_integer(*mt_option_int(o, row));
+    if (row && row->type == MT_REAL) return json_real(*mt_option_real(o, row));
+    if (!row || row->type == MT_FLAG || row->type == MT_NO)
+        return json_boolean(*(const bool *)((const char *)o + key->offset) != ((key->flags & NEGATED) != 0));
+    char *text = mt_option_text(o, row);
+    json_t *value = json_string(text);
+    free(text);
+    return value;
 }
 
-/* Keeps the family that the shape came from while it fits, else finds one that does. */
-void mt_options_derive_family(mt_options *options) {
-    static const char *const families[] = {"gpt2",    "llama",     "mistral",   "qwen2",      "qwen3",
-                                           "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"};
-    if (options->hf_family && mt_family_fits(options, mt_hf_family_name(options->hf_family))) return;
-    options->hf_family = MT_HF_MEGATRON;
-    for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
-        if (mt_family_fits(options, families[i])) options->hf_family = mt_hf_family_find(families[i]);
-}
-
-static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
-    mt_json_set_int(root, "n_layer", o->num_layers);
-    mt_json_set_int(root, "n_embd", o->hidden_size);
-    mt_json_set_int(root, "n_head", o->num_attention_heads);
-    mt_json_set_int(root, "n_positions", o->max_position_embeddings);
-    mt_json_set_int(root, "n_inner", o->ffn_hidden_size);
-    mt_json_set_string(root, "activation_function", o->openai_gelu ? "gelu_new" : "gelu");
-    mt_json_set_real(root, "layer_norm_epsilon", o->norm_epsilon);
-    mt_json_set_real(root, "embd_pdrop", o->hidden_dropout);
-    mt_json_set_real(root, "resid_pdrop", o->hidden_dropout);
-    mt_json_set_real(root, "attn_pdrop", o->attention_dropout);
+/* The keys that the families (or types) of `mask` have. */
+static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t count, unsigned mask,
+                                 const mt_options *o) {
+    for (const mt_hf_key *key = keys; key < keys + count; key++) {
+        if (!(key->families & mask) || key->flags & READ) continue;
+        json_t *value = mt_config_value(key, o);
+        bool zero = json_is_number(value) && json_number_value(value) == 0;
+        if (!zero || !(key->flags & (NULLABLE | NONZERO)))
+            json_object_set(object, key->key, value);
+        else if (key->flags & NULLABLE)
+            json_object_set_new(object, key->key, json_null());
+        json_decref(value);
+    }
 }
 
 /* RoPE's parameters as an object; the newer form holds the base too. */
 static json_t *mt_config_rope(const mt_options *o, bool newer) {
+    static const char *const types[] = {"default", "linear", "llama3", "yarn"};
     json_t *rope = json_object();
-    bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3,
-         is_yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
-    bool is_none = o->rope_scaling_type == MT_ROPE_SCALING_NONE;
-    mt_json_set_string(rope, "rope_type", is_none ? "default" : is_llama3 ? "llama3" : is_yarn ? "yarn" : "linear");
+    mt_json_set_string(rope, "rope_type", types[o->rope_scaling_type]);
     if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
-    if (!is_none) mt_json_set_real(rope, "factor", o->rope_scaling_factor);
-    if (is_llama3 || is_yarn)
-        mt_json_set_int(rope, "original_max_position_embeddings", o->original_max_position_embeddings);
-    if (is_llama3) {
-        mt_json_set_real(rope, "low_freq_factor", o->rope_low_freq_factor);
-        mt_json_set_real(rope, "high_freq_factor", o->rope_high_freq_factor);
-    }
-    if (is_yarn) {
-        mt_json_set_real(rope, "beta_fast", o->yarn_beta_fast);
-        mt_json_set_real(rope, "beta_slow", o->yarn_beta_slow);
-        mt_json_set_real(rope, "attention_factor", o->yarn_attention_factor);
-        if (o->yarn_mscale > 0) mt_json_set_real(rope, "mscale", o->yarn_mscale);
-        if (o->yarn_mscale_all_dim > 0) mt_json_set_real(rope, "mscale_all_dim", o->yarn_mscale_all_dim);
-    }
+    mt_config_write_keys(rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << o->rope_scaling_type, o);
     return rope;
 }
 
-static void mt_config_write_llama(json_t *root, const mt_options *o) {
-    bool is_qwen = strncmp(mt_hf_family_name(o->hf_family), "qwen", 4) == 0;
-    mt_json_set_int(root, "num_hidden_layers", o->num_layers);
-    mt_json_set_int(root, "hidden_size", o->hidden_size);
-    mt_json_set_int(root, "intermediate_size", o->ffn_hidden_size);
-    mt_json_set_int(root, "num_attention_heads", o->num_attention_heads);
-    mt_json_set_int(root, "num_key_value_heads", o->num_query_groups);
-    mt_json_set_int(root, "head_dim", o->kv_channels);
-    mt_json_set_int(root, "max_position_embeddings", o->max_position_embeddings);
-    mt_json_set_string(root, "hidden_act", "silu");
-    mt_json_set_real(root, "rms_norm_eps", o->norm_epsilon);
-    mt_json_set_real(root, "attention_dropout", o->attention_dropout);
-    if (o->hidden_dropout > 0) mt_json_set_real(root, "hidden_dropout", o->hidden_dropout); // ours; theirs has none
-    if (strcmp(mt_hf_family_name(o->hf_family), "llama") == 0 ||
-        strncmp(mt_hf_family_name(o->hf_family), "qwen3", 5) == 0)
-        mt_json_set_bool(root, "attention_bias", o->attention_output_bias);
-    if (strcmp(mt_hf_family_name(o->hf_family), "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
-    json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
-    mt_json_set_real(root, "rope_theta", o->rotary_base); // this and the next: transformers before 5
-    json_object_set_new(root, "rope_scaling",
-                        o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
-    if (strcmp(mt_hf_family_name(o->hf_family), "llama") == 0 || o->multi_latent_attention) return;
-    json_object_set_new(root, "sliding_window", o->window_size ? json_integer(o->window_size) : json_null());
-    if (!is_qwen) return;
-    json_t *types = json_array();
-    for (int64_t layer = 0; layer < o->num_layers; layer++)
-        json_array_append_new(types, json_string(o->window_size ? "sliding_attention" : "full_attention"));
-    json_object_set_new(root, "layer_types", types);
-    mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
-    mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
-}
-
-/* The experts of Mixtral, Qwen2-MoE and Qwen3-MoE. */
-static void mt_config_write_experts(json_t *root, const mt_options *o) {
-    bool is_mixtral = strcmp(mt_hf_family_name(o->hf_family), "mixtral") == 0;
-    mt_json_set_int(root, "num_local_experts", o->num_experts);
-    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
-    mt_json_set_real(root, "router_aux_loss_coef", o->moe_aux_loss_coeff);
-    mt_json_set_bool(root, "output_router_logits", false);
-    if (is_mixtral) {
-        mt_json_set_int(root, "intermediate_size", o->moe_ffn_hidden_size);
-        return;
-    }
-    json_t *dense = json_array();
-    for (int64_t i = 0; i < o->num_layers; i++)
-        if (o->moe_layers[i] == '0') json_array_append_new(dense, json_integer(i));
-    mt_json_set_int(root, "num_experts", o->num_experts); // transformers before 5
-    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
-    mt_json_set_bool(root, "norm_topk_prob", !o->moe_router_pre_softmax);
-    mt_json_set_int(root, "decoder_sparse_step", 1);
-    json_object_set_new(root, "mlp_only_layers", dense);
-    if (strcmp(mt_hf_family_name(o->hf_family), "qwen3_moe") == 0) return;
-    mt_json_set_int(root, "shared_expert_intermediate_size", o->moe_shared_expert_intermediate_size);
-    mt_json_set_bool(root, "qkv_bias", o->add_qkv_bias);
-}
-
-static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
-    mt_config_write_llama(root, o);
-    mt_json_set_int(root, "head_dim", o->qk_pos_emb_head_dim);
-    json_object_set_new(root, "q_lora_rank", o->q_lora_rank > 0 ? json_integer(o->q_lora_rank) : json_null());
-    mt_json_set_int(root, "kv_lora_rank", o->kv_lora_rank);
-    mt_json_set_int(root, "qk_nope_head_dim", o->qk_head_dim);
-    mt_json_set_int(root, "qk_rope_head_dim", o->qk_pos_emb_head_dim);
-    mt_json_set_int(root, "qk_head_dim", o->qk_head_dim + o->qk_pos_emb_head_dim);
-    mt_json_set_int(root, "v_head_dim", o->v_head_dim);
-    mt_json_set_bool(root, "rope_interleave", o->rotary_interleaved);
-    mt_json_set_bool(root, "attention_bias", false);
-    mt_json_set_int(root, "num_nextn_predict_layers", o->mtp_num_layers);
-    if (o->mtp_num_layers > 0) mt_json_set_int(root, "mtp_num_layers", o->mtp_num_layers);
+/* Which layers have sliding windows (Qwen) and which experts (Qwen-MoE, DeepSeek-V3). */
+static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options *o) {
+    json_t *types = json_array(), *dense = json_array();
     const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
-    mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
-    if (!first) return;
-    mt_json_set_int(root, "n_routed_experts", o->num_experts);
-    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
-    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
+    for (int64_t i = 0; i < o->num_layers; i++) {
+        json_array_append_new(types, json_string(o->window_size ? "sliding_attention" : "full_attention"));
+        if (o->moe_layers && o->moe_layers[i] == '0') json_array_append_new(dense, json_integer(i));
+    }
+    if (mask & QWENS) {
+        json_object_set(root, "layer_types", types);
+        mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
+        mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
+    }
+    if (mask & QWEN_MOE) {
+        json_object_set(root, "mlp_only_layers", dense);
+        mt_json_set_int(root, "decoder_sparse_step", 1);
+    }
+    if (mask & DEEPSEEK) mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
+    json_decref(types), json_decref(dense);
+}
+
+/* What the keys of Llama's block do not say. */
+static void mt_config_write_block(json_t *root, unsigned mask, const mt_options *o) {
+    json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
+    json_object_set_new(root, "rope_scaling", // for transformers before 5
+                        o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
+    mt_config_write_layers(root, mask, o);
+    if (!(mask & DEEPSEEK_MOE)) return;
     mt_json_set_int(root, "n_shared_experts", o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size);
     mt_json_set_int(root, "n_group", mt_max(o->moe_router_num_groups, 1));
     mt_json_set_int(root, "topk_group", mt_max(o->moe_router_group_topk, 1));
-    mt_json_set_real(root, "routed_scaling_factor", o->moe_router_topk_scaling_factor);
-    mt_json_set_bool(root, "norm_topk_prob", true);
-    mt_json_set_string(root, "scoring_func", "sigmoid");
-    mt_json_set_string(root, "topk_method", "noaux_tc");
 }
 
-static void mt_config_write_megatron(json_t *root, const mt_options *options) {
-    for (const mt_option *row = mt_option_table; row->help; row++) {
-        char key[80];
-        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
-        mt_option_key(key, row);
-        if (row->type == MT_FLAG) mt_json_set_bool(root, key, *mt_option_bool(options, row));
-        if (row->type == MT_NO) mt_json_set_bool(root, key, !*mt_option_bool(options, row));
-        if (row->type == MT_INT) mt_json_set_int(root, key, *mt_option_int(options, row));
-        if (row->type == MT_REAL) mt_json_set_real(root, key, *mt_option_real(options, row));
-        if (row->type == MT_CHOICE || row->type == MT_STRING) {
-            char *text = mt_option_text(options, row);
-            mt_json_set_string(root, key, text);
-            free(text);
-        }
-    }
-    mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
-    mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
-}
-
-char *mt_options_write_hf_config(const mt_options *options) {
-    static const char *const classes[][2] = {
-        {"gpt2", "GPT2LMHeadModel"},          {"llama", "LlamaForCausalLM"},
-        {"mistral", "MistralForCausalLM"},    {"qwen2", "Qwen2ForCausalLM"},
-        {"qwen3", "Qwen3ForCausalLM"},        {"deepseek_v3", "DeepseekV3ForCausalLM"},
-        {"mixtral", "MixtralForCausalLM"},    {"qwen3_moe", "Qwen3MoeForCausalLM"},
-        {"qwen2_moe", "Qwen2MoeForCausalLM"}, {"megatron", "MegatronForCausalLM"}};
-    const char *family = mt_hf_family_name(options->hf_family), *dtype = options->bf16 ? "bfloat16" : "float32";
+char *mt_options_write_hf_config(const mt_options *o) {
+    const char *dtype = o->bf16 ? "bfloat16" : "float32";
+    unsigned mask = 1u << o->hf_family;
+    char name[80];
+    mt_hf_key key;
     json_t *root = json_object();
-    for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
-        if (strcmp(family, classes[i][0]) == 0)
-            json_object_set_new(root, "architectures", json_pack("[s]", classes[i][1]));
-    mt_json_set_string(root, "model_type", family);
-    mt_json_set_int(root, "vocab_size", options->vocab_size);
-    mt_json_set_real(root, "initializer_range", options->init_method_std);
-    mt_json_set_bool(root, "tie_word_embeddings", !options->untie_embeddings_and_output_weights);
-    json_object_set_new(root, "bos_token_id",
-                        options->bos_token_id < 0 ? json_null() : json_integer(options->bos_token_id));
-    json_object_set_new(root, "eos_token_id",
-                        options->eos_token_id < 0 ? json_null() : json_integer(options->eos_token_id));
+    if (mask & DEEPSEEK && o->moe_layers && strchr(o->moe_layers, '1')) mask |= DEEPSEEK_MOE;
+    json_object_set_new(root, "architectures", json_pack("[s]", mt_families[o->hf_family].class));
+    mt_json_set_string(root, "model_type", mt_families[o->hf_family].model_type);
+    mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
+    json_object_set_new(root, "bos_token_id", o->bos_token_id < 0 ? json_null() : json_integer(o->bos_token_id));
+    json_object_set_new(root, "eos_token_id", o->eos_token_id < 0 ? json_null() : json_integer(o->eos_token_id));
     mt_json_set_string(root, "dtype", dtype);
-    mt_json_set_string(root, "torch_dtype", dtype); // transformers before 5
-    mt_json_set_bool(root, "use_cache", true);
-    if (strcmp(family, "gpt2") == 0)
-        mt_config_write_gpt2(root, options);
-    else if (strcmp(family, "megatron") == 0)
-        mt_config_write_megatron(root, options);
-    else if (strcmp(family, "deepseek_v3") == 0)
-        mt_config_write_deepseek(root, options);
-    else
-        mt_config_write_llama(root, options);
-    if (mt_has("mixtral|qwen2_moe|qwen3_moe", family)) mt_config_write_experts(root, options);
+    mt_json_set_string(root, "torch_dtype", dtype); // for transformers before 5
+    if (mask & GPT2) mt_json_set_string(root, "activation_function", o->openai_gelu ? "gelu_new" : "gelu");
+    if (mask & BLOCKS) mt_config_write_block(root, mask, o);
+    for (const mt_option *row = mt_option_table; mask & MEGATRON && row->help; row++)
+        if (mt_hf_key_of(&key, name, row)) mt_config_write_keys(root, &key, 1, MEGATRON, o);
     char *text = mt_json_print(root);
     json_decref(root);
     return text;

@@ -31,7 +31,7 @@ static int mt_tensor_error(mt_error *error, const mt_tensor_info *tensor, const 
                         tensor->name, what);
 }
 
-/* Product of a shape in bytes, or -1 when it does not fit 63 bits. Zeros do not excuse an overflow (as upstream). */
+/* The bytes of a shape, or -1 when they overflow 63 bits; a later dimension of 0 does not excuse that (as upstream). */
 static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
     int64_t bytes = mt_dtype_size(tensor->dtype), elements = 1;
     for (int64_t i = 0; i < tensor->num_dims; i++)
@@ -39,7 +39,7 @@ static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
     return __builtin_mul_overflow(bytes, elements, &bytes) ? -1 : bytes;
 }
 
-/* Reads an array of whole numbers >= 0 into out[max]; returns how many, or -1. */
+/* Reads an array of whole numbers >= 0 into out[max]; returns its length, or -1. */
 static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) {
     int64_t count = (int64_t)json_array_size(array);
     if (!json_is_array(array) || count > max) return -1;
@@ -51,7 +51,7 @@ static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) 
     return count;
 }
 
-/* One entry of the header; tensor->name and ->file are set. `data` holds `bytes` bytes. */
+/* Parses one entry of the header; tensor->name and ->file are set. `data` [bytes] is the data of the file. */
 static int mt_tensor_parse(mt_tensor_info *tensor, const json_t *entry, const unsigned char *data, int64_t bytes,
                            mt_error *error) {
     const char *dtype = json_string_value(json_object_get(entry, "dtype"));
@@ -91,8 +91,8 @@ static int mt_tensor_by_name(const void *a, const void *b) {
     return strcmp(((const mt_tensor_info *)a)->name, ((const mt_tensor_info *)b)->name);
 }
 
-/* Tensors must follow one another from the first byte of the data to the last: what lies in no tensor, or in two, could
- * be anything. */
+/* Tensors must follow one another from the first byte of the data to the last: bytes in no tensor, or in two, have no
+ * defined meaning. */
 static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigned char *data, int64_t bytes,
                            const char *path, mt_error *error) {
     const unsigned char *end = data;
@@ -106,8 +106,8 @@ static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigne
     return 0;
 }
 
-/* A tensor's entry takes three brackets and at least 48 bytes. Where brackets are denser there is no tensor, but each
- * would cost hundreds of bytes once parsed. */
+/* True when a header has more brackets than tensors can have: an entry takes three and at least 48 bytes. Parsed
+ * brackets take hundreds of bytes each, so a small file could take much memory. */
 static bool mt_header_is_dense(const char *text, int64_t bytes) {
     int64_t brackets = 0;
     bool in_string = false;
@@ -119,21 +119,21 @@ static bool mt_header_is_dense(const char *text, int64_t bytes) {
     return brackets * 16 > bytes + 64;
 }
 
-/* Length and text of the header; -1 where it is no safetensors file. */
-static int64_t mt_header_length(const mt_safetensors_file *image, mt_error *error) {
+/* The length of the header; -1 with error where this is no safetensors file. */
+static int64_t mt_header_length(const mt_safetensors_file *file, mt_error *error) {
     static const char lfs[] = "version https://git-lfs";
     uint64_t length;
-    if (image->bytes >= (int64_t)sizeof lfs && memcmp(image->base, lfs, sizeof lfs - 1) == 0)
-        return mt_error_set(error, "%s: only a git-lfs pointer to the file; fetch it: git lfs pull", image->path);
-    if (image->bytes < (int64_t)sizeof length) return mt_format_error(error, image->path, "it is under 8 bytes long");
-    memcpy(&length, image->base, sizeof length);
+    if (file->bytes >= (int64_t)sizeof lfs && memcmp(file->base, lfs, sizeof lfs - 1) == 0)
+        return mt_error_set(error, "%s: only a git-lfs pointer to the file; fetch it: git lfs pull", file->path);
+    if (file->bytes < (int64_t)sizeof length) return mt_format_error(error, file->path, "it is under 8 bytes long");
+    memcpy(&length, file->base, sizeof length);
     if (length > MT_MAX_HEADER_BYTES)
-        return mt_format_error(error, image->path, "its first 8 bytes claim a header of over 100,000,000 bytes");
-    if (length > (uint64_t)image->bytes - sizeof length)
-        return mt_format_error(error, image->path, "it ends inside its header");
-    if (length == 0) return mt_format_error(error, image->path, "its header is empty");
-    if (mt_header_is_dense((const char *)image->base + sizeof length, (int64_t)length))
-        return mt_format_error(error, image->path, "its header has too many brackets for its length");
+        return mt_format_error(error, file->path, "its first 8 bytes claim a header of over 100,000,000 bytes");
+    if (length > (uint64_t)file->bytes - sizeof length)
+        return mt_format_error(error, file->path, "it ends inside its header");
+    if (length == 0) return mt_format_error(error, file->path, "its header is empty");
+    if (mt_header_is_dense((const char *)file->base + sizeof length, (int64_t)length))
+        return mt_format_error(error, file->path, "its header has too many brackets for its length");
     return (int64_t)length;
 }
 
@@ -148,95 +148,94 @@ static int mt_metadata_check(const json_t *metadata, const char *path, mt_error 
     return 0;
 }
 
-/* Appends the tensors of a parsed header; the new ones are not yet in order. */
-static int mt_header_read(mt_safetensors *file, const mt_safetensors_file *image, int64_t header_bytes, json_t *header,
+/* Appends the tensors of a parsed header, not yet sorted by name. */
+static int mt_header_read(mt_safetensors *set, const mt_safetensors_file *file, int64_t header_bytes, json_t *header,
                           mt_error *error) {
-    const unsigned char *data = image->base + 8 + header_bytes;
-    int64_t first = file->count, bytes = image->bytes - 8 - header_bytes;
+    const unsigned char *data = file->base + 8 + header_bytes;
+    int64_t first = set->count, bytes = file->bytes - 8 - header_bytes;
     int64_t capacity = first + (int64_t)json_object_size(header);
     const char *name;
     json_t *entry;
-    file->tensors = mt_realloc(file->tensors, capacity * (int64_t)sizeof(mt_tensor_info));
+    set->tensors = mt_realloc(set->tensors, capacity * (int64_t)sizeof(mt_tensor_info));
     json_object_foreach(header, name, entry) {
         if (strcmp(name, "__metadata__") == 0) {
-            if (mt_metadata_check(entry, image->path, error) != 0) return -1;
+            if (mt_metadata_check(entry, file->path, error) != 0) return -1;
             continue;
         }
-        mt_tensor_info *tensor = &file->tensors[file->count++];
-        *tensor = (mt_tensor_info){.name = mt_strdup(name), .file = image->path};
+        mt_tensor_info *tensor = &set->tensors[set->count++];
+        *tensor = (mt_tensor_info){.name = mt_strdup(name), .file = file->path};
         if (mt_tensor_parse(tensor, entry, data, bytes, error) != 0) return -1;
     }
-    return mt_tensors_tile(file->tensors + first, file->count - first, data, bytes, image->path, error);
+    return mt_tensors_tile(set->tensors + first, set->count - first, data, bytes, file->path, error);
 }
 
-/* Takes one more image into `file`, which owns it from then on, also when this fails. */
-static int mt_safetensors_add(mt_safetensors *file, mt_safetensors_file image, mt_error *error) {
-    file->files = mt_realloc(file->files, (file->num_files + 1) * (int64_t)sizeof image);
-    file->files[file->num_files++] = image;
-    int64_t header_bytes = mt_header_length(&image, error);
+/* Adds a file to a set, which owns it from then on, also when this fails. */
+static int mt_safetensors_add(mt_safetensors *set, mt_safetensors_file file, mt_error *error) {
+    set->files = mt_realloc(set->files, (set->num_files + 1) * (int64_t)sizeof file);
+    set->files[set->num_files++] = file;
+    int64_t header_bytes = mt_header_length(&file, error);
     if (header_bytes < 0) return -1;
-    json_t *header =
-        mt_json_parse((const char *)image.base + 8, header_bytes, JSON_REJECT_DUPLICATES, image.path, error);
+    json_t *header = mt_json_parse((const char *)file.base + 8, header_bytes, JSON_REJECT_DUPLICATES, file.path, error);
     if (!header) return -1;
-    int status = mt_header_read(file, &image, header_bytes, header, error);
+    int status = mt_header_read(set, &file, header_bytes, header, error);
     json_decref(header);
     return status;
 }
 
-static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *error) {
+static int mt_safetensors_map(mt_safetensors *set, const char *path, mt_error *error) {
     mt_mapping mapping;
     if (mt_mapping_open(&mapping, path, error) != 0) return -1;
-    mt_safetensors_file image = {
+    mt_safetensors_file file = {
         .path = mt_strdup(path), .base = mapping.bytes, .bytes = mapping.size, .mapped = mapping.bytes != NULL};
-    return mt_safetensors_add(file, image, error);
+    return mt_safetensors_add(set, file, error);
 }
 
-static void mt_safetensors_sort(mt_safetensors *file) {
-    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+static void mt_safetensors_sort(mt_safetensors *set) {
+    if (set->count > 0) qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_tensor_by_name);
 }
 
-/* Puts what was read in order and gives it out, or closes it when reading failed. */
-static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
+/* Sorts the tensors and returns the set in *out; closes it when reading failed. */
+static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *set, int status) {
     if (status != 0) {
-        mt_safetensors_close(file);
+        mt_safetensors_close(set);
         return -1;
     }
-    mt_safetensors_sort(file);
-    *out = file;
+    mt_safetensors_sort(set);
+    *out = set;
     return 0;
 }
 
-int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error) {
+int mt_safetensors_open(mt_safetensors **set, const char *path, mt_error *error) {
     mt_safetensors *opened = mt_calloc(sizeof *opened);
-    return mt_safetensors_finish(file, opened, mt_safetensors_map(opened, path, error));
+    return mt_safetensors_finish(set, opened, mt_safetensors_map(opened, path, error));
 }
 
-int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
+int mt_safetensors_open_memory(mt_safetensors **set, const void *data, int64_t bytes, const char *name,
                                mt_error *error) {
     mt_safetensors *opened = mt_calloc(sizeof *opened);
-    mt_safetensors_file image = {.path = mt_strdup(name), .base = data, .bytes = bytes};
-    return mt_safetensors_finish(file, opened, mt_safetensors_add(opened, image, error));
+    mt_safetensors_file file = {.path = mt_strdup(name), .base = data, .bytes = bytes};
+    return mt_safetensors_finish(set, opened, mt_safetensors_add(opened, file, error));
 }
 
-void mt_safetensors_close(mt_safetensors *file) {
-    if (!file) return;
-    for (int64_t i = 0; i < file->count; i++) free((char *)file->tensors[i].name);
-    for (int64_t i = 0; i < file->num_files; i++) {
-        if (file->files[i].mapped) mt_mapping_close(&(mt_mapping){file->files[i].base, file->files[i].bytes});
-        free(file->files[i].path);
+void mt_safetensors_close(mt_safetensors *set) {
+    if (!set) return;
+    for (int64_t i = 0; i < set->count; i++) free((char *)set->tensors[i].name);
+    for (int64_t i = 0; i < set->num_files; i++) {
+        if (set->files[i].mapped) mt_mapping_close(&(mt_mapping){set->files[i].base, set->files[i].bytes});
+        free(set->files[i].path);
     }
-    free(file->tensors);
-    free(file->files);
-    free(file);
+    free(set->tensors);
+    free(set->files);
+    free(set);
 }
 
-int64_t mt_safetensors_count(const mt_safetensors *file) {
-    return file->count;
+int64_t mt_safetensors_count(const mt_safetensors *set) {
+    return set->count;
 }
 
-const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index) {
-    MT_CHECK(index >= 0 && index < file->count);
-    return &file->tensors[index];
+const mt_tensor_info *mt_safetensors_get(const mt_safetensors *set, int64_t index) {
+    MT_CHECK(index >= 0 && index < set->count);
+    return &set->tensors[index];
 }
 
 int64_t mt_safetensors_num_files(const mt_safetensors *set) {
@@ -248,15 +247,15 @@ const mt_safetensors_file *mt_safetensors_get_file(const mt_safetensors *set, in
     return &set->files[index];
 }
 
-const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name) {
+const mt_tensor_info *mt_safetensors_find(const mt_safetensors *set, const char *name) {
     mt_tensor_info key = {.name = name};
-    if (file->count == 0) return NULL;
-    return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
+    if (set->count == 0) return NULL;
+    return bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_tensor_by_name);
 }
 
 /* ---- folders */
 
-/* A name in an index must be a file's in the folder itself. */
+/* True for the name of a file in the folder itself. */
 static bool mt_is_plain_name(const char *name) {
     if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
     while (*name && !iscntrl((unsigned char)*name)) name++;
@@ -272,15 +271,15 @@ static char *mt_path_stem(const char *folder, const char *stem, const char *suff
     return path;
 }
 
-/* The image of `path` in a set that is being opened, or NULL. */
-static const mt_safetensors_file *mt_safetensors_has_file(const mt_safetensors *file, const char *path) {
-    for (int64_t i = 0; i < file->num_files; i++)
-        if (strcmp(file->files[i].path, path) == 0) return &file->files[i];
-    return NULL;
+/* True if a set that is being opened has the file. */
+static bool mt_safetensors_has_file(const mt_safetensors *set, const char *path) {
+    for (int64_t i = 0; i < set->num_files; i++)
+        if (strcmp(set->files[i].path, path) == 0) return true;
+    return false;
 }
 
 /* Opens every file that the index names, each once. */
-static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
+static int mt_index_open_files(mt_safetensors *set, const char *folder, const char *index_path, json_t *map,
                                mt_error *error) {
     const char *name;
     json_t *value;
@@ -290,7 +289,7 @@ static int mt_index_open_files(mt_safetensors *file, const char *folder, const c
             return mt_error_set(error, "%s: weight_map gives tensor \"%.120s\" no plain file name; get it again",
                                 index_path, name);
         char *path = mt_path_join(folder, part);
-        int status = mt_safetensors_has_file(file, path) ? 0 : mt_safetensors_map(file, path, error);
+        int status = mt_safetensors_has_file(set, path) ? 0 : mt_safetensors_map(set, path, error);
         free(path);
         if (status != 0) return -1;
     }
@@ -298,41 +297,41 @@ static int mt_index_open_files(mt_safetensors *file, const char *folder, const c
 }
 
 /* The index and the files must name the same tensors in the same places. */
-static int mt_index_check(const mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
+static int mt_index_check(const mt_safetensors *set, const char *folder, const char *index_path, json_t *map,
                           mt_error *error) {
     size_t prefix = strlen(folder) + 1;
-    for (int64_t i = 0; i < file->count; i++) {
-        const mt_tensor_info *tensor = &file->tensors[i];
+    for (int64_t i = 0; i < set->count; i++) {
+        const mt_tensor_info *tensor = &set->tensors[i];
         const char *part = json_string_value(json_object_get(map, tensor->name));
         if (!part || strcmp(part, tensor->file + prefix) != 0)
             return mt_error_set(error, "%s: holds tensor \"%.120s\", which %s places %s%s; get both files again",
                                 tensor->file, tensor->name, index_path, part ? "in " : "nowhere", part ? part : "");
     }
-    if ((int64_t)json_object_size(map) == file->count) return 0;
+    if ((int64_t)json_object_size(map) == set->count) return 0;
     const char *name;
     json_t *value;
     json_object_foreach(map, name, value) {
-        if (mt_safetensors_find(file, name)) continue;
+        if (mt_safetensors_find(set, name)) continue;
         return mt_error_set(error, "%s: places tensor \"%.120s\" in %s, which does not hold it; get both files again",
                             index_path, name, json_string_value(value));
     }
     return 0;
 }
 
-static int mt_index_read(mt_safetensors *file, const char *folder, const char *index_path, mt_error *error) {
+static int mt_index_read(mt_safetensors *set, const char *folder, const char *index_path, mt_error *error) {
     json_t *index = mt_json_read(index_path, error);
     if (!index) return -1;
     json_t *map = json_object_get(index, "weight_map");
     int status = json_is_object(map)
-                     ? mt_index_open_files(file, folder, index_path, map, error)
+                     ? mt_index_open_files(set, folder, index_path, map, error)
                      : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
-    mt_safetensors_sort(file); // for mt_safetensors_find
-    if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
+    mt_safetensors_sort(set); // for mt_safetensors_find
+    if (status == 0) status = mt_index_check(set, folder, index_path, map, error);
     json_decref(index);
     return status;
 }
 
-int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error) {
+int mt_safetensors_open_folder(mt_safetensors **set, const char *folder, const char *stem, mt_error *error) {
     char *whole = mt_path_stem(folder, stem, ".safetensors");
     char *index = mt_path_stem(folder, stem, ".safetensors.index.json");
     mt_safetensors *opened = mt_calloc(sizeof *opened);
@@ -352,7 +351,7 @@ int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const 
             stem, stem);
     free(whole);
     free(index);
-    return mt_safetensors_finish(file, opened, status);
+    return mt_safetensors_finish(set, opened, status);
 }
 
 /* ---- checksums: CRC-32C (Castagnoli et al., "Optimization of cyclic redundancy-check codes with 24 and 32 parity
@@ -361,7 +360,7 @@ int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const 
 
 static const uint32_t mt_crc_polynomial = 0x82f63b78; // x^31 is its lowest bit
 
-/* The CRC's state after eight more bytes, which are a little-endian word. */
+/* The state of the CRC after eight more bytes, a little-endian word. */
 static inline uint32_t mt_crc_word(uint32_t state, uint64_t word) {
 #if defined(__SSE4_2__)
     return (uint32_t)__builtin_ia32_crc32di(state, word);
@@ -382,7 +381,7 @@ static uint32_t mt_crc_byte(uint32_t state, unsigned char byte) {
     return state;
 }
 
-/* The product of two polynomials modulo the CRC's. */
+/* The product of two polynomials modulo that of the CRC. */
 static uint32_t mt_crc_multiply(uint32_t a, uint32_t b) {
     uint32_t product = 0;
     for (; a; a <<= 1) {
@@ -392,7 +391,7 @@ static uint32_t mt_crc_multiply(uint32_t a, uint32_t b) {
     return product;
 }
 
-/* The state after `bytes` zeros more. */
+/* The state after `bytes` more zero bytes. */
 static uint32_t mt_crc_zeros(uint32_t state, int64_t bytes) {
     for (uint32_t power = 1u << 23; bytes > 0; bytes >>= 1) { // x^8, squared again and again
         if (bytes & 1) state = mt_crc_multiply(state, power);
@@ -401,16 +400,16 @@ static uint32_t mt_crc_zeros(uint32_t state, int64_t bytes) {
     return state;
 }
 
-/* The state after some bytes more. Three stretches at once, because an instruction waits for the one before it. */
+/* The state after more bytes. Three parts at once, because each CRC instruction waits for the one before it. */
 static uint32_t mt_crc_update(uint32_t state, const void *data, int64_t bytes) {
-    enum { STRETCH = 16384 };
+    enum { PART = 16384 };
     const unsigned char *from = data;
-    uint32_t once = bytes >= 3 * STRETCH ? mt_crc_zeros(1u << 31, STRETCH) : 0, twice = mt_crc_multiply(once, once);
+    uint32_t once = bytes >= 3 * PART ? mt_crc_zeros(1u << 31, PART) : 0, twice = mt_crc_multiply(once, once);
     uint64_t word[3];
-    for (; bytes >= 3 * STRETCH; bytes -= 3 * STRETCH, from += 3 * STRETCH) {
+    for (; bytes >= 3 * PART; bytes -= 3 * PART, from += 3 * PART) {
         uint32_t second = 0, third = 0;
-        for (int64_t i = 0; i < STRETCH; i += 8) {
-            for (int k = 0; k < 3; k++) memcpy(&word[k], from + k * STRETCH + i, 8);
+        for (int64_t i = 0; i < PART; i += 8) {
+            for (int k = 0; k < 3; k++) memcpy(&word[k], from + k * PART + i, 8);
             state = mt_crc_word(state, word[0]);
             second = mt_crc_word(second, word[1]);
             third = mt_crc_word(third, word[2]);
@@ -429,7 +428,7 @@ uint32_t mt_crc32c(const void *data, int64_t bytes) {
     return ~mt_crc_update(~0u, data, bytes);
 }
 
-/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks; several threads may. */
+/* The sum of a block is the exclusive or of what each part gives, so threads add atomically. */
 void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
     const char *from = data;
     MT_CHECK(offset + bytes <= file->bytes);
@@ -441,8 +440,7 @@ void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data,
     }
 }
 
-/* mt_checksums_add for lines that begin `pitch` bytes apart in the file and lie one after another in memory. The sums
- * of a block's lines move on together, by the same number of bytes from line to line. */
+/* The lines of one block are summed together: each moves the sum on by the same number of bytes. */
 void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pitch, const char *data, int64_t bytes,
                             int64_t lines) {
     uint32_t step = mt_crc_zeros(1u << 31, pitch);
@@ -462,13 +460,12 @@ void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pit
     }
 }
 
-/* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
+/* From the linear part to CRC-32C, which starts with ones and ends inverted. */
 void mt_checksums_finish(mt_file_checksums *file) {
     for (int64_t block = 0; block < file->count; block++)
         file->sums[block] ^= ~mt_crc_zeros(~0u, mt_min(MT_SUM_BLOCK, file->bytes - block * MT_SUM_BLOCK));
 }
 
-/* One more file, with no bytes in yet. */
 mt_file_checksums *mt_checksums_append(mt_checksums *sums, const char *name, int64_t bytes) {
     sums->files = mt_realloc(sums->files, (sums->count + 1) * (int64_t)sizeof(mt_file_checksums));
     mt_file_checksums *file = &sums->files[sums->count++];
@@ -490,7 +487,6 @@ const mt_file_checksums *mt_checksums_find(const mt_checksums *sums, const char 
     return NULL;
 }
 
-/* checksums.json, to free. Its own last line is the sum of the text before. */
 char *mt_checksums_print(const mt_checksums *sums) {
     int64_t room = 256, used;
     for (int64_t i = 0; i < sums->count; i++) room += 400 + 12 * sums->files[i].count;
@@ -509,7 +505,7 @@ char *mt_checksums_print(const mt_checksums *sums) {
     return text;
 }
 
-/* A sum of eight hexadecimal digits; false where there is none. */
+/* Parses a sum of eight hexadecimal digits; false if it is none. */
 static bool mt_sum_parse(const json_t *item, uint32_t *sum) {
     const char *text = json_string_value(item);
     if (!text || strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8) return false;
@@ -536,7 +532,6 @@ static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char
     return mt_error_set(error, "%s: damaged: no sums of blocks are in it; take another checkpoint", path);
 }
 
-/* Reads checksums.json; a folder without one gives no files. A damaged one is an error. */
 int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
     *sums = (mt_checksums){0};
     if (!mt_folder_has(folder, "checksums.json")) return 0;
@@ -567,7 +562,6 @@ int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, 
                         folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
 }
 
-/* Every file is there and has its size; those without tensors, or all when `whole`, have their sums too. */
 int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
     char *buffer = mt_malloc(MT_SUM_BLOCK);
     int status = 0;

@@ -85,7 +85,7 @@ static int score_batches(mt_model *model, FILE *file, int64_t num_sequences, mt_
     mt_batch batch;
     mt_batch_alloc(&batch, tokens);
     int32_t *row = mt_malloc((T + 1) * 4);
-    float *loss = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
+    float *logp = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
     float *logits = o->logits_out ? mt_malloc(tokens * o->vocab_size * 4) : NULL; // on every rank: all compute them
     int status = 0;
     for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
@@ -93,15 +93,14 @@ static int score_batches(mt_model *model, FILE *file, int64_t num_sequences, mt_
         status = mt_agree(world, read_batch(&batch, file, first, count, row, o, error) != 0, error);
         if (status != 0) break;
         mt_model_forward(model, &batch, false);
-        mt_model_read(model, loss, entropy, logits);
-        for (int64_t t = 0; t < count * T; t++) loss[t] = -loss[t]; // the label's log-probability
-        status = mt_new_file_write(&out[LOG_PROBS], loss, count * T * 4, error);
+        mt_model_read(model, logp, entropy, logits);
+        status = mt_new_file_write(&out[LOG_PROBS], logp, count * T * 4, error);
         if (status == 0) status = mt_new_file_write(&out[ENTROPY], entropy, count * T * 4, error);
         if (status == 0) status = mt_new_file_write(&out[LOGITS], logits, count * T * o->vocab_size * 4, error);
         status = mt_agree(world, status != 0, error); // rank 0's disk may be full
     }
     free(row);
-    free(loss);
+    free(logp);
     free(entropy);
     free(logits);
     mt_batch_free(&batch);

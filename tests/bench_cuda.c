@@ -288,8 +288,8 @@ static double cross_entropy_forward(bench *b, const int64_t *n) { // T, stride, 
 
 static double cross_entropy_backward(bench *b, const int64_t *n) {
     void *logits = elements(b, n[0] * n[1]);
-    float *lse = floats(b, n[0]), *dloss = floats(b, n[0]);
-    ENQUEUE(cross_entropy_backward, logits, logits, b->words, lse, dloss, n[0], n[1], 0, n[2], b->dtype);
+    float *lse = floats(b, n[0]), *dlogp = floats(b, n[0]);
+    ENQUEUE(cross_entropy_backward, logits, logits, b->words, lse, NULL, dlogp, NULL, n[0], n[1], 0, n[2], b->dtype);
     return 2 * size(b) * (double)(n[0] * n[1]);
 }
 

@@ -134,7 +134,8 @@ static void cross_entropy_forward(void) {
     ops->cross_entropy_forward(stats[0], stats[1], stats[2], stats[3], buffers[1], ids, T, V, 0, V - 47, dtype, NULL);
 }
 static void cross_entropy_backward(void) {
-    ops->cross_entropy_backward(buffers[0], buffers[1], ids, stats[0], stats[1], T, V, 0, V - 47, dtype, NULL);
+    ops->cross_entropy_backward(buffers[0], buffers[1], ids, stats[0], NULL, stats[1], NULL, T, V, 0, V - 47, dtype,
+                                NULL);
 }
 static void zero_gradients(void) {
     ops->memory_zero(buffers[0], (int64_t)PARAMS * 4, NULL);

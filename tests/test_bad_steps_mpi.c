@@ -41,8 +41,9 @@ static void faulty_backward_weight(float *dw, float *dbias, const void *dy, cons
     if (is_faulty(fault.gradient)) dw[K / 2] = fault.value;
 }
 
-static void faulty_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
-    mt_cpu_ops.loss_accumulate(sums, loss, mask, T, stream);
+static void faulty_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
+                            mt_stream *stream) {
+    mt_cpu_ops.nll_loss(sums, dlogp, logp, weights, T, stream);
     if (is_faulty(fault.loss)) sums[0] += (double)fault.value;
 }
 
@@ -539,7 +540,7 @@ static void a_repeatable_fault_is_reported_and_left_to_the_policy(void **state) 
 int main(int argc, char **argv) {
     ops = mt_cpu_ops;
     ops.linear_backward_weight = faulty_backward_weight;
-    ops.loss_accumulate = faulty_loss_accumulate;
+    ops.nll_loss = faulty_nll_loss;
     ops.adamw_step = faulty_adamw_step;
     mt_grid_start(&grid, &argc, &argv);
     const struct CMUnitTest tests[] = {

@@ -624,23 +624,27 @@ static void cross_entropy_combine(run *r, const int64_t *n) {
 }
 
 static void cross_entropy_loss(run *r, const int64_t *n) {
-    float *loss = float_output(r, n[0]), *entropy = n[5] ? float_output(r, n[0]) : NULL, *lse = float_output(r, n[0]);
+    float *logp = float_output(r, n[0]), *entropy = n[5] ? float_output(r, n[0]) : NULL, *lse = float_output(r, n[0]);
     float *max = float_input(r, n[0], NORMAL), *sum = float_input(r, n[0], POSITIVE);
     float *target = float_input(r, n[0], NORMAL), *weighted = n[5] ? float_input(r, n[0], NORMAL) : NULL;
-    r->ops->cross_entropy_loss(loss, entropy, lse, max, sum, target, weighted, n[0], r->stream);
+    r->ops->cross_entropy_loss(logp, entropy, lse, max, sum, target, weighted, n[0], r->stream);
 }
 
 static void cross_entropy_backward(run *r, const int64_t *n) {
     void *logits = changed(r, n[0] * n[1]);
     int32_t *labels = integers(r, n[0], 0, n[4], false);
-    float *lse = float_input(r, n[0], POSITIVE), *dloss = float_input(r, n[0], NORMAL);
-    r->ops->cross_entropy_backward(logits, logits, labels, lse, dloss, n[0], n[1], n[2], n[3], r->dtype, r->stream);
+    float *lse = float_input(r, n[0], POSITIVE), *dlogp = float_input(r, n[0], NORMAL);
+    float *entropy = n[5] ? float_input(r, n[0], POSITIVE) : NULL;
+    float *dentropy = n[5] ? float_input(r, n[0], NORMAL) : NULL;
+    r->ops->cross_entropy_backward(logits, logits, labels, lse, entropy, dlogp, dentropy, n[0], n[1], n[2], n[3],
+                                   r->dtype, r->stream);
 }
 
-static void loss_accumulate(run *r, const int64_t *n) {
+static void nll_loss(run *r, const int64_t *n) {
     double *sums = numbers(r, MT_F64, 2, NORMAL, true);
-    float *loss = float_input(r, n[0], POSITIVE), *mask = float_input(r, n[0], ONES);
-    r->ops->loss_accumulate(sums, loss, mask, n[0], r->stream);
+    float *dlogp = float_output(r, n[0]);
+    float *logp = float_input(r, n[0], POSITIVE), *weights = float_input(r, n[0], ONES);
+    r->ops->nll_loss(sums, dlogp, logp, weights, n[0], r->stream);
 }
 
 static void argmax(run *r, const int64_t *n) { // T, stride, -, columns; bf16 logits have equals
@@ -1054,7 +1058,7 @@ static operation operations[] = {
     {"cross_entropy_combine", cross_entropy_combine, ONCE, logit_shapes, {0}},
     {"cross_entropy_loss", cross_entropy_loss, ONCE, logit_shapes, {0}},
     {"cross_entropy_backward", cross_entropy_backward, ONCE, logit_shapes, {0}},
-    {"loss_accumulate", loss_accumulate, ONCE, element_shapes, {0}},
+    {"nll_loss", nll_loss, ONCE, element_shapes, {0}},
     {"argmax", argmax, 0, logit_shapes, {0}},
     {"accumulate", accumulate, ONCE, element_shapes, {0}},
     {"squared_norm", squared_norm, ONCE, square_shapes, {0}},

@@ -473,7 +473,7 @@ static void one_call_generates_what_single_steps_do(void **state) {
     assert_int_equal(mt_generate(model, tokens[0], num_tokens, 2, ROW, NULL, NULL, &error), -1);
     assert_non_null(strstr(error.text, "prompt 2 is empty"));
     assert_int_equal(num_tokens[0], 2);
-    assert_int_equal(mt_generate(model, tokens[0], num_tokens, 1, NUM_PROMPTS * ROW + 1, NULL, NULL, &error), -1);
+    assert_int_equal(mt_generate(model, tokens[0], num_tokens, 1, ROW + 1, NULL, NULL, &error), -1);
     assert_non_null(strstr(error.text, "do not fit the model's plan"));
     mt_model_destroy(model);
     mt_options_free(&options);

@@ -18,12 +18,12 @@ static void logits_logprobs_and_entropy_equal_transformers(void **state) {
         float *expected_logits = read_file(f.folder, "logits.f32", TOKENS * vocabulary * 4);
         float *expected_logprobs = read_file(f.folder, "logprobs.f32", TOKENS * 4);
         float *expected_entropy = read_file(f.folder, "entropy.f32", TOKENS * 4);
-        float *logits = mt_malloc(TOKENS * vocabulary * 4), loss[TOKENS], entropy[TOKENS];
+        float *logits = mt_malloc(TOKENS * vocabulary * 4), logp[TOKENS], entropy[TOKENS];
         fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
         mt_model_forward(f.model, &f.batch, false);
-        mt_model_read(f.model, loss, entropy, logits);
+        mt_model_read(f.model, logp, entropy, logits);
         assert_all_close("logits", logits, expected_logits, TOKENS * vocabulary, 1, 1e-4);
-        assert_all_close("logprobs", loss, expected_logprobs, TOKENS, -1, 1e-4);
+        assert_all_close("logprobs", logp, expected_logprobs, TOKENS, 1, 1e-4);
         assert_all_close("entropy", entropy, expected_entropy, TOKENS, 1, 1e-4);
         free(expected_logits), free(expected_logprobs), free(expected_entropy), free(logits);
         close_family(&f);

@@ -259,11 +259,11 @@ static void convert_matches_the_scalar_conversions_on_every_pattern(void **state
 static void exp_is_within_two_units_in_the_last_place(void **state) {
     (void)state; // softmax's numerator over a sum of one is exp itself
     enum { N = 400000 };
-    float *x = mt_malloc(N * 4), *y = mt_malloc(N * 4), zero = 0, one = 1;
+    float *x = mt_malloc(N * 4), *y = mt_malloc(N * 4), zero = 0, minus_one = -1;
     int32_t label = -1;
     for (int64_t i = 0; i < N; i++) x[i] = -103.9f + 192.6f * (float)i / N;
     x[0] = 0.0f, x[1] = -INFINITY, x[2] = NAN, x[3] = INFINITY, x[4] = 1e30f, x[5] = -1e30f, x[6] = 88.8f;
-    ops->cross_entropy_backward(y, x, &label, &zero, &one, 1, N, 0, N, MT_F32, NULL);
+    ops->cross_entropy_backward(y, x, &label, &zero, NULL, &minus_one, NULL, 1, N, 0, N, MT_F32, NULL);
     assert_true(y[0] == 1.0f && y[1] == 0.0f && isnan(y[2]) && y[3] == INFINITY && y[4] == INFINITY && y[5] == 0.0f);
     assert_true(y[6] == INFINITY);
     for (int64_t i = 7; i < N; i++) {
@@ -1087,7 +1087,7 @@ static void loss_reference(double *out, const double *in, const void *shape) {
 }
 
 /* Runs the forward over `parts` ranks that share the vocabulary, combines their four numbers a row, and the loss. */
-static void loss_over_parts(const matrix *logits, const loss_shape *s, int64_t parts, float *loss, float *entropy,
+static void loss_over_parts(const matrix *logits, const loss_shape *s, int64_t parts, float *logp, float *entropy,
                             float *lse) {
     float all[4][64], shares[8][4][64], packed[8 * 4 * 64];
     int64_t size = mt_dtype_size(logits->dtype), each = (s->V + parts - 1) / parts, n = 0;
@@ -1099,27 +1099,27 @@ static void loss_over_parts(const matrix *logits, const loss_shape *s, int64_t p
         for (int k = 0; k < 4; k++) memcpy(packed + (n * 4 + k) * s->T, share[k], (size_t)s->T * 4);
     }
     ops->cross_entropy_combine(all[0], all[1], all[2], all[3], packed, n, s->T, NULL);
-    ops->cross_entropy_loss(loss, entropy, lse, all[0], all[1], all[2], all[3], s->T, NULL);
+    ops->cross_entropy_loss(logp, entropy, lse, all[0], all[1], all[2], all[3], s->T, NULL);
 }
 
 static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dtype) {
     int64_t T = s->T, V = s->V, n = T * V, size = mt_dtype_size(dtype), each = (V + parts - 1) / parts;
     double *x = random_values(n), *dout = random_values(2 * T), *got = zeros(n + 2 * T), *want = zeros(2 * T);
-    float loss[64], entropy[64], lse[64], dloss[64];
+    float logp[64], entropy[64], lse[64], dlogp[64], dentropy[64];
     for (int64_t i = 0; i < n; i++) x[i] *= 8;
-    for (int64_t t = 0; t < T; t++) dloss[t] = (float)dout[t], dout[T + t] = 0;
+    for (int64_t t = 0; t < T; t++) dlogp[t] = -(float)dout[t], dentropy[t] = (float)dout[T + t];
     matrix logits = matrix_from(x, T, V, s->stride, dtype), dlogits = matrix_new(T, s->stride, s->stride, dtype);
-    loss_over_parts(&logits, s, parts, loss, entropy, lse);
+    loss_over_parts(&logits, s, parts, logp, entropy, lse);
     loss_reference(want, x, s);
-    for (int64_t t = 0; t < T; t++) got[t] = (double)loss[t], got[T + t] = (double)entropy[t];
+    for (int64_t t = 0; t < T; t++) got[t] = -(double)logp[t], got[T + t] = (double)entropy[t];
     assert_near("loss", got, want, T, 1e-6);
     assert_near("entropy", got + T, want + T, T, 2e-6);
     for (int64_t first = 0; first < V; first += each) {
         int64_t count = first + each < V ? each : V - first;
         matrix part = matrix_new(T, s->stride, s->stride, dtype); // of which the last ranks' columns are padding
         double *values = zeros(T * s->stride);
-        ops->cross_entropy_backward(part.data, logits.data + first * size, s->labels, lse, dloss, T, s->stride, first,
-                                    count, dtype, NULL);
+        ops->cross_entropy_backward(part.data, logits.data + first * size, s->labels, lse, entropy, dlogp, dentropy, T,
+                                    s->stride, first, count, dtype, NULL);
         matrix_take(&part, values);
         for (int64_t t = 0; t < T; t++) {
             memcpy(got + t * V + first, values + t * s->stride, (size_t)count * 8);
@@ -1128,8 +1128,10 @@ static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dty
         free(values);
     }
     assert_gradient("cross-entropy", got, loss_reference, s, x, n, dout, 2 * T, dtype);
-    ops->cross_entropy_backward(dlogits.data, logits.data, s->labels, lse, dloss, T, s->stride, 0, V, dtype, NULL);
-    ops->cross_entropy_backward(logits.data, logits.data, s->labels, lse, dloss, T, s->stride, 0, V, dtype, NULL);
+    ops->cross_entropy_backward(dlogits.data, logits.data, s->labels, lse, entropy, dlogp, dentropy, T, s->stride, 0, V,
+                                dtype, NULL);
+    ops->cross_entropy_backward(logits.data, logits.data, s->labels, lse, entropy, dlogp, dentropy, T, s->stride, 0, V,
+                                dtype, NULL);
     assert_memory_equal(logits.data, dlogits.data, (size_t)(T * s->stride * size)); // in place
     logits.width = s->stride;
     matrix_take(&logits, NULL), matrix_take(&dlogits, NULL);
@@ -1149,22 +1151,23 @@ static void cross_entropy_matches_float64_and_finite_differences(void **state) {
 static void cross_entropy_survives_large_logits_and_minus_infinity(void **state) {
     (void)state;
     float logits[2][4] = {{30000, 29999, -30000, -INFINITY}, {-INFINITY, -INFINITY, -1e30f, 5}};
-    float max[2], sum[2], target[2], weighted[2], loss[2], entropy[2], lse[2];
+    float max[2], sum[2], target[2], weighted[2], logp[2], entropy[2], lse[2];
     int32_t labels[2] = {1, 3};
     ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, 2, 4, 0, 4, MT_F32, NULL);
-    ops->cross_entropy_loss(loss, entropy, lse, max, sum, target, weighted, 2, NULL);
-    assert_true(fabs((double)loss[0] - (1 + log1p(exp(-1)))) < 5e-3 && loss[1] == 0 && entropy[1] == 0);
+    ops->cross_entropy_loss(logp, entropy, lse, max, sum, target, weighted, 2, NULL);
+    assert_true(fabs((double)logp[0] + (1 + log1p(exp(-1)))) < 5e-3 && logp[1] == 0 && entropy[1] == 0);
     ops->cross_entropy_forward(max, sum, target, NULL, logits, labels, 2, 4, 0, 4, MT_F32, NULL);
-    ops->cross_entropy_loss(loss, NULL, lse, max, sum, target, NULL, 2, NULL);
-    assert_true(loss[1] == 0);
+    ops->cross_entropy_loss(logp, NULL, lse, max, sum, target, NULL, 2, NULL);
+    assert_true(logp[1] == 0);
 }
 
-static void loss_accumulates_under_its_mask(void **state) {
+static void nll_loss_sums_under_its_weights(void **state) {
     (void)state;
     double sums[2] = {10, 1};
-    float loss[3] = {0.5f, 100, 2}, mask[3] = {1, 0, 1};
-    ops->loss_accumulate(sums, loss, mask, 3, NULL);
-    assert_true(sums[0] == 12.5 && sums[1] == 3);
+    float logp[3] = {-0.5f, -100, -2}, weights[3] = {1, 0, 0.5f}, dlogp[3];
+    ops->nll_loss(sums, dlogp, logp, weights, 3, NULL);
+    assert_true(sums[0] == 11.5 && sums[1] == 2.5);
+    assert_true(dlogp[0] == -1 && dlogp[1] == 0 && dlogp[2] == -0.5f);
 }
 
 /* ==== optimizer ================================================================================================== */
@@ -1439,7 +1442,8 @@ static uint64_t hash_loss_and_optimizer(mt_dtype dtype) {
     for (int i = 0; i < T; i++) o.stats[4][i] = 1;
     ops->cross_entropy_forward(o.stats[0], o.stats[1], o.stats[2], o.stats[3], o.in[0], o.ids, T, V, 0, V - 3, dtype,
                                NULL);
-    ops->cross_entropy_backward(o.out[0], o.in[0], o.ids, o.stats[0], o.stats[4], T, V, 0, V - 3, dtype, NULL);
+    ops->cross_entropy_backward(o.out[0], o.in[0], o.ids, o.stats[0], NULL, o.stats[4], NULL, T, V, 0, V - 3, dtype,
+                                NULL);
     ops->swiglu_forward(o.out[1], o.in[0], T, V / 2, dtype, NULL);
     ops->gelu_forward(o.out[2], o.in[0], T * V, true, dtype, NULL);
     ops->gelu_backward(o.out[3], o.in[1], o.in[0], T * V, false, dtype, NULL);
@@ -1517,7 +1521,7 @@ int main(void) {
         cmocka_unit_test(rows_scatter_and_gather_within_their_width),
         cmocka_unit_test(cross_entropy_matches_float64_and_finite_differences),
         cmocka_unit_test(cross_entropy_survives_large_logits_and_minus_infinity),
-        cmocka_unit_test(loss_accumulates_under_its_mask),
+        cmocka_unit_test(nll_loss_sums_under_its_weights),
         cmocka_unit_test(argmax_is_the_first_maximum_and_needs_numbers),
         cmocka_unit_test(accumulate_adds_every_element_once),
         cmocka_unit_test(squared_norm_sums_in_float64),

@@ -1183,7 +1183,8 @@ static void bad_configs_are_refused_by_key(void **state) {
     expect_config_error(LLAMA ", \"rms_norm_eps\": 2}", "\"rms_norm_eps\" is 2, must be in");
     expect_config_error(LLAMA ", \"rms_norm_eps\": \"x\"}", "\"rms_norm_eps\" must be a number");
     expect_config_error(LLAMA ", \"num_key_value_heads\": 3}", "the 4 heads do not divide into 3 groups");
-    expect_config_error(LLAMA ", \"hidden_act\": \"relu\"}", "\"hidden_act\" \"relu\" is not supported");
+    expect_config_error(LLAMA ", \"hidden_act\": \"relu\"}",
+                        "\"hidden_act\": \"relu\" is not supported; silu|swish is");
     expect_config_error(LLAMA ", \"tie_word_embeddings\": 1}", "must be true or false");
     expect_config_error(LLAMA ", \"quantization_config\": {}}", "quantized weights");
     expect_config_error(LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor");
@@ -1208,10 +1209,14 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"rope_interleave\" must be true or false");
     const char *negative = DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"q_lora_rank\": -1}";
     expect_config_error(negative, "\"q_lora_rank\" is -1");
+}
+
+static void what_a_family_cannot_compute_is_refused(void **state) {
+    (void)state;
     const char *gpt2 = "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "
                        "\"vocab_size\": 9, %s}";
     const char *const cases[][2] = {
-        {"\"activation_function\": \"relu\"", "\"activation_function\" \"relu\" is not supported"},
+        {"\"activation_function\": \"relu\"", "\"activation_function\": \"relu\" is not supported"},
         {"\"scale_attn_by_inverse_layer_idx\": true", "\"scale_attn_by_inverse_layer_idx\": true is not supported"},
         {"\"reorder_and_upcast_attn\": true", "\"reorder_and_upcast_attn\": true is not supported"},
         {"\"scale_attn_weights\": false", "\"scale_attn_weights\": false is not supported"},
@@ -1225,7 +1230,7 @@ static void bad_configs_are_refused_by_key(void **state) {
     }
     expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"hidden_size\": -5}",
                         "--hidden-size must be in");
-    expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"swiglu\": 3}", "\"swiglu\" expects true");
+    expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"swiglu\": 3}", "\"swiglu\" must be true");
 }
 
 static void tokens_are_the_first_of_a_list(void **state) {
@@ -1454,6 +1459,7 @@ int main(void) {
         cmocka_unit_test(windows_are_read_where_every_layer_has_one),
         cmocka_unit_test(biases_are_read_apart),
         cmocka_unit_test(bad_configs_are_refused_by_key),
+        cmocka_unit_test(what_a_family_cannot_compute_is_refused),
         cmocka_unit_test(tokens_are_the_first_of_a_list),
         cmocka_unit_test(bad_steps_have_rules_that_go_together),
         cmocka_unit_test(written_configs_read_back_as_the_same_model),
