@@ -67,9 +67,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 #ifdef MT_HAVE_BLAS
 #include <cblas.h>
 #endif
@@ -5105,7 +5102,7 @@ struct mt_model {
 };
 
 /* What goes to `stream` from now on waits for what `other` holds now. */
-static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other) {
+static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *other) {
     if (stream != other) m->ops->stream_follow(stream, other);
 }
 
@@ -5216,7 +5213,7 @@ typedef enum mt_residency { MT_KEEP } mt_residency;
 
 typedef struct mt_slot {
     const char *name;
-    size_t field; // of a pointer in mt_activations
+    size_t field; // offset of a pointer in mt_activations, or in mt_routing
     int64_t rows, width;
     mt_dtype dtype;
     mt_residency residency;
@@ -5240,19 +5237,21 @@ static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int6
 }
 #define MT_SLOT(list, member, rows, width, dtype)                                                                      \
     mt_slot_add(list, #member, offsetof(mt_activations, member), rows, width, dtype)
+#define MT_ROUTING_SLOT(list, member, rows, width, dtype)                                                              \
+    mt_slot_add(list, #member, offsetof(mt_routing, member), rows, width, dtype)
 
-/* The pointer of a slot. */
+/* The pointer of a slot of `a`. */
 static void *mt_slot_read(const mt_activations *a, const mt_slot *slot) {
     void *value;
     memcpy(&value, (const char *)a + slot->field, sizeof value);
     return value;
 }
 
-/* Gives every slot its memory. */
-static void mt_slots_allocate(const mt_slots *list, mt_activations *a, mt_arena *arena) {
+/* Allocates every slot and stores its pointer in the struct at `base`. */
+static void mt_slots_allocate(const mt_slots *list, void *base, mt_arena *arena) {
     for (const mt_slot *slot = list->slots; slot < list->slots + list->count; slot++) {
         void *value = mt_arena_alloc(arena, slot->rows * slot->width * mt_dtype_size(slot->dtype));
-        memcpy((char *)a + slot->field, &value, sizeof value);
+        memcpy((char *)base + slot->field, &value, sizeof value);
     }
 }
 
@@ -5772,140 +5771,189 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
 }
 
 /* ==== §9f mixture of experts ====================================================================================== */
-/* A router sends every token to k of E small MLPs, which ranks share out (Fedus et al., "Switch transformers"; Lepikhin
- * et al., "GShard"). Six phases, of which the first three bring rows to the experts and the last three their results
- * back: preprocess decides where rows go, exchange sends them there, postprocess sorts them by expert; then the same
- * from the end to the start. The alltoall dispatcher sends every row to the ranks of the expert that it chose; the
- * allgather dispatcher sends every token to all ranks, which pick theirs. A rank alone exchanges nothing. Invariants:
- * routing is in fp32; a row is weighed by its probability inside the expert, so that no result is kept for the
- * backward (--no-moe-permute-fusion keeps it, and does all by the book); what several ranks do with a token is added up
- * in one fixed order. */
+/* A router sends every token to k of E small MLPs (Fedus et al., "Switch transformers"; Lepikhin et al., "GShard").
+ * Each rank holds some experts. One row is one token for one chosen expert. Six phases, as in Megatron's token
+ * dispatchers: the dispatch preprocess plans the destinations, its exchange sends the rows, its postprocess sorts them
+ * by expert; the combine runs the same three phases in reverse order. The alltoall dispatcher sends each row to the
+ * ranks that hold its expert. The allgather dispatcher sends all tokens to all ranks, and each rank selects the rows of
+ * its own experts. A group of one rank exchanges nothing. Invariants: routing is in fp32; the expert's activation is
+ * scaled by the row's probability, so the backward needs no expert output (--no-moe-permute-fusion scales the output
+ * instead, and saves it); the results of a token are summed in one fixed order. */
 
-/* Rows that come to the experts of this rank, in the order of experts, and what they become. */
+/* M rows for the experts of this rank, sorted by expert, and their intermediate results. */
 typedef struct mt_expert_rows {
-    void *memory;                     // of its own, where the number of rows depends on the data; NULL: in the arena
-    int64_t capacity;                 // M
+    void *memory;                     // own allocation if M depends on the data; NULL: in the arena
+    int64_t capacity;                 // room for so many rows
     void *input;                      // [M, C]
     float *weights;                   // [M] probabilities
     void *hidden;                     // [M, 2F]
     void *active;                     // [M, F]
-    void *output;                     // [M, C] before it is weighed, where that is a pass of its own
-    int32_t *to_expert, *from_expert; // [M] their order as they came, and the way back
+    void *output;                     // [M, C] before scaling, without permute fusion
+    int32_t *to_expert, *from_expert; // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
-/* What routing leaves for the backward. N tokens are R, or with the allgather dispatcher those of all ranks that
- * exchange. */
+/* Results of routing that the backward needs. N: the R tokens of this rank, or with the allgather dispatcher the tokens
+ * of all ranks of the exchange group. */
 typedef struct mt_routing {
     float *logits;            // [R, E]
     float *probs;             // [N, k]
-    int32_t *experts;         // [N, k] as chosen
-    int32_t *kept;            // [N, k] without what was dropped; `experts` where nothing can be
+    int32_t *experts;         // [N, k] chosen experts
+    int32_t *kept;            // [N, k] the same, -1: dropped; equals `experts` without a capacity
     float *aux_stats;         // [2, S, E] summed scores and counts of each expert
-    float *gate_logits;       // [R] of the expert that every token visits, where it has a gate
+    float *gate_logits;       // [R] logits of the shared expert's gate
     float *gates;             // [T] their sigmoids
-    int32_t *position;        // [N, k copies]
-    int32_t *choice, *token;  // [P]
-    int32_t *offsets;         // [places + 1] of rows that leave
-    int32_t *expert_offsets;  // [E/ep + 1] of rows that came; `offsets` where nothing is exchanged
-    int64_t num_choices;      // P, rows that leave
-    int64_t num_rows;         // M, rows that came
+    int32_t *position;        // [N, k copies] row of each choice
+    int32_t *choice, *token;  // [P] choice and token of each row
+    int32_t *offsets;         // [num_destinations + 1] first row of each destination
+    int32_t *expert_offsets;  // [E/ep + 1] first received row of each local expert; without an exchange `offsets`
+    int64_t num_choices;      // P, sent rows
+    int64_t num_rows;         // M, received rows
     int64_t *sent, *received; // [size] rows to and from every rank, on the host
-    int32_t *host_offsets;    // [E/ep + 1] for a product an expert
+    int32_t *host_offsets;    // [E/ep + 1] expert_offsets on the host, without grouped GEMM
     mt_expert_rows rows;
 } mt_routing;
 
-/* The experts of this rank, and buffers that all layers use in turn. */
+/* The experts of this rank, and buffers that all layers share. */
 typedef struct mt_experts {
     mt_router router;
-    int64_t num_layers;    // of this rank that have experts
-    int64_t local, F;      // experts here, and the width here of each
-    int64_t tokens;        // N of the largest micro-batch
-    int64_t num_choices;   // P, rows that leave
-    int64_t places;        // experts times the ranks that share each: where rows can go
-    int64_t sequences;     // S that are balanced one by one
-    const mt_group *group; // who exchanges tokens
-    mt_stream *comm;       // where they do
-    bool gathers;          // all tokens go to all ranks
-    bool drops, pads, grouped, fuses, has_aux_loss, counts_globally;
-    bool sinkhorn;                       // tokens are routed by Sinkhorn's iteration
-    mt_expert_rows rows;                 // gradients, and rows before they leave
-    mt_expert_rows dispatched;           // exchanged rows in the order of their source ranks
-    void *gathered;                      // [N, C], with `gathers`
+    int64_t num_layers;       // layers of this rank that have experts
+    int64_t num_local, F;     // experts of this rank, and this rank's share of their width
+    int64_t tokens;           // N of the largest micro-batch
+    int64_t num_choices;      // P of the largest micro-batch
+    int64_t num_destinations; // pairs of an expert and an expert-tensor rank
+    int64_t sequences;        // S, sequences with an auxiliary loss of their own
+    const mt_group *group;    // ranks that exchange tokens
+    mt_stream *comm;          // stream of the exchange
+    bool uses_allgather;      // --moe-token-dispatcher-type allgather
+    bool has_capacity, pads_to_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
+    bool sinkhorn;                       // training routes by Sinkhorn's iteration
+    mt_expert_rows rows;                 // gradients, and rows before they are sent
+    mt_expert_rows dispatched;           // exchanged rows, sorted by source rank
+    void *gathered;                      // [N, C], allgather dispatcher
     void *scattered;                     // [R, C]
-    float *sums;                         // [N, C], without `fuses`
+    float *sums;                         // [N, C], without permute fusion
     float *dprobs, *dlogits;             // [N, k]; [R, E]
-    void *dlogits_rounded;               // [R, E] of the model's type
+    void *dlogits_rounded;               // [R, E] in the model's type
     void *router_dx;                     // [R, C]
     float *dgates;                       // [T]
-    int32_t *gate_experts;               // [R] all 0: a gate is a router's for one expert
-    int32_t *discarded;                  // counts of non-finite tokens that another router counts already
-    int32_t *all_offsets;                // [size, places + 1]
-    int32_t *counts;                     // [size, E/ep]
+    int32_t *gate_experts;               // [R] zeros: the gate is a router with a single expert
+    int32_t *discarded;                  // discarded counts of non-finite tokens: the layer's router counts them
+    int32_t *all_offsets;                // [size, num_destinations + 1] offsets of all ranks
+    int32_t *counts;                     // [size, E/ep] received rows by source rank and expert
     int32_t *host_offsets, *host_counts; // the same on the host
-    int64_t *out_counts, *in_counts;     // [size] on the host
-    float *all_logits;                   // [Tall, E], for choosing together
-    int32_t *all_experts;                // [Tall, k], for dropping, and here below
+    int64_t *out_counts, *in_counts;     // [size] elements received and sent, on the host
+    float *all_logits;                   // [Tall, E] of the whole micro-batch, for Sinkhorn
+    int32_t *all_experts;                // [Tall, k] of the whole micro-batch, for the capacity, as the next two
     float *all_probs;
     int64_t *all_index;
-    float *loads, *kept; // [num_layers, E] tokens of this step that chose each expert; that it kept
-    float *global;       // [num_layers, E] of the global batch so far
-    float *of_ranks;     // [data ranks, E] what each of them adds to it
+    float *loads, *kept; // [num_layers, E] tokens that chose each expert in this step; tokens that it kept
+    float *global;       // [num_layers, E] loads of the global batch up to now
+    float *rank_counts;  // [data ranks, E] loads of one micro-batch of each data rank
     int32_t *data_ranks; // [data ranks] 0, 1, ...
-    double *losses;      // [2] auxiliary and z, times tokens
-    int32_t *invalid;    // [num_layers] tokens whose logits are not finite
-    void *reported;      // on the host: loads, kept and invalid of two steps
+    double *losses;      // [2] auxiliary loss and z-loss, times tokens
+    int32_t *invalid;    // [num_layers] tokens with a logit that is not finite
+    void *report_memory; // on the host: loads, kept and invalid of two steps
 } mt_experts;
 
-/* Tokens that the ranks which share a micro-batch's sequences have of it together. */
+/* Tokens of the whole micro-batch, over all ranks that share its sequences. */
 static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
     return p->rows * m->grid->tensor_context.size;
 }
 
-/* Rows that an expert takes of a micro-batch: ceil(T k / E factor). */
+/* Capacity of an expert for a micro-batch of T tokens: ceil(T k / E * factor). */
 static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
     double share = (double)(tokens * m->experts->router.topk) / (double)m->experts->router.num_experts;
     return (int64_t)ceil(share * m->options->moe_expert_capacity_factor);
 }
 
-/* ---- memory whose size depends on the data */
+/* ---- slots of a layer with experts */
 
-/* Lays out room for rows; without `whole` only their input and weights. */
-static void mt_expert_rows_layout(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M, bool whole) {
-    int64_t size = mt_dtype_size(m->dtype), F = m->experts->F;
+/* Slots of an mt_expert_rows at offset `at` of the struct; with `dispatched` only input and weights. */
+static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int64_t M, bool dispatched) {
+    const mt_experts *e = m->experts;
+    mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
+    if (dispatched) return;
+    mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, 2 * e->F, m->dtype);
+    mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
+    if (!e->permute_fusion) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
+    if (e->group->size == 1 || e->uses_allgather) return;
+    mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
+    mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+}
+
+/* True if the number of received rows does not depend on the data. */
+static bool mt_expert_rows_fixed(const mt_model *m) {
+    return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
+}
+
+/* That number. */
+static int64_t mt_expert_rows_received(const mt_experts *e) {
+    int64_t size = e->group->size;
+    return size == 1 ? e->num_choices : e->num_choices / e->num_destinations * e->num_local * size;
+}
+
+/* The slots of an mt_routing. */
+static void mt_routing_slots(const mt_model *m, mt_slots *s) {
+    const mt_experts *e = m->experts;
+    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    s->count = 0;
+    MT_ROUTING_SLOT(s, logits, R, E, MT_F32);
+    MT_ROUTING_SLOT(s, probs, N, k, MT_F32);
+    MT_ROUTING_SLOT(s, experts, N, k, MT_I32);
+    if (e->has_capacity) MT_ROUTING_SLOT(s, kept, N, k, MT_I32);
+    if (e->has_aux_loss) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32);
+    if (m->options->moe_shared_expert_gate) {
+        MT_ROUTING_SLOT(s, gate_logits, R, 1, MT_F32);
+        MT_ROUTING_SLOT(s, gates, m->plan.max_tokens, 1, MT_F32);
+    }
+    MT_ROUTING_SLOT(s, position, N, k * (e->uses_allgather ? 1 : m->grid->expert_tensor.size), MT_I32);
+    MT_ROUTING_SLOT(s, choice, e->num_choices, 1, MT_I32);
+    MT_ROUTING_SLOT(s, token, e->num_choices, 1, MT_I32);
+    MT_ROUTING_SLOT(s, offsets, e->num_destinations + 1, 1, MT_I32);
+    if (size > 1 && !e->uses_allgather) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
+    if (mt_expert_rows_fixed(m))
+        mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false);
+}
+
+/* Allocates the slots of a routing; a field without a slot of its own shares that of another. */
+static void mt_routing_allocate(const mt_model *m, mt_routing *r, mt_arena *arena) {
+    mt_slots slots;
+    mt_routing_slots(m, &slots);
+    mt_slots_allocate(&slots, r, arena);
+    if (!m->experts->has_capacity) r->kept = r->experts;
+    if (m->experts->group->size == 1 || m->experts->uses_allgather) r->expert_offsets = r->offsets;
+    if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
+}
+
+/* ---- expert rows whose number depends on the data */
+
+/* Allocates room for M rows; with `dispatched` only input and weights. */
+static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M,
+                                    bool dispatched) {
+    mt_slots slots = {.count = 0};
+    mt_expert_rows_slots(m, &slots, 0, M, dispatched);
+    mt_slots_allocate(&slots, rows, arena);
     rows->capacity = M;
-    rows->input = mt_arena_alloc(arena, M * m->C * size);
-    rows->weights = mt_arena_alloc(arena, M * 4);
-    if (!whole) return;
-    rows->hidden = mt_arena_alloc(arena, M * 2 * F * size);
-    rows->active = mt_arena_alloc(arena, M * F * size);
-    if (!m->experts->fuses) rows->output = mt_arena_alloc(arena, M * m->C * size);
-    if (m->experts->group->size == 1 || m->experts->gathers) return;
-    rows->to_expert = mt_arena_alloc(arena, M * 4);
-    rows->from_expert = mt_arena_alloc(arena, M * 4);
 }
 
-/* Whether the number of rows that come is known before training. */
-static bool mt_expert_rows_are_known(const mt_model *m) {
-    return m->experts->group->size == 1 || (m->experts->pads && !m->experts->gathers);
-}
-
-/* What is expected to come to a rank: an even share, and a quarter more. */
+/* Expected number of received rows: an even share and 25% more. */
 static int64_t mt_expert_rows_expected(const mt_model *m) {
     return m->experts->num_choices * 5 / 4;
 }
 
-/* Makes room for M rows, and some more, when there is not enough, which happens while a run warms up. Other streams
- * have been joined by then, so the stream's order is enough. It must be: one rank's rows may grow while the others' do
- * not, and go on to wait for this one. */
-static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, int64_t M, bool whole) {
+/* Grows `rows` to room for M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated in
+ * the order of m->stream, which waits for all other streams beforehand. The host must not wait: this rank may grow
+ * while the others do not and already wait for it in a collective. */
+static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, int64_t M, bool dispatched) {
     if (M <= rows->capacity) return;
     if (rows->memory) m->ops->memory_free_ordered(rows->memory, m->stream);
     mt_arena arena = {0};
     M = mt_max(M * 9 / 8, mt_expert_rows_expected(m));
-    mt_expert_rows_layout(m, rows, &arena, M, whole);
+    mt_expert_rows_allocate(m, rows, &arena, M, dispatched);
     rows->memory = m->ops->memory_alloc_ordered(arena.used, m->stream);
     arena = (mt_arena){.base = rows->memory, .capacity = arena.used};
-    mt_expert_rows_layout(m, rows, &arena, M, whole);
+    mt_expert_rows_allocate(m, rows, &arena, M, dispatched);
 }
 
 static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
@@ -5915,24 +5963,24 @@ static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
 
 /* ---- the router */
 
-/* counts[E] become those of the global batch up to and with this rank's micro-batch, in the order of samples: as one
- * rank counts that computes all micro-batches. */
-static void mt_count_globally(mt_model *m, const mt_pass *p, const mt_layer *w, float *counts) {
+/* Turns counts[E] of this rank's micro-batch into the counts of the global batch up to it, in the order of samples: the
+ * counts of a single rank that computes all micro-batches. */
+static void mt_aux_loss_global_counts(mt_model *m, const mt_pass *p, const mt_layer *w, float *counts) {
     const mt_experts *e = m->experts;
     const mt_group *data = &m->grid->data;
     int64_t E = e->router.num_experts;
     float *global = e->global + w->moe_index * E;
-    m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, p->stream);
-    m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, p->stream);
-    m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, p->stream);
+    m->ops->all_gather(e->rank_counts, counts, E, MT_F32, data, p->stream);
+    m->ops->combine_rows(counts, e->rank_counts, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, p->stream);
+    m->ops->combine_rows(global, e->rank_counts, e->data_ranks, global, 1, data->size, E, MT_F32, p->stream);
 }
 
-/* Where a router counts tokens whose logits are not finite; a replay counts them nowhere. */
+/* Counter of a layer's tokens with logits that are not finite; a replay's counts are discarded. */
 static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt_layer *w) {
     return p->replay ? e->discarded : e->invalid + w->moe_index;
 }
 
-/* Shares and counts of the experts over all ranks that share the sequences. */
+/* Auxiliary loss, from the experts' scores and counts over all ranks that share the sequences. */
 static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
     bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS;
@@ -5942,13 +5990,14 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     m->ops->aux_loss_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL,
                              S, p->rows, &e->router, p->stream);
     m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
-    if (e->counts_globally) mt_count_globally(m, p, w, r->aux_stats + E);
+    if (e->global_aux_loss) mt_aux_loss_global_counts(m, p, w, r->aux_stats + E);
     if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
 }
 
-/* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
-static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept, const int32_t *experts,
-                    const float *probs) {
+/* Drops choices over the experts' capacity. The capacity counts the whole micro-batch, so the result does not depend on
+ * the layout. */
+static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept,
+                                  const int32_t *experts, const float *probs) {
     mt_experts *e = m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
@@ -5965,16 +6014,16 @@ static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *k
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
-/* Where this rank's tokens lie in arrays of N tokens. */
-static int64_t mt_own_choices(const mt_model *m, const mt_pass *p) {
-    return m->experts->gathers ? m->experts->group->rank * p->rows * m->experts->router.topk : 0;
+/* Offset of this rank's tokens in arrays [N, k]. */
+static int64_t mt_own_offset(const mt_model *m, const mt_pass *p) {
+    return m->experts->uses_allgather ? m->experts->group->rank * p->rows * m->experts->router.topk : 0;
 }
 
-/* Chooses experts for logits[R, E] such that those of the whole micro-batch have even loads. */
+/* Chooses experts for logits[R, E] with Sinkhorn's iteration, which balances the loads of the whole micro-batch. */
 static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     mt_experts *e = m->experts;
     const mt_group *group = &m->grid->tensor_context;
-    int64_t R = p->rows, own = mt_own_choices(m, p);
+    int64_t R = p->rows, own = mt_own_offset(m, p);
     const float *logits = r->logits;
     if (group->size > 1) {
         m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, p->stream);
@@ -5984,10 +6033,10 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
                            group->rank * R, R, &e->router, p->stream);
 }
 
-/* Chooses experts for x[R, C]. */
+/* Logits, probabilities and chosen experts of x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
-    int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m, p);
+    int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_offset(m, p);
     mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
     if (p->training && e->sinkhorn)
         mt_route_sinkhorn(m, p, w, r);
@@ -5997,14 +6046,14 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && e->has_aux_loss) mt_aux_loss(m, p, w, r);
-    if (e->drops) mt_drop(m, p, w, r->kept + own, r->experts + own, r->probs + own);
+    if (e->has_capacity) mt_drop_over_capacity(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
-/* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
+/* experts.router_dx = gradient of x, from the gradients of the probabilities and from the auxiliary losses. */
 static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
     const mt_options *o = m->options;
-    int64_t R = p->rows, E = e->router.num_experts, own = mt_own_choices(m, p);
+    int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
     int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->spans.count : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->has_aux_loss)
@@ -6016,32 +6065,34 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
                        MT_PART_BOTH);
 }
 
-/* ---- the gate of the expert that every token visits: a router for one expert, whose probability is a sigmoid and, as
- * that of any expert, weighs in its activation. The ranks of the tensor group have all tokens there, each its channels
- * of them, and so a part of the probability's gradient. */
+/* ---- the shared expert's gate: a router with a single expert and a sigmoid score, which scales the activation as the
+ * probability of any expert does. Each tensor-parallel rank has all tokens and some channels, so each has a partial sum
+ * of the gate's gradient. */
 
-static const mt_router mt_one_expert = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
+static const mt_router mt_shared_gate_router = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
 
-/* Where the gates of this rank's rows are among those of all its tokens. */
-static int64_t mt_first_gate(const mt_model *m, const mt_pass *p) {
+/* Offset of this rank's R rows in gates[T]. */
+static int64_t mt_own_gate_offset(const mt_model *m, const mt_pass *p) {
     return p->tp.sequence_parallel ? m->grid->tensor.rank * p->rows : 0;
 }
 
-/* routing.gates[T] = sigmoid(x[R, C] w^T) of all rows that the tensor group has. */
+/* routing.gates[T] = sigmoid(x[R, C] w^T), gathered over the tensor group. */
 static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     const mt_experts *e = m->experts;
-    float *own = r->gates + mt_first_gate(m, p);
+    float *own = r->gates + mt_own_gate_offset(m, p);
     mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
-    m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, p->rows, &mt_one_expert, p->stream);
+    m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, p->rows, &mt_shared_gate_router,
+                          p->stream);
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
-/* scratch.dnormed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
+/* scratch.dnormed[R, C] += gradient of x from experts.dgates[T]. */
 static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x) {
     const mt_experts *e = m->experts;
-    float *own = e->dgates + mt_first_gate(m, p);
+    float *own = e->dgates + mt_own_gate_offset(m, p);
     if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
-    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_one_expert, p->stream);
+    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_shared_gate_router,
+                           p->stream);
     mt_linear_backward(&p->tp, &w->shared_gate,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
@@ -6050,10 +6101,10 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
 
 /* ---- the six phases */
 
-/* How many rows go to and come from every rank, which the host must know to exchange them, and each expert's. */
-static void mt_count_exchange(mt_model *m, const mt_pass *p, mt_routing *r) {
+/* Numbers of rows to and from every rank, and of each local expert. The host needs them for the all-to-all. */
+static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t size = e->group->size, rank = e->group->rank, local = e->local, stride = e->places + 1;
+    int64_t size = e->group->size, rank = e->group->rank, local = e->num_local, stride = e->num_destinations + 1;
     m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
     m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
     m->ops->stream_wait(p->stream);
@@ -6069,61 +6120,62 @@ static void mt_count_exchange(mt_model *m, const mt_pass *p, mt_routing *r) {
     m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
-/* The same where every expert's input has the rows of its capacity. */
-static void mt_count_padded_exchange(mt_model *m, const mt_pass *p, mt_routing *r, int64_t capacity) {
+/* The same with --moe-pad-expert-input-to-capacity: every number is the capacity. */
+static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing *r, int64_t capacity) {
     mt_experts *e = m->experts;
-    int64_t size = e->group->size, local = e->local;
+    int64_t size = e->group->size, local = e->num_local;
     r->num_rows = size * local * capacity;
     for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
     if (e->host_counts[0] == capacity) return;
-    m->ops->stream_wait(p->stream); // the copy of what was there
+    m->ops->stream_wait(p->stream); // for the copy of the previous host_counts
     for (int64_t i = 0; i < size * local; i++) e->host_counts[i] = (int32_t)capacity;
     m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
-/* Preprocess: the order in which rows leave and come, and how many. */
+/* Dispatch, preprocess: order and number of sent and received rows. */
 static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t k = e->router.topk, N = e->gathers ? e->group->size * p->rows : p->rows, own = mt_own_choices(m, p);
-    mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .local = e->local};
+    int64_t k = e->router.topk, N = e->uses_allgather ? e->group->size * p->rows : p->rows, own = mt_own_offset(m, p);
+    mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .local = e->num_local};
     dispatch.copies = m->grid->expert_tensor.size;
-    if (e->pads) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
-    if (e->gathers) {
+    if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
+    if (e->uses_allgather) {
         m->ops->all_gather(r->kept, r->kept + own, p->rows * k, MT_I32, e->group, p->stream);
         m->ops->all_gather(r->probs, r->probs + own, p->rows * k, MT_F32, e->group, p->stream);
-        dispatch = (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->local, .count = e->local, .copies = 1};
-        dispatch.local = e->local;
+        dispatch =
+            (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->num_local, .count = e->num_local, .copies = 1};
+        dispatch.local = e->num_local;
     }
-    int64_t places = dispatch.count * dispatch.copies;
-    int64_t P = dispatch.capacity > 0 ? places * dispatch.capacity : N * k * dispatch.copies;
+    int64_t num_destinations = dispatch.count * dispatch.copies;
+    int64_t P = dispatch.capacity > 0 ? num_destinations * dispatch.capacity : N * k * dispatch.copies;
     m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, p->stream);
     r->num_rows = r->num_choices = P;
-    if (e->gathers || (e->group->size == 1 && !e->grouped)) {
-        m->ops->memory_copy(e->host_offsets, r->offsets, (places + 1) * 4, p->stream);
+    if (e->uses_allgather || (e->group->size == 1 && !e->grouped)) {
+        m->ops->memory_copy(e->host_offsets, r->offsets, (num_destinations + 1) * 4, p->stream);
         m->ops->stream_wait(p->stream);
-        if (e->gathers) r->num_rows = e->host_offsets[places];
-        if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(places + 1) * 4);
+        if (e->uses_allgather) r->num_rows = e->host_offsets[num_destinations];
+        if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(num_destinations + 1) * 4);
     } else if (e->group->size > 1) {
-        dispatch.capacity > 0 ? mt_count_padded_exchange(m, p, r, dispatch.capacity) : mt_count_exchange(m, p, r);
+        dispatch.capacity > 0 ? mt_exchange_counts_padded(m, p, r, dispatch.capacity) : mt_exchange_counts(m, p, r);
     }
-    int64_t M = mt_max(r->num_rows, e->gathers ? 0 : P);
-    mt_expert_rows_reserve(m, &e->rows, M, true);
-    mt_expert_rows_reserve(m, &r->rows, r->num_rows, true);
-    if (e->group->size == 1 || e->gathers) return;
-    mt_expert_rows_reserve(m, &e->dispatched, M, false);
+    int64_t M = mt_max(r->num_rows, e->uses_allgather ? 0 : P);
+    mt_expert_rows_reserve(m, &e->rows, M, false);
+    mt_expert_rows_reserve(m, &r->rows, r->num_rows, false);
+    if (e->group->size == 1 || e->uses_allgather) return;
+    mt_expert_rows_reserve(m, &e->dispatched, M, true);
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
-                           e->local, r->num_rows, p->stream);
+                           e->num_local, r->num_rows, p->stream);
     r->host_offsets[0] = 0;
-    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
+    for (int64_t i = 0; !e->grouped && i < e->num_local; i++) {
         r->host_offsets[i + 1] = r->host_offsets[i];
         for (int64_t other = 0; other < e->group->size; other++)
-            r->host_offsets[i + 1] += e->host_counts[other * e->local + i];
+            r->host_offsets[i + 1] += e->host_counts[other * e->num_local + i];
     }
 }
 
-/* to[.., width] = rows that were sent, or, on the way back, that were received. */
-static void mt_exchange(mt_model *m, const mt_routing *r, void *to, const void *from, int64_t width, mt_dtype dtype,
-                        bool back) {
+/* All-to-all of rows of `width` elements: dispatch, or with `back` combine. */
+static void mt_exchange_rows(mt_model *m, const mt_routing *r, void *to, const void *from, int64_t width,
+                             mt_dtype dtype, bool back) {
     mt_experts *e = m->experts;
     const int64_t *out = back ? r->sent : r->received, *in = back ? r->received : r->sent;
     for (int i = 0; i < e->group->size; i++) {
@@ -6133,145 +6185,146 @@ static void mt_exchange(mt_model *m, const mt_routing *r, void *to, const void *
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
 
-static void mt_gather(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
-                      int64_t count) {
+static void mt_gather_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
+                           int64_t count) {
     m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, p->stream);
 }
 
-static void mt_gather_floats(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
-                             int64_t count) {
+static void mt_gather_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
+                              int64_t count) {
     m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
 }
 
-/* Exchange: rows of x[R, C], and their weights where `probs` is not NULL, begin to leave for their experts; what the
- * caller does next on its own stream hides that. */
+/* Dispatch, exchange: starts to send rows of x[R, C], and their weights if `probs` is not NULL, on the stream `comm`.
+ * The caller's next work on its own stream overlaps it. */
 static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
                                  const float *probs) {
     mt_experts *e = m->experts;
     if (e->group->size == 1) return;
-    if (!e->gathers) {
-        mt_gather(m, p, e->rows.input, x, r->token, r->num_choices);
-        if (probs) mt_gather_floats(m, p, e->rows.weights, probs, r->choice, r->num_choices);
+    if (!e->uses_allgather) {
+        mt_gather_rows(m, p, e->rows.input, x, r->token, r->num_choices);
+        if (probs) mt_gather_weights(m, p, e->rows.weights, probs, r->choice, r->num_choices);
     }
-    mt_follow(m, e->comm, p->stream);
-    if (e->gathers) {
+    mt_wait_stream(m, e->comm, p->stream);
+    if (e->uses_allgather) {
         m->ops->all_gather(e->gathered, x, p->rows * m->C, m->dtype, e->group, e->comm);
         return;
     }
-    mt_exchange(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
-    if (probs) mt_exchange(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
+    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
+    if (probs) mt_exchange_rows(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
 }
 
-/* Postprocess: rows[M, C] and weights[M] by expert. */
+/* Dispatch, postprocess: rows[M, C] and weights[M], sorted by expert. */
 static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
                                     const void *x, const float *probs) {
     mt_experts *e = m->experts;
-    bool travelled = e->group->size > 1 && !e->gathers;
-    if (e->group->size > 1) mt_follow(m, p->stream, e->comm);
-    if (e->gathers) x = e->gathered;
-    if (travelled) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
-    mt_gather(m, p, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
-    if (probs) mt_gather_floats(m, p, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
+    bool exchanged = e->group->size > 1 && !e->uses_allgather;
+    if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
+    if (e->uses_allgather) x = e->gathered;
+    if (exchanged) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
+    mt_gather_rows(m, p, rows, x, exchanged ? r->rows.to_expert : r->token, r->num_rows);
+    if (probs) mt_gather_weights(m, p, weights, probs, exchanged ? r->rows.to_expert : r->choice, r->num_rows);
 }
 
-/* Where experts put results that are to go back. */
-static void *mt_expert_results(const mt_model *m) {
-    bool travels = m->experts->group->size > 1 && !m->experts->gathers;
-    return travels ? m->experts->dispatched.input : m->experts->rows.input;
+/* [M, C] buffer for the experts' results, which the combine reads. */
+static void *mt_expert_output(const mt_model *m) {
+    bool exchanged = m->experts->group->size > 1 && !m->experts->uses_allgather;
+    return exchanged ? m->experts->dispatched.input : m->experts->rows.input;
 }
 
-/* The first two phases of the way back: results, which are in mt_expert_results, begin to leave. */
+/* Combine, preprocess and exchange: starts to send the results back. */
 static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = m->experts;
-    if (e->group->size == 1 || e->gathers) return;
-    mt_gather(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
-    mt_follow(m, e->comm, p->stream);
-    mt_exchange(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
+    if (e->group->size == 1 || e->uses_allgather) return;
+    mt_gather_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
+    mt_wait_stream(m, e->comm, p->stream);
+    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
 }
 
-/* out[N, C] = each token's results added up: in one pass, each token its own; or by the book each result to its token,
- * as to a row of zeros that is looked up, for which an embedding's backward keeps to one order as well. */
-static void mt_add_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base, int64_t N) {
+/* out[N, C] = base + sum of each token's results. Fused: one gather per token. Unfused: scatter-add rows into zeros;
+ * embedding_backward sums in a fixed order. */
+static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base,
+                               int64_t N) {
     mt_experts *e = m->experts;
-    int64_t n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
-    const void *results = mt_expert_results(m);
-    if (e->fuses) {
+    int64_t n = e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
+    const void *results = mt_expert_output(m);
+    if (e->permute_fusion) {
         m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, p->stream);
         return;
     }
     m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
-    m->ops->scatter_add_rows(e->sums, results, r->token, e->gathers ? r->num_rows : r->num_choices, m->C, N, m->dtype,
-                             p->stream);
+    m->ops->scatter_add_rows(e->sums, results, r->token, e->uses_allgather ? r->num_rows : r->num_choices, m->C, N,
+                             m->dtype, p->stream);
     m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
 }
 
-/* The last one: out[R, C] = base + each token's results; base may be NULL, or out. */
+/* Combine, postprocess: out[R, C] = base + sum of each token's results; base may be NULL, or out. */
 static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
     mt_experts *e = m->experts;
     int64_t R = p->rows;
-    void *sum = base && (e->gathers || !e->fuses) ? e->scattered : out;
-    if (e->group->size > 1 && !e->gathers) mt_follow(m, p->stream, e->comm);
-    mt_add_results(m, p, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base,
-                   e->gathers ? e->group->size * R : R);
-    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
+    void *sum = base && (e->uses_allgather || !e->permute_fusion) ? e->scattered : out;
+    if (e->group->size > 1 && !e->uses_allgather) mt_wait_stream(m, p->stream, e->comm);
+    mt_combine_results(m, p, r, e->uses_allgather ? e->gathered : sum, e->uses_allgather ? NULL : base,
+                       e->uses_allgather ? e->group->size * R : R);
+    if (e->uses_allgather) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
     if (base && sum != out) m->ops->add(out, base, e->scattered, R * m->C, m->dtype, p->stream);
 }
 
-/* dprobs of this rank's tokens from the gradients of weights[M] by expert, which are in rows.weights. */
+/* experts.dprobs of this rank's tokens, from the gradients of weights[M] in experts.rows.weights. */
 static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = m->experts;
     int64_t choices = p->rows * e->router.topk;
-    float *own = e->dprobs + mt_own_choices(m, p);
-    if (e->gathers) {
+    float *own = e->dprobs + mt_own_offset(m, p);
+    if (e->uses_allgather) {
         m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
                              p->stream);
         m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, p->stream);
         return;
     }
     if (e->group->size > 1) {
-        mt_gather_floats(m, p, e->dispatched.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
-        mt_follow(m, e->comm, p->stream);
-        mt_exchange(m, r, e->rows.weights, e->dispatched.weights, 1, MT_F32, true);
-        mt_follow(m, p->stream, e->comm);
+        mt_gather_weights(m, p, e->dispatched.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+        mt_wait_stream(m, e->comm, p->stream);
+        mt_exchange_rows(m, r, e->rows.weights, e->dispatched.weights, 1, MT_F32, true);
+        mt_wait_stream(m, p->stream, e->comm);
     }
     m->ops->combine_rows(own, e->rows.weights, r->position, NULL, choices, m->grid->expert_tensor.size, 1, MT_F32,
                          p->stream);
 }
 
-/* The operands of an expert linear whose rows are those of a routing. */
+/* The operands of an expert linear: rows and offsets of a routing. */
 static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
     return (mt_linear_io){.offsets = r->expert_offsets,
                           .host_offsets = m->experts->grouped ? NULL : r->host_offsets,
                           .num_rows = r->num_rows};
 }
 
-/* ---- the experts' MLPs, with rows' probabilities in their activation or after them */
+/* ---- the experts' MLPs; probabilities scale the activation, or without permute fusion the output */
 
-/* mt_expert_results = the experts of rows.input, weighed. */
+/* mt_expert_output = experts(rows.input), scaled by rows.weights. */
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
     int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
     fc1.x = rows->input, fc1.y = rows->hidden;
-    down.x = rows->active, down.y = e->fuses ? mt_expert_results(m) : rows->output;
+    down.x = rows->active, down.y = e->permute_fusion ? mt_expert_output(m) : rows->output;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    if (e->fuses)
+    if (e->permute_fusion)
         m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, p->stream);
     else
         m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->expert_down, &down);
-    if (!e->fuses)
-        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
+    if (!e->permute_fusion)
+        m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
 }
 
-/* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
- * those of rows.hidden and weights. */
+/* mt_expert_output = gradient of rows.input, from the gradient of the results in experts.rows.input; experts.rows also
+ * receives the gradients of hidden and weights. */
 static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
     int64_t F = m->experts->F, M = r->num_rows;
     const void *dout = d->input;
-    if (!m->experts->fuses) {
+    if (!m->experts->permute_fusion) {
         m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
                                     p->stream);
         dout = d->output;
@@ -6279,19 +6332,19 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_PART_BOTH);
-    if (m->experts->fuses)
+    if (m->experts->permute_fusion)
         m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
                                        p->stream);
     else
         m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, p->stream);
-    fc1.dy = d->hidden, fc1.dx = mt_expert_results(m);
+    fc1.dy = d->hidden, fc1.dx = mt_expert_output(m);
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
 
 /* ---- forward and backward */
 
-/* scratch.block_out = the sum of the experts that each token of mlp_norm.y[R, C] chose, weighed, and of the one that
- * every token visits, which computes while rows travel. */
+/* scratch.block_out = weighted sum of the chosen experts of each token of mlp_norm.y[R, C], plus the shared expert,
+ * which computes during the exchange. */
 static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_routing *r = a->routing;
     mt_route_forward(m, p, w, r, a->mlp_norm.y);
@@ -6305,8 +6358,8 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
     mt_combine_postprocess(m, p, r, m->scratch.block_out, w->F > 0 ? m->scratch.block_out : NULL);
 }
 
-/* scratch.dnormed = the gradient of mlp_norm.y from dout[R, C]. A split backward does the weights' part at once,
- * because what that needs is large. */
+/* scratch.dnormed = gradient of mlp_norm.y, from dout[R, C]. A split backward computes the weights' half here too: its
+ * inputs are too large to keep. */
 static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = m->experts;
     mt_routing *r = a->routing;
@@ -6330,14 +6383,14 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
 
 /* ==== §9g layer =================================================================================================== */
 
-/* What a layer saves: `w` NULL stands for any of this rank's, in turn. */
+/* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     s->count = 0;
     mt_attention_slots(m, s);
     mt_mlp_slots(m, s, w ? w->F : m->F);
 }
 
-/* output = middle + dropout(mlp(norm(middle))), given that norm, and the norm that follows, if one does. */
+/* output = middle + dropout(mlp(mlp_norm)), with mlp_norm = norm(middle) as input; and the next norm, if any. */
 static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
                                  mt_next_norm next) {
     if (w->expert_bucket >= 0)
@@ -6347,8 +6400,7 @@ static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *
     mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
-/* scratch.dresidual, the gradient of `output`, becomes that of `middle`. Experts compute all gradients at once, as the
- * weights' half needs much memory. */
+/* scratch.dresidual: gradient of `output` in, gradient of `middle` out. */
 static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_MLP_OUT);
     bool has_experts = w->expert_bucket >= 0;
@@ -6360,7 +6412,7 @@ static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt
     if (p->parts == MT_PART_INPUT && !has_experts) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
 }
 
-/* From the layer's input and its norm to the output and, if there is one, the norm that follows. */
+/* output[R, C] from the input and its norm, which are in `a`; and the next norm, if any. */
 static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
                              mt_next_norm next) {
     mt_attention_block_forward(m, p, w, a);
@@ -7244,7 +7296,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
 
 /* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
  * stretch of the block. */
-static mt_batch_block mt_layout_batch(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
+static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
     mt_batch_block block;
     block.cache_rows = mt_arena_alloc(arena, T * 4);
     block.logit_rows = mt_arena_alloc(arena, T * 4);
@@ -7312,7 +7364,7 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
     mt_arena on_device = {.base = at->device_batch, .capacity = m->batch_bytes};
     mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
-    at->batch = mt_layout_batch(m, &on_device, T, num_spans);
+    at->batch = mt_batch_block_at(m, &on_device, T, num_spans);
     at->T = T;
     at->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
     MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
@@ -7320,7 +7372,7 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     memcpy(at->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
     m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
-    return mt_layout_batch(m, &on_host, T, num_spans);
+    return mt_batch_block_at(m, &on_host, T, num_spans);
 }
 
 /* Enqueues the copy of a micro-batch to the device and begins a pass over it. The caller may fill `whole` again at
@@ -7815,11 +7867,11 @@ typedef struct mt_bucket_buffer {
 
 /* Where a bucket stands in this step. */
 typedef struct mt_bucket_progress {
-    mt_bucket_kind kind;  // which buffers it takes
-    bool stale;           // parameters are to be gathered since the optimizer's step
-    bool holds_gradients; // between mt_bucket_gradients_acquire and _release
-    bool has_gradients;   // of earlier micro-batches of this step
-    bool reduced;         // their sum over ranks has begun
+    mt_bucket_kind kind;     // which buffers it takes
+    bool needs_gather;       // parameters are to be gathered since the optimizer's step
+    bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
+    bool has_gradients;      // of earlier micro-batches of this step
+    bool reduced;            // their sum over ranks has begun
 } mt_bucket_progress;
 
 /* Data parallelism (§12). */
@@ -7830,14 +7882,14 @@ typedef struct mt_sharding {
     mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
     mt_bucket_progress *progress;     // a bucket
     int64_t age;                      // buffers taken so far
-    int64_t travelled, direction;     // the last bucket acquired, and to which side
+    int64_t last_bucket, direction;   // the last bucket acquired, and to which side
     const mt_bucket_buffer *reducing; // whose sum over ranks may still be under way
     int64_t gathered_bucket;          // state that mt_bucket_gather_state has in the gradients' place
     mt_param_state gathered_state;
 } mt_sharding;
 
 /* A part of `whole`, or of the memory that is being counted. */
-static void *mt_inside(void *whole, int64_t bytes) {
+static void *mt_offset_pointer(void *whole, int64_t bytes) {
     return whole ? (char *)whole + bytes : NULL;
 }
 
@@ -7856,14 +7908,14 @@ static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
 }
 
 /* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
-static void mt_bind_weights(mt_model *m, int64_t bucket) {
+static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
         mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
-        weight->dw = mt_inside(b->grads, param->offset * 4);
+        weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
+        weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
             m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
     }
@@ -7932,7 +7984,7 @@ static void mt_sharding_open(mt_model *m) {
 }
 
 /* Room for whole buckets, where only shards stay: each buffer as large as the largest bucket that may take it. */
-static void mt_layout_bucket_buffers(mt_model *m, mt_arena *arena) {
+static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
     mt_sharding *s = m->sharding;
     int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
     for (int64_t i = 0; i < m->num_buckets; i++) {
@@ -7962,7 +8014,7 @@ static void mt_sharding_start(mt_model *m) {
     if (!alone && o->overlap_grad_reduce) s->grad_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
     s->prefetches = shares && o->overlap_param_gather;
     if (s->prefetches) s->param_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
-    s->gathered_bucket = s->travelled = -1;
+    s->gathered_bucket = s->last_bucket = -1;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
@@ -7971,7 +8023,7 @@ static void mt_sharding_start(mt_model *m) {
             mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
             if (part.data) mt_part_write(m, &part, 0, NULL, b->count);
         }
-        mt_bind_weights(m, i);
+        mt_bucket_bind(m, i);
     }
 }
 
@@ -8014,22 +8066,22 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     if (b->strategy == MT_SHARD_PARAMS) {
         if (mt_buffer_find(s->param_buffers, bucket)) return;
         whole = mt_buffer_take(m, s->param_buffers, bucket)->memory;
-        mt_follow(m, s->param_stream, m->stream); // who used the buffer has read it
-    } else if (!s->progress[bucket].stale) {
+        mt_wait_stream(m, s->param_stream, m->stream); // who used the buffer has read it
+    } else if (!s->progress[bucket].needs_gather) {
         return;
     }
-    s->progress[bucket].stale = false;
+    s->progress[bucket].needs_gather = false;
     m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
 }
 
 /* The bucket that is used after this one, or -1: calls go up in a forward and down in a backward, and turn at the ends.
  * A jump, such as to the embedding as output layer, is no direction. */
 static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
-    int64_t distance = s->travelled < 0 ? 0 : bucket - s->travelled;
+    int64_t distance = s->last_bucket < 0 ? 0 : bucket - s->last_bucket;
     if (distance == 1 || distance == -1) s->direction = distance;
     if (distance == 0 && bucket == 0) s->direction = 1;
     if (distance == 0 && bucket == num_buckets - 1) s->direction = -1;
-    s->travelled = bucket;
+    s->last_bucket = bucket;
     int64_t next = bucket + s->direction;
     bool jumped = distance > 1 || distance < -1;
     return jumped || s->direction == 0 || next < 0 || next >= num_buckets ? -1 : next;
@@ -8040,12 +8092,12 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     if (s->strategy == MT_NO_SHARD) return;
     mt_strategy strategy = m->buckets[bucket].strategy;
     if (strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
-    mt_follow(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
+    mt_wait_stream(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
     if (strategy == MT_SHARD_PARAMS) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
         buffer->users++;
         m->buckets[bucket].params = buffer->memory;
-        mt_bind_weights(m, bucket);
+        mt_bucket_bind(m, bucket);
     }
     int64_t next = mt_bucket_next(s, bucket, m->num_trained_buckets);
     if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
@@ -8057,34 +8109,34 @@ void mt_bucket_release(mt_model *m, int64_t bucket) {
         --mt_buffer_find(m->sharding->param_buffers, bucket)->users > 0)
         return;
     m->buckets[bucket].params = NULL; // the buffer may still be read for the next use, but through acquire only
-    mt_bind_weights(m, bucket);
+    mt_bucket_bind(m, bucket);
 }
 
 /* Whatever reads parameters outside a step finds them current. */
-static void mt_params_settle(mt_model *m) {
+static void mt_params_gather_all(mt_model *m) {
     if (m->sharding->strategy == MT_NO_SHARD || m->sharding->strategy == MT_SHARD_PARAMS) return;
     for (int64_t i = 0; i < m->num_buckets; i++)
         if (m->buckets[i].strategy != MT_NO_SHARD) mt_bucket_gather(m, i);
-    mt_follow(m, m->stream, m->sharding->param_stream);
+    mt_wait_stream(m, m->stream, m->sharding->param_stream);
 }
 
 /* Before parameters or optimizer state are written, which always happens on m->stream: the reader's work comes first. A
  * gather does not count: it leaves this rank's own shard as it is. */
-static void mt_follow_reader(mt_model *m) {
-    if (m->reader) mt_follow(m, m->stream, m->reader);
+static void mt_wait_reader(mt_model *m) {
+    if (m->reader) mt_wait_stream(m, m->stream, m->reader);
     m->reader = NULL;
 }
 
 void mt_model_set_reader(mt_model *m, mt_stream *reader) {
-    if (reader) mt_follow_reader(m); // one that was set before
+    if (reader) mt_wait_reader(m); // one that was set before
     m->reader = reader;
 }
 
 /* Before parameters are set, or after they were updated: what was gathered of them is void. */
 static void mt_params_changed(mt_model *m) {
     mt_sharding *s = m->sharding;
-    mt_follow_reader(m);
-    mt_follow(m, m->stream, s->param_stream);
+    mt_wait_reader(m);
+    mt_wait_stream(m, m->stream, s->param_stream);
     for (int i = 0; i < MT_NUM_BUFFERS; i++) s->param_buffers[i].bucket = -1;
     s->gathered_bucket = -1;
 }
@@ -8092,7 +8144,7 @@ static void mt_params_changed(mt_model *m) {
 /* ---- gradients */
 
 /* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
-static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
+static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param) {
     return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
@@ -8101,7 +8153,7 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     int64_t start = 0; // of the stretch to zero
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (!mt_gradient_is_written(m, param)) continue;
+        if (!mt_gradient_is_overwritten(m, param)) continue;
         if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
         start = param->offset + param->rows * param->cols;
     }
@@ -8122,15 +8174,15 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
-    bool begun = progress->holds_gradients;
-    progress->holds_gradients = true;
+    bool begun = progress->gradients_acquired;
+    progress->gradients_acquired = true;
     bool begins = !begun && (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS);
     if (b->strategy >= MT_SHARD_GRADS && !begun) {
         mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
         buffer->users++;
-        if (buffer == s->reducing) mt_follow(m, m->stream, s->grad_stream);
+        if (buffer == s->reducing) mt_wait_stream(m, m->stream, s->grad_stream);
         b->grads = buffer->memory;
-        mt_bind_weights(m, bucket);
+        mt_bucket_bind(m, bucket);
     }
     if (begins) mt_bucket_zero_gradients(m, b);
     if (begins) mt_bucket_accumulate(m, bucket, false);
@@ -8144,7 +8196,7 @@ static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
     bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
     if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, b->grads, b->count, m->stream);
-    mt_follow(m, s->grad_stream, m->stream);
+    mt_wait_stream(m, s->grad_stream, m->stream);
     if (b->strategy == MT_NO_SHARD)
         m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, b->group, s->grad_stream);
     else
@@ -8159,15 +8211,16 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
         if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
     } else {
-        mt_follow(m, m->stream, s->grad_stream); // all sums but the one that begins now: their buffers are free again
+        mt_wait_stream(m, m->stream,
+                       s->grad_stream); // all sums but the one that begins now: their buffers are free again
         mt_bucket_reduce(m, bucket);
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
         s->reducing = buffer;
         m->buckets[bucket].grads = NULL;
-        mt_bind_weights(m, bucket);
+        mt_bucket_bind(m, bucket);
     }
-    progress->holds_gradients = false;
+    progress->gradients_acquired = false;
     progress->has_gradients = true;
 }
 
@@ -8189,11 +8242,11 @@ static void mt_gradients_begin(mt_model *m) {
 static void mt_gradients_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     for (int64_t i = 0; i < m->num_trained_buckets; i++) {
-        MT_CHECK(s->progress[i].has_gradients && !s->progress[i].holds_gradients);
+        MT_CHECK(s->progress[i].has_gradients && !s->progress[i].gradients_acquired);
         if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
     }
-    mt_follow(m, m->stream, s->grad_stream);
-    mt_follow(m, m->stream, s->param_stream); // the update writes what a prefetch may still read
+    mt_wait_stream(m, m->stream, s->grad_stream);
+    mt_wait_stream(m, m->stream, s->param_stream); // the update writes what a prefetch may still read
 }
 
 /* This rank's part of the gradients of a run of parameters, [*begin, *begin + the result) of grad_shard. */
@@ -8237,9 +8290,9 @@ static void mt_params_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     mt_params_changed(m);
     if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
-    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].stale = m->buckets[i].strategy != MT_NO_SHARD;
-    mt_follow(m, s->param_stream, m->stream);
-    if (!s->prefetches) mt_params_settle(m);
+    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].needs_gather = m->buckets[i].strategy != MT_NO_SHARD;
+    mt_wait_stream(m, s->param_stream, m->stream);
+    if (!s->prefetches) mt_params_gather_all(m);
 }
 
 /* Rows of the memory plan. */
@@ -8255,13 +8308,13 @@ enum {
 };
 
 /* What every rank has of all buckets: parameters and gradients whole or in shards, and its part of AdamW's state. */
-static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
+static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         int64_t size = mt_dtype_size(b->dtype);
         if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
-        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_inside(b->params, b->shard_first * size)
+        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_offset_pointer(b->params, b->shard_first * size)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
     }
     m->bytes[MT_PLAN_WEIGHTS] = arena->used - start;
@@ -8271,7 +8324,7 @@ static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
         if (b->strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
-        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_inside(b->grads, b->shard_first * 4)
+        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->grads, b->shard_first * 4)
                                                      : mt_arena_alloc(arena, b->shard_count * 4);
     }
     m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
@@ -8285,7 +8338,7 @@ static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
     start = arena->used;
-    mt_layout_bucket_buffers(m, arena);
+    mt_plan_bucket_buffers(m, arena);
     m->bytes[MT_PLAN_BUFFERS] = arena->used - start;
 }
 
@@ -8323,7 +8376,7 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     mt_part part = mt_bucket_part(m, bucket, state);
     if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
         if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
-        mt_follow(m, m->stream, s->param_stream);
+        mt_wait_stream(m, m->stream, s->param_stream);
         return b->strategy == MT_SHARD_PARAMS ? mt_buffer_find(s->param_buffers, bucket)->memory : b->params;
     }
     if (b->strategy == MT_NO_SHARD) return part.data;
@@ -8437,7 +8490,7 @@ static void mt_step_check_gradients(mt_model *m) {
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
-    mt_follow_reader(m);
+    mt_wait_reader(m);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
@@ -8525,15 +8578,15 @@ static void mt_experts_finish(mt_model *m) {
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
 }
 
-static void mt_follow_reader(mt_model *m); // §12a
+static void mt_wait_reader(mt_model *m); // §12a
 
 /* After the step's check: the biases follow the loads, unless the step was bad. */
-static void mt_experts_move_biases(mt_model *m) {
+static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
         if (!m->layers[i].router_bias.w) continue;
-        mt_follow_reader(m);
+        mt_wait_reader(m);
         m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
                                  &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
     }
@@ -8557,12 +8610,12 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     int64_t E = e->router.num_experts, layers = mt_num_expert_layers(o);
     double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
     if (layers == 0) return;
-    for (int64_t place = 0; place < e->num_layers; place++) {
+    for (int64_t layer = 0; layer < e->num_layers; layer++) {
         double total = 0, greatest = 0;
-        for (int64_t i = place * E; i < (place + 1) * E; i++) {
+        for (int64_t i = layer * E; i < (layer + 1) * E; i++) {
             total += (double)result->loads[i];
             greatest = fmax(greatest, (double)result->loads[i]);
-            sums[2] += (double)(e->drops ? result->kept[i] : result->loads[i]);
+            sums[2] += (double)(e->has_capacity ? result->kept[i] : result->loads[i]);
         }
         double imbalance = greatest * (double)E / total;
         worst = fmax(worst, imbalance);
@@ -8570,9 +8623,9 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     }
     mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
     mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
-    double places = metrics->tokens * (double)layers;
-    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / places;
-    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / places;
+    double choices = metrics->tokens * (double)layers;
+    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / choices;
+    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / choices;
     metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
     metrics->dropped = 1 - sums[2] / sums[1];
 }
@@ -8653,7 +8706,7 @@ static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *re
 /* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
  * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
  */
-static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
+static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
     static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
     static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
     for (int direction = 0; direction < 2; direction++)
@@ -8665,7 +8718,7 @@ static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t coun
 
 /* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
  * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
-static bool mt_looks_ahead(const mt_model *m) {
+static bool mt_posts_receives_early(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
     bool is_warm = m->trainer->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
     return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
@@ -8694,11 +8747,11 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     from->training = training;
-    bool looks_ahead = mt_looks_ahead(m);
+    bool early_receives = mt_posts_receives_early(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_action *action = &m->trainer->actions[i];
-        if (looks_ahead) mt_receive_ahead(m, m->trainer->actions, count, i, ahead);
+        if (early_receives) mt_post_receives(m, m->trainer->actions, count, i, ahead);
         if (!phases[action->kind]) continue;
         mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
         if (action->kind == MT_ACTION_FORWARD)
@@ -8927,7 +8980,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
-    mt_experts_move_biases(m);
+    mt_experts_update_biases(m);
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
     m->trainer->num_steps++;
@@ -8993,48 +9046,25 @@ static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
 }
 
-/* What routing keeps of one micro-batch in one layer. */
-static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena) {
-    const mt_experts *e = m->experts;
-    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
-    r->logits = mt_arena_alloc(arena, R * E * 4);
-    r->probs = mt_arena_alloc(arena, N * k * 4);
-    r->experts = mt_arena_alloc(arena, N * k * 4);
-    r->kept = e->drops ? mt_arena_alloc(arena, N * k * 4) : r->experts;
-    if (e->has_aux_loss) r->aux_stats = mt_arena_alloc(arena, 2 * e->sequences * E * 4);
-    if (m->options->moe_shared_expert_gate) {
-        r->gate_logits = mt_arena_alloc(arena, R * 4);
-        r->gates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
-    }
-    r->position = mt_arena_alloc(arena, N * k * (e->gathers ? 1 : m->grid->expert_tensor.size) * 4);
-    r->choice = mt_arena_alloc(arena, e->num_choices * 4);
-    r->token = mt_arena_alloc(arena, e->num_choices * 4);
-    r->offsets = r->expert_offsets = mt_arena_alloc(arena, (e->places + 1) * 4);
-    if (size > 1 && !e->gathers) r->expert_offsets = mt_arena_alloc(arena, (e->local + 1) * 4);
-    if (mt_expert_rows_are_known(m))
-        mt_expert_rows_layout(m, &r->rows, arena,
-                              size == 1 ? e->num_choices : e->num_choices / e->places * e->local * size, true);
-}
-
-/* What the layers with experts use in turn. */
-static void mt_layout_experts(mt_model *m, mt_arena *arena) {
+/* Buffers that the layers with experts share. */
+static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
     int64_t all = R * m->grid->tensor_context.size;
     if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
     if (e->num_layers == 0) return;
-    if (mt_expert_rows_are_known(m)) {
-        int64_t M = size == 1 ? e->num_choices : mt_max(e->num_choices, e->num_choices / e->places * e->local * size);
-        mt_expert_rows_layout(m, &e->rows, arena, M, true);
-        if (size > 1) mt_expert_rows_layout(m, &e->dispatched, arena, M, false);
+    if (mt_expert_rows_fixed(m)) {
+        int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
+        mt_expert_rows_allocate(m, &e->rows, arena, M, false);
+        if (size > 1) mt_expert_rows_allocate(m, &e->dispatched, arena, M, true);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
-    e->kept = mt_inside(e->loads, e->num_layers * E * 4);
-    e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
+    e->kept = mt_offset_pointer(e->loads, e->num_layers * E * 4);
+    e->global = mt_offset_pointer(e->loads, 2 * e->num_layers * E * 4);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
     e->discarded = mt_arena_alloc(arena, 4);
-    if (e->counts_globally) {
-        e->of_ranks = mt_arena_alloc(arena, m->grid->data.size * E * 4);
+    if (e->global_aux_loss) {
+        e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
     if (m->options->moe_shared_expert_gate) {
@@ -9047,29 +9077,30 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
-    if (e->gathers || !e->fuses) e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
-    if (!e->fuses) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
-    if (e->gathers) {
+    if (e->uses_allgather || !e->permute_fusion)
+        e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    if (!e->permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
+    if (e->uses_allgather) {
         e->gathered = mt_arena_alloc(arena, e->tokens * m->C * mt_dtype_size(m->dtype));
     } else if (size > 1) {
-        e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
-        e->counts = mt_arena_alloc(arena, size * e->local * 4);
+        e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
+        e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
     }
     if (e->sinkhorn && all > R) e->all_logits = mt_arena_alloc(arena, all * E * 4);
-    if (!e->drops || all == R) return;
+    if (!e->has_capacity || all == R) return;
     e->all_experts = mt_arena_alloc(arena, all * k * 4);
     e->all_probs = mt_arena_alloc(arena, all * k * 4);
     e->all_index = mt_arena_alloc(arena, all * 8);
 }
 
-/* One layer's activations; `layer` -1 stands for any of this rank's, in turn. */
-static void mt_layout_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
+/* The activations of a layer; layer -1: one set for all layers of this rank, if no layer saves anything. */
+static void mt_plan_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
     const mt_layer *w = layer < 0 ? NULL : &m->layers[layer];
     mt_slots any;
     if (!w) mt_layer_slots(m, &any, NULL);
     mt_slots_allocate(w ? w->slots : &any, a, arena);
     bool has_experts = w ? w->expert_bucket >= 0 : m->experts->num_layers > 0;
-    if (has_experts) mt_layout_routing(m, a->routing, arena);
+    if (has_experts) mt_routing_allocate(m, a->routing, arena);
 }
 
 /* What context parallelism's attention is made for. */
@@ -9087,7 +9118,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m) {
 }
 
 /* An output; a head's unless its logits lie elsewhere. */
-static void mt_layout_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
+static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     out->norm.y = mt_arena_alloc(arena, R * m->C * size);
     if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
@@ -9098,37 +9129,37 @@ static void mt_layout_output(const mt_model *m, mt_output *out, mt_arena *arena,
 }
 
 /* What one module of multi-token prediction saves of a micro-batch. */
-static void mt_layout_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
+static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     a->embedded = mt_arena_alloc(arena, R * m->C * size);
     a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
     a->embedded_rstd = mt_arena_alloc(arena, R * 4);
     a->hidden_rstd = mt_arena_alloc(arena, R * 4);
     out->hidden = mt_arena_alloc(arena, R * m->C * size);
-    mt_layout_output(m, out, arena, true);
+    mt_plan_output(m, out, arena, true);
 }
 
 /* What one micro-batch saves on one chunk. */
-static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
+static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
     const mt_stage *stage = &m->stages[at->chunk];
     at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
     for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++)
-        mt_layout_layer(m, m->plan.train ? m->first_local[at->chunk] + i : -1, &at->layers[i], arena);
+        mt_plan_layer(m, m->plan.train ? m->first_local[at->chunk] + i : -1, &at->layers[i], arena);
     at->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
     if (!stage->loss) return;
-    mt_layout_output(m, &at->outputs[0], arena, !mt_logits_overlap(m));
-    for (int64_t i = 0; i < stage->num_mtp; i++) mt_layout_mtp(m, &at->mtp[i], &at->outputs[1 + i], arena);
+    mt_plan_output(m, &at->outputs[0], arena, !mt_logits_overlap(m));
+    for (int64_t i = 0; i < stage->num_mtp; i++) mt_plan_mtp(m, &at->mtp[i], &at->outputs[1 + i], arena);
 }
 
 /* What tensor and pipeline parallelism exchange. */
-static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
+static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
         int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
         int64_t whole = T * widest * size;
         m->tp.mailbox_bytes = m->tp.overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
         m->tp.gathered = mt_arena_alloc(arena, m->tp.mailbox_bytes);
-        m->tp.parts = mt_inside(m->tp.gathered, whole);
+        m->tp.parts = mt_offset_pointer(m->tp.gathered, whole);
         m->tp.partial = mt_arena_alloc(arena, whole);
     }
     if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
@@ -9141,7 +9172,7 @@ static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
             m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
 }
 
-static void mt_layout_latent_scratch(mt_model *m, mt_arena *arena) {
+static void mt_plan_latent_scratch(mt_model *m, mt_arena *arena) {
     const mt_options *o = m->options;
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     m->scratch.kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
@@ -9154,7 +9185,7 @@ static void mt_layout_latent_scratch(mt_model *m, mt_arena *arena) {
 /* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
  * the last layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only
  * the gradients of the residual stream and of the norm. */
-static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
+static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
     mt_layer_scratch *s = &m->scratch;
@@ -9172,7 +9203,7 @@ static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
         if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
     }
-    if (m->options->multi_latent_attention) mt_layout_latent_scratch(m, arena);
+    if (m->options->multi_latent_attention) mt_plan_latent_scratch(m, arena);
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
@@ -9181,11 +9212,11 @@ static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
 }
 
 /* What operations share from one micro-batch to the next. */
-static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
+static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
     int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
     m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
-    if (m->experts->num_layers > 0 && !m->experts->fuses) // see mt_add_results
+    if (m->experts->num_layers > 0 && !m->experts->permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
@@ -9202,8 +9233,8 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
     m->argmax = mt_arena_alloc(arena, rows * 4);
-    mt_layout_scratch(m, arena);
-    mt_layout_experts(m, arena);
+    mt_plan_scratch(m, arena);
+    mt_plan_experts(m, arena);
     if (m->grid->context.size > 1) {
         mt_context_plan context = mt_model_context_plan(m);
         m->context_memory = mt_arena_alloc(arena, mt_context_bytes(&context));
@@ -9211,12 +9242,12 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
 }
 
 /* Lays out everything in the arena; with a counting arena, plans it. */
-static void mt_layout(mt_model *m, mt_arena *arena) {
-    mt_layout_buckets(m, arena);
+static void mt_plan_memory(mt_model *m, mt_arena *arena) {
+    mt_plan_buckets(m, arena);
     int64_t start = arena->used;
-    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_layout_micro_batch(m, &m->micro_batches[i], arena);
-    mt_layout_workspace(m, arena);
-    mt_layout_parallel(m, arena);
+    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_plan_micro_batch(m, &m->micro_batches[i], arena);
+    mt_plan_workspace(m, arena);
+    mt_plan_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
     start = arena->used;
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
@@ -9244,12 +9275,12 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
 /* ==== §15b creation =============================================================================================== */
 
 /* Layers of which a micro-batch on a chunk may keep something, and the one that all share where nothing is kept. */
-static int64_t mt_layers_kept(const mt_model *m, int64_t chunk) {
+static int64_t mt_num_saved_layers(const mt_model *m, int64_t chunk) {
     return m->stages[chunk].num_layers + m->stages[chunk].num_mtp + 1;
 }
 
-/* The rows of `of_ranks`, by which counts of the global batch are summed. */
-static void mt_experts_number_ranks(mt_model *m) {
+/* The rows of `rank_counts`, by which counts of the global batch are summed. */
+static void mt_experts_fill_data_ranks(mt_model *m) {
     int64_t count = m->grid->data.size;
     if (!m->experts->data_ranks) return;
     int32_t *numbers = mt_malloc(count * 4);
@@ -9274,60 +9305,62 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
                             .group_topk = o->moe_router_group_topk,
                             .group_best = o->moe_router_group_best,
                             .scaling = (float)o->moe_router_topk_scaling_factor};
-    e->local = o->num_experts / grid->expert.size;
+    e->num_local = o->num_experts / grid->expert.size;
     e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
-    e->gathers = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
-    e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
-    e->grouped = o->moe_grouped_gemm, e->fuses = o->moe_permute_fusion;
+    e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
+    e->has_capacity = o->moe_expert_capacity_factor > 0,
+    e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
+    e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
     e->has_aux_loss = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
-    e->counts_globally = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
+    e->global_aux_loss = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
     e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
     e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
-    e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
-    e->places = e->gathers ? e->local : o->num_experts * grid->expert_tensor.size;
-    e->num_choices = e->tokens * k * (e->gathers ? 1 : grid->expert_tensor.size);
-    if (e->pads) e->num_choices = e->places * mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
+    e->tokens = e->uses_allgather ? e->group->size * m->max_rows : m->max_rows;
+    e->num_destinations = e->uses_allgather ? e->num_local : o->num_experts * grid->expert_tensor.size;
+    e->num_choices = e->tokens * k * (e->uses_allgather ? 1 : grid->expert_tensor.size);
+    if (e->pads_to_capacity)
+        e->num_choices = e->num_destinations * mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
     for (int64_t i = 0; i < m->num_layers; i++)
         if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
     int64_t size = e->group->size;
     e->out_counts = mt_model_calloc(m, 2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
-        for (int64_t layer = 0; layer < mt_layers_kept(m, m->micro_batches[i].chunk); layer++) {
+        for (int64_t layer = 0; layer < mt_num_saved_layers(m, m->micro_batches[i].chunk); layer++) {
             mt_routing *r = mt_model_calloc(m, (int64_t)sizeof *r);
             m->micro_batches[i].layers[layer].routing = r;
-            r->sent = mt_model_calloc(m, 2 * size * 8 + (e->places + 1) * 4), r->received = r->sent + size;
+            r->sent = mt_model_calloc(m, 2 * size * 8 + (e->num_destinations + 1) * 4), r->received = r->sent + size;
             r->host_offsets = (int32_t *)(r->received + size);
         }
 }
 
-/* Bytes for rows of which nobody knows yet how many will come, where they come evenly. */
+/* Estimated bytes of expert rows whose number depends on the data. */
 static int64_t mt_experts_expected_bytes(const mt_model *m) {
     const mt_experts *e = m->experts;
     mt_arena arena = {0};
     mt_expert_rows rows;
-    if (e->num_layers == 0 || mt_expert_rows_are_known(m)) return 0;
-    int64_t blocks = 1; // experts.rows, and what micro-batches keep
+    if (e->num_layers == 0 || mt_expert_rows_fixed(m)) return 0;
+    int64_t blocks = 1; // experts.rows; then one per saved layer
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
              layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++)
             blocks += m->layers[layer].expert_bucket >= 0 && m->plan.train;
-    mt_expert_rows_layout(m, &rows, &arena, mt_expert_rows_expected(m), true);
+    mt_expert_rows_allocate(m, &rows, &arena, mt_expert_rows_expected(m), false);
     int64_t bytes = blocks * arena.used;
-    if (!e->gathers) mt_expert_rows_layout(m, &rows, &arena, mt_expert_rows_expected(m), false);
+    if (!e->uses_allgather) mt_expert_rows_allocate(m, &rows, &arena, mt_expert_rows_expected(m), true);
     return bytes + arena.used;
 }
 
 static void mt_experts_close(mt_model *m) {
     mt_experts *e = m->experts;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
-        for (int64_t layer = 0; layer < mt_layers_kept(m, m->micro_batches[i].chunk); layer++) {
+        for (int64_t layer = 0; layer < mt_num_saved_layers(m, m->micro_batches[i].chunk); layer++) {
             mt_routing *r = m->micro_batches[i].layers[layer].routing;
             if (r) mt_expert_rows_free(m, &r->rows);
         }
     mt_expert_rows_free(m, &e->rows);
     mt_expert_rows_free(m, &e->dispatched);
     if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
-    if (e->reported) m->ops->memory_free_host(e->reported);
+    if (e->report_memory) m->ops->memory_free_host(e->report_memory);
     if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
 }
 
@@ -9396,7 +9429,7 @@ static void mt_model_linears(mt_model *m) {
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
-            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->local;
+            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->num_local;
             expert = param->expert;
         }
         if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
@@ -9437,12 +9470,12 @@ static void mt_model_micro_batches(mt_model *m) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; i < live[chunk]; i++, at++) {
             *at = (mt_micro_batch){.chunk = chunk, .index = -1};
-            at->layers = mt_model_calloc(m, mt_layers_kept(m, chunk) * (int64_t)sizeof(mt_activations));
+            at->layers = mt_model_calloc(m, mt_num_saved_layers(m, chunk) * (int64_t)sizeof(mt_activations));
             at->host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
         }
     free(live);
     mt_arena batch = {0};
-    mt_layout_batch(m, &batch, m->plan.max_tokens, m->plan.max_tokens);
+    mt_batch_block_at(m, &batch, m->plan.max_tokens, m->plan.max_tokens);
     m->batch_bytes = batch.used;
 }
 
@@ -9470,7 +9503,7 @@ static void mt_model_links(mt_model *m) {
 
 static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
-    mt_layout(m, &counting);
+    mt_plan_memory(m, &counting);
     int64_t available = m->ops->memory_available();
     m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
     int64_t needed = counting.used + m->bytes[MT_PLAN_EXPERTS];
@@ -9485,14 +9518,14 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
     if (m->experts->num_layers > 0) {
-        int64_t offsets = m->experts->group->size * (m->experts->places + 1);
+        int64_t offsets = m->experts->group->size * (m->experts->num_destinations + 1);
         m->experts->host_offsets =
-            m->ops->memory_alloc_host((offsets + m->experts->group->size * m->experts->local) * 4);
+            m->ops->memory_alloc_host((offsets + m->experts->group->size * m->experts->num_local) * 4);
         m->experts->host_counts = m->experts->host_offsets + offsets;
         m->experts->host_counts[0] = -1;
         int64_t loads = m->experts->num_layers * m->experts->router.num_experts;
         int64_t step = 2 * loads + m->experts->num_layers; // numbers of four bytes
-        float *reported = m->experts->reported = m->ops->memory_alloc_host(2 * step * 4);
+        float *reported = m->experts->report_memory = m->ops->memory_alloc_host(2 * step * 4);
         for (int i = 0; i < 2; i++) {
             m->trainer->results[i].loads = reported + i * step,
             m->trainer->results[i].kept = m->trainer->results[i].loads + loads;
@@ -9506,7 +9539,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     }
     m->arena.capacity = counting.used;
     m->arena.base = m->ops->memory_alloc(counting.used);
-    mt_layout(m, &m->arena);
+    mt_plan_memory(m, &m->arena);
     return 0;
 }
 
@@ -9520,7 +9553,7 @@ static void mt_decode_create(mt_model *m) {
 }
 
 /* Context parallelism, where ranks share sequences. */
-static void mt_model_share_sequences(mt_model *m) {
+static void mt_context_open(mt_model *m) {
     int64_t cp = m->grid->context.size;
     if (cp == 1) return;
     mt_context_plan plan = mt_model_context_plan(m);
@@ -9596,10 +9629,10 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     if (m->grid->tensor.size > 1) m->tp.comm = m->ops->stream_create(NULL, 0, deterministic);
     if (m->experts->num_layers > 0 && m->grid->expert_exchange.size > 1)
         m->experts->comm = m->ops->stream_create(NULL, 0, deterministic);
-    mt_experts_number_ranks(m);
+    mt_experts_fill_data_ranks(m);
     mt_experts_begin(m);
     mt_sharding_start(m);
-    mt_model_share_sequences(m);
+    mt_context_open(m);
     mt_mtp_open(m);
     m->ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     if (m->rotary_dim > 0) mt_rope_tables(m);
@@ -9663,7 +9696,8 @@ int64_t mt_param_rows_stored(const mt_param *param) {
 
 /* Draws one run of a parameter's values, those that the part of its bucket has: bucket elements [at, at + n), of which
  * the first has index `first` in the whole parameter. */
-static void mt_run_draw(mt_model *m, const mt_param *param, const mt_part *part, int64_t at, int64_t n, int64_t first) {
+static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_part *part, int64_t at, int64_t n,
+                              int64_t first) {
     int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
     if (begin >= end) return;
     float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
@@ -9675,26 +9709,26 @@ static void mt_run_draw(mt_model *m, const mt_param *param, const mt_part *part,
 
 /* Draws what lies here of a parameter: each value by its index in the whole parameter, so that every layout begins
  * alike. */
-static void mt_param_draw(mt_model *m, const mt_param *param, mt_param_state state) {
+static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
     mt_part part = mt_bucket_part(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
     int64_t first = param->first_row * param->whole_cols + param->first_col;
     if (!part.data) return;
     if (param->cols == param->whole_cols)
-        mt_run_draw(m, param, &part, param->offset, rows * param->cols, first);
+        mt_param_init_run(m, param, &part, param->offset, rows * param->cols, first);
     else
         for (int64_t row = 0; row < rows; row++)
-            mt_run_draw(m, param, &part, param->offset + row * param->cols, param->cols,
-                        first + row * param->whole_cols);
+            mt_param_init_run(m, param, &part, param->offset + row * param->cols, param->cols,
+                              first + row * param->whole_cols);
 }
 
 void mt_model_init(mt_model *m) {
     mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params; i++) {
         if (m->params[i].init == MT_INIT_ZEROS) continue;
-        mt_param_draw(m, &m->params[i], MT_STATE_WEIGHTS);
+        mt_param_init_state(m, &m->params[i], MT_STATE_WEIGHTS);
         if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
-            mt_param_draw(m, &m->params[i], MT_STATE_MASTER);
+            mt_param_init_state(m, &m->params[i], MT_STATE_MASTER);
     }
 }
 
@@ -9704,8 +9738,8 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
-    mt_follow_reader(m); // the caller may
-    mt_params_settle(m);
+    mt_wait_reader(m); // the caller may
+    mt_params_gather_all(m);
     *count = m->num_buckets;
     return m->buckets;
 }
@@ -9765,12 +9799,12 @@ void mt_model_backward(mt_model *m) {
 }
 
 /* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
-static void mt_model_share(const mt_model *m, void *buffer, int64_t bytes) {
+static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_t bytes) {
     mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
 }
 
 /* Copies logits to the host as fp32, without the padding columns; every rank gets them. */
-static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits, int64_t rows) {
+static void mt_logits_to_host(mt_model *m, const mt_micro_batch *at, float *logits, int64_t rows) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
     int ranks = m->grid->tensor.size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
@@ -9792,7 +9826,7 @@ static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits,
                     to[i] = mt_bf16_to_f32(((const uint16_t *)row)[i]);
             }
     }
-    mt_model_share(m, logits, rows * vocabulary * 4);
+    mt_broadcast_from_last_stage(m, logits, rows * vocabulary * 4);
 }
 
 void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
@@ -9803,9 +9837,9 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
-    if (logp) mt_model_share(m, logp, T * 4);
-    if (entropy) mt_model_share(m, entropy, T * 4);
-    if (logits) mt_read_logits(m, m->last_forward.at, logits, T);
+    if (logp) mt_broadcast_from_last_stage(m, logp, T * 4);
+    if (entropy) mt_broadcast_from_last_stage(m, entropy, T * 4);
+    if (logits) mt_logits_to_host(m, m->last_forward.at, logits, T);
 }
 
 /* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
@@ -9884,7 +9918,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     if (num_rows == 0)
         m->ops->stream_wait(m->stream);
     else
-        mt_read_logits(m, mt_decode_output(m), logits, num_rows);
+        mt_logits_to_host(m, mt_decode_output(m), logits, num_rows);
 }
 
 void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,

@@ -853,7 +853,7 @@ typedef struct mt_dispatch {
        const float *dlogp, const float *dentropy, int64_t T, int64_t stride, int64_t first, int64_t count,             \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     /* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order;  \
-     * and dlogp[T] = -weights. */                                                                                               \
+     * and dlogp[T] = -weights. */                                                                                     \
     OP(nll_loss, mt_work_bytes(3 * T, MT_F32), (sums, dlogp, logp, weights, T, stream), double *sums, float *dlogp,    \
        const float *logp, const float *weights, int64_t T, mt_stream *stream)                                          \
     /* ids[T] = the column of the greatest of the first `count` columns, the lowest among equals; -1 where a logit is  \
