@@ -34,7 +34,7 @@ typedef struct run {
     buffer buffers[MAX_BUFFERS];
 } run;
 
-/* What fills a buffer. */
+/* The contents of a buffer. */
 typedef enum fill { POISON, NORMAL, POSITIVE, ONES } fill;
 
 static void write_element(void *data, int64_t i, mt_dtype dtype, double value) {
@@ -425,7 +425,7 @@ static mt_router router_of(const int64_t *n) {
                        .scaling = 1.5f};
 }
 
-/* logits[T, E]; with EQUALS quarters, of which many are the same; with WRONG some tokens have one that is no number. */
+/* logits[T, E]; with EQUALS multiples of 1/4, many of them equal; with WRONG some tokens have a NaN. */
 static float *logits_of(run *r, const int64_t *n) {
     float *data = mt_malloc(n[0] * n[1] * 4);
     for (int64_t i = 0; i < n[0] * n[1]; i++) {
@@ -708,7 +708,7 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
     int64_t count = 0;
     *queries = *keys = T;
     if (kind == ONE || kind == FULL) spans[count++] = (mt_span){0, T, 0, T, kind == ONE};
-    if (kind == PACKED) // lengths 1, 3, 9, 27, ... and the last two rows of nobody
+    if (kind == PACKED) // lengths 1, 3, 9, 27, ... and the last two rows in no span
         for (int64_t start = 0, length = 1; start < T - 2; start += length, length *= 3) {
             if (length > T - 2 - start) length = T - 2 - start;
             spans[count++] = (mt_span){start, length, start, length, true};
@@ -1209,7 +1209,7 @@ static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **sta
 
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
-/* What this program does as a process of its own that is to fail. */
+/* The child process of a test: fails in the given way. */
 static int fail_on_purpose(const char *how) {
     mt_error error;
     const mt_ops *ops = mt_cuda_open(0, &error);

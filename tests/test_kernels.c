@@ -146,7 +146,7 @@ static void assert_forward(const char *what, const double *got, const double *wa
             fail_msg("%s[%lld] in bf16: %.9g, should be %.9g", what, (long long)i, got[i], want[i]);
 }
 
-/* Gradients: fp32 as issue and paper ask, bf16 to the roundings of what is stored. */
+/* Gradients: fp32 to 1e-5, bf16 to the rounding of the stored values. */
 static double gradient_tolerance(mt_dtype dtype) {
     return dtype == MT_F32 ? 1e-5 : 1.0 / 256;
 }
@@ -441,7 +441,7 @@ static void embedding_matches_float64_and_finite_differences(void **state) {
         ops->embedding_backward((float *)dw.data, dout_m.data, s->ids, T, C, s->first, s->count, dtype, NULL);
         matrix_take(&dw, grad);
         for (int64_t j = 0; j < n_w; j++) grad[j] -= start[j];
-        if (s->accumulate) memcpy(grad + n_w, dout, (size_t)(T * C) * 8); // what was there is added as it is
+        if (s->accumulate) memcpy(grad + n_w, dout, (size_t)(T * C) * 8); // the former contents are added unchanged
         assert_gradient("embedding", grad, embedding_reference, s, in, n_w + T * C, dout, T * C, dtype);
         matrix_take(&w, NULL), matrix_take(&dout_m, NULL);
         free(in), free(dout), free(start), free(out), free(want), free(grad);
@@ -1088,7 +1088,7 @@ static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dty
     assert_near("entropy", got + T, want + T, T, 2e-6);
     for (int64_t first = 0; first < V; first += each) {
         int64_t count = first + each < V ? each : V - first;
-        matrix part = matrix_new(T, s->stride, s->stride, dtype); // of which the last ranks' columns are padding
+        matrix part = matrix_new(T, s->stride, s->stride, dtype); // the last ranks' columns are padding
         double *values = zeros(T * s->stride);
         ops->cross_entropy_backward(part.data, logits.data + first * size, s->labels, lse, entropy, dlogp, dentropy, T,
                                     s->stride, first, count, dtype, NULL);
@@ -1310,7 +1310,7 @@ static uint64_t hash_bytes(uint64_t hash, const void *data, int64_t bytes) {
     return hash;
 }
 
-/* Operands of a middling shape for every operation, and room for what they write. */
+/* Operands of a medium shape for every operation, and room for their results. */
 typedef struct operands {
     mt_dtype dtype;
     char *in[6];  // [T, 4 C] elements each

@@ -13,7 +13,7 @@
 
 #include <cmocka.h>
 
-/* A run that is complete but for what a test adds. */
+/* A complete run, except for the options that a test adds. */
 #define SHAPE " --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 300 --seq-length 16 "
 #define RUN   SHAPE "--mock-data --train-iters 10 --lr 1e-3 "
 
@@ -560,7 +560,7 @@ static void a_split_backward_needs_whole_gradients(void **state) {
     }
 }
 
-/* What cuDNN's attention cannot do, before whether it is there. */
+/* The limits of cuDNN's attention, checked before its presence. */
 #define FOR_CUDNN RUN "--attention-backend cudnn --bf16 --attention-dropout 0 --seq-length 256 "
 
 static void attention_backends_that_cannot_serve_are_refused(void **state) {
@@ -641,7 +641,7 @@ static char *read_stream(FILE *file) {
     return text;
 }
 
-/* What `--help` prints, from a child process because it exits. */
+/* The output of `--help`, from a child process because it exits. */
 static char *help_of(mt_program program) {
     FILE *file = tmpfile();
     fflush(NULL);
@@ -1336,9 +1336,9 @@ static void bad_steps_have_rules_that_go_together(void **state) {
     expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --bad-step-policy skip");
     mt_options_free(&o);
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --bad-step-policy skip",
-                 "--bad-step-policy says nothing with --no-check-for-nan-in-loss-and-grad");
+                 "--bad-step-policy has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
-                 "--rerun-mode says nothing with --no-check-for-nan-in-loss-and-grad");
+                 "--rerun-mode has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--max-bad-steps-in-a-row 5",
                  "--max-bad-steps-in-a-row needs --bad-step-policy skip|rewind, which is stop");
     expect_error(RUN "--bad-step-policy rewind", "--bad-step-policy rewind needs --save");
