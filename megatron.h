@@ -142,7 +142,7 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index);
 
 /* ==== §2 options ================================================================================================== */
 
-/* For whom options are checked. LIBRARY: a program that trains on data of its own, and may have any option. */
+/* The program that options are for. LIBRARY: any program that trains on its own data; it may set every option. */
 typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2, MT_PROGRAM_LIBRARY = 3 } mt_program;
 
 /* A list of words: --data-path a b c. */
@@ -246,8 +246,9 @@ typedef enum mt_hf_family {
     MT_NUM_HF_FAMILIES
 } mt_hf_family;
 
-/* Every option by its Megatron name, with underscores. The table in data/option_table.c gives each its default and its
- * help; mt_options_finish derives what was left at 0 or NULL and checks everything. */
+/* Every option by its Megatron name, with underscores. data/option_table.c has each one's default, range and help. A
+ * number that is 0 and a string that is NULL are not given; mt_options_finish (data/options.h) derives them and checks
+ * all rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
@@ -255,12 +256,12 @@ typedef struct mt_options {
     bool group_query_attention, swiglu, openai_gelu, qk_layernorm, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
     bool multi_latent_attention;
-    int64_t q_lora_rank, kv_lora_rank;                    // of the latents; 0: queries have none
-    int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: still, turning, of values
+    int64_t q_lora_rank, kv_lora_rank;                    // widths of the latents; q_lora_rank 0: queries have none
+    int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: without RoPE, with RoPE, of values
     mt_normalization normalization;
     mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
-    int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
+    int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
     double rotary_base, rotary_percent;
     bool rotary_interleaved, use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
@@ -271,7 +272,7 @@ typedef struct mt_options {
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
-    char *moe_layer_freq; // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
+    char *moe_layer_freq; // as text; see moe_layers
     mt_score_function moe_router_score_function;
     mt_load_balancing moe_router_load_balancing_type;
     mt_token_dispatcher moe_token_dispatcher_type;
@@ -297,7 +298,7 @@ typedef struct mt_options {
     double exit_duration_in_mins;
     mt_exit_signal exit_signal;
     bool exit_signal_handler;
-    /* steps that go wrong */
+    /* bad steps */
     bool check_for_nan_in_loss_and_grad, check_for_spiky_loss;
     double loss_spike_factor;
     int64_t loss_spike_window, max_bad_steps_in_a_row;
@@ -318,9 +319,9 @@ typedef struct mt_options {
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
     int64_t decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers;
     bool account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split;
-    char *pipeline_model_parallel_layout;
+    char *pipeline_model_parallel_layout; // as text; see pipeline_letters
     mt_schedule_kind pipeline_schedule;
-    char *print_schedule; // an SVG file, or "-": only on the terminal
+    char *print_schedule; // an SVG file, or "-": print only
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
     mt_strategy data_parallel_sharding_strategy;
     /* data */
@@ -334,7 +335,7 @@ typedef struct mt_options {
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
     bool async_save, auto_resume, exit_on_missing_checkpoint;
-    char *trace; // a file for the timeline of these steps of the run, counted from 1
+    char *trace; // a file for the timeline of the steps that follow, counted from 1
     int64_t trace_first_step, trace_last_step;
     /* inference */
     mt_strings prompt;
@@ -342,35 +343,34 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[28]; // a bit for every byte above: its option was given, so config.json does not override it
-    /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
-    int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
+    uint64_t given[28]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    /* not options: derived by mt_options_finish, or read from config.json */
+    int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
-    int64_t moe_router_group_best;        // scores of a group of experts that are summed: 2 for deepseek_v3
-    char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
-    char *pipeline_letters;               // --pipeline-model-parallel-layout without repeats: E, t, m, L and |; or NULL
-    int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
-    int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
-    bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
-    mt_hf_family hf_family;               // which config.json describes the model
+    int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
+    char *moe_layers;          // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
+    char *pipeline_letters;    // the layout with its repeats written out: E, t, m, L and |; NULL: no layout
+    int64_t num_iterations;    // steps of the run, from train_iters or train_samples
+    int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
+    bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
+    mt_hf_family hf_family;               // of config.json
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Derives what was not given and checks every rule between values; data/options.c calls it once what is text has been
- * checked. `world_size` is the number of ranks. May be called again after a change. Afterwards add_qkv_bias,
- * attention_output_bias and mlp_bias say which linear layers have biases, whatever option or file asked for them. */
+/* Derives values that were not given and checks every rule between values; mt_options_finish (data/options.h) calls it
+ * after its checks of text. `world_size` is the number of ranks. May be called again after a change. Afterwards
+ * add_qkv_bias, attention_output_bias and mlp_bias tell which linear layers have biases. */
 int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
-/* The part of it that derives sizes from one another: width of the MLP, channels of a head, groups. */
+/* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
 void mt_options_derive_sizes(mt_options *options);
 
-/* Whether the user gave the option whose field begins at `offset`. */
+/* True if the user gave the option whose field begins at `offset`. */
 bool mt_options_gave(const mt_options *options, size_t offset);
 #define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
 
-/* Whether nothing is to be trained, so that there is neither a schedule nor data: --train-iters 0 with --load and
- * --save. */
+/* True for --train-iters 0 with --load and --save, which only converts a checkpoint: no schedule, no data. */
 bool mt_options_converts(const mt_options *options);
 
 /* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's

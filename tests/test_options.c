@@ -1336,9 +1336,9 @@ static void bad_steps_have_rules_that_go_together(void **state) {
     expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --bad-step-policy skip");
     mt_options_free(&o);
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --bad-step-policy skip",
-                 "--bad-step-policy says nothing with --no-check-for-nan-in-loss-and-grad");
+                 "--bad-step-policy has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
-                 "--rerun-mode says nothing with --no-check-for-nan-in-loss-and-grad");
+                 "--rerun-mode has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--max-bad-steps-in-a-row 5",
                  "--max-bad-steps-in-a-row needs --bad-step-policy skip|rewind, which is stop");
     expect_error(RUN "--bad-step-policy rewind", "--bad-step-policy rewind needs --save");
