@@ -1729,33 +1729,6 @@ typedef struct mt_schedule {
  * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
 int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
 
-/* Durations of the actions of one chunk, in any unit of time; `send`: from a send to the moment when its receiver may
- * continue. A whole backward takes both parts. */
-typedef struct mt_action_costs {
-    double forward, backward_input, backward_weight, send;
-} mt_action_costs;
-
-/* A simulation: the lists of all ranks, each action run as early as possible. Rank r has actions [first[r], first[r +
- * 1]). */
-typedef struct mt_timeline {
-    mt_schedule schedule;
-    int64_t *first; // [pp + 1]
-    mt_action *actions;
-    double *start, *end; // of each action; a receive lasts while the rank waits, a send takes no time
-    int64_t *live;       // [pp] peak number of (micro-batch, chunk) pairs whose activations the rank holds: from the
-                         // forward to the end of the backward, including its weights' part; 0 for forward-only
-    double span;         // end of the last action
-    double bubble;       // idle time divided by work, over all ranks
-} mt_timeline;
-
-/* Simulates a schedule. Each rank has at most `in_flight` messages per direction that are sent and not yet received;
- * the next send waits (0: no limit). Returns -1 on a deadlock. There is none with in_flight == 0, with in_flight >= 1
- * (vp == 1), or with in_flight >= group - pp + 1 (vp > 1): senders' buffers and posted receives together must hold that
- * many messages. Free the timeline in either case. */
-int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_action_costs *costs,
-                       int64_t in_flight);
-void mt_timeline_free(mt_timeline *timeline);
-
 /* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
  * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in
  * Megatron's letters: E embedding, t layer, m MTP module, L loss, | between stages, x*n and (xyz)*n repeat. Errors: a
