@@ -41,8 +41,8 @@
  *   §11b simulated time
  *   §11c layouts
  *   §12  gradient buckets
- *   §12a buckets that move
- *   §12b shards and wholes
+ *   §12a gather and reduce
+ *   §12b access to sharded values
  *   §13  optimizer
  *   §14  the training step
  *   §15  the model
@@ -7775,14 +7775,15 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 }
 
 /* ==== §12 gradient buckets ======================================================================================== */
-/* Data parallelism: every rank of the data group computes its own micro-batches, and then all make one update. Per
- * bucket, an all-reduce does that; or a reduce-scatter of gradients, an update of one shard a rank, and an all-gather
- * of parameters, which move as many bytes, while each rank keeps a shard of AdamW's state only (Rajbhandari et al.,
- * "ZeRO"). The strategies differ in what else exists only as shards between uses. Invariants: ranks make the same calls
- * in the same order; what moves is ordered by streams, and the host waits for nothing; padding has zero gradients. */
+/* Data parallelism: every rank of the data group computes its own micro-batches, then all ranks make the same update.
+ * Per bucket: one all-reduce of the gradients; or a reduce-scatter of the gradients, an update of one shard per rank,
+ * and an all-gather of the parameters. The second moves the same number of bytes, and each rank stores only a shard of
+ * AdamW's state (Rajbhandari et al., "ZeRO"). The higher strategies also shard gradients and parameters between uses.
+ * Invariants: ranks make the same calls in the same order; streams order all transfers, and the host never waits;
+ * padding has zero gradients. */
 
-/* What buckets are alike in size, and share buffers: two for layers and two for their experts, the one at work and its
- * neighbour; one for the matrices of the vocabulary, which are larger. */
+/* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
+ * prefetched bucket), one for the larger matrices of the vocabulary. */
 typedef enum mt_bucket_kind {
     MT_BUCKET_LAYER,
     MT_BUCKET_EXPERTS,
@@ -7793,57 +7794,56 @@ typedef enum mt_bucket_kind {
 static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
 enum { MT_NUM_BUFFERS = 5 };
 
-/* Room for one whole bucket of which ranks keep shards. */
+/* Room for one whole bucket whose values are sharded between uses. */
 typedef struct mt_bucket_buffer {
     void *memory;
-    int64_t bucket; // whose values are here, -1: nobody's
-    int64_t users;  // who must not lose them
-    int64_t age;    // when it was last taken: the older one is given away
+    int64_t bucket; // the bucket that it holds, -1: none
+    int64_t users;  // number of acquires without a release; reused only at 0
+    int64_t age;    // time of the last take; the oldest free buffer is reused first
 } mt_bucket_buffer;
 
-/* Where a bucket stands in this step. */
+/* Progress of a bucket in the current step. */
 typedef struct mt_bucket_progress {
-    mt_bucket_kind kind;     // which buffers it takes
-    bool needs_gather;       // parameters are to be gathered since the optimizer's step
+    mt_bucket_kind kind;     // selects its buffers
+    bool needs_gather;       // the optimizer's step changed the shards
     bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
-    bool has_gradients;      // of earlier micro-batches of this step
-    bool reduced;            // their sum over ranks has begun
+    bool has_gradients;      // from earlier micro-batches of this step
+    bool reduced;            // the reduction over ranks has started
 } mt_bucket_progress;
 
-/* Data parallelism (§12). */
+/* State of data parallelism. */
 typedef struct mt_sharding {
-    mt_strategy strategy;                  // of the buckets that there are several ranks to share
+    mt_strategy strategy;                  // of all trained buckets with more than one rank
     mt_stream *grad_stream, *param_stream; // the model's own without overlap
     bool prefetches;
     mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
-    mt_bucket_progress *progress;     // a bucket
-    int64_t age;                      // buffers taken so far
-    int64_t last_bucket, direction;   // the last bucket acquired, and to which side
-    const mt_bucket_buffer *reducing; // whose sum over ranks may still be under way
-    int64_t gathered_bucket;          // state that mt_bucket_gather_state has in the gradients' place
+    mt_bucket_progress *progress;     // [num_buckets]
+    int64_t age;                      // number of takes; the clock of mt_bucket_buffer.age
+    int64_t last_bucket, direction;   // last acquired bucket; 1: forward order, -1: backward order
+    const mt_bucket_buffer *reducing; // its reduction may be running
+    int64_t gathered_bucket;          // its state, gathered by mt_bucket_gather_state, overwrites the gradients
     mt_param_state gathered_state;
 } mt_sharding;
 
-/* A part of `whole`, or of the memory that is being counted. */
+/* whole + bytes; NULL while an arena only counts. */
 static void *mt_offset_pointer(void *whole, int64_t bytes) {
     return whole ? (char *)whole + bytes : NULL;
 }
 
-/* This rank's layer of a number in the whole model. */
+/* The layer with this number in the whole model; it must be on this rank. */
 static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
     mt_layer *layer = m->layers;
     while (layer->number != number) layer++;
     return layer;
 }
 
-/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
- * one's field points to. */
+/* The mt_weight that points to a parameter. NULL if the parameter continues the previous one: both form one operand. */
 static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
     char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
     return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
 }
 
-/* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
+/* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
 static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
@@ -7857,8 +7857,8 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     }
 }
 
-/* Buckets take their sizes from the table; the padding is what alignment leaves. A bucket that ranks share out is
- * padded on, so that shards are of one size and aligned as parameters are. */
+/* Sizes of buckets, from the parameter table. Parameters are padded to the alignment; a sharded bucket is padded to
+ * aligned shards of equal size. */
 static void mt_buckets_size(mt_model *m) {
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
@@ -7892,14 +7892,14 @@ static void mt_buckets_find(mt_model *m) {
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* ==== §12a buckets that move ====================================================================================== */
+/* ==== §12a gather and reduce ====================================================================================== */
 
-/* The strategy that the options ask for, where there is something to train. */
+/* The strategy of the options; generation shards nothing. */
 static mt_strategy mt_strategy_of(const mt_model *m) {
     return m->plan.train ? m->options->data_parallel_sharding_strategy : MT_NO_SHARD;
 }
 
-/* Before buckets have sizes: what is in them, who has the same, and what these ranks share out. */
+/* Kind, group, type and strategy of every bucket, before its size is known. */
 static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = m->sharding;
     s->strategy = mt_strategy_of(m);
@@ -7919,7 +7919,7 @@ static void mt_sharding_open(mt_model *m) {
     }
 }
 
-/* Room for whole buckets, where only shards stay: each buffer as large as the largest bucket that may take it. */
+/* Buffers for whole buckets: each has the size of the largest bucket of its kind. */
 static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
     mt_sharding *s = m->sharding;
     int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
@@ -7937,7 +7937,7 @@ static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
         }
 }
 
-/* Once there is memory: everything is zero, and moves on streams of its own where it is to overlap. */
+/* After allocation: zeroes all buckets and creates the streams for overlap. */
 static void mt_sharding_start(mt_model *m) {
     mt_sharding *s = m->sharding;
     const mt_options *o = m->options;
@@ -7976,7 +7976,7 @@ static mt_bucket_buffer *mt_buffer_find(mt_bucket_buffer *buffers, int64_t bucke
     return NULL;
 }
 
-/* The buffer for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
+/* The oldest buffer of the bucket's kind without users, or NULL. */
 static mt_bucket_buffer *mt_buffer_free(const mt_model *m, mt_bucket_buffer *buffers, int64_t bucket) {
     mt_bucket_kind kind = m->sharding->progress[bucket].kind;
     mt_bucket_buffer *oldest = NULL;
@@ -7994,7 +7994,7 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 
 /* ---- parameters */
 
-/* Begins to make a bucket's parameters whole and current, unless they are or are about to be. */
+/* Starts the all-gather of a bucket's parameters, unless they are current or already on their way. */
 static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
@@ -8002,7 +8002,7 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     if (b->strategy == MT_SHARD_PARAMS) {
         if (mt_buffer_find(s->param_buffers, bucket)) return;
         whole = mt_buffer_take(m, s->param_buffers, bucket)->memory;
-        mt_wait_stream(m, s->param_stream, m->stream); // who used the buffer has read it
+        mt_wait_stream(m, s->param_stream, m->stream); // the buffer's last user may be reading
     } else if (!s->progress[bucket].needs_gather) {
         return;
     }
@@ -8010,8 +8010,8 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
 }
 
-/* The bucket that is used after this one, or -1: calls go up in a forward and down in a backward, and turn at the ends.
- * A jump, such as to the embedding as output layer, is no direction. */
+/* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
+ * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. */
 static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
     int64_t distance = s->last_bucket < 0 ? 0 : bucket - s->last_bucket;
     if (distance == 1 || distance == -1) s->direction = distance;
@@ -8028,7 +8028,7 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     if (s->strategy == MT_NO_SHARD) return;
     mt_strategy strategy = m->buckets[bucket].strategy;
     if (strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
-    mt_wait_stream(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
+    mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below: waits for this bucket only
     if (strategy == MT_SHARD_PARAMS) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
         buffer->users++;
@@ -8044,11 +8044,11 @@ void mt_bucket_release(mt_model *m, int64_t bucket) {
     if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
         --mt_buffer_find(m->sharding->param_buffers, bucket)->users > 0)
         return;
-    m->buckets[bucket].params = NULL; // the buffer may still be read for the next use, but through acquire only
+    m->buckets[bucket].params = NULL; // the buffer keeps its values, and the next acquire may find them
     mt_bucket_bind(m, bucket);
 }
 
-/* Whatever reads parameters outside a step finds them current. */
+/* Gathers all parameters that a step outdated, for readers outside a step. */
 static void mt_params_gather_all(mt_model *m) {
     if (m->sharding->strategy == MT_NO_SHARD || m->sharding->strategy == MT_SHARD_PARAMS) return;
     for (int64_t i = 0; i < m->num_buckets; i++)
@@ -8056,19 +8056,19 @@ static void mt_params_gather_all(mt_model *m) {
     mt_wait_stream(m, m->stream, m->sharding->param_stream);
 }
 
-/* Before parameters or optimizer state are written, which always happens on m->stream: the reader's work comes first. A
- * gather does not count: it leaves this rank's own shard as it is. */
+/* Call before parameters or optimizer state are written (always on m->stream): waits for the reader's stream. A gather
+ * needs no such wait: it leaves this rank's own shard unchanged. */
 static void mt_wait_reader(mt_model *m) {
     if (m->reader) mt_wait_stream(m, m->stream, m->reader);
     m->reader = NULL;
 }
 
 void mt_model_set_reader(mt_model *m, mt_stream *reader) {
-    if (reader) mt_wait_reader(m); // one that was set before
+    if (reader) mt_wait_reader(m); // the previous reader
     m->reader = reader;
 }
 
-/* Before parameters are set, or after they were updated: what was gathered of them is void. */
+/* Call before parameters are set and after an update: invalidates gathered copies. */
 static void mt_params_changed(mt_model *m) {
     mt_sharding *s = m->sharding;
     mt_wait_reader(m);
@@ -8079,14 +8079,14 @@ static void mt_params_changed(mt_model *m) {
 
 /* ---- gradients */
 
-/* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
+/* True for a matrix whose gradient a product writes first; other gradients only accumulate. */
 static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param) {
     return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
-/* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
+/* Zeroes padding and the gradients that only accumulate; products overwrite the rest. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
-    int64_t start = 0; // of the stretch to zero
+    int64_t start = 0; // of the range to zero
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
         if (!mt_gradient_is_overwritten(m, param)) continue;
@@ -8096,7 +8096,7 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
-/* Tells products to add to the gradients of a bucket's weights, or to write them. */
+/* Selects for a bucket's weights: products add to the gradient, or overwrite it. */
 static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
@@ -8124,12 +8124,12 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     if (begins) mt_bucket_accumulate(m, bucket, false);
 }
 
-/* Begins the sum over ranks of what this rank has in the bucket's whole gradients. */
+/* Starts the reduction of a bucket's whole gradients over ranks. */
 static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
-    bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
+    bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard from earlier micro-batches
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
     if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, b->grads, b->count, m->stream);
     mt_wait_stream(m, s->grad_stream, m->stream);
@@ -8148,7 +8148,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
         if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
     } else {
         mt_wait_stream(m, m->stream,
-                       s->grad_stream); // all sums but the one that begins now: their buffers are free again
+                       s->grad_stream); // previous reductions: frees their buffers
         mt_bucket_reduce(m, bucket);
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
@@ -8160,21 +8160,21 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     progress->has_gradients = true;
 }
 
-/* Begins a step: no bucket has gradients. */
+/* Starts a step: no bucket has gradients. */
 static void mt_gradients_begin(mt_model *m) {
     mt_sharding *s = m->sharding;
     s->gathered_bucket = -1;
     for (int64_t i = 0; i < m->num_trained_buckets; i++) {
         s->progress[i].has_gradients = s->progress[i].reduced = false;
         if (!mt_splits_backward(m)) continue;
-        // a split backward reaches a bucket's parts in no order, so all of them add
+        // a split backward reaches a bucket's weights in any order, so all products accumulate
         m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
         mt_bucket_accumulate(m, i, true);
         s->progress[i].has_gradients = true;
     }
 }
 
-/* Afterwards every rank has the sum over all ranks: of its shard, or the same bits of the whole. */
+/* Completes all reductions: every rank has the sum over ranks of its shard, or identical bits of the whole bucket. */
 static void mt_gradients_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     for (int64_t i = 0; i < m->num_trained_buckets; i++) {
@@ -8182,10 +8182,10 @@ static void mt_gradients_finish(mt_model *m) {
         if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
     }
     mt_wait_stream(m, m->stream, s->grad_stream);
-    mt_wait_stream(m, m->stream, s->param_stream); // the update writes what a prefetch may still read
+    mt_wait_stream(m, m->stream, s->param_stream); // a prefetch may be reading shards that the update writes
 }
 
-/* This rank's part of the gradients of a run of parameters, [*begin, *begin + the result) of grad_shard. */
+/* This rank's part of the gradients of parameters first .. last: elements [*begin, *begin + result) of grad_shard. */
 static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const mt_param *last, int64_t *begin) {
     const mt_bucket *b = &m->buckets[first->bucket];
     int64_t end = mt_min(last->offset + last->rows * last->cols - b->shard_first, b->shard_count);
@@ -8193,7 +8193,7 @@ static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const m
     return mt_max(end - *begin, 0);
 }
 
-/* The group over which the model's ranks hold parts of a parameter's gradient, or NULL. */
+/* The group whose ranks hold partial sums of a parameter's gradient, or NULL. */
 static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
     if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
     bool in_parts =
@@ -8201,9 +8201,9 @@ static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *para
     return in_parts && m->grid->tensor.size > 1 ? &m->grid->tensor : NULL;
 }
 
-/* Adds what ranks of one model have of the same gradient: parameters that all tensor-parallel ranks hold but use on
- * their own rows or heads only, and the two copies of a word embedding that the last stage uses too. Neighbours travel
- * together. */
+/* Sums gradients over the ranks of one model replica: parameters that all tensor-parallel ranks hold and apply to their
+ * own rows or heads, and the copies of the word embedding on the first and last stage. Adjacent parameters share one
+ * all-reduce. */
 static void mt_gradients_finish_model(mt_model *m) {
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
@@ -8221,7 +8221,7 @@ static void mt_gradients_finish_model(mt_model *m) {
                            &m->grid->embedding, m->stream);
 }
 
-/* Parameters after an update of shards: gathered now, or each bucket before its first use. */
+/* After the optimizer's step: gathers parameters now, or with prefetching each bucket before its first use. */
 static void mt_params_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     mt_params_changed(m);
@@ -8243,7 +8243,7 @@ enum {
     MT_NUM_PLANS
 };
 
-/* What every rank has of all buckets: parameters and gradients whole or in shards, and its part of AdamW's state. */
+/* Memory of all buckets on this rank: parameters and gradients, whole or sharded, and its part of AdamW's state. */
 static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
@@ -8278,8 +8278,8 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     m->bytes[MT_PLAN_BUFFERS] = arena->used - start;
 }
 
-/* ==== §12b shards and wholes ====================================================================================== */
-/* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
+/* ==== §12b access to sharded values =============================================================================== */
+/* Initialisation and checkpoints work on whole parameters; these functions read and write this rank's part. */
 
 const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
     return &m->buckets[bucket];
@@ -8326,7 +8326,7 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
 
 /* ==== §13 optimizer =============================================================================================== */
 
-/* The share of the way from the lowest learning rate to the highest that is left at the end of a WSD schedule. */
+/* Decay of a WSD schedule: 1 at ratio 0; scales lr - min_lr. */
 static double mt_wsd_coefficient(mt_wsd_decay_style style, double ratio) {
     if (style == MT_WSD_LINEAR) return 1 - ratio;
     if (style == MT_WSD_COSINE) return 0.5 * (cos(M_PI * ratio) + 1);
@@ -8373,13 +8373,13 @@ int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
     int64_t consumed = 0;
     for (int64_t i = 0; i < iterations; i++) {
         int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // grown for good
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
         consumed += batch;
     }
     return consumed;
 }
 
-/* A part of the step, for the profile if there is one. */
+/* Phases of the step, for the profiler. */
 static void mt_phase_begin(mt_model *m, const char *name, int64_t micro_batch, int64_t chunk) {
     if (m->ops->phase_begin) m->ops->phase_begin(name, micro_batch, chunk, m->stream);
 }
@@ -8388,9 +8388,8 @@ static void mt_phase_end(mt_model *m) {
     if (m->ops->phase_end) m->ops->phase_end(m->stream);
 }
 
-/* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they check
- * the step alike. */
+/* sums[2] = squared norm of all gradients; replicated elements are counted on the first of their ranks. sums[3] = loss
+ * summed over all ranks: a non-finite value on any rank reaches every rank, so all ranks come to the same check. */
 static void mt_gradients_norm(mt_model *m) {
     m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
     for (int64_t i = 0, next; i < m->num_params; i = next) {
@@ -8407,7 +8406,7 @@ static void mt_gradients_norm(mt_model *m) {
     m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
-/* Finished gradients' norm and scale, and whether the step may update. */
+/* Gradient norm, clipping factor, and the check that allows the update. */
 static void mt_step_check_gradients(mt_model *m) {
     const mt_options *o = m->options;
     mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
@@ -8422,7 +8421,7 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The weights' update, where the step passed its check. */
+/* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
@@ -8452,47 +8451,46 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
 }
 
 /* ==== §14 the training step ======================================================================================= */
-/* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss
- * is a sum over tokens, divided once by the whole batch's count of unmasked tokens, so micro-batches and ranks do not
- * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
- */
+/* One step: zero gradients, run the schedule of forwards and backwards, sum over ranks, clip, update. Invariants: the
+ * loss is a sum over tokens, divided once by the number of unmasked tokens of the global batch, so micro-batches and
+ * ranks do not change it; the host waits for the device only to read metrics and to stay at most two steps ahead. */
 
-/* What a training step reports, as the device computed it. */
+/* Results of a training step, copied from the device. */
 typedef struct mt_step_result {
     mt_step_numbers numbers;
-    double losses[2];    // of mt_experts, and what follows
+    double losses[2];    // these fields: as in mt_experts
     float *loads, *kept; // [num_layers, E]
     int32_t *invalid;    // [num_layers] of this rank
 } mt_step_result;
 
-/* Steps that went wrong (§16). */
+/* Bad steps: not finite, or a loss spike. */
 typedef struct mt_bad_steps {
-    int64_t skipped, in_a_row; // updates not made; how many of the last ones
-    int64_t rewind;            // the step for which the run is about to go back; 0: none
-    int64_t rewound;           // the latest step for which it did
+    int64_t skipped, in_a_row; // skipped updates in total; consecutive ones up to now
+    int64_t rewind;            // bad step that requires a rewind; 0: none
+    int64_t rewound;           // bad step of the last rewind
 } mt_bad_steps;
 
-/* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
+/* A training step that was enqueued. There are two slots, so the host is at most two steps ahead of the device. */
 typedef struct mt_pending_step {
-    int64_t iteration; // 0: none that is still to be checked
-    mt_event *done;    // when its result has arrived; NULL where it always has
+    int64_t iteration; // 0: none left to check
+    mt_event *done;    // its result has arrived; NULL: the backend is synchronous
 } mt_pending_step;
 
-/* A model's training from step to step. */
+/* Training state that lasts over steps. */
 typedef struct mt_trainer {
     mt_action *actions; // of the schedule, for this rank
     int64_t max_actions;
     mt_bad_steps bad_steps;
-    int64_t num_steps; // so far; what is pending of a step is numbered by it
+    int64_t num_steps; // enqueued steps; step i uses slot i % 2
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
-    double unread_tokens, unread_seconds; // of the steps since metrics were read
-    double data_seconds;                  // of this step, in which it waited for samples
+    double unread_tokens, unread_seconds; // of the steps since metrics were last read
+    double data_seconds;                  // time of this step in which it waited for samples
 } mt_trainer;
 
-/* ---- what a step counts and reports */
+/* ---- counts and metrics of the experts */
 
-/* Before a step, and before the first forward: nothing is counted yet. */
+/* Zeroes the counters; called before each step and before the first forward. */
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = m->experts;
     if (m->options->num_experts == 0) return;
@@ -8503,20 +8501,18 @@ static void mt_experts_begin(mt_model *m) {
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* After a step: losses of all ranks, and loads of all tokens. */
+/* After a step's backwards: sums auxiliary losses and loads over all ranks. */
 static void mt_experts_finish(mt_model *m) {
     mt_experts *e = m->experts;
-    int64_t loads = 2 * e->num_layers * e->router.num_experts; // and those that were kept
+    int64_t loads = 2 * e->num_layers * e->router.num_experts; // `loads` and `kept`
     if (m->options->num_experts == 0) return;
     m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
-    if (e->num_layers == 0) return; // a stage of the pipeline may have none
+    if (e->num_layers == 0) return; // a pipeline stage may have no experts
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
 }
 
-static void mt_wait_reader(mt_model *m); // §12a
-
-/* After the step's check: the biases follow the loads, unless the step was bad. */
+/* Aux-loss-free balancing: updates the router biases from the loads; a bad step leaves them unchanged. */
 static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
@@ -8528,7 +8524,7 @@ static void mt_experts_update_biases(mt_model *m) {
     }
 }
 
-/* Enqueues the copies of what a step reports of its experts. */
+/* Enqueues the copies of the experts' results of a step. */
 static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
     mt_experts *e = m->experts;
     if (m->options->num_experts == 0) return;
@@ -8538,13 +8534,12 @@ static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
     m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* What a step reports of its experts. Stages of the pipeline have layers of their own; the other ranks have the same
- * numbers. */
+/* Metrics of the experts. Each pipeline stage adds its layers; all other ranks have equal numbers. */
 static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
     const mt_experts *e = m->experts;
     const mt_options *o = m->options;
     int64_t E = e->router.num_experts, layers = mt_num_expert_layers(o);
-    double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
+    double sums[3] = {0}, worst = 0; // imbalances, choices, kept choices
     if (layers == 0) return;
     for (int64_t layer = 0; layer < e->num_layers; layer++) {
         double total = 0, greatest = 0;
@@ -8566,8 +8561,8 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     metrics->dropped = 1 - sums[2] / sums[1];
 }
 
-/* The router in which a bad step began: of the first layer that has one whose logits are not finite, and of the first
- * rank that has it. Every rank calls it and writes the same; nothing where no router is to blame. */
+/* Describes the origin of a bad step: the first layer with a router logit that is not finite, on its first rank. Every
+ * rank calls this and writes the same text; `text` stays unchanged if all routers are finite. */
 static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
     const mt_group *world = &m->grid->world;
     double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
@@ -8589,13 +8584,13 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
              (long long)iteration, (long long)first % world->size, (long long)first / world->size, (long long)count);
 }
 
-/* Where micro-batches come from, and the tokens in those that the first stage had. */
+/* The source of micro-batches, and the number of tokens that the first stage has read. */
 typedef struct mt_source {
     mt_batch_source *read;
     void *context;
     mt_batch *batch;
     int64_t tokens;
-    bool training; // forwards are part of a step, not of an evaluation
+    bool training; // a training step; false: an evaluation
 } mt_source;
 
 /* The live micro-batch of an action. */
@@ -8624,7 +8619,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     return 0;
 }
 
-/* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
+/* remaining[num_chunks]: micro-batches of this step that have not run this kind of backward yet. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *at = mt_micro_batch_find(m, action);
     mt_pass p = mt_pass_begin(m, at);
@@ -8639,9 +8634,8 @@ static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *re
     if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
-/* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
- * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
- */
+/* Posts the receives of later actions while buffers are free: messages arrive during this action's computation, and
+ * senders find the buffers that they rely on (mt_model_links). next[direction]: first action not examined yet. */
 static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
     static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
     static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
@@ -8652,8 +8646,8 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
         }
 }
 
-/* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
- * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
+/* False in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
+ * Schedules with groups of more micro-batches than pipeline ranks need early receives in every step. */
 static bool mt_posts_receives_early(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
     bool is_warm = m->trainer->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
@@ -8664,15 +8658,14 @@ static bool mt_posts_receives_early(const mt_model *m) {
 static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     int rank = m->grid->pipeline.rank;
     int64_t count = mt_schedule_actions(NULL, schedule, rank);
-    if (count > m->trainer->max_actions) { // the first step, and where the batch ramp grows
+    if (count > m->trainer->max_actions) { // in the first step, and when the batch size ramps up
         m->trainer->actions = mt_realloc(m->trainer->actions, count * (int64_t)sizeof(mt_action));
         m->trainer->max_actions = count;
     }
     return mt_schedule_actions(m->trainer->actions, schedule, rank);
 }
 
-/* Runs this rank's list. Sends and receives are part of the forwards and backwards: a message is sent as soon as it is
- * computed, and awaited where it is needed. */
+/* Runs this rank's list of actions. Forwards and backwards include their sends and receives. */
 static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
     static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
                                          [MT_ACTION_BACKWARD] = "backward",
@@ -8702,7 +8695,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     return status;
 }
 
-/* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
+/* Sums loss and token count over all ranks: samples, sequence parts, and the stage with the loss. */
 static void mt_sums_finish(mt_model *m, bool training) {
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
@@ -8712,7 +8705,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
 }
 
-/* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
+/* Forwards and backwards of all micro-batches, and gradients summed over ranks; adds to `tokens`. */
 static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
@@ -8735,7 +8728,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     return 0;
 }
 
-/* Enqueues the copies of what a step reports. */
+/* Enqueues the copies of a step's results to the host. */
 static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->trainer->results[slot];
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
@@ -8746,7 +8739,7 @@ static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
 
 /* ---- bad steps */
 
-/* For people, on rank 0. */
+/* A warning on stderr of rank 0. */
 static void mt_step_warn(const mt_model *m, const char *format, ...) {
     if (m->grid->world.rank != 0) return;
     va_list arguments;
@@ -8757,12 +8750,12 @@ static void mt_step_warn(const mt_model *m, const char *format, ...) {
     va_end(arguments);
 }
 
-/* Of a sum and what it counts. */
+/* sums: loss and token count. */
 static double mt_mean_loss(const double sums[2]) {
     return sums[1] > 0 ? sums[0] / sums[1] : sums[0];
 }
 
-/* What is wrong with a step. */
+/* Describes the failed check of a step. */
 static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
     const mt_step_numbers *n = &result->numbers;
     double loss = mt_mean_loss(n->sums);
@@ -8775,7 +8768,7 @@ static void mt_step_describe(char text[160], int64_t iteration, const mt_step_re
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
 }
 
-/* Does with a bad step what --bad-step-policy says. */
+/* Applies --bad-step-policy to a bad step. */
 static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
     const mt_options *o = m->options;
     mt_bad_steps *bad = &m->trainer->bad_steps;
@@ -8796,26 +8789,26 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     return 0;
 }
 
-/* Waits for a slot's result, and checks it. */
+/* Waits for a slot's result and checks it. */
 static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     int64_t iteration = m->trainer->pending[slot].iteration;
     const mt_step_result *result = &m->trainer->results[slot];
     if (iteration == 0) return 0;
     m->ops->event_wait(m->trainer->pending[slot].done);
     m->trainer->pending[slot].iteration = 0;
-    if (m->trainer->bad_steps.rewind > 0) return 0; // it will be done again
+    if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
     if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
     m->trainer->bad_steps.in_a_row = 0;
     return 0;
 }
 
-/* Waits for all steps: the one before the last, then the last. */
+/* Waits for both pending steps, the older one first, and checks them. */
 static int mt_steps_check(mt_model *m, mt_error *error) {
     int older = (int)(m->trainer->num_steps % 2);
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* A step is bad that the caller is to go back for: nothing is under way when it does. */
+/* Completes all pending work and asks the caller to rewind to the last checkpoint. */
 static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
     m->ops->stream_wait(m->stream);
@@ -8832,7 +8825,7 @@ void mt_train_rewound(mt_model *m) {
     bad->rewound = bad->rewind, bad->rewind = 0;
 }
 
-/* ---- a bad step once more */
+/* ---- re-running a bad step */
 
 static mt_step_numbers mt_step_numbers_read(mt_model *m) {
     mt_step_numbers result;
@@ -8841,7 +8834,7 @@ static mt_step_numbers mt_step_numbers_read(mt_model *m) {
     return result;
 }
 
-/* "rank 2", "ranks 0 1 4 ...": those whose flag is set; returns how many. */
+/* Writes "rank 2" or "ranks 0 1 4 ...", the ranks with a flag > 0; returns their number. */
 static int mt_ranks_print(char text[160], const double *flags, int count) {
     int found = 0, length = 0;
     for (int i = 0; i < count; i++) found += flags[i] > 0;
@@ -8857,7 +8850,7 @@ static int mt_ranks_print(char text[160], const double *flags, int count) {
     return found;
 }
 
-/* Says, from both results of every rank, what kind of fault it was. */
+/* Classifies the fault as transient or repeatable, from both results of every rank. */
 static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_numbers *first,
                             const mt_step_numbers *second) {
     const mt_group *world = &m->grid->world;
@@ -8889,8 +8882,8 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-/* Gradients and their check. With --rerun-mode validate_results a bad step is done again, from the same
- * parameters and samples, and its second result takes the place of the first. */
+/* Gradients and their check. With --rerun-mode validate_results a bad step runs again with the same parameters and
+ * samples; its second result replaces the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
                        mt_batch *batch, int64_t *tokens, mt_error *error) {
     *tokens = 0;
@@ -8913,7 +8906,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int slot = (int)(m->trainer->num_steps % 2);
     int64_t tokens;
     m->trainer->data_seconds = 0;
-    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
+    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last, which used this slot
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_experts_update_biases(m);
@@ -8962,11 +8955,11 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
 }
 
 /* ==== §15 the model =============================================================================================== */
-/* Embedding, layers, output: memory laid out once, then forward, backward and decoding over it. Invariants: nothing is
- * allocated after mt_model_create but what a backend's graphs take; the code that lays memory out also plans it, by
- * running once over a counting arena. */
+/* Embedding, layers and output: memory planned once, then forward, backward and decoding. Invariants: after
+ * mt_model_create only graphs and the rows of experts allocate memory; the same code plans memory, in a counting arena,
+ * and assigns it. */
 
-/* The graph of a decode step of some number of sequences; captured in the second such step. */
+/* CUDA graph of a decode step for one number of sequences; captured in the second such step. */
 typedef struct mt_decode_graph {
     bool has_run;
     mt_graph *graph;
@@ -8974,10 +8967,10 @@ typedef struct mt_decode_graph {
 
 /* ==== §15a memory ================================================================================================= */
 
-/* Rows of logits that travel to the host at once. */
+/* Rows of logits in one copy to the host. */
 enum { MT_STAGED_ROWS = 16 };
 
-/* Logits need no memory of their own where nothing happens between a micro-batch's loss and its backward. */
+/* True if logits can share memory with scratch: the backward directly follows the loss of the same micro-batch. */
 static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
 }
@@ -9039,7 +9032,7 @@ static void mt_plan_layer(const mt_model *m, int64_t layer, mt_activations *a, m
     if (has_experts) mt_routing_allocate(m, a->routing, arena);
 }
 
-/* What context parallelism's attention is made for. */
+/* Sizes of context-parallel attention. */
 static mt_context_plan mt_model_context_plan(const mt_model *m) {
     return (mt_context_plan){.comm_type = m->options->cp_comm_type,
                              .a2a = &m->grid->context_a2a,
@@ -9053,7 +9046,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m) {
                              .train = m->plan.train};
 }
 
-/* An output; a head's unless its logits lie elsewhere. */
+/* Memory of an output with a head; without has_logits its logits share memory with scratch. */
 static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     out->norm.y = mt_arena_alloc(arena, R * m->C * size);
@@ -9064,7 +9057,7 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
     if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
 }
 
-/* What one module of multi-token prediction saves of a micro-batch. */
+/* Saved values of one module of multi-token prediction. */
 static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     a->embedded = mt_arena_alloc(arena, R * m->C * size);
@@ -9075,7 +9068,7 @@ static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out
     mt_plan_output(m, out, arena, true);
 }
 
-/* What one micro-batch saves on one chunk. */
+/* Saved values of one micro-batch on one chunk. */
 static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
     const mt_stage *stage = &m->stages[at->chunk];
     at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
@@ -9087,7 +9080,7 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena 
     for (int64_t i = 0; i < stage->num_mtp; i++) mt_plan_mtp(m, &at->mtp[i], &at->outputs[1 + i], arena);
 }
 
-/* What tensor and pipeline parallelism exchange. */
+/* Communication buffers of tensor and pipeline parallelism. */
 static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
@@ -9118,9 +9111,9 @@ static void mt_plan_latent_scratch(mt_model *m, mt_arena *arena) {
     m->scratch.dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
 }
 
-/* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
- * the last layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only
- * the gradients of the residual stream and of the norm. */
+/* Scratch of the layers. If logits share memory with it (mt_logits_overlap), they take the buffers that hold no value
+ * between the last layer's forward and its backward: only the output layer runs then, and it writes only dresidual and
+ * dnormed. */
 static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
@@ -9147,7 +9140,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     arena->used = mt_max(arena->used, end);
 }
 
-/* What operations share from one micro-batch to the next. */
+/* Buffers that all micro-batches share. */
 static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
     int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
@@ -9177,7 +9170,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     }
 }
 
-/* Lays out everything in the arena; with a counting arena, plans it. */
+/* Assigns memory to everything from the arena; a counting arena measures the sizes. */
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
     int64_t start = arena->used;
@@ -9210,12 +9203,12 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
 
 /* ==== §15b creation =============================================================================================== */
 
-/* Layers of which a micro-batch on a chunk may keep something, and the one that all share where nothing is kept. */
+/* Upper bound on sets of activations of a micro-batch on a chunk: its layers, modules, and one shared set. */
 static int64_t mt_num_saved_layers(const mt_model *m, int64_t chunk) {
     return m->stages[chunk].num_layers + m->stages[chunk].num_mtp + 1;
 }
 
-/* The rows of `rank_counts`, by which counts of the global batch are summed. */
+/* Row indices 0, 1, ... into rank_counts, for combine_rows. */
 static void mt_experts_fill_data_ranks(mt_model *m) {
     int64_t count = m->grid->data.size;
     if (!m->experts->data_ranks) return;
@@ -9226,7 +9219,7 @@ static void mt_experts_fill_data_ranks(mt_model *m) {
     free(numbers);
 }
 
-/* What the options say of experts, and which of them are here; after the stages. */
+/* The experts of this rank, from options and grid; after mt_model_stages. */
 static void mt_experts_open(mt_model *m, const mt_options *o) {
     mt_experts *e = m->experts;
     const mt_grid *grid = m->grid;
@@ -9302,7 +9295,7 @@ static void mt_experts_close(mt_model *m) {
     if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
 }
 
-/* This rank's share of every size. */
+/* Sizes of this rank's part of the model. */
 static void mt_model_shape(mt_model *m, const mt_options *o) {
     int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
     m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
@@ -9315,12 +9308,12 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
-    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
+    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // too few rows in generation
     m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
     m->max_rows = m->tp.max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
 }
 
-/* The chunks of this pipeline rank and the layers in them. */
+/* The chunks of this pipeline rank and their layers. */
 static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
@@ -9355,9 +9348,10 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-_Static_assert(offsetof(mt_linear, weight) == 0, "a weight that the table finds is its linear's first member");
+_Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight is the first member of its linear");
 
-/* Kinds and sizes of the linears, from the table; weights are bound later (§12). And the layers' slots. */
+/* Kinds and sizes of the linears, from the parameter table, and the slots of the layers. mt_bucket_bind sets the
+ * weights. */
 static void mt_model_linears(mt_model *m) {
     mt_linear *linear = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
@@ -9370,7 +9364,7 @@ static void mt_model_linears(mt_model *m) {
             if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->num_local;
             expert = param->expert;
         }
-        if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
+        if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
     }
     for (int64_t i = 0; i < m->num_layers; i++) {
         m->layers[i].slots = mt_model_calloc(m, (int64_t)sizeof *m->layers[i].slots);
@@ -9378,7 +9372,7 @@ static void mt_model_linears(mt_model *m) {
     }
 }
 
-/* live[chunk] = how many micro-batches a step's list ever has between forward and backward; at least one. */
+/* live[chunk] = maximum number of micro-batches between forward and backward in a step; at least 1. */
 static void mt_model_count_live(const mt_model *m, int64_t *live) {
     const mt_options *o = m->options;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
@@ -9398,7 +9392,7 @@ static void mt_model_count_live(const mt_model *m, int64_t *live) {
     free(actions);
 }
 
-/* Room for so many micro-batches. */
+/* Allocates the records of all live micro-batches. */
 static void mt_model_micro_batches(mt_model *m) {
     int64_t *live = mt_calloc(m->num_chunks * 8);
     mt_model_count_live(m, live);
@@ -9417,8 +9411,9 @@ static void mt_model_micro_batches(mt_model *m) {
     m->batch_bytes = batch.used;
 }
 
-/* Channels to both neighbours, which form a ring where ranks have several chunks. Ranks open them in one order. A
- * sender and a receiver together hold as many messages as a schedule has under way (mt_timeline_create). */
+/* Opens the channels to both pipeline neighbours; with several chunks per rank they form a ring. All ranks open them in
+ * the same order. The buffers of sender and receiver together hold all messages in flight of a schedule
+ * (mt_timeline_create). */
 static void mt_model_links(mt_model *m) {
     const mt_group *pipeline = &m->grid->pipeline;
     int pp = pipeline->size, rank = pipeline->rank;
@@ -9481,7 +9476,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     return 0;
 }
 
-/* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
+/* The spans of a decode step's graph have the longest possible k_len, because a graph keeps its launch grids. */
 static void mt_decode_create(mt_model *m) {
     int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
     m->decode_graphs = mt_model_calloc(m, (m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
@@ -9490,7 +9485,7 @@ static void mt_decode_create(mt_model *m) {
         m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
 }
 
-/* Context parallelism, where ranks share sequences. */
+/* Context parallelism: attention and host batches. */
 static void mt_context_open(mt_model *m) {
     int64_t cp = m->grid->context.size;
     if (cp == 1) return;
@@ -9501,20 +9496,19 @@ static void mt_context_open(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
-/* What --tp-comm-overlap needs: a mailbox, and where in it the parts of a row are. */
+/* --tp-comm-overlap: opens the mailbox and computes the positions of each row's partial sums in it. */
 static int mt_tensor_open(mt_model *m, mt_error *error) {
     mt_tensor_parallel *tp = &m->tp;
     mt_error reason;
     int64_t ranks = tp->group->size, own = tp->group->rank;
     if (!tp->overlaps) return 0;
     int status = m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, &reason);
-    if (status != 0) mt_error_set(error, "--tp-comm-overlap cannot be: %.200s; leave it out", reason.text);
+    if (status != 0) mt_error_set(error, "--tp-comm-overlap is not possible: %.200s; leave it out", reason.text);
     if (mt_agree(&m->grid->world, status != 0, error) != 0) return -1;
     int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
     for (int64_t row = 0; row < tp->max_rows; row++)
         for (int64_t r = 0; r < ranks; r++)
-            part_rows[row * ranks + r] =
-                r == own ? -1 : (int32_t)(r * tp->max_rows + row); // its own stays in `partial`
+            part_rows[row * ranks + r] = r == own ? -1 : (int32_t)(r * tp->max_rows + row); // own part: in `partial`
     m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
     m->ops->stream_wait(m->stream);
     free(part_rows);
@@ -9530,7 +9524,7 @@ static void mt_mtp_open(mt_model *m) {
     m->mtp->weights = mt_model_calloc(m, tokens * 4);
 }
 
-/* This rank's part: its sizes, layers, parameters, buckets, micro-batches and links, without their memory. */
+/* This rank's part of the model: sizes, layers, parameters, buckets, micro-batches and links, without device memory. */
 static int mt_model_partition(mt_model *m, mt_error *error) {
     const mt_options *o = m->options;
     const mt_grid *grid = m->grid;
@@ -9559,7 +9553,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     return 0;
 }
 
-/* Streams, and what is in memory before the first pass. */
+/* Streams, and initial values of device memory. */
 static int mt_model_start(mt_model *m, mt_error *error) {
     bool deterministic = m->options->deterministic_mode;
     m->stream = m->tp.stream = m->ops->stream_create(m->workspace, m->workspace_bytes, deterministic);
@@ -9577,7 +9571,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     return mt_tensor_open(m, error);
 }
 
-/* The CUDA backend's attention takes heads of so many channels. */
+/* Maximum head width of the CUDA backend's attention. */
 enum { MT_CUDA_CHANNELS = 256 };
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
@@ -9588,7 +9582,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
                             backend == MT_ATTENTION_CUDNN ? "cudnn" : "unfused");
     int64_t widest_head = mt_max(options->kv_channels, mt_value_channels(options));
     if (strcmp(ops->name, "cuda") == 0 && widest_head > MT_CUDA_CHANNELS)
-        return mt_error_set(error, "attention on a GPU takes heads of at most %d channels, and these have %lld (%s)",
+        return mt_error_set(error, "attention on a GPU supports heads of at most %d channels; this model has %lld (%s)",
                             MT_CUDA_CHANNELS, (long long)widest_head,
                             options->multi_latent_attention ? "--qk-head-dim + --qk-pos-emb-head-dim, or --v-head-dim"
                                                             : "--kv-channels");
@@ -9644,8 +9638,8 @@ int64_t mt_param_rows_stored(const mt_param *param) {
     return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
-/* Draws one run of a parameter's values, those that the part of its bucket has: bucket elements [at, at + n), of which
- * the first has index `first` in the whole parameter. */
+/* Draws initial values for bucket elements [at, at + n), as far as `part` holds them. Element `at` has index `first` in
+ * the whole parameter. */
 static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_part *part, int64_t at, int64_t n,
                               int64_t first) {
     int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
@@ -9657,11 +9651,11 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_part 
                           first + begin - at, mean, std, part->dtype, m->stream);
 }
 
-/* Draws what lies here of a parameter: each value by its index in the whole parameter, so that every layout begins
- * alike. */
+/* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
+ * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
     mt_part part = mt_bucket_part(m, param->bucket, state);
-    int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
+    int64_t rows = mt_param_rows_stored(param); // padding rows stay 0
     int64_t first = param->first_row * param->whole_cols + param->first_col;
     if (!part.data) return;
     if (param->cols == param->whole_cols)
@@ -9677,7 +9671,7 @@ void mt_model_init(mt_model *m) {
     for (int64_t i = 0; i < m->num_params; i++) {
         if (m->params[i].init == MT_INIT_ZEROS) continue;
         mt_param_init_state(m, &m->params[i], MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
+        if (m->dtype != MT_F32) // drawn again: a copy of the weights would be rounded
             mt_param_init_state(m, &m->params[i], MT_STATE_MASTER);
     }
 }
@@ -9688,7 +9682,7 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
-    mt_wait_reader(m); // the caller may
+    mt_wait_reader(m); // the caller may write
     mt_params_gather_all(m);
     *count = m->num_buckets;
     return m->buckets;
@@ -9748,7 +9742,7 @@ void mt_model_backward(mt_model *m) {
     mt_stage_backward(m, &m->last_forward);
 }
 
-/* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
+/* Broadcasts host memory of the last pipeline rank to its pipeline group. */
 static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_t bytes) {
     mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
 }
@@ -9792,7 +9786,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     if (logits) mt_logits_to_host(m, m->last_forward.at, logits, T);
 }
 
-/* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
+/* Writes the inputs of a decode pass to the host's block 0: always the same block, because graphs keep its address. */
 static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
     size_t T = (size_t)batch->num_tokens;
@@ -9807,12 +9801,12 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     }
 }
 
-/* Where the last chunk decodes. */
+/* The micro-batch of the last chunk in a decode pass. */
 static mt_micro_batch *mt_decode_output(mt_model *m) {
     return mt_micro_batch_free(m, m->num_chunks - 1);
 }
 
-/* From the host's block to `rows` rows of logits: the operations that a graph holds. */
+/* Computes `rows` rows of logits from the host's block: the operations of a decode graph. */
 static void mt_decode_pass(mt_model *m, int64_t rows) {
     mt_pass p;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
@@ -9823,15 +9817,15 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
         m->ops->memory_copy(at->device_batch, m->staged_batch[0], bytes, m->stream);
         mt_stage_forward(m, &p);
     }
-    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank has the logits
+    if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
     m->ops->gather_rows(m->scratch.block_out, p.at->outputs[0].hidden, p.batch->logit_rows, rows, m->C, m->C, m->C,
                         m->dtype, m->stream);
     p.T = p.tp.T = p.rows = p.tp.rows = rows;
     mt_output_forward(m, &p, m->scratch.block_out);
 }
 
-/* Whether a pass is a decode step: one token for each sequence. All steps of as many sequences run the same operations
- * on the same memory, whatever their lengths, unless the host waits for the loads of experts. */
+/* True for a decode step: one token per sequence. Steps with equal numbers of sequences run the same operations on the
+ * same memory, so a graph can replay them. Ungrouped experts cannot: the host waits for their loads. */
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || m->grid->world.size > 1) return false;
     if (m->experts->num_layers > 0 && !m->experts->grouped) return false;
@@ -9840,8 +9834,8 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t 
     return true;
 }
 
-/* Enqueuing a step's operations one by one takes longer than they do. From the second step on, once they have prepared
- * themselves, one graph holds them all. */
+/* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so from the second step on
+ * one graph launches all of them; the first step lets them initialise. */
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, int64_t num_rows) {
     int64_t T = batch->num_tokens;
     bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
@@ -9884,9 +9878,9 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
 }
 
 /* ==== §16 generation ============================================================================================== */
-/* From logits to new tokens. Invariants: a sequence's random draws depend on the seed, its id and the position, never
- * on the other sequences of the batch; a prefill and a decode step are the same operation, a forward of the tokens that
- * are not in the key/value cache yet. */
+/* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
+ * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
+ * not in the KV cache yet. */
 
 /* ---- sampling */
 
@@ -9895,12 +9889,12 @@ static double mt_token_weight(const float *logits, int32_t token, int32_t best, 
     return exp(((double)logits[token] - (double)logits[best]) / temperature);
 }
 
-/* True if token `a` comes before `b`: higher logit first, then lower id. */
+/* Order of tokens: higher logit first, then lower id. */
 static bool mt_token_before(const float *logits, int32_t a, int32_t b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
 }
 
-/* Restores a heap of tokens (a parent comes before its children) in which element i may belong further down. */
+/* Sifts element i down in a heap of tokens (a parent comes before its children). */
 static void mt_token_heap_sift(int32_t *heap, int64_t count, int64_t i, const float *logits) {
     int32_t token = heap[i];
     for (int64_t child; (child = 2 * i + 1) < count; i = child) {
@@ -9963,7 +9957,7 @@ int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sa
 
 /* ---- prompts */
 
-/* Checks prompt `id`, of a sequence of at most `context` tokens. */
+/* Checks prompt `id` for a sequence of at most `context` tokens. */
 static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context, const mt_options *o,
                            mt_error *error) {
     long long number = id + 1;
