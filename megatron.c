@@ -4909,48 +4909,48 @@ int64_t mt_num_parameters(const mt_options *options) {
 }
 
 /* ==== §9 layers =================================================================================================== */
-/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
- * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
+/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] throughout; a backward is its forward
+ * in reverse order; a backward overwrites gradients of activations and accumulates gradients of parameters in fp32. */
 
-/* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
- * so that one copy brings over what a pass needs. */
+/* The arrays of a micro-batch in one block of memory. The blocks of host and device have the same offsets, so one copy
+ * transfers all inputs of a pass. */
 typedef struct mt_batch_block {
-    int32_t *cache_rows, *logit_rows; // to decode
-    mt_span *spans;                   // always, as tokens and positions
+    int32_t *cache_rows, *logit_rows; // for decoding
+    mt_span *spans;                   // these three: for every pass
     int32_t *tokens, *positions;
-    int32_t *labels; // for the loss and for dropout, as what follows
+    int32_t *labels; // from here on: for training and evaluation
     float *loss_mask;
     int64_t *token_index;
-    int32_t *sequence;                // [T] which span a token is in
+    int32_t *sequence;                // [T] index of each token's span
     int32_t *mtp_tokens, *mtp_labels; // [modules, T] of multi-token prediction
-    float *mtp_weights;               // [modules, T] what a token's loss counts
+    float *mtp_weights;               // [modules, T] weights of the tokens' losses
 } mt_batch_block;
 
-/* What belongs to the micro-batch at hand: built once for each forward or backward, and passed on. */
+/* One forward or backward of one micro-batch: built once, then passed to every function below. */
 typedef struct mt_pass {
     struct mt_micro_batch *at;   // its saved activations
-    const mt_batch_block *batch; // its tokens, positions, labels, ... on the device
+    const mt_batch_block *batch; // its inputs, on the device
     mt_tensor_parallel tp;
     mt_stream *stream;
     mt_spans spans;
     int64_t T;               // tokens
-    int64_t rows, first_row; // of hidden states on this rank, and the first of them among the T tokens
+    int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
     int64_t message_rows;    // of a message between pipeline stages
-    bool training;           // dropout is on, and the step's statistics count this forward
-    bool replay;             // a forward done again: it changes activations only
+    bool training;           // dropout is on, and the forward adds to the step's statistics
+    bool replay;             // a recomputed forward: it writes activations only
     bool decode;             // attention reads the KV cache
     int parts;               // of the backward: MT_PART_*
-    bool last;               // backward of this chunk in this step
+    bool last;               // the last backward of this chunk in this step
 } mt_pass;
 
-/* Buffers that all layers share, each with the names of what it holds in turn. */
+/* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
     void *dresidual;      // [R, C] gradient of the residual stream
-    void *dresidual_next; // [R, C] the same behind a norm, if a split backward keeps the old one
+    void *dresidual_next; // [R, C] second buffer for it: a split backward keeps the gradient before a norm
     void *block_out;      // [R, C] a block's output before it is added to the residual stream, and its gradient
     void *dnormed;        // [R, C] gradient of a norm's output
     union {
-        void *dqkv;        // [T, (H + 2G) D]; latent attention: as its q, then kv
+        void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv
         void *dmlp_hidden; // [T, 2F] or [T, F]
     };
     union {
@@ -4967,7 +4967,7 @@ typedef struct mt_layer_scratch {
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
 
-/* What this rank has of a model. Structs of one section are declared there. */
+/* This rank's part of a model. */
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -4975,41 +4975,41 @@ struct mt_model {
     mt_stream *stream;
     mt_dtype dtype;
     mt_model_plan plan;
-    int64_t C, D, Dv;                 // as in megatron.h; Dv: channels of a head's value
+    int64_t C, D, Dv;                 // as in megatron.h; Dv: value channels per head
     int64_t H, G, F, V;               // this rank's share of heads, groups, widest MLP and padded vocabulary
-    int64_t vocab_first, vocab_count; // the rows of the vocabulary in that share that are not padding
+    int64_t vocab_first, vocab_count; // rows of the vocabulary in that share, without padding
     int64_t max_rows;                 // R of the largest micro-batch
     /* this rank's part of the model */
     mt_stage *stages;     // [num_chunks]
     int64_t num_chunks;   // virtual stages of this rank
-    int64_t *first_local; // [num_chunks + 1] the chunks' first layers among this rank's
+    int64_t *first_local; // [num_chunks + 1] index of each chunk's first layer in `layers`
     int64_t num_layers;   // of this rank
     bool has_embedding, has_loss;
     /* parameters */
     mt_param *params;
     int64_t num_params, num_buckets;
-    int64_t num_trained_buckets; // they come first
+    int64_t num_trained_buckets; // the first buckets; the others hold no gradients
     mt_bucket *buckets;
     mt_layer *layers;                                                 // [num_layers]
-    int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
+    int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not on this rank
     struct mt_sharding *sharding;
     mt_outer outer;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
     mt_arena arena;
-    void **host_memory; // [num_host_memory] to free
+    void **host_memory; // [num_host_memory] freed with the model
     int64_t num_host_memory;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[7];                     // of each row of the printed plan
-    struct mt_micro_batch *micro_batches; // room for those that are live at once, chunk by chunk
+    int64_t bytes[7];                     // MT_PLAN_*: the rows of the printed memory plan
+    struct mt_micro_batch *micro_batches; // all live micro-batches, sorted by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
-    char *staged_batch[2]; // blocks on the host, which take turns: one is filled while the other is copied
-    mt_event *copied[2];   // the moments when they have been
-    int staged;            // the one filled last
-    mt_batch local_batch;  // this rank's part of a batch whose sequences ranks share
+    char *staged_batch[2]; // two blocks on the host: one is filled while the other is copied
+    mt_event *copied[2];   // end of the copy of each
+    int staged;            // index of the block filled last
+    mt_batch local_batch;  // this rank's shard of a batch, with context parallelism
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
     struct mt_experts *experts;
@@ -5017,23 +5017,23 @@ struct mt_model {
     struct mt_link *links;                 // [MT_NUM_LINKS]
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]
     void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;                   // the same on the host, or [max_logits] token ids
+    void *staged_logits;                   // copy of gathered_logits on the host, or of argmax
     int32_t *argmax;                       // [max_logits]
-    struct mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences
-    mt_span *step_spans;                   // [max_logits] bounds of the spans of a decode step
-    void **k_cache, **v_cache;             // a layer: [cache_rows, G D], [cache_rows, G Dv]
+    struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
+    mt_span *step_spans;                   // [max_logits] longest spans of a decode step
+    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
-    bool reruns;         // --rerun-mode validate_results
-    mt_stream *reader;   // mt_model_set_reader
-    mt_context *context; // attention of ranks that share sequences, NULL for one rank
+    bool reruns;       // --rerun-mode validate_results
+    mt_stream *reader; // mt_model_set_reader
     mt_pass last_forward;
-    const struct mt_micro_batch *in_context; // the micro-batch that `context` holds
     /* context parallelism; NULL without */
+    mt_context *context;
+    const struct mt_micro_batch *in_context; // the micro-batch that `context` has loaded
     void *context_memory;
 };
 
-/* What goes to `stream` from now on waits for what `other` holds now. */
+/* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
 static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *other) {
     if (stream != other) m->ops->stream_follow(stream, other);
 }
@@ -5046,7 +5046,8 @@ static void *mt_model_calloc(mt_model *m, int64_t bytes) {
 
 /* ==== §9a rotary tables =========================================================================================== */
 
-/* YaRN's boundary: the channel pair that turns `rotations` times over the original context (Peng et al., "YaRN"). */
+/* YaRN's boundary: index of the channel pair that rotates `rotations` times over the original context (Peng et al.,
+ * "YaRN"). */
 static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
     double context = (double)o->original_max_position_embeddings;
     return (double)R * log(context / (rotations * 2 * M_PI)) / (2 * log(o->rotary_base));
@@ -5057,9 +5058,9 @@ static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3) {
-        double turns = (double)o->original_max_position_embeddings * frequency / (2 * M_PI);
+        double rotations = (double)o->original_max_position_embeddings * frequency / (2 * M_PI);
         double low = o->rope_low_freq_factor, high = o->rope_high_freq_factor;
-        double smooth = fmin(fmax((turns - low) / (high - low), 0), 1); // 0: long waves, stretched; 1: short, kept
+        double smooth = fmin(fmax((rotations - low) / (high - low), 0), 1); // 0: low frequency, scaled; 1: unchanged
         return (1 - smooth) * frequency / factor + smooth * frequency;
     }
     if (o->rope_scaling_type == MT_ROPE_SCALING_YARN) {
@@ -5072,7 +5073,7 @@ static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     return frequency;
 }
 
-/* YaRN also makes attention a little sharper, by scaling cos and sin. */
+/* YaRN also scales cos and sin, which makes attention slightly sharper. */
 static double mt_rope_amplitude(const mt_options *o) {
     return o->rope_scaling_type == MT_ROPE_SCALING_YARN ? o->yarn_attention_factor : 1;
 }
@@ -5097,11 +5098,11 @@ static void mt_rope_tables(mt_model *model) {
 }
 
 /* ==== §9b saved values ============================================================================================ */
-/* What a layer's forward saves for its backward is a list of slots, one list per layer. Memory plan, arena and the
- * stash of a split backward derive from it. A forward may be replayed: with pass->replay it writes the same slots again
- * and changes nothing else. */
+/* Each layer has a list of slots: the values that its forward saves for its backward. Memory plan, arena and the stash
+ * of a split backward derive from the list. With pass->replay a forward writes the same slots again and changes nothing
+ * else. */
 
-/* What a norm saves for its backward: y[R, C], mean[R] (LayerNorm), rstd[R]. */
+/* Saved values of a norm: y[R, C], mean[R] (LayerNorm only), rstd[R]. */
 typedef struct mt_normed {
     void *y;
     float *mean, *rstd;
@@ -5115,14 +5116,13 @@ typedef struct mt_deferred {
 
 enum { MT_MAX_DEFERRED = 8 };
 
-/* What a layer's forward saves for its backward. R rows of hidden states are the micro-batch's T tokens, or with
- * sequence parallelism this rank's share of them; heads and width are this rank's share. The lists of slots (below) say
- * which fields a layer has, and their sizes. */
+/* Saved values of a layer. R: the micro-batch's T tokens, or with sequence parallelism this rank's share of them. H, G
+ * and F: this rank's share. The slots of a layer define its fields and their sizes; other fields are NULL. */
 typedef struct mt_activations {
     void *input;            // [R, C] the residual stream
     mt_normed input_norm;   // [R, C]
     void *qkv;              // [T, (H + 2G) D]; without q/k norm, rotated in place
-    void *qk;               // [T, (H + G) D] q and k, normalised and rotated, with q/k norm
+    void *qk;               // [T, (H + G) D] normalised and rotated q and k, with q/k norm
     float *q_rstd, *k_rstd; // [T, H], [T, G]
     /* latent attention, in place of qkv */
     void *q, *kv;                          // [T, H D]; [T, H D] of k, then [T, H Dv] of v
@@ -5131,7 +5131,7 @@ typedef struct mt_activations {
     float *q_latent_rstd, *kv_latent_rstd; // [R]
     void *attended;                        // [T, H Dv]
     float *lse;                            // [T, H]
-    void *middle;                          // [R, C] the residual stream between attention and MLP
+    void *middle;                          // [R, C] residual stream between attention and MLP
     mt_normed mlp_norm;                    // [R, C]
     void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
     void *mlp_active;                      // [T, F] after it
@@ -5140,7 +5140,7 @@ typedef struct mt_activations {
     int64_t num_deferred;
 } mt_activations;
 
-/* Where a saved value lives between forward and backward. */
+/* Location of a saved value between forward and backward. */
 typedef enum mt_residency { MT_KEEP } mt_residency;
 
 typedef struct mt_slot {
@@ -5149,7 +5149,7 @@ typedef struct mt_slot {
     int64_t rows, width;
     mt_dtype dtype;
     mt_residency residency;
-    size_t stash_of; // offset in mt_layer of the linear whose dy replaces the value in a split backward; MT_NO_STASH
+    size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
 } mt_slot;
 #define MT_NO_STASH ((size_t)-1)
 
@@ -5187,11 +5187,11 @@ static void mt_slots_allocate(const mt_slots *list, void *base, mt_arena *arena)
     }
 }
 
-/* ---- a split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
- * product. x is saved anyway. dy takes the slot of a value that only the input's half reads, so that a split backward
- * needs no memory of its own. */
+/* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
+ * product. x is saved in any case. dy overwrites a slot that only the input's half reads, so a split backward needs no
+ * extra memory. */
 
-/* Defers the gradient of a weight: copies dy to the linear's stash. */
+/* Defers the gradient of a weight: copies dy to the linear's stash slot. */
 static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, mt_linear *linear,
                             const void *x, const void *dy) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
@@ -5204,14 +5204,14 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
 }
 
-/* The backward of a linear in a layer; with MT_PART_INPUT alone its weight's gradient is deferred. */
+/* Backward of a linear in a layer; MT_PART_INPUT alone defers the weight's gradient. */
 static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      mt_linear *linear, const mt_linear_io *io) {
     mt_linear_backward(&p->tp, linear, io, p->parts);
     if (p->parts == MT_PART_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
 
-/* The weights' half. */
+/* The weights' half of a split backward. */
 static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
     for (int64_t i = 0; i < a->num_deferred; i++) {
         const mt_deferred *d = &a->deferred[i];
@@ -5226,7 +5226,7 @@ static bool mt_uses_layernorm(const mt_model *m) {
 
 /* ==== §9c norms and the residual stream =========================================================================== */
 
-/* Dropout of one place of one layer; the key makes masks of different places independent. */
+/* Dropout at one place of one layer; places have independent keys. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
@@ -5237,7 +5237,7 @@ static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t 
                         .key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_DROPOUT, index)};
 }
 
-/* A pointer `elements` into an activation of the model's type. */
+/* base + elements, of the model's type. */
 static void *mt_at(const mt_model *m, void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(m->dtype);
 }
@@ -5269,7 +5269,7 @@ static void mt_norm_forward(const mt_model *m, const mt_pass *p, const mt_norm *
     (n->mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
 }
 
-/* dx = dresidual + the gradient of x through the norm, from scratch.dnormed; dresidual may be NULL, or dx. */
+/* dx = dresidual + gradient of x through the norm, from scratch.dnormed; dresidual may be NULL, or dx. */
 static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n, void *dx,
                              const void *dresidual, const void *x) {
     mt_norm_args a = mt_norm_operands(m, p, w, n);
@@ -5277,14 +5277,14 @@ static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm 
     (n->mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
 }
 
-/* A norm that follows a block, and its results. */
+/* The norm after a block, and its results. */
 typedef struct mt_next_norm {
     const mt_norm *w;
     const mt_normed *n;
 } mt_next_norm;
 
-/* out = residual + dropout(scratch.block_out), and the norm of out that follows (w NULL: none): one operation if the
- * backend has it. */
+/* out = residual + dropout(scratch.block_out), then the next norm of out (w NULL: none); one operation if the backend
+ * has it. */
 static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
                                 int place, mt_next_norm next) {
     mt_dropout dropout = mt_model_dropout(m, p, number, place);
@@ -5300,7 +5300,7 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
     if (next.w) mt_norm_forward(m, p, next.w, next.n, out);
 }
 
-/* The gradient of a block's output: that of the residual stream itself, or with dropout in scratch.block_out. */
+/* Returns the gradient of a block's output: scratch.dresidual, or with dropout scratch.block_out. */
 static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
     const mt_layer_scratch *s = &m->scratch;
     mt_dropout dropout = mt_model_dropout(m, p, number, place);
@@ -5310,8 +5310,8 @@ static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int
     return s->block_out;
 }
 
-/* scratch.dresidual += the gradient through a block's norm of x. A split backward keeps the old one, dy of the block's
- * last linear, until that is deferred. */
+/* scratch.dresidual += gradient of x through a block's norm. A split backward writes the sum to the other buffer: the
+ * old dresidual is dy of the block's last linear, which is deferred afterwards. */
 static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
                                       const void *x) {
     mt_layer_scratch *s = &m->scratch;
@@ -5327,7 +5327,7 @@ static int64_t mt_qkv_width(const mt_model *m) {
     return m->H * m->D + m->G * (m->D + m->Dv);
 }
 
-/* Elements of a token's latents, with the rotary channels of its key. */
+/* Elements of a token's latents and of the rope channels of its key. */
 static int64_t mt_latent_width(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank + o->qk_pos_emb_head_dim;
 }
@@ -5361,13 +5361,13 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, lse, T, m->H, MT_F32);
 }
 
-/* Where attention finds q, k and v, or their gradients, and how far apart their tokens lie. */
+/* q, k and v of attention, or their gradients, with the strides between tokens. */
 typedef struct mt_qkv_view {
     void *q, *k, *v;
     int64_t qk_stride, v_stride;
 } mt_qkv_view;
 
-/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. */
+/* q, k and v lie in the fused product; with q/k norm, q and k lie in `qk` instead. */
 static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, k_width = m->G * m->D, stride = mt_qkv_width(m);
     mt_qkv_view view = {qkv, mt_at(m, qkv, q_width), mt_at(m, qkv, q_width + k_width), stride, stride};
@@ -5375,7 +5375,7 @@ static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
     return view;
 }
 
-/* Latent attention has q, k and v apart. */
+/* Latent attention: q, k and v are separate arrays. */
 static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, void *kv) {
     return (mt_qkv_view){q, kv, mt_at(m, kv, p->T * m->H * m->D), m->H * m->D, m->H * m->Dv};
 }
@@ -5390,7 +5390,7 @@ static mt_qkv_view mt_gradient_view(const mt_model *m, const mt_pass *p) {
     return mt_latent_view(m, p, s->dqkv, mt_at(m, s->dqkv, p->T * m->H * m->D));
 }
 
-/* 1 / sqrt(D); DeepSeek's YaRN scales attention here rather than by cos and sin. */
+/* 1 / sqrt(D). DeepSeek's YaRN scales the softmax; other models' YaRN scales cos and sin. */
 static float mt_attention_scale(const mt_options *o) {
     double scale = 1 / sqrt((double)o->kv_channels);
     bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
@@ -5399,7 +5399,7 @@ static float mt_attention_scale(const mt_options *o) {
     return (float)(scale * mscale * mscale);
 }
 
-/* The call of one layer: the operands of the forward, and what both directions share. */
+/* The attention call of a layer, with the operands of the forward; the backward adds its own. */
 static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_qkv_view view = mt_saved_view(m, p, a);
     return (mt_attention){.num_heads = m->H,
@@ -5425,7 +5425,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
                           .k_index = p->batch->token_index};
 }
 
-/* The rotation of a layer's heads, for tokens from `first_row` on. */
+/* RoPE for the tokens from `first_row` on. */
 static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
     return (mt_rotation){.cos = m->rope_cos,
                          .sin = m->rope_sin,
@@ -5434,7 +5434,7 @@ static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_
                          .interleaved = m->options->rotary_interleaved};
 }
 
-/* The operands of both directions, of a layer's fused product `a->qkv`. */
+/* Operands of q/k norm and RoPE that forward and backward share. */
 static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, p, 0)};
     qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
@@ -5444,7 +5444,7 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     return qk;
 }
 
-/* qk_forward for a backend without it. */
+/* For backends without qk_forward. */
 static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
     void *heads[] = {a->qk, mt_at(m, a->qk, a->H * a->D)};
     for (int i = 0; i < 2; i++) {
@@ -5460,7 +5460,7 @@ static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
     }
 }
 
-/* q/k norm, then rotation, of the q and k that the fused product wrote; in place without q/k norm. */
+/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, a->qkv, a->qk);
@@ -5472,7 +5472,7 @@ static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w
         mt_qk_forward_unfused(m, &qk);
 }
 
-/* qk_backward for a backend without it. */
+/* For backends without qk_backward. */
 static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
     void *heads[] = {a->dqk, mt_at(m, a->dqk, a->H * a->D)};
     for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
@@ -5501,15 +5501,15 @@ static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, con
         mt_qk_backward_unfused(m, &qk);
 }
 
-/* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states are projected down to a latent of the
- * queries, one of keys and values, and the rotary channels of a key, which all heads share. The latents are projected
- * up to heads. Every rank of the tensor group computes the latents of its rows; it computes its share of the heads, so
- * latents enter the region rather than hidden states. */
+/* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): a down-projection maps hidden states to a query
+ * latent, a key/value latent, and the rope channels of the key, which all heads share. Up-projections map the latents
+ * to heads. Each tensor-parallel rank computes the latents of its rows and then its share of the heads, so the latents,
+ * not the hidden states, enter the tensor-parallel region. */
 
-/* transformers has this epsilon whatever that of the other norms. */
+/* The epsilon of Hugging Face transformers, independent of rms_norm_eps. */
 static const float mt_latent_epsilon = 1e-6f;
 
-/* The norm over `rank` columns from `column` on of a latent; y and rstd are its results. */
+/* The norm over columns [column, column + rank) of the latents. */
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, mt_weight w, void *y, float *rstd, void *latent,
                                    int64_t column, int64_t rank) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .dw = w.dw};
@@ -5528,7 +5528,7 @@ static mt_norm_args mt_kv_latent_norm(const mt_model *m, const mt_pass *p, const
                           o->kv_lora_rank);
 }
 
-/* The rotary channels of a token's key; and the heads. */
+/* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
 static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p) {
     int64_t R = m->rotary_dim;
     return (mt_rope_args){.T = p->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, p, p->first_row)};
@@ -5538,12 +5538,12 @@ static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p)
         .T = p->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, p, 0)};
 }
 
-/* Where the rotary channels of a key begin in the latents. */
+/* First column of the key's rope channels in the latents. */
 static int64_t mt_rope_column(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank;
 }
 
-/* The normalised hidden states -> q, k and v. */
+/* input_norm.y -> q, k and v. */
 static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     const mt_layer_scratch *s = &m->scratch;
     const void *x = a->input_norm.y;
@@ -5566,7 +5566,7 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_
     m->ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
-/* Gradients of q, k and v, in scratch.dqkv -> that of the normalised hidden states, scratch.dnormed. */
+/* Gradients of q, k and v in scratch.dqkv -> gradient of input_norm.y in scratch.dnormed. */
 static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const mt_layer_scratch *s = &m->scratch;
     const void *x = a->input_norm.y;
@@ -5598,7 +5598,7 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
 
 /* ---- the block */
 
-/* Generation: new keys and values go to their cache rows, and attention reads the cache. */
+/* Generation: writes new keys and values to their cache rows; attention then reads the cache. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
     m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
@@ -5609,7 +5609,7 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer 
     call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
-/* middle = input + dropout(attention(norm(input))), given that norm, and the MLP's norm of middle. */
+/* middle = input + dropout(attention(input_norm)), with input_norm = norm(input) as input; then mlp_norm of middle. */
 static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_forward(m, p, w, a);
@@ -5628,7 +5628,7 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
     mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, mlp_norm);
 }
 
-/* scratch.dresidual, the gradient of `middle`, becomes that of `input`. */
+/* scratch.dresidual: gradient of `middle` in, gradient of `input` out. */
 static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
@@ -5654,12 +5654,12 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
 
 /* ==== §9e MLP ===================================================================================================== */
 
-/* Outputs of the first linear for a width F: gate and up, or up alone. */
+/* Outputs of fc1 for a width F: gate and up, or up alone. */
 static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
     return m->options->swiglu ? 2 * F : F;
 }
 
-/* F: the width of the MLP or the shared expert; 0: none. */
+/* F: width of the MLP or of the shared expert; 0: none. */
 static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
     int64_t T = m->plan.max_tokens;
     MT_SLOT(s, middle, m->max_rows, m->C, m->dtype)->stash_of = offsetof(mt_layer, down);
@@ -5668,8 +5668,8 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
     MT_SLOT(s, mlp_active, T, F, m->dtype);
 }
 
-/* scratch.block_out = down(activation(fc1(mlp_norm))). The activation is SwiGLU, of a shared expert with a gate
- * weighted by gates[T]; GELU; or with --openai-gelu the tanh approximation of GELU, which the linear fuses. */
+/* scratch.block_out = down(activation(fc1(mlp_norm))). Activation: SwiGLU, scaled by gates[T] for a shared expert with
+ * a gate; GELU; or with --openai-gelu its tanh approximation, fused into fc1. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates) {
     bool fused = m->options->openai_gelu;
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
@@ -5683,8 +5683,8 @@ static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
 
-/* scratch.dnormed = the gradient of mlp_norm.y, and dgates[T], from dout, that of the MLP's output. A split backward
- * defers `down` later, when the slot is free. */
+/* scratch.dnormed = gradient of mlp_norm.y, from dout, the gradient of the MLP's output; and dgates[T]. In a split
+ * backward the caller defers `down`: its stash slot is still in use here. */
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
                             const float *gates, float *dgates) {
     mt_layer_scratch *s = &m->scratch;
@@ -6361,17 +6361,15 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
-/* A sequence over several ranks. Each is cut into 2 cp chunks, of which rank r owns chunks r and 2 cp - 1 - r: under a
- * causal mask an early and a late chunk together see as much as any other pair. Everything but attention works on the
- * rows that the rank has; attention fetches what is missing in one of four ways (--cp-comm-type). Two levels serve them
- * all: within the a2a group ranks trade tokens for heads, so that each has all tokens of the group and a share of the
- * heads; across the ring group keys and values travel (p2p) or are gathered (all_gather). The ranks of an a2a group are
- * neighbours, and neighbours' chunks are again two chunks of a coarser zig-zag, so that the levels compose. Invariants:
- * local rows are in order of position within every sequence; partial sums are fp32 and are added in a fixed order;
- * nothing is saved for the backward but what attention of one rank saves: it fetches again. */
+/* Sequences are distributed over ranks. A sequence is cut into 2 cp chunks, and rank r owns chunks r and 2 cp - 1 - r:
+ * under a causal mask all such pairs have equal work. Only attention needs rows of other ranks; --cp-comm-type selects
+ * one of four ways to get them, built from two levels. Within the a2a group, ranks exchange tokens for heads: each gets
+ * all tokens of the group and a share of the heads. Across the ring group, keys and values pass from rank to rank (p2p)
+ * or are gathered (all_gather). The ranks of an a2a group are adjacent, and their chunks form two chunks of a coarser
+ * zig-zag, so the levels compose. Invariants: local rows are in order of position within every sequence; partial sums
+ * are fp32 and are added in a fixed order; the backward communicates again, so no more is saved than on one rank. */
 
-/* The rows of a batch that `rank` of `size` owns, in order, where the batch is its spans and nothing else. Returns how
- * many. */
+/* Writes the rows of a batch that `rank` of `size` owns, in order; spans must cover the batch. Returns their number. */
 static int64_t mt_zigzag_rows(int32_t *rows, const mt_span *spans, int64_t num_spans, int64_t size, int64_t rank) {
     int64_t count = 0;
     for (int64_t s = 0; s < num_spans; s++) {
@@ -6382,15 +6380,15 @@ static int64_t mt_zigzag_rows(int32_t *rows, const mt_span *spans, int64_t num_s
     return count;
 }
 
-/* Whether the batch's spans follow one another, are whole causal sequences, and divide by 2 cp. */
+/* Checks that the spans are adjacent whole causal sequences with lengths that are multiples of 2 cp. */
 static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *error) {
     int64_t end = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
         const mt_span *span = &batch->spans[s];
         if (span->q_start != end || span->k_start != end || span->q_len != span->k_len || !span->causal)
             return mt_error_set(error,
-                                "sequence %lld of the micro-batch is not a whole causal sequence that follows "
-                                "the one before; --context-parallel-size %lld needs that",
+                                "sequence %lld of the micro-batch is not a whole causal sequence adjacent to the "
+                                "previous one; --context-parallel-size %lld requires that",
                                 (long long)s, (long long)cp);
         if (span->q_len % (2 * cp) != 0)
             return mt_error_set(error,
@@ -6403,7 +6401,7 @@ static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *e
     if (end == batch->num_tokens) return 0;
     return mt_error_set(error,
                         "%lld tokens of the micro-batch are in no sequence; --context-parallel-size %lld cannot "
-                        "share them out",
+                        "distribute them",
                         (long long)(batch->num_tokens - end), (long long)cp);
 }
 
@@ -6430,15 +6428,15 @@ int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, i
     return 0;
 }
 
-/* Which list of spans an attention takes. */
+/* Lists of spans for an attention call. */
 enum {
-    MT_CONTEXT_WHOLE, // the rows that are here, causal; with all_gather both chunks of queries to all keys before them
-    MT_CONTEXT_EARLIER, // keys of a rank before this one: all queries see the first half
-    MT_CONTEXT_LATER,   // keys of a rank after this one: the second half of the queries sees all
+    MT_CONTEXT_WHOLE,   // own keys, causal; with all_gather: both query chunks, all keys up to their ends
+    MT_CONTEXT_EARLIER, // keys of a lower rank: all queries attend to the first half of them
+    MT_CONTEXT_LATER,   // keys of a higher rank: the second half of the queries attends to all of them
     MT_CONTEXT_LISTS
 };
 
-/* A buffer on its way to the next rank of the ring while another comes from the rank before. */
+/* One shift of the ring: a buffer is sent to the next rank while another arrives from the previous rank. */
 typedef struct mt_ring_shift {
     mt_channel *to, *from;
     int64_t sent, received; // tickets
@@ -6450,31 +6448,32 @@ struct mt_context {
     /* the micro-batch */
     int64_t T, M, N;   // rows of this rank, of its a2a group, of the whole batch
     int32_t *identity; // [M] 0, 1, 2, ...
-    int32_t *rows;     // [M] where rows that the a2a group brings belong, or [N] those that all_gather brings
-    int64_t *index;    // token_index: [M] of every ring rank in turn; with all_gather [N] in order
+    int32_t *rows;     // positions of received rows: [M] for a2a, [N] for all_gather
+    int64_t *index;    // token_index: [ring ranks, M]; with all_gather [N] in order of position
     mt_span *spans;    // [MT_CONTEXT_LISTS] lists on the device, one after another
     mt_spans lists[MT_CONTEXT_LISTS];
     int32_t *host_rows; // [N]
     int64_t *host_index;
     mt_span *host_spans;
-    /* a2a: what leaves and arrives, [T, the widest], and the operands with all rows of the group and fewer heads */
+    /* a2a: send and receive buffers [T, widest operand]; operands with all rows of the group and a share of the heads
+     */
     void *send, *receive;
     void *q, *k, *v, *out, *dout, *dq, *dk, *dv;
-    /* ring: keys and values [M, G (D + Dv)], here and coming; what one block gives; sums */
+    /* ring: current and next keys and values [M, G (D + Dv)]; results of one block; sums */
     void *kv[2], *part, *dkv_part;
     float *part_lse, *sum, *dkv_sum[2];
     mt_ring_shift kv_shift, sum_shift;
-    /* all_gather: keys and values of all ranks, by rank and by position, and gradients */
+    /* all_gather: keys and values of all ranks, ordered by rank and by position; gradients */
     void *gathered, *ordered, *dkv_ordered;
     float *wide;
 };
 
-/* A pointer `elements` into a buffer of the plan's type. */
+/* base + elements, of the plan's type. */
 static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(c->plan.dtype);
 }
 
-/* Elements of a row of keys and values, as they travel. */
+/* Elements of a packed row of keys and values. */
 static int64_t mt_context_kv_width(const mt_context_plan *plan) {
     return plan->num_groups / plan->a2a->size * (plan->head_size + plan->value_size);
 }
@@ -6522,7 +6521,7 @@ static void mt_context_layout_a2a(mt_context *c, mt_arena *arena) {
 }
 
 static void mt_context_layout(mt_context *c, mt_arena *arena) {
-    int64_t max_spans = c->plan.max_tokens / 2; // each has two tokens here at least, or is whole
+    int64_t max_spans = c->plan.max_tokens / 2; // at least two tokens per span on a rank; one rank: one token
     if (c->plan.a2a->size * c->plan.ring->size == 1) max_spans = c->plan.max_tokens;
     c->M = c->plan.max_tokens * c->plan.a2a->size;
     c->N = c->M * c->plan.ring->size;
@@ -6541,7 +6540,7 @@ int64_t mt_context_bytes(const mt_context_plan *plan) {
     return counting.used;
 }
 
-/* Every rank of the ring opens all of its channels, in one order; it keeps the two that are its own. */
+/* All ranks of the ring open all channels in the same order; each rank keeps the two that it uses. */
 static void mt_context_open_ring(mt_context *c) {
     const mt_group *ring = c->plan.ring;
     mt_ring_shift *shifts[] = {&c->kv_shift, &c->sum_shift};
@@ -6582,9 +6581,9 @@ void mt_context_destroy(mt_context *c) {
     free(c);
 }
 
-/* ---- the micro-batch: who sees whom, and where rows go */
+/* ---- the micro-batch: spans, and positions of rows */
 
-/* One rank's list of whole local sequences, or of what it computes with keys from ranks before or after it. */
+/* A rank's spans with its own keys, with keys of a lower rank, or with keys of a higher rank. */
 static int64_t mt_ring_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int list) {
     for (int64_t s = 0; s < num_spans; s++) {
         int64_t n = whole[s].q_len / ranks, at = whole[s].q_start / ranks, half = n / 2;
@@ -6605,7 +6604,7 @@ int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, i
     return mt_ring_list(spans, whole, num_spans, ranks, mt_ring_list_of(rank, source));
 }
 
-/* With the keys of all ranks in order, both chunks of a rank's queries see those up to their own end. */
+/* all_gather: each of a rank's two query chunks attends to all keys up to the chunk's end. */
 static int64_t mt_gather_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank) {
     int64_t count = 0;
     for (int64_t s = 0; s < num_spans; s++) {
@@ -6616,7 +6615,7 @@ static int64_t mt_gather_list(mt_span *spans, const mt_span *whole, int64_t num_
     return count;
 }
 
-/* The lists that the micro-batch's attention takes, from the whole batch's spans. */
+/* Builds the span lists of a micro-batch from the spans of the whole batch. */
 static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     int64_t P = c->plan.ring->size, rank = c->plan.ring->rank, count = 0;
     bool gather = c->plan.comm_type == MT_CP_ALL_GATHER && P > 1;
@@ -6635,13 +6634,13 @@ void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
     c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / A;
     MT_CHECK(c->T <= c->plan.max_tokens && c->T * A * P == c->N);
-    int64_t owners = gather ? 1 : P; // with all_gather keys are in order of position
+    int64_t owners = gather ? 1 : P; // all_gather: keys in order of position
     for (int64_t rank = 0; rank < owners; rank++)
         count += mt_zigzag_rows(c->host_rows + count, whole->spans, num_spans, owners, rank);
     for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[c->host_rows[i]];
     c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
 
-    /* Rows arrive rank by rank: those of all ranks, or of this a2a group, whose sequences are in order without gaps. */
+    /* Received rows are ordered by rank: all ranks, or this a2a group, whose local sequences have no gaps. */
     mt_context_list_spans(c, whole, stream);
     bool across = gather && P > 1;
     const mt_span *spans = across ? whole->spans : c->lists[MT_CONTEXT_WHOLE].host;
@@ -6665,7 +6664,7 @@ static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt
     mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, call->v_stride, c->M, v_width, stream);
 }
 
-/* Summed gradients of this rank's keys and values go where the caller wants them. */
+/* Writes the summed gradients of this rank's keys and values to call->dk and call->dv. */
 static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, const float *sum, mt_stream *stream) {
     int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
     int64_t kv = k_width + v_width;
@@ -6678,9 +6677,9 @@ static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, 
     mt_context_copy_rows(c, call->dv, call->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, stream);
 }
 
-/* ---- p2p: keys and values go round the ring (Liu et al., "Ring attention with blockwise transformers"; the zig-zag of
- * Zhu's ring-flash-attention). In step i this rank has those of rank r - i, and the next ones come while it computes.
- */
+/* ---- p2p: ring attention (Liu et al., "Ring attention with blockwise transformers"; zig-zag from Zhu's
+ * ring-flash-attention). In step i rank r holds the keys and values of rank r - i; the next ones arrive during the
+ * computation. */
 
 static void mt_ring_shift_begin(const mt_context *c, mt_ring_shift *shift, void *coming, const void *going,
                                 int64_t count, mt_dtype dtype, mt_stream *stream) {
@@ -6688,13 +6687,13 @@ static void mt_ring_shift_begin(const mt_context *c, mt_ring_shift *shift, void 
     shift->sent = c->ops->channel_send(shift->to, going, count, dtype, stream);
 }
 
-/* Both buffers are the caller's again. */
+/* Waits for both transfers: the caller may reuse both buffers. */
 static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, mt_stream *stream) {
     c->ops->channel_wait(shift->from, shift->received, stream);
     c->ops->channel_wait(shift->to, shift->sent, stream);
 }
 
-/* The part of a call that step i of the ring computes: its spans, and keys and values in kv[i % 2]. */
+/* The attention call of ring step i: its spans, with keys and values in kv[i % 2]. */
 static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attention *call) {
     int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
     mt_attention step = *call;
@@ -6724,9 +6723,9 @@ static void mt_ring_forward(mt_context *c, const mt_attention *call, mt_stream *
     if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, stream);
 }
 
-/* With the final lse, a block's probabilities are right at once, so each block gives its part of every gradient. The
- * sums of dk and dv travel one step behind their keys and values and end, after P steps, where these began. dq is a
- * block's part until its own sum is stored there. */
+/* Each block computes its part of all gradients, because the final lse gives exact probabilities. The sums of dk and dv
+ * follow their keys and values one step later and arrive at their owner after P steps. call->dq holds one block's part
+ * until the final sum overwrites it. */
 static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
     int64_t P = c->plan.ring->size, q_width = call->num_heads * call->head_size;
@@ -6754,10 +6753,10 @@ static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream 
     mt_context_copy_rows(c, call->dq, call->q_stride, rounded, q_width, c->M, q_width, stream);
 }
 
-/* ---- all_gather: every rank gets all keys and values (Llama 3's way: Grattafiori et al., "The Llama 3 herd of
+/* ---- all_gather: every rank gathers all keys and values, as for Llama 3 (Grattafiori et al., "The Llama 3 herd of
  * models") */
 
-/* The call with the keys and values of all ranks, in order of position. Local queries keep their own index. */
+/* The call with the keys and values of all ranks, in order of position; q_index stays local. */
 static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
     int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
     mt_context_pack_kv(c, call, stream);
@@ -6776,13 +6775,13 @@ static void mt_gather_forward(mt_context *c, const mt_attention *call, mt_stream
     c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
-/* Every rank has a part of the gradient of every key and value; their sum goes to the rank that owns them. */
+/* Every rank has a partial gradient of all keys and values; a reduce-scatter sums them for their owners. */
 static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
     mt_attention whole = mt_gather_kv(c, call, stream);
     int64_t kv = whole.k_stride, all = c->N * kv;
     whole.dk = c->dkv_ordered, whole.dv = mt_context_at(c, c->dkv_ordered, call->num_groups * call->head_size);
-    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // late keys are in no span here
+    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
     c->ops->attention_backward(&whole, dtype, stream);
     c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
     if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
@@ -6791,9 +6790,9 @@ static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_strea
     mt_context_store_dkv(c, call, c->dkv_sum[0], stream);
 }
 
-/* ---- a2a: tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses") */
+/* ---- a2a: exchange of tokens for heads (Jacobs et al., "DeepSpeed Ulysses") */
 
-/* [T, width] with all heads of this rank's tokens becomes [M, width / A] with a share of the heads of all tokens. */
+/* from[T, width], all heads of this rank's tokens -> to[M, width / A], a share of the heads of all tokens. */
 static void mt_a2a_to_heads(mt_context *c, void *to, const void *from, int64_t from_stride, int64_t width,
                             mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
@@ -6816,8 +6815,8 @@ static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const v
                              mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
 }
 
-/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. lse and row_dot
- * stay where they are: M rows of H / A heads are T rows of H. */
+/* The call for this rank's share of the heads, with q, k, v of all tokens of the group. lse and row_dot keep their
+ * memory: [M, H / A] has as many elements as [T, H]. */
 static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_stream *stream) {
     int64_t A = c->plan.a2a->size, H = call->num_heads, G = call->num_groups;
     int64_t D = call->head_size, Dv = call->value_size;
@@ -6834,9 +6833,9 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
     return inner;
 }
 
-/* ---- the four ways */
+/* ---- all four --cp-comm-type */
 
-/* The call where this rank has all tokens of the sequences. */
+/* The call if this rank has all tokens of the sequences. */
 static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
     mt_attention whole = *call;
     whole.q_index = whole.k_index = c->index;
@@ -6888,10 +6887,10 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
 }
 
 /* ==== §10 a pipeline stage ======================================================================================== */
-/* The layers of a stage between embedding and head, on one micro-batch. Invariants: nothing is allocated in a step but
- * what a backend's graphs and experts' rows take; a message leaves as soon as it is computed. */
+/* The layers of a stage, with embedding and head if it has them, on one micro-batch. Invariants: in a step only graphs
+ * and expert rows allocate memory; a message is sent as soon as it is computed. */
 
-/* An output of the model, or of a module of multi-token prediction: what its loss saves for the backward. */
+/* An output of the model or of a multi-token prediction module: saved values of head and loss. */
 typedef struct mt_output {
     void *hidden;   // [R, C] the residual stream
     mt_normed norm; // [R, C] its norm: the head's input
@@ -6900,41 +6899,41 @@ typedef struct mt_output {
     float *dlogp;   // [max_logits] coefficients of the loss
 } mt_output;
 
-/* What a module of multi-token prediction saves beside its layer's activations and its output. */
+/* Saved values of a multi-token prediction module, besides its layer's activations and its output. */
 typedef struct mt_mtp_activations {
     void *embedded;                     // [R, C] embedding of the module's token
-    void *joined;                       // [R, 2C] that and the hidden state, both normalised
+    void *joined;                       // [R, 2C] normalised embedding and normalised hidden state
     float *embedded_rstd, *hidden_rstd; // [R]
 } mt_mtp_activations;
 
-/* A micro-batch on one chunk, from its forward to its backward: what it is, and what its forward left. */
+/* A micro-batch on one chunk, from its forward to its backward: inputs and saved values. */
 typedef struct mt_micro_batch {
-    int64_t chunk, index; // index -1: nothing is here
+    int64_t chunk, index; // index -1: free
     int64_t T, rows;      // tokens, and rows of hidden states on this rank
-    char *device_batch;   // the block of `batch`
+    char *device_batch;   // memory of `batch`
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
-    mt_batch whole;         // what the context group shares of it: spans and indices of all its tokens
-    mt_activations *layers; // of the chunk, or one that all share where nothing is kept; then of the modules
+    mt_batch whole;         // context parallelism: spans and token indices of the whole micro-batch
+    mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
     mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
-    mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk, with a head if it has the loss; then of the modules
+    mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
 } mt_micro_batch;
 
-/* The numbers that decide about a training step, on the device; copied to the host in one piece. */
+/* The numbers of a training step, on the device; one copy brings them to the host. */
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
-    double replayed[2];                // sums of a replay, which count nothing
+    double replayed[2];                // sums of a replay, discarded
     double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
-    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and what it counts, of all modules
+    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and sum of its weights
     float grad_scale, grad_norm;
 } mt_step_numbers;
 
 /* ==== §10a embedding, head, layers ================================================================================ */
 /* The parts of a stage. Multi-token prediction uses the same embedding and head with parameters of its own. */
 
-/* Which bucket has the word embedding: its own, or that of a tied head on another rank than the embedding. */
+/* Bucket of the word embedding, or of a tied head if the embedding is on another rank. */
 static int64_t mt_word_bucket(const mt_model *m) {
     return m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
 }
@@ -6942,8 +6941,8 @@ static mt_weight mt_word_embedding(const mt_model *m) {
     return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
 }
 
-/* x[R, C] = dropout(word embedding of tokens[T] + learned positions, if the model has them). `layer` is -1, or that of
- * a module of multi-token prediction. */
+/* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a
+ * multi-token prediction module. */
 static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32_t *tokens, int64_t layer) {
     mt_bucket_acquire(m, mt_word_bucket(m));
     mt_vocab_embedding_forward(&p->tp, x, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
@@ -6960,7 +6959,7 @@ static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32
                                     m->dtype, p->stream);
 }
 
-/* From dx[R, C]. `last`: nothing adds to the word embedding's gradient later in this step. */
+/* Adds dx[R, C] to the embedding's gradients. last: this completes the word embedding's gradient of the step. */
 static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer,
                               bool last) {
     mt_dropout dropout = mt_model_dropout(m, p, layer, MT_DROP_EMBEDDING);
@@ -6973,7 +6972,7 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
                                    m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
         mt_bucket_gradients_release(m, m->position_bucket, p->last);
     }
-    mt_bucket_gradients_acquire(m, mt_word_bucket(m)); // a tied head may hold it already
+    mt_bucket_gradients_acquire(m, mt_word_bucket(m)); // a tied head may have acquired it already
     mt_vocab_embedding_backward(&p->tp, dx, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
     mt_bucket_gradients_release(m, mt_word_bucket(m), last);
 }
@@ -7030,7 +7029,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
     mt_bucket_release(m, m->head_bucket);
 }
 
-/* Around a layer's backward, experts first, as they are used first. */
+/* Acquires and releases a layer's buckets around its backward; experts first, because the backward uses them first. */
 static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
     bool has_experts = w->expert_bucket >= 0;
     if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
@@ -7047,8 +7046,8 @@ static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, b
     if (params) mt_bucket_release(m, w->bucket);
 }
 
-/* Layers [begin, end) of the pass's chunk, from the input that the first one has to `output`. A layer's input norm is
- * fused with the end of the layer before, except the first one's; so any run of layers can be replayed by itself. */
+/* Layers [begin, end) of the chunk, from the first one's saved input to `output`. Each layer also computes the next
+ * layer's input norm; the first layer's is computed here, so any range of layers can be replayed alone. */
 static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output) {
     mt_layer *layers = m->layers + m->first_local[p->at->chunk];
     for (int64_t i = begin; i < end; i++) {
@@ -7071,26 +7070,26 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
 }
 
 /* ==== §10b multi-token prediction ================================================================================= */
-/* Modules after the last layer, each of which predicts one token further than the one before (DeepSeek-AI,
- * "DeepSeek-V3", 2.2; Gloeckle et al., "Better & faster large language models via multi-token prediction"). Module k
- * joins the hidden state of position t with the embedding of token t + k, both normalised; a projection, a transformer
- * layer and a norm of its own follow; the model's head predicts token t + k + 1. As in Megatron, the hidden state is
- * the head's input: that of the main model for the first module, then that of the module before. Embedding and head are
- * the model's, so the stage with the loss has a copy of the embedding, whose gradient is summed with the first stage's.
- * Invariants: tokens and labels are rolled within each sequence on the host, from whole sequences, so results do not
- * depend on the layout; generation and evaluation use no modules. */
+/* Modules after the last layer; each predicts one token further ahead (DeepSeek-AI, "DeepSeek-V3", 2.2; Gloeckle et
+ * al., "Better & faster large language models via multi-token prediction"). Module k concatenates the normalised hidden
+ * state of position t and the normalised embedding of token t + k; its projection, transformer layer and norm follow;
+ * the model's head predicts token t + k + 1. As in Megatron, the hidden state is the input of the previous head: that
+ * of the main model for the first module, that of module k - 1 for the others. Modules share the model's embedding and
+ * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. Invariants: the host
+ * rolls tokens and labels within each whole sequence, so results do not depend on the layout; generation and evaluation
+ * use no modules. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;          // modules; 0: none here
-    mt_batch rolled, local; // on the host: a micro-batch some tokens further, and this rank's part of it
-    float *weights;         // on the host: of the tokens of `rolled`
+    int64_t count;          // modules of this rank
+    mt_batch rolled, local; // on the host: a micro-batch shifted by k tokens, and this rank's shard of it
+    float *weights;         // on the host: weights of the tokens of `rolled`
     float *logp;            // [max_logits]
-    void *dhidden;          // [R, C] the gradient of what a module takes from the one before
+    void *dhidden;          // [R, C] gradient of a module's input hidden state
     void *djoined;          // [R, 2C]
 } mt_mtp;
 
-/* A micro-batch one token further: within each sequence, whose end is filled with what counts nothing. */
+/* Shifts a micro-batch by one token within each sequence; the last token gets loss mask 0. */
 static void mt_mtp_roll(mt_batch *rolled) {
     for (int64_t s = 0; s < rolled->num_spans; s++) {
         int64_t first = rolled->spans[s].q_start, rest = rolled->spans[s].q_len - 1;
@@ -7103,8 +7102,8 @@ static void mt_mtp_roll(mt_batch *rolled) {
     }
 }
 
-/* What a token's loss counts: a module's share of the scaling factor, and as rolling leaves a sequence fewer labels,
- * each of them more, so that a sequence's mean counts what its mean in the main loss does. */
+/* weights of the tokens' losses: the module's share of the scaling factor. Rolling removes labels, so the remaining
+ * ones count more: each sequence then has the same weight as in the main loss. */
 static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whole, const mt_batch *rolled) {
     double factor = m->options->mtp_loss_scaling_factor / (double)m->mtp->count;
     memset(weights, 0, (size_t)whole->num_tokens * 4);
@@ -7118,7 +7117,7 @@ static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whol
     }
 }
 
-/* Tokens, labels and weights of this rank's part of a micro-batch, for every module, into the host's block. */
+/* Writes tokens, labels and weights of this rank's shard, for every module, to the host's block. */
 static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whole) {
     mt_error error;
     mt_batch *rolled = &m->mtp->rolled;
@@ -7146,7 +7145,7 @@ static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whol
     }
 }
 
-/* Which of the chunk's layers module k has. */
+/* Index of module k's layer in the chunk. */
 static int64_t mt_mtp_index(const mt_model *m, const mt_pass *p, int64_t k) {
     return m->stages[p->at->chunk].num_layers + k;
 }
@@ -7154,8 +7153,7 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
     return &m->layers[m->first_local[p->at->chunk] + mt_mtp_index(m, p, k)];
 }
 
-/* The norm of one half of a module's input, side by side in joined[R, 2C]: 0 of the embedding, 1 of the hidden state.
- */
+/* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. */
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
     const mt_mtp_activations *a = &p->at->mtp[k];
@@ -7178,8 +7176,8 @@ static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *
     mt_linear_forward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
 }
 
-/* From scratch.dresidual, the gradient of eh_proj's output, to mtp.dhidden, that of the hidden state, and
- * scratch.dresidual, that of the embedding. */
+/* Gradient of eh_proj's output in scratch.dresidual -> gradient of the hidden state in mtp.dhidden and of the embedding
+ * in scratch.dresidual. */
 static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
     mt_linear_io projection = {.x = p->at->mtp[k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
     mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_PART_BOTH);
@@ -7189,7 +7187,7 @@ static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
     }
 }
 
-/* All modules of the micro-batch at hand, whose main output is there. */
+/* All modules, after the main model's output. */
 static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     for (int64_t k = 0; k < m->mtp->count; k++) {
         mt_layer *w = mt_mtp_layer(m, p, k);
@@ -7209,7 +7207,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     }
 }
 
-/* mtp.dhidden = the modules' gradient of the main output. */
+/* mtp.dhidden = gradient of the main model's hidden state from all modules. */
 static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
     int64_t word = mt_word_bucket(m);
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
@@ -7230,8 +7228,8 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
 
 /* ==== §10c a stage's forward and backward ========================================================================= */
 
-/* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
- * stretch of the block. */
+/* The block of a micro-batch of T tokens and num_spans spans. Decoding reads one contiguous range of it, and so does
+ * training. */
 static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
     mt_batch_block block;
     block.cache_rows = mt_arena_alloc(arena, T * 4);
@@ -7268,7 +7266,7 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* A pass over a micro-batch that is on the device. The caller sets what kind of pass it is. */
+/* A pass over a micro-batch on the device. The caller sets training, replay, decode, parts and last. */
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *at) {
     mt_pass p = {.at = at, .batch = &at->batch, .tp = m->tp, .stream = m->stream, .T = at->T, .rows = at->rows};
     p.tp.T = at->T, p.tp.rows = at->rows;
@@ -7281,7 +7279,8 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *at) {
     return p;
 }
 
-/* This rank's part of a batch whose sequences ranks share; keeps what their attention needs to know of the whole. */
+/* This rank's shard of a batch; with context parallelism saves spans and token indices of the whole batch for
+ * attention. */
 static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch) {
     mt_error error;
     const mt_group *group = &m->grid->context;
@@ -7294,7 +7293,7 @@ static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_
     return &m->local_batch;
 }
 
-/* Lays out a batch on the device; returns its place in the host's block `staged`. */
+/* Assigns a batch's arrays on the device; returns those in host block `staged`, for the caller to fill. */
 static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
@@ -7307,12 +7306,12 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     at->num_spans = num_spans;
     memcpy(at->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
-    m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
+    m->ops->event_wait(m->copied[staged]); // until the block's previous contents are copied
     return mt_batch_block_at(m, &on_host, T, num_spans);
 }
 
-/* Enqueues the copy of a micro-batch to the device and begins a pass over it. The caller may fill `whole` again at
- * once, and hand over the next micro-batch while the device is busy with this one. */
+/* Enqueues the copy of a micro-batch to the device and starts a pass over it. The caller may refill `whole` at once,
+ * and load the next micro-batch while the device computes this one. */
 static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole, bool training) {
     const mt_batch *batch = mt_share_batch(m, at, whole);
     mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
@@ -7371,19 +7370,19 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     mt_bucket_release(m, m->output_bucket);
 }
 
-/* The residual stream as it enters the chunk of the micro-batch at hand. */
+/* The residual stream at the chunk's input. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
     return m->stages[p->at->chunk].num_layers > 0 ? p->at->layers[0].input : p->at->outputs[0].hidden;
 }
 
-/* Embedding, if it is here, and layers. */
+/* Embedding, if the chunk has it, and layers. */
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->at->chunk];
     if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
     mt_layers_forward(m, p, 0, stage->num_layers, p->at->outputs[0].hidden);
 }
 
-/* scratch.dresidual, the gradient of the chunk's output, becomes that of its input. */
+/* scratch.dresidual: gradient of the chunk's output in, gradient of its input out. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->at->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
@@ -7406,7 +7405,7 @@ static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
 
 /* ---- between chunks */
 
-/* One end of a channel to a neighbour in the pipeline, with buffers for messages that are under way. */
+/* One end of a channel to a neighbour in the pipeline, with buffers for messages in flight. */
 typedef struct mt_link {
     mt_channel *channel; // NULL: there is no such neighbour
     int64_t num_buffers;
@@ -7417,7 +7416,7 @@ typedef struct mt_link {
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
-/* Begins to receive the next message of a link, of so many rows, if a buffer is free for it. */
+/* Posts the receive of a link's next message of `rows` rows; false if no buffer is free. */
 static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
     int64_t k = link->started % link->num_buffers;
     if (link->started - link->finished == link->num_buffers) return false;
@@ -7426,7 +7425,7 @@ static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
     return true;
 }
 
-/* to[rows, C] = the oldest message that was not taken yet. */
+/* to[rows, C] = the oldest message not taken yet. */
 static void mt_link_take(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
     if (link->started == link->finished) mt_link_start(m, link, p->message_rows);
     int64_t k = link->finished++ % link->num_buffers;
@@ -7434,7 +7433,7 @@ static void mt_link_take(mt_model *m, const mt_pass *p, mt_link *link, void *to)
     m->ops->memory_copy(to, link->buffers[k], p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
 }
 
-/* Sends a copy of from[rows, C], which may then be written again. */
+/* Sends a copy of from[rows, C]; the caller may overwrite `from` at once. */
 static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
     int64_t k = link->started % link->num_buffers, count = p->message_rows * m->C;
     if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
@@ -7443,7 +7442,7 @@ static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const voi
     link->started++;
 }
 
-/* Chunks without the embedding take what the stage before sends, chunks without the loss send theirs on. */
+/* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->at->chunk];
     if (!stage->embedding) mt_link_take(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
@@ -7461,7 +7460,7 @@ static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
 }
 
-/* Room of a chunk that holds nothing. */
+/* A free micro-batch of a chunk. */
 static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         if (m->micro_batches[i].chunk == chunk && m->micro_batches[i].index < 0) return &m->micro_batches[i];
@@ -7469,7 +7468,7 @@ static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
     return NULL;
 }
 
-/* A zero-bubble schedule does a backward in two parts. */
+/* A zero-bubble schedule splits the backward into the input's and the weights' half. */
 static bool mt_splits_backward(const mt_model *m) {
     return m->grid->pipeline.size > 1 && mt_schedule_of(m->options, 1).kind == MT_SCHEDULE_ZB_H1;
 }
