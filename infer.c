@@ -141,7 +141,7 @@ static void answer_prompts(run *r) {
     free(sequences);
 }
 
-/* While no input comes, tells the ranks that wait for it that all is well: they would end the job after a while. */
+/* While it waits for input, sends a sign of life to the other ranks, which would end the job after a timeout. */
 static void await_input(const run *r) {
     struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
     int64_t bytes = NOTHING_YET, seconds = r->options.distributed_timeout_seconds;
@@ -179,7 +179,7 @@ static bool answer_lines(run *r) {
     bool all = true, terminal = r->is_first && isatty(STDIN_FILENO);
     if (r->context > INTERACTIVE_CONTEXT) r->context = INTERACTIVE_CONTEXT;
     open_generator(r, 1, r->context, r->context);
-    if (r->grid.world.size > 1) setvbuf(stdin, NULL, _IONBF, 0); // what is read ahead could not be waited for
+    if (r->grid.world.size > 1) setvbuf(stdin, NULL, _IONBF, 0); // poll does not see input that stdio has read ahead
     for (int64_t id = 0;; id++) {
         free(line);
         if (terminal) fprintf(stderr, "> ");

@@ -539,7 +539,7 @@ int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
     uint32_t sum = 0;
     char *path = mt_path_join(folder, "checksums.json");
     char *text = mt_file_read(path, MT_MAX_HEADER_BYTES, &bytes, error);
-    json_t *json = text ? json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
+    json_t *json = text ? mt_json_parse(text, bytes, JSON_REJECT_DUPLICATES, path, error) : NULL;
     const char *last = json ? strstr(text, "\n\"before_this_line\"") : NULL;
     bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
                 mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&

@@ -8,7 +8,7 @@
 #include "../data/dataset.h"
 #include "../data/file.h"
 #include "../data/options.h"
-#include "../data/schedule_print.h"
+#include "../data/timeline.h"
 #include "../megatron.h"
 
 #include <math.h>
@@ -818,7 +818,7 @@ static void draw_step(const char *folder) {
     for (int i = 0; i < 5; i++) products += flops[i], most = fmax(most, flops[i]);
     flops[5] = total - products;
     picture p = picture_open(folder, "06-step", "Operations of a training step", 900, 280);
-    text(&p, 20, 28, START, "GPT-2 124M, %lld x %lld tokens: %.1f GFLOP per step, of which matrix products %.1f",
+    text(&p, 20, 28, START, "GPT-2 124M, %lld x %lld tokens: %.1f GFLOP per step, matrix products %.1f",
          (long long)sequences, (long long)o.seq_length, total * 1e-9, products * 1e-9);
     static const char *const parts[] = {"forward", "gradient of the input", "gradient of the weights"};
     for (int i = 0; i < 3; i++) {

@@ -1,16 +1,15 @@
-/* Saving and loading a checkpoint against dd with the same block size, on the same disk in the same run; what an
- * asynchronous save costs a step against a plain copy; and how often each byte is read.
+/* Measures saving and loading of a checkpoint against dd with the same block size, on the same disk in the same run;
+ * the time that an asynchronous save adds to a step, against a plain copy; and how often each byte is read.
  *
  *   usage: [mpirun -np N] bench_checkpoint [FOLDER [LAYERS [ROUNDS [OPTIONS...]]]]
  *
- * FOLDER is on the disk to be measured (build/checkpoint); the model is GPT-2's with so many layers (12: 124M, which in
- * fp32 with its moments is 1.5 GB). OPTIONS are a layout's, or --device cuda: then the copy is one from the device to
- * pinned memory; or --hf-config with another model. With 0 ROUNDS a checkpoint is only saved and loaded, once; one that
- * is in FOLDER already is loaded and stays there. In each
- * of ROUNDS (5) everything is done once, in turns; medians are shown, with the fastest and slowest round and the time
- * of all processors (user and system). Writing ends with fsync, for dd as for a save; before reading, the pages of the
- * file leave the cache, for dd as for a load. dd is run through the page cache and around it (oflag=direct,
- * iflag=direct): what is compared is with its better median. */
+ * FOLDER (build/checkpoint) is on the disk to measure. The model is GPT-2's with LAYERS layers (12: 124M, in fp32 with
+ * its moments 1.5 GB). OPTIONS are options of a layout; or --device cuda, where the plain copy is one from the device
+ * to pinned memory; or --hf-config with another model. With 0 ROUNDS a checkpoint is saved and loaded once; one that
+ * already exists in FOLDER is loaded and kept. Each of ROUNDS (5) rounds does everything once, in alternating order.
+ * Shown are medians, with the fastest and slowest round and the time of all processors (user and system). Writes end
+ * with fsync, for dd as for a save. Before reads the file's pages leave the cache, for dd as for a load. dd runs
+ * through the page cache and past it (oflag=direct, iflag=direct); the comparison is with its better median. */
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 
@@ -34,9 +33,9 @@ typedef struct bench {
     double bytes;  // of the checkpoint's tensors
 } bench;
 
-enum { DD_BLOCK = 8 << 20, MOST_ROUNDS = 64 }; // as the pieces that are saved
+enum { DD_BLOCK = 8 << 20, MOST_ROUNDS = 64 }; // the size of a piece that a save writes
 
-/* Of one thing in every round: seconds, and seconds of all ranks' and their children's processors. */
+/* One measurement in every round: seconds, and processor seconds of all ranks and their children. */
 typedef struct series {
     double seconds[MOST_ROUNDS], cpu[MOST_ROUNDS], start, cpu_start;
     int64_t count;
@@ -51,7 +50,7 @@ static double now(const bench *b) {
     return mt_time();
 }
 
-/* A shell command on rank 0. */
+/* Runs a shell command on rank 0. */
 static void run(const bench *b, const char *format, const char *folder, long long number) {
     char command[1024];
     snprintf(command, sizeof command, format, folder, number);
@@ -59,7 +58,7 @@ static void run(const bench *b, const char *format, const char *folder, long lon
     mt_barrier(&b->grid.world);
 }
 
-/* The same while the other ranks sleep: ranks that wait in a barrier would take the processors from it. */
+/* The same while the other ranks sleep: ranks that wait in a barrier would compete for the processors. */
 static void run_alone(const bench *b, const char *format, long long number) {
     static int turn;
     char done[1024], command[1024];
@@ -74,7 +73,7 @@ static void run_alone(const bench *b, const char *format, long long number) {
     if (!file || fclose(file) != 0) mt_die("%s cannot be written", done);
 }
 
-/* What this process has read by system calls; 0 where the system does not tell. */
+/* Bytes that this process has read by system calls; 0 where the system does not count them. */
 static double bytes_read(void) {
     FILE *file = fopen("/proc/self/io", "r");
     double value = 0;
@@ -84,7 +83,7 @@ static double bytes_read(void) {
     return value;
 }
 
-/* Files of a folder leave the page cache, so that they are read from the disk. */
+/* Drops the files of a folder from the page cache, so that they are read from the disk. */
 static void forget(const bench *b, const char *folder) {
     DIR *directory = b->grid.world.rank == 0 ? opendir(folder) : NULL;
     for (struct dirent *entry; directory && (entry = readdir(directory));) {
@@ -100,7 +99,7 @@ static void forget(const bench *b, const char *folder) {
     mt_barrier(&b->grid.world);
 }
 
-/* The command line of the model, in words; a config.json has a shape of its own. */
+/* The words of the command line of the model; with --hf-config the file gives the shape. */
 static int list_words(char **words, int room, int argc, char **argv) {
     static char shape[] =
         "--hidden-size 768 --num-attention-heads 12 --vocab-size 50257 --swiglu --disable-bias-linear "
@@ -159,13 +158,13 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Sorts, and returns the one in the middle. */
+/* Sorts the values and returns the median. */
 static double median(double *values, int64_t count) {
     qsort(values, (size_t)count, sizeof *values, ascending);
     return (values[(count - 1) / 2] + values[count / 2]) / 2;
 }
 
-/* One line; `reference` seconds are 100%. Returns the median. */
+/* Prints one line, where `reference` seconds are 100%; returns the median. */
 static double print(const bench *b, const char *what, series *s, double reference, const char *of) {
     double seconds = median(s->seconds, s->count), mb = b->bytes / 1e6;
     if (b->grid.world.rank != 0) return seconds;
@@ -222,7 +221,7 @@ static void print_counted(const bench *b, double counted) {
         printf("%-30s the system does not tell\n", "bytes read by all ranks");
 }
 
-/* 0 rounds: for models that are too large to write so often. */
+/* With 0 rounds: for models that are too large to write often. */
 static void bench_once(bench *b) {
     series write = {0}, read = {0};
     if (!b->is_there) {
@@ -237,8 +236,7 @@ static void bench_once(bench *b) {
     print_counted(b, counted);
 }
 
-/* Writing and reading, in turns; in odd rounds in the other order, as the one before may leave work to the one after.
- */
+/* Writes and reads, in alternating order, because one may leave work to the next. */
 static void bench_save_and_load(bench *b) {
     series cached = {0}, direct = {0}, write = {0}, cached_read = {0}, direct_read = {0}, read = {0};
     double counted = 0;
@@ -272,7 +270,7 @@ static void bench_save_and_load(bench *b) {
     print_counted(b, counted);
 }
 
-/* One copy of `bytes` to host memory, as plain as can be. */
+/* One plain copy of `bytes` to host memory. */
 static void copy_plainly(const bench *b, series *s, char *to, const char *from, int64_t bytes) {
     mt_stream *stream = mt_model_stream(b->model);
     begin(b, s);
@@ -283,7 +281,7 @@ static void copy_plainly(const bench *b, series *s, char *to, const char *from, 
     end(b, s);
 }
 
-/* One line in milliseconds, against `reference` seconds. */
+/* Prints one line in milliseconds, against `reference` seconds. */
 static void print_wait(const bench *b, const char *what, series *s, double reference) {
     double seconds = median(s->seconds, s->count);
     if (b->grid.world.rank != 0) return;
@@ -292,9 +290,9 @@ static void print_wait(const bench *b, const char *what, series *s, double refer
     fflush(stdout);
 }
 
-/* What a step waits for an asynchronous save, against copying as much memory, from the device where there is one. There
- * the save's copies go on behind the call. What is computed then, which `follows`, should find the model's stream free;
- * what changes the model waits until it is `copied`. */
+/* The time that a step waits for an asynchronous save, against a plain copy of as much memory, from the device if there
+ * is one. On a device the copies continue after the call: work that `follows` should find the model's stream free; work
+ * that changes the model waits until it is `copied`. */
 static void bench_stall(bench *b) {
     mt_error error;
     mt_saver *saver;
@@ -317,7 +315,7 @@ static void bench_stall(bench *b) {
         begin(b, &follows);
         b->ops->stream_wait(stream);
         end(b, &follows);
-        mt_model_buckets(b->model, &num_buckets); // to be changed: the stream waits for the copies
+        mt_model_buckets(b->model, &num_buckets); // a caller may change buckets, so the stream waits for the copies
         b->ops->stream_wait(stream);
         end(b, &copied);
         check(mt_saver_finish(saver, &error), &error);
@@ -334,7 +332,7 @@ static void bench_stall(bench *b) {
     b->ops->memory_free(from), b->ops->memory_free_host(to);
 }
 
-/* Others that compute at the same time make all of this worth little. */
+/* Other work on the machine spoils the measurement. */
 static void print_load(const bench *b, const char *when) {
     double load = 0;
     long cores = sysconf(_SC_NPROCESSORS_ONLN);

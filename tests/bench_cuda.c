@@ -1,6 +1,6 @@
 /* How fast the GPU's memory-bound operations are: the bytes that each must move, over its time, against the rate of a
  * large copy in the same run. The shapes are those of Llama 3 8B (8192 tokens) and GPT-2 (small and XL). Each operation
- * goes round several sets of buffers that together no cache holds.
+ * cycles through several sets of buffers that are larger than any cache together.
  *
  *   usage: bench_cuda [WORD]      only the operations whose name holds the word */
 #include "../megatron.h"
@@ -90,7 +90,7 @@ static double layernorm_backward(bench *b, const int64_t *n) {
     return 4 * size(b) * (double)(n[0] * n[1]);
 }
 
-/* D channels, all of which rotate. */
+/* D channels, all rotated. */
 static mt_rotation rotation(bench *b, int64_t D) {
     mt_rotation rotation = {.positions = b->positions, .R = D};
     rotation.cos = floats(b, 1024 * D / 2), rotation.sin = floats(b, 1024 * D / 2);
@@ -190,8 +190,8 @@ static double embedding_backward(bench *b, const int64_t *n) { // T, C, vocabula
     return size(b) * (double)(n[0] * n[1]); // and 8 bytes an element of the rows that occur, not counted
 }
 
-/* Of mixtures of experts: T, C, k, E, of which `plans` has the choices. Floors count a token's row once, however often
- * it is copied. */
+/* Mixtures of experts: T, C, k, E; `plans` holds the choices. The bytes count a token's row once, however often it is
+ * copied. */
 
 static double router_logits(bench *b, const int64_t *n) {
     void *x = elements(b, n[0] * n[1]), *w = elements(b, n[3] * n[1]);
@@ -472,7 +472,7 @@ static void make_indices(bench *b) {
     free(names);
 }
 
-/* What a router with T tokens and k of E experts might choose, and the order of rows that the CPU makes of it. */
+/* Possible choices of a router with T tokens and k of E experts, and the CPU's order of their rows. */
 static void make_plan(bench *b, int64_t which, int64_t T, int64_t k, int64_t E) {
     mt_dispatch dispatch = {.topk = k, .count = E, .local = E, .copies = 1};
     int64_t M = T * k;

@@ -1,5 +1,5 @@
-/* What the tests of collectives share: every operation on a group of a backend against a plain computation on the host,
- * which knows what each rank put in. Include once, after megatron.h. */
+/* Shared by the tests of collectives: every operation on a group of a backend against a plain computation on the host,
+ * which knows the input of each rank. Include once, after megatron.h. */
 #ifndef COLLECTIVES_H
 #define COLLECTIVES_H
 
@@ -20,7 +20,7 @@ static const mt_ops *ops;
 static mt_stream *stream;
 static bool rounds_like_the_host; // sums must have the host's bits; else they only are near and alike on every rank
 
-/* Number i of what a rank of the group puts in; sizes differ much, so that the order of a sum shows. */
+/* Element i of a rank's input. Magnitudes differ much, so that the order of a sum changes its bits. */
 static double input(int rank, int64_t i, mt_dtype dtype) {
     uint64_t hash = ((uint64_t)i + 1) * 0x9E3779B97F4A7C15 ^ ((uint64_t)rank + 1) * 0xC2B2AE3D27D4EB4F;
     hash = (hash ^ hash >> 29) * 0xBF58476D1CE4E5B9;
@@ -178,7 +178,7 @@ static void check_all_to_all(const mt_group *group, int64_t n, mt_dtype dtype) {
     free(host);
 }
 
-/* What rank `from` sends to rank `to`: uneven, and to some nothing. */
+/* Elements that rank `from` sends to rank `to`: uneven, for some ranks none. */
 static int64_t uneven(int from, int to, int64_t n) {
     return (from + 2 * to) % 3 == 0 ? 0 : n / (1 + (5 * from + to) % 4) + from;
 }

@@ -64,7 +64,7 @@ static inline void *to_gpu(const void *from, int64_t bytes) {
     return to;
 }
 
-/* What either stream has left in memory of the GPU. */
+/* Copies results of either stream from the GPU. */
 static inline void from_gpu(void *to, const void *from, int64_t bytes) {
     gpu->stream_wait(deterministic_stream);
     gpu->memory_copy(to, from, bytes, stream);

@@ -1,4 +1,4 @@
-/* Fuzzes the safetensors reader: whatever the bytes, it refuses in one line or gives tensors that can be read whole. */
+/* Fuzzes the safetensors reader: it refuses any bytes with one line, or returns tensors that can be read whole. */
 #include "../data/checkpoint.h"
 
 #include <stdlib.h>
@@ -9,7 +9,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     mt_safetensors *file;
     mt_error error = {{0}};
-    volatile unsigned sum = 0; // so that the reads stay
+    volatile unsigned sum = 0; // keeps the compiler from removing the reads
     if (mt_safetensors_open_memory(&file, data, (int64_t)size, "input", &error) != 0) {
         if (!error.text[0] || strchr(error.text, '\n')) abort();
         return 0;

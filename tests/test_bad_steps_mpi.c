@@ -316,7 +316,7 @@ static void a_loss_spike_is_skipped_on_every_layout(void **state) {
         }
 }
 
-/* Creates a folder and tells all ranks its name. */
+/* Creates a folder and broadcasts its name. */
 static void make_folder(char folder[64]) {
     snprintf(folder, 64, "%s", access("/dev/shm", W_OK) == 0 ? "/dev/shm/mt-bad-XXXXXX" : "/tmp/mt-bad-XXXXXX");
     if (grid.world.rank == 0 && !mkdtemp(folder)) mt_die("%s: cannot be created", folder);

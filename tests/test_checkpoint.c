@@ -1,4 +1,4 @@
-/* Checkpoints: weights in and out for every family, saving that never harms what is there, resuming bit for bit. */
+/* Checkpoints: load and save weights of every family, save without harm to older checkpoints, resume bit for bit. */
 #include "folder.h"
 #include "golden.h"
 
@@ -33,7 +33,7 @@ static int64_t count_entries(const char *folder, const char *part) {
 
 static void assert_says(const mt_error *error, const char *words) {
     assert_null(strchr(error->text, '\n'));
-    assert_non_null(strchr(error->text, ';')); // what is wrong; what to do
+    assert_non_null(strchr(error->text, ';')); // the fault; the remedy
     if (!strstr(error->text, words)) fail_msg("\"%s\" does not say \"%s\"", error->text, words);
 }
 
@@ -63,7 +63,7 @@ static void assert_save_fails(fixture *f, const char *folder, const char *words)
     assert_says(&error, words);
 }
 
-/* Fills every bucket, so that a value which is not loaded shows. */
+/* Fills every bucket, so that a value that is not loaded differs. */
 static void spoil(fixture *f) {
     int64_t count;
     mt_bucket *buckets = mt_model_buckets(f->model, &count);
@@ -75,7 +75,7 @@ static void spoil(fixture *f) {
     }
 }
 
-/* Gives master weights and moments values that can be told apart. */
+/* Gives master weights and moments distinct values. */
 static void fill_state(fixture *f) {
     int64_t num_params, num_buckets;
     const mt_param *params = mt_model_params(f->model, &num_params);
@@ -88,7 +88,7 @@ static void fill_state(fixture *f) {
     }
 }
 
-/* All of two models' parameters and optimizer state, padding rows included, bit for bit. */
+/* Two models have the same parameters and optimizer state, padding rows included, bit for bit. */
 static void assert_same_model(fixture *a, fixture *b) {
     int64_t num_params, num_buckets;
     const mt_param *params = mt_model_params(a->model, &num_params);
@@ -105,7 +105,7 @@ static void assert_same_model(fixture *a, fixture *b) {
     }
 }
 
-/* What a version without checksums would have written. */
+/* Changes a checkpoint to one of the version without checksums. */
 static void make_older(const char *folder) {
     char command[1024];
     snprintf(command, sizeof command,
@@ -153,9 +153,9 @@ static void assert_same_bytes(const char *folder, const char *expected_folder, c
 /* ---- folders made from the golden ones */
 
 typedef struct changes {
-    mt_dtype dtype;         // what values are stored as
-    const char *strip;      // taken off the front of names
-    const char *drop;       // a tensor to leave out
+    mt_dtype dtype;         // stored type of values
+    const char *strip;      // removed from the front of names
+    const char *drop;       // a tensor to omit
     const char *add[3];     // tensors to add, one value each
     mt_dtype add_dtype;     // their type
     const char *lengthen;   // a tensor whose last dimension is one larger
@@ -263,7 +263,7 @@ static void small_shards_hold_the_same_tensors(void **state) {
     }
 }
 
-/* fp32, bf16, fp16 and fp64 files give the value that they store, exactly; a bf16 model keeps it as master weight. */
+/* fp32, bf16, fp16 and fp64 files load their stored values exactly; a bf16 model keeps them as master weights. */
 static void every_stored_type_loads_exactly(void **state) {
     (void)state;
     static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_F64};
@@ -321,7 +321,7 @@ static void rows_that_pad_the_vocabulary_become_zero(void **state) {
     close_family(&f);
 }
 
-/* What openai-community/gpt2 looks like: no "transformer.", masks among the weights. */
+/* Like openai-community/gpt2: names without "transformer.", masks among the weights. */
 static void names_without_their_prefix_and_old_masks_load(void **state) {
     (void)state;
     changes gpt2 = {.strip = "transformer.", .add = {"h.0.attn.bias", "h.3.attn.masked_bias"}};
@@ -501,7 +501,7 @@ static void someone_elses_model_is_not_overwritten(void **state) {
     close_family(&f);
 }
 
-/* The disk is "full" after `bytes` of a file; and then the checkpoint before must still be there and load. */
+/* The disk is "full" after `bytes` of a file; the checkpoint before must still exist and load. */
 static void a_full_disk_leaves_the_checkpoint_before(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, false);
@@ -633,7 +633,7 @@ static void options_say_what_a_run_takes_over(void **state) {
     close_family(&f);
 }
 
-/* fp32 to bf16 keeps every weight as master weight; bf16 to fp32 goes on from the master weights. */
+/* fp32 to bf16 keeps every weight as master weight; bf16 to fp32 continues from the master weights. */
 static void a_run_may_change_its_precision(void **state) {
     (void)state;
     int64_t num_params, num_buckets;
@@ -717,7 +717,8 @@ static void an_optimizer_without_a_tensor_is_refused(void **state) {
     close_family(&tied);
 }
 
-/* Cuts every file of a checkpoint short, at every length of the first bytes and then some: an error, never a crash. */
+/* Truncates every file of a checkpoint, at every length of its first bytes and at some later ones: an error, never a
+ * crash. */
 static void a_cut_checkpoint_never_loads(void **state) {
     (void)state;
     static const char *const names[] = {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"};
@@ -731,7 +732,8 @@ static void a_cut_checkpoint_never_loads(void **state) {
         struct stat status;
         assert_int_equal(stat(path, &status), 0);
         char *whole = read_file(at("out/iter_0000001"), names[k], status.st_size);
-        int64_t last = k == 3 ? status.st_size - 2 : status.st_size; // trainer.json ends in } and a new line, at most
+        int64_t last = k == 3 ? status.st_size - 2
+                              : status.st_size; // trainer.json ends in } and a newline: without the newline it is whole
         for (int64_t cut = 0; cut < last; cut += cut < 100 ? 1 : 997) {
             assert_int_equal(truncate(path, cut), 0);
             assert_load_fails(&f, at("out"), names[k]);
@@ -745,7 +747,7 @@ static void a_cut_checkpoint_never_loads(void **state) {
     close_family(&f);
 }
 
-/* The sum of RFC 3720, and that parts which are written in any order add up to the same. */
+/* The sum of RFC 3720; parts that are added in any order give the same sum. */
 static void sums_are_crc32c(void **state) {
     (void)state;
     unsigned char data[100000];
@@ -757,7 +759,7 @@ static void sums_are_crc32c(void **state) {
     assert_int_equal(mt_crc32c(data, 32), 0x46dd794e);
     assert_int_equal(mt_crc32c("123456789", 9), 0xe3069283);
     for (size_t i = 0; i < sizeof data; i++) data[i] = (unsigned char)(i * 31 + (i >> 8));
-    uint32_t state_by_bit = ~0u; // one bit after another, as the polynomial says
+    uint32_t state_by_bit = ~0u; // bit by bit, the definition
     for (size_t i = 0; i < sizeof data * 8; i++) {
         uint32_t bit = (state_by_bit ^ (uint32_t)(data[i / 8] >> i % 8)) & 1;
         state_by_bit = (state_by_bit >> 1) ^ (bit ? 0x82f63b78 : 0);
@@ -765,7 +767,7 @@ static void sums_are_crc32c(void **state) {
     assert_int_equal(mt_crc32c(data, sizeof data), ~state_by_bit);
 }
 
-/* One byte of a file of the last checkpoint is another, or is gone. */
+/* Changes one byte of a file of the last checkpoint, or truncates the file there. */
 static void damage(const char *path, int64_t place, bool cuts) {
     if (cuts) {
         assert_int_equal(truncate(path, place), 0);
@@ -780,8 +782,8 @@ static void damage(const char *path, int64_t place, bool cuts) {
     assert_int_equal(fclose(file), 0);
 }
 
-/* Whatever is cut or changed in a checkpoint: it is never loaded, and a run that goes on from its own folder goes on
- * from the one before. */
+/* A truncated or changed checkpoint is never loaded; a run that resumes from its own folder continues from the
+ * checkpoint before. */
 static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
     (void)state;
     static const char *const names[] = {"model.safetensors",
@@ -792,7 +794,7 @@ static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
                                         "model.safetensors.index.json",
                                         "optimizer.safetensors.index.json"};
 #ifdef __SANITIZE_ADDRESS__
-    enum { PLACES = 3 }; // loading is slow then
+    enum { PLACES = 3 }; // fewer, because loading is slow
 #else
     enum { PLACES = 24 };
 #endif
@@ -809,7 +811,7 @@ static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
     snprintf(folder, sizeof folder, "%s", at("out"));
     snprintf(command, sizeof command, "cp -a %s/iter_0000002 %s", folder, at("whole"));
     assert_int_equal(system(command), 0);
-    free(f.options.load); // the others' own folder stays out of it
+    free(f.options.load); // not the folder of the other models
     for (int k = 0; k < (int)(sizeof names / sizeof *names); k++) {
         struct stat status;
         snprintf(path, sizeof path, "%s/iter_0000002/%s", folder, names[k]);

@@ -8,7 +8,7 @@
 
 static mt_grid grid;
 
-/* The groups of `size` neighbours; what is left over is a smaller one. */
+/* The groups of `size` neighbours; the remaining ranks are a smaller one. */
 static mt_group neighbours(int size, MPI_Comm *comm) {
     mt_group group = {.name = "neighbours", .comm = comm};
     MPI_Comm_split(*(MPI_Comm *)grid.world.comm, grid.world.rank / size, grid.world.rank, comm);

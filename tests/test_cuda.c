@@ -34,7 +34,7 @@ typedef struct run {
     buffer buffers[MAX_BUFFERS];
 } run;
 
-/* What fills a buffer. */
+/* The contents of a buffer. */
 typedef enum fill { POISON, NORMAL, POSITIVE, ONES } fill;
 
 static void write_element(void *data, int64_t i, mt_dtype dtype, double value) {
@@ -391,6 +391,20 @@ static void residual_norm_forward(run *r, const int64_t *n) {
     (a.mean ? r->ops->layernorm_forward : r->ops->rmsnorm_forward)(&a, r->dtype, r->stream);
 }
 
+static void add(run *r, const int64_t *n) { // elements, elements before the first, y (0 new, 1 in a)
+    int64_t size = mt_dtype_size(r->dtype);
+    char *a = n[2] ? changed(r, n[1] + n[0]) : input(r, n[1] + n[0]), *b = input(r, n[1] + n[0]);
+    char *y = n[2] ? a : (char *)output(r, n[1] + n[0]);
+    r->ops->add(y + n[1] * size, a + n[1] * size, b + n[1] * size, n[0], r->dtype, r->stream);
+}
+
+static void scatter_add_rows(run *r, const int64_t *n) { // T, C, -, rows of the sum, row numbers
+    float *sum = float_changed(r, n[3] * n[1], NORMAL);
+    void *from = input(r, n[0] * n[1]);
+    int32_t *rows = integers(r, n[0], -1, n[4], false);
+    r->ops->scatter_add_rows(sum, from, rows, n[0], n[1], n[3], r->dtype, r->stream);
+}
+
 static void scatter_rows(run *r, const int64_t *n) { // T, width, to's gap, from's gap
     void *to = output(r, 2 * n[0] * (n[1] + n[2])), *from = input(r, n[0] * (n[1] + n[3]));
     int32_t *rows = integers(r, n[0], 0, 2 * n[0], true);
@@ -425,7 +439,7 @@ static mt_router router_of(const int64_t *n) {
                        .scaling = 1.5f};
 }
 
-/* logits[T, E]; with EQUALS quarters, of which many are the same; with WRONG some tokens have one that is no number. */
+/* logits[T, E]; with EQUALS multiples of 1/4, many of them equal; with WRONG some tokens have a NaN. */
 static float *logits_of(run *r, const int64_t *n) {
     float *data = mt_malloc(n[0] * n[1] * 4);
     for (int64_t i = 0; i < n[0] * n[1]; i++) {
@@ -708,7 +722,7 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
     int64_t count = 0;
     *queries = *keys = T;
     if (kind == ONE || kind == FULL) spans[count++] = (mt_span){0, T, 0, T, kind == ONE};
-    if (kind == PACKED) // lengths 1, 3, 9, 27, ... and the last two rows of nobody
+    if (kind == PACKED) // lengths 1, 3, 9, 27, ... and the last two rows in no span
         for (int64_t start = 0, length = 1; start < T - 2; start += length, length *= 3) {
             if (length > T - 2 - start) length = T - 2 - start;
             spans[count++] = (mt_span){start, length, start, length, true};
@@ -851,6 +865,9 @@ static const int64_t embedding_shapes[][MAX_SIZES] = {
     {1, 8, 0, 10, 10, 0},           {1, 24, 0, 10, 10, 1},       {100, 7, 0, 3, 3, 0},
     {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},
     {300, 40, 50257, 11, 60000, 0}, {999, 264, 5, 900, 1000, 0}, {0}};
+static const int64_t add_shapes[][MAX_SIZES] = {{1, 0, 0}, {7, 1, 1}, {1024, 0, 1}, {4099, 3, 0}, {123456, 0, 0}, {0}};
+static const int64_t scatter_add_shapes[][MAX_SIZES] = {
+    {1, 8, 0, 10, 10}, {100, 7, 0, 3, 3}, {333, 64, 0, 50, 70}, {1000, 96, 0, 1, 1}, {257, 1600, 0, 17, 17}, {0}};
 static const int64_t norm_shapes[][MAX_SIZES] = {{1, 1, 24, 0, 0, 0},
                                                  {1, 1, 1, 0, 0, 1},
                                                  {5, 3, 8, 16, 8, 1},
@@ -1016,6 +1033,8 @@ static operation operations[] = {
     {"dropout_add_forward", dropout_add_forward, ONCE, dropout_shapes, {0}},
     {"dropout_add_backward", dropout_add_backward, ONCE, dropout_shapes, {0}},
     {"residual_norm_forward", residual_norm_forward, ONCE, residual_norm_shapes, {0}},
+    {"add", add, ONCE, add_shapes, {0}},
+    {"scatter_add_rows", scatter_add_rows, ONCE, scatter_add_shapes, {0}},
     {"scatter_rows", scatter_rows, ONCE, row_shapes, {0}},
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
     {"router_logits", router_logits, 1e-5, router_logit_shapes, {0}},
@@ -1116,8 +1135,9 @@ static void expect_close(operation *op, const results *actual, const results *an
 }
 
 static bool is_fused(const operation *op) {
-#define SAME(operation)                                                                                                \
-    if (strcmp(op->name, #operation) == 0) return true;
+    const char *tested = op->name;
+#define SAME(name, ...)                                                                                                \
+    if (strcmp(tested, #name) == 0) return true;
     MT_FUSED_OPERATIONS(SAME)
 #undef SAME
     return false;
@@ -1164,7 +1184,7 @@ static void gpu_agrees_with_cpu(void **state) {
 static void every_operation_is_tested(void **state) {
     (void)state;
     static const char *const all[] = {
-#define NAME(operation) #operation,
+#define NAME(name, ...) #name,
         MT_ALL_OPERATIONS(NAME)
 #undef NAME
     };
@@ -1209,7 +1229,7 @@ static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **sta
 
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
-/* What this program does as a process of its own that is to fail. */
+/* The child process of a test: fails in the given way. */
 static int fail_on_purpose(const char *how) {
     mt_error error;
     const mt_ops *ops = mt_cuda_open(0, &error);
@@ -1257,7 +1277,7 @@ static void open_gpu(void) {
     gpu = mt_cuda_open(0, &no_gpu);
     if (!gpu) return;
     gpu_unfused = *gpu;
-#define UNFUSE(operation) gpu_unfused.operation = NULL;
+#define UNFUSE(name, ...) gpu_unfused.name = NULL;
     MT_FUSED_OPERATIONS(UNFUSE)
 #undef UNFUSE
     int64_t bytes = gpu->workspace_bytes(1024, 40960, 32, 256);

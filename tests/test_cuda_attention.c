@@ -39,7 +39,7 @@ enum { MAX_SPANS = 100 };
 
 typedef struct problem {
     int64_t H, G, D, Dv, window;  // Dv 0: as many value channels as channels
-    mt_attention_backend backend; // for what runs through the table
+    mt_attention_backend backend; // for calls through the table
     bool deterministic;
     int64_t Tq, Tk, count;
     mt_span spans[MAX_SPANS];
@@ -60,7 +60,7 @@ static int64_t end_at(const problem *p) {
     return v_at(p) + p->G * values_of(p);
 }
 
-/* NaN in `width` columns of the rows of x that no span has: nobody may let them count, even with a weight of 0. */
+/* NaN in `width` columns of the rows of x that are in no span: they must not count, even with a weight of 0. */
 static void spoil_other_rows(const problem *p, bool keys, uint16_t *x, int64_t stride, int64_t width) {
     int64_t rows = keys ? p->Tk : p->Tq;
     for (int64_t row = 0; row < rows; row++) {
@@ -103,7 +103,7 @@ static operands operands_new(const problem *p) {
     return o;
 }
 
-/* What a call has beside its operands. */
+/* The arguments of a call without its operands. */
 static mt_attention shape_of(const problem *p, const operands *o) {
     return (mt_attention){.num_heads = p->H,
                           .num_groups = p->G,
@@ -120,7 +120,7 @@ static mt_attention shape_of(const problem *p, const operands *o) {
 }
 
 /* The same in fp32 by the CPU. The backward starts from the out and lse that it is given, as a rung's backward starts
- * from its own: how they were rounded is the forward's error, and judged there. */
+ * from its own: their rounding is the forward's error, which the forward's check bounds. */
 typedef struct answer {
     float *out, *lse, *dqkv;
 } answer;

@@ -9,7 +9,7 @@
 
 static mt_grid grid;
 
-/* Groups of `size` neighbours, and one of those that are left. */
+/* Groups of `size` neighbours, and one of the remaining ranks. */
 static void check_size(int size) {
     if (size > grid.world.size) skip();
     mt_group group = {.name = "neighbours"};

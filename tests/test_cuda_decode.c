@@ -148,7 +148,7 @@ static double answer_of(const problem *p, const operands *o, const mt_span *s, i
     return max + log(sum);
 }
 
-/* What lies beside the heads and in rows of no span is still POISON; every span's rows are near float64. */
+/* Elements beside the heads and in rows of no span are still POISON; every span's rows are near float64. */
 static void assert_attention(const char *what, const problem *p, const operands *o, double tolerance) {
     int64_t Dv = values_of(p), stride = p->H * Dv + 8, untouched = 0, expected = p->Tq * stride;
     double error = 0, size = 0, want[256];
@@ -292,7 +292,7 @@ static void what_decoding_does_not_ask_for_is_left_to_other_rungs(void **state) 
 
 /* ==== linear layers ============================================================================================== */
 
-/* y of T rows; what follows it stays POISON. */
+/* y of T rows; the elements after it stay POISON. */
 static buffer linear(const buffer *x, const buffer *w, const buffer *bias, int64_t T, int64_t N, int64_t K) {
     buffer y = new_buffer(x->dtype, T * N + 64, 0);
     gpu->linear_forward(y.device, x->device, w->device, bias ? bias->device : NULL, T, N, K, x->dtype,

@@ -33,7 +33,7 @@ typedef struct problem {
     int32_t offsets[MAX_EXPERTS + 1];
 } problem;
 
-/* Rows for each expert, `before` rows that are nobody's and `behind` more. */
+/* Rows for each expert, with `before` and `behind` rows of no expert around them. */
 static problem problem_of(mt_dtype dtype, int64_t N, int64_t K, int64_t E, const int64_t *rows, int64_t before,
                           int64_t behind) {
     problem p = {.dtype = dtype, .N = N, .K = K, .E = E};
@@ -70,7 +70,7 @@ static void add_scaled(double *to, const float *x, double scale, int64_t n) {
     for (int64_t i = 0; i < n; i++) to[i] += scale * (double)x[i];
 }
 
-/* What `out` has to be: POISON where nothing may be written, and what is there where gradients accumulate. */
+/* The expected `out`: POISON where nothing may be written, its former contents where gradients accumulate. */
 static double *answer_of(const problem *p, const operands *o, mt_grouped_kind kind) {
     const int64_t N = p->N, K = p->K, size = o->sizes[kind];
     double *out = mt_malloc((size + GUARD) * 8);
@@ -211,7 +211,7 @@ static void every_number_of_rows_around_a_tile_matches_float64(void **state) {
         }
 }
 
-static void rows_of_nobody_are_neither_read_nor_written(void **state) {
+static void rows_of_no_expert_are_neither_read_nor_written(void **state) {
     (void)state;
     if (!gpu) skip();
     static const int64_t rows[][4] = {{70, 3, 0, 58}, {0, 0, 0, 1}, {0, 0, 0, 0}, {128, 128, 64, 16}};
@@ -327,7 +327,7 @@ static void hopper_serves_where_it_can(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_number_of_rows_around_a_tile_matches_float64),
-        cmocka_unit_test(rows_of_nobody_are_neither_read_nor_written),
+        cmocka_unit_test(rows_of_no_expert_are_neither_read_nor_written),
         cmocka_unit_test(any_width_and_any_address_match_float64),
         cmocka_unit_test(hundreds_of_experts_match_float64),
         cmocka_unit_test(many_tiles_match_float64),

@@ -1,5 +1,4 @@
-/* --trace on four ranks with a GPU each: what holds on the CPU, but for what only one clock can promise. Run by mpirun.
- */
+/* --trace on four ranks with a GPU each: the checks of the CPU, without the ones of a common clock. Run by mpirun. */
 #include "trace.h"
 
 int main(int argc, char **argv) {

@@ -38,7 +38,7 @@ static bool same_head(const mt_grid_shape *s, int64_t tp, int64_t other) {
     return tp / ranks_a_head == other / ranks_a_head;
 }
 
-/* Whether two ranks are in one group of a kind, in words: what they share. */
+/* True if two ranks are in one group of a kind: by the coordinates that they share. */
 static bool together(const mt_grid_shape *s, mt_group_kind kind, const place *a, const place *b) {
     bool tp = a->tp == b->tp, cp = a->cp == b->cp, dp = a->dp == b->dp, pp = a->pp == b->pp;
     bool ends = a == b || ((a->pp == 0 || a->pp == s->pipeline - 1) && (b->pp == 0 || b->pp == s->pipeline - 1));

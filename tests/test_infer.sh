@@ -179,7 +179,7 @@ ranks_score_as_one() {
             # shellcheck disable=SC2086
             shared $layout "$@" --out "$work/logprobs" --entropy-out "$work/entropy" --logits-out "$work/logits" \
                 2>"$work/err" || return 1
-            for what in logprobs entropy logits; do close "$work/$what" "$work/$what.1" 1e-5 || return 1; done
+            for file in logprobs entropy logits; do close "$work/$file" "$work/$file.1" 1e-5 || return 1; done
         done
     done
     grep -c '^scored 7 sequences' "$work/err" | grep -qx 1 && [ "$(find "$work" -name '*.tmp*')" = '' ]
@@ -211,7 +211,7 @@ ranks_refuse_together() {
 }
 
 # Five layers on two pipeline stages.
-ranks_tell_its_story() {
+ranks_generate_the_story() {
     set -- --load "$story" --prompt 'Once upon a time' --temperature 0 --max-new-tokens 60
     "$infer" "$@" >"$work/alone" 2>"$work/err" || return 1
     for layout in '2 1' '1 2 --decoder-first-pipeline-num-layers 2' '2 2 --decoder-last-pipeline-num-layers 2'; do
@@ -220,7 +220,7 @@ ranks_tell_its_story() {
     done
 }
 
-tells_its_story() {
+generates_the_story() {
     "$infer" --load "$story" --prompt 'Once upon a time' --temperature 0 --max-new-tokens 60 >"$work/out" \
         2>"$work/err" || return 1
     grep -q '^Once upon a time, there was a little girl named Lily\. She loved to play outside' "$work/out" || return 1
@@ -252,14 +252,14 @@ if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check ranks_score_as_one_rank ranks_score_as_one
     check lines_of_standard_input_reach_every_rank ranks_answer_lines
     check ranks_refuse_with_one_error ranks_refuse_together
-    [ -r "$story/config.json" ] && check ranks_tell_the_same_story ranks_tell_its_story
+    [ -r "$story/config.json" ] && check ranks_generate_the_same_story ranks_generate_the_story
 else
     echo 'skipped: infer on several ranks, MPI is absent'
 fi
 if [ -r "$story/config.json" ]; then
-    check stories260k_tells_its_story tells_its_story
+    check stories260k_generates_its_story generates_the_story
     check tokens_without_text_are_shown_as_replacements shows_tokens_that_the_tokenizer_lacks
 else
-    echo "skipped: stories260k_tells_its_story, $story is absent"
+    echo "skipped: stories260k_generates_its_story, $story is absent"
 fi
 exit $failed

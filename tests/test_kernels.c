@@ -146,7 +146,7 @@ static void assert_forward(const char *what, const double *got, const double *wa
             fail_msg("%s[%lld] in bf16: %.9g, should be %.9g", what, (long long)i, got[i], want[i]);
 }
 
-/* Gradients: fp32 as issue and paper ask, bf16 to the roundings of what is stored. */
+/* Gradients: fp32 to 1e-5, bf16 to the rounding of the stored values. */
 static double gradient_tolerance(mt_dtype dtype) {
     return dtype == MT_F32 ? 1e-5 : 1.0 / 256;
 }
@@ -441,7 +441,7 @@ static void embedding_matches_float64_and_finite_differences(void **state) {
         ops->embedding_backward((float *)dw.data, dout_m.data, s->ids, T, C, s->first, s->count, dtype, NULL);
         matrix_take(&dw, grad);
         for (int64_t j = 0; j < n_w; j++) grad[j] -= start[j];
-        if (s->accumulate) memcpy(grad + n_w, dout, (size_t)(T * C) * 8); // what was there is added as it is
+        if (s->accumulate) memcpy(grad + n_w, dout, (size_t)(T * C) * 8); // the former contents are added unchanged
         assert_gradient("embedding", grad, embedding_reference, s, in, n_w + T * C, dout, T * C, dtype);
         matrix_take(&w, NULL), matrix_take(&dout_m, NULL);
         free(in), free(dout), free(start), free(out), free(want), free(grad);
@@ -873,6 +873,34 @@ static void accumulate_rows_adds_the_rows_of_the_spans_alone(void **state) {
     }
 }
 
+/* y = a + b, in place as well, and rows added at their numbers, of which -1 is none. */
+static void sums_of_elements_and_of_rows_match_float64(void **state) {
+    (void)state;
+    enum { ROWS = 37, WIDTH = 70, SUMS = 5 };
+    int32_t rows[ROWS];
+    for (int t = 0; t < ROWS; t++) rows[t] = t % (SUMS + 1) - 1;
+    for (int d = 0; d < 2; d++) {
+        int64_t n = ROWS * WIDTH;
+        double *a = random_values(n), *b = random_values(n), *sum = random_values(SUMS * WIDTH), *got = zeros(n);
+        matrix a_m = matrix_from(a, ROWS, WIDTH, WIDTH, both[d]), b_m = matrix_from(b, ROWS, WIDTH, WIDTH, both[d]);
+        matrix y = matrix_new(ROWS, WIDTH, WIDTH, both[d]), sum_m = matrix_from(sum, SUMS, WIDTH, WIDTH, MT_F32);
+        ops->scatter_add_rows((float *)sum_m.data, b_m.data, rows, ROWS, WIDTH, SUMS, both[d], NULL);
+        for (int64_t i = 0; i < n; i++)
+            if (rows[i / WIDTH] >= 0) sum[rows[i / WIDTH] * WIDTH + i % WIDTH] += b[i];
+        matrix_take(&sum_m, got);
+        assert_near("sums of rows", got, sum, SUMS * WIDTH, 1e-6);
+        ops->add(y.data, a_m.data, b_m.data, n, both[d], NULL);
+        ops->add(b_m.data, a_m.data, b_m.data, n, both[d], NULL);
+        for (int64_t i = 0; i < n; i++) a[i] += b[i];
+        matrix_take(&y, got);
+        assert_forward("sum", got, a, n, both[d]);
+        matrix_take(&b_m, got);
+        assert_forward("sum in place", got, a, n, both[d]);
+        matrix_take(&a_m, NULL);
+        free(a), free(b), free(sum), free(got);
+    }
+}
+
 /* ==== activations ================================================================================================ */
 
 typedef struct gelu_shape {
@@ -1088,7 +1116,7 @@ static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dty
     assert_near("entropy", got + T, want + T, T, 2e-6);
     for (int64_t first = 0; first < V; first += each) {
         int64_t count = first + each < V ? each : V - first;
-        matrix part = matrix_new(T, s->stride, s->stride, dtype); // of which the last ranks' columns are padding
+        matrix part = matrix_new(T, s->stride, s->stride, dtype); // the last ranks' columns are padding
         double *values = zeros(T * s->stride);
         ops->cross_entropy_backward(part.data, logits.data + first * size, s->labels, lse, entropy, dlogp, dentropy, T,
                                     s->stride, first, count, dtype, NULL);
@@ -1310,7 +1338,7 @@ static uint64_t hash_bytes(uint64_t hash, const void *data, int64_t bytes) {
     return hash;
 }
 
-/* Operands of a middling shape for every operation, and room for what they write. */
+/* Operands of a medium shape for every operation, and room for their results. */
 typedef struct operands {
     mt_dtype dtype;
     char *in[6];  // [T, 4 C] elements each
@@ -1487,6 +1515,7 @@ int main(void) {
         cmocka_unit_test(attention_matches_float64_and_finite_differences),
         cmocka_unit_test(gelu_matches_float64_and_finite_differences),
         cmocka_unit_test(swiglu_matches_float64_and_finite_differences),
+        cmocka_unit_test(sums_of_elements_and_of_rows_match_float64),
         cmocka_unit_test(dropout_add_matches_float64_and_finite_differences),
         cmocka_unit_test(dropout_keeps_its_share_and_does_not_depend_on_where_a_row_lies),
         cmocka_unit_test(rows_scatter_and_gather_within_their_width),

@@ -439,7 +439,7 @@ static void every_message_has_the_length_of_its_receive(void **state) {
 
 static int half_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes, mt_error *error) {
     int status = mt_cpu_ops.mailbox_open(mailbox, group, memory, bytes, error);
-    return group->rank == 1 ? mt_error_set(error, "rank 1 sees nobody") : status;
+    return group->rank == 1 ? mt_error_set(error, "rank 1 has no peers") : status;
 }
 
 static void a_failed_mailbox_is_an_error_on_every_rank(void **state) {
@@ -455,7 +455,7 @@ static void a_failed_mailbox_is_an_error_on_every_rank(void **state) {
     grid.world = world.world;
     if (mt_grid_build(&grid, &f.options, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(mt_model_create(&f.model, &f.options, &grid, &closed, &plan, &error), -1);
-    assert_string_equal(error.text, "--tp-comm-overlap is not possible: rank 1 sees nobody; leave it out");
+    assert_string_equal(error.text, "--tp-comm-overlap is not possible: rank 1 has no peers; leave it out");
     close_trainee(&(trainee){.f = f, .grid = grid});
 }
 

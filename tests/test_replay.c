@@ -14,7 +14,7 @@ static void replaying_cross_entropy_backward(void *dlogits, const void *logits, 
                                       dtype, stream);
 }
 
-/* Three steps of two micro-batches; what they report, and the weights afterwards. */
+/* Three steps of two micro-batches; their metrics, and the weights afterwards. */
 static void train_steps(const char *family, bool replay, mt_metrics metrics[3], uint32_t *weights) {
     fixture f = open_family(family, 2, 1, false);
     mt_run_state run = {0};

@@ -1,6 +1,6 @@
 #!/bin/sh
-# What a run leaves for people to look at: TensorBoard's event files, read here by an independent reader with its own
-# checksums, and the curves of make plot.
+# The reports of a run: TensorBoard's event files, read here by an independent reader with its own checksums, and the
+# curves of make plot.
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -113,7 +113,7 @@ a_resumed_run_adds_a_file_of_its_own() {
     [ "$(python3 "$work/read.py" "$work/two" | awk '$2 == "lm_loss" { printf "%s ", $1 }')" = '1 2 3 4 5 6 ' ]
 }
 
-a_folder_that_cannot_be_written_is_told_before_training() {
+a_folder_that_cannot_be_written_is_an_error_before_training() {
     : >"$work/file"
     # shellcheck disable=SC2086
     "$train" $small --train-iters 2 --tensorboard-dir "$work/file/under" >"$work/out" 2>"$work/err" && return 1
@@ -130,7 +130,7 @@ for line in open(sys.argv[1]):
     json.loads(line, parse_constant=lambda word: sys.exit(word + " is no JSON"))' "$work/wild.jsonl"
 }
 
-# Two runs, one of which went back and made iterations 3 and 4 twice.
+# Two runs; the second went back and made iterations 3 and 4 twice.
 plot_draws_every_curve_of_several_runs() {
     run --train-iters 6 --eval-interval 3 --eval-iters 1 --metrics "$work/a.jsonl" || return 1
     { head -n 4 "$work/a.jsonl" && sed -n '3,$p' "$work/a.jsonl"; } >"$work/b.jsonl"
@@ -141,7 +141,7 @@ plot_draws_every_curve_of_several_runs() {
             return 1
         }
     done
-    # what is drawn of the second run is what is drawn of the first, whose numbers it has
+    # Both runs have the same numbers, so their curves are the same.
     grep -q '>a, validation<' "$work/curves.svg" && grep -q '>b, validation<' "$work/curves.svg" || return 1
     make -s plot RUN="$work/b.jsonl" OUT="$work/alone.svg" >"$work/out" 2>&1 &&
         make -s plot RUN="$work/a.jsonl" OUT="$work/whole.svg" >"$work/out" 2>&1 || return 1
@@ -162,7 +162,7 @@ if command -v python3 >/dev/null; then
 else
     echo "skipped: there is no python3 to read event files with"
 fi
-check a_folder_that_cannot_be_written_is_told a_folder_that_cannot_be_written_is_told_before_training
+check a_folder_that_cannot_be_written_is_an_error a_folder_that_cannot_be_written_is_an_error_before_training
 if command -v gnuplot >/dev/null; then
     check plot_draws_every_curve_of_several_runs plot_draws_every_curve_of_several_runs
     check plot_says_what_is_no_metrics_file plot_says_what_is_no_metrics_file

@@ -1,9 +1,8 @@
 #!/bin/sh
-# A run that is killed goes on as if it had not been: at random moments of training and saving, from its own folder,
-# with the options that say what it goes on from. MT_KILLS=100 kills it so often; 6 times when not set. MT_DEVICE=cuda
-# trains on a GPU, as one rank.
+# A run that is killed, at random moments of training and saving, resumes from its own folder as if never stopped; and
+# the options that choose a checkpoint. MT_KILLS (6): number of kills. MT_DEVICE=cuda trains on a GPU, as one rank.
 set -u
-# In memory where that is possible: every save waits for the disk.
+# In memory if possible: every save waits for the disk.
 [ -w /dev/shm ] && export TMPDIR="${TMPDIR:-/dev/shm}"
 . tests/suite.sh
 kills=${MT_KILLS:-6}
@@ -14,7 +13,7 @@ if [ "$device" = cpu ] && [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null
     launch="$(mpirun_here) -np 2"
 fi
 
-# With dropout, because what is drawn must go on too.
+# With dropout, because its random numbers must continue too.
 small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16
     --vocab-size 96 --mock-data --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine
     --eval-iters 0 --deterministic-mode --device '$device
@@ -25,7 +24,7 @@ run() {
     "$train" $small "$@" >"$work/out" 2>"$work/err" </dev/null
 }
 
-# refuses PATTERN ARGUMENTS...: ends with one line of an error, which holds the pattern.
+# refuses PATTERN ARGUMENTS...: the run ends with one error line that contains the pattern.
 refuses() {
     pattern=$1
     shift
@@ -36,17 +35,17 @@ refuses() {
     [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says "^error: .*$pattern" "$work/err"
 }
 
-# losses FILE: "ITERATION LOSS", a line for each whole line of a metrics file.
+# losses FILE: prints "ITERATION LOSS" for each whole line of a metrics file.
 losses() {
     sed -n 's/.*"iteration": \([0-9]*\),.*"lm_loss": \([-+.0-9e]*\),.*}$/\1 \2/p' "$1"
 }
 
-# folders DIR: the iterations of its checkpoints on one line.
+# folders DIR: prints the iterations of its checkpoints on one line.
 folders() {
     for folder in "$1"/iter_*; do expr "${folder##*_}" + 0; done | sort -n | tr '\n' ' '
 }
 
-# random LIMIT: a number of seconds below it, by $drawn, which is counted up.
+# random LIMIT: prints a number of seconds below it; $drawn is the state.
 drawn=${MT_SEED:-1}
 random() {
     drawn=$((drawn + 1))
@@ -56,7 +55,7 @@ random() {
 # ---- kills
 
 steps=400
-# start METRICS ARGUMENTS...: the job, in a session of its own, whose number is $job.
+# start METRICS ARGUMENTS...: starts the job in a session of its own; $job is its number.
 start() {
     metrics=$1
     shift
@@ -77,7 +76,7 @@ kill_job() {
     wait "$job" 2>/dev/null
 }
 
-# Every loss that a part of the run told is that of the whole run, and none was told by a damaged beginning.
+# Every loss that a part of the run reported equals that of the uninterrupted run; no checkpoint was found damaged.
 part_is_right() {
     grep -i 'damaged' "$work/err" && return 1
     losses "$1" >"$work/part"
@@ -127,7 +126,7 @@ kills_at_random_moments_change_nothing() {
         cmp "$work/whole/latest/optimizer.safetensors" "$work/killed/latest/optimizer.safetensors"
 }
 
-# ---- what a run goes on from
+# ---- the checkpoint that a run resumes from
 
 a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
     run --train-iters 9 --save "$work/d" --save-interval 3 --metrics "$work/d.jsonl" || return 1
@@ -150,14 +149,14 @@ a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
 }
 
 a_missing_checkpoint_begins_anew_or_ends_the_run() {
-    refuses 'holds no checkpoint to go on from' --train-iters 3 --load "$work/n" --save "$work/n" \
+    refuses 'holds no checkpoint to resume from' --train-iters 3 --load "$work/n" --save "$work/n" \
         --exit-on-missing-checkpoint &&
-        run --train-iters 3 --load "$work/n" --save "$work/n" && says 'the run begins anew' "$work/out" &&
+        run --train-iters 3 --load "$work/n" --save "$work/n" && says 'the run starts from the beginning' "$work/out" &&
         run --train-iters 3 --load "$work/n" --save "$work/n" --exit-on-missing-checkpoint &&
         refuses 'No such file' --train-iters 3 --load "$work/none" --save "$work/n"
 }
 
-# --auto-resume begins from --load as --finetune says, and only then.
+# --auto-resume begins from --load with --finetune only at the first start.
 auto_resume_finetunes_once() {
     run --train-iters 4 --save "$work/base" &&
         run --train-iters 3 --load "$work/base" --finetune --auto-resume --save "$work/tuned" &&
@@ -177,8 +176,8 @@ checkpoints_stay_as_options_say() {
         [ "$(folders "$work/k4")" = '4 8 10 ' ]
 }
 
-# Steps go on while the one before them is saved, and change what is copied as soon as they may. A step of 16 tokens
-# takes a GPU less than copying the embedding and its moments, over 300 MB there: what an update overtakes differs.
+# Steps continue during a save, and change parameters as soon as the copies allow it. On a GPU a step of 16 tokens takes
+# less time than the copies of the embedding and its moments (over 300 MB), so an update that did not wait would show.
 a_save_in_the_background_holds_what_one_at_once_does() {
     wide='--hidden-size 128 --micro-batch-size 1 --global-batch-size 2 --log-interval 100'
     [ "$device" = cpu ] || wide='--hidden-size 512 --vocab-size 50000 --micro-batch-size 1 --global-batch-size 1
@@ -211,7 +210,7 @@ another_seed_goes_on_by_no_load_rng_only() {
     [ "$(losses "$work/s7.jsonl" | wc -l)" = 2 ] && ! cmp -s "$work/s7.jsonl" "$work/s.jsonl"
 }
 
-# fp32 to bf16 and back: the master weights are the fp32 weights, so nothing is lost on the way.
+# fp32 to bf16 and back: the master weights are the fp32 weights, so nothing is lost.
 no_steps_convert_a_checkpoint() {
     run --train-iters 4 --save "$work/f" || return 1
     convert() {
@@ -232,7 +231,7 @@ no_steps_convert_a_checkpoint() {
         refuses 'how long to train' --train-iters 0
 }
 
-# A disk that is full while a checkpoint is written in the background ends the run with one line.
+# A full disk during an asynchronous save ends the run with one error line.
 an_error_in_the_background_ends_the_run() {
     rm -rf "$work/b"
     run --train-iters 3 --save "$work/b" || return 1
@@ -247,7 +246,7 @@ an_error_in_the_background_ends_the_run() {
         [ "$(folders "$work/b")" = '3 ' ] && run --train-iters 4 --load "$work/b"
 }
 
-# The first update is far too large. On a GPU nobody has looked at the step after it when it is to be saved.
+# The first update is far too large. On a GPU the step after it is not yet checked when it is to be saved.
 a_bad_step_is_not_saved() {
     refuses 'iteration 2 is bad, and there is no checkpoint yet to go back to' --train-iters 6 --lr 1e6 \
         --lr-decay-style constant --bad-step-policy rewind --save "$work/bad" --save-interval 2 --log-interval 100 &&

@@ -1,4 +1,4 @@
-/* Safetensors files: which are accepted, which are refused and in what words, single and as folders with an index. */
+/* Safetensors files, single and as folders with an index: accepted, or refused with a message. */
 #include "../data/checkpoint.h"
 #include "folder.h"
 
@@ -12,7 +12,7 @@
 
 #include <cmocka.h>
 
-/* One line, with the file's name first: what every message must be. */
+/* Every message is one line that begins with the file's name. */
 static void assert_one_line(const mt_error *error, const char *name) {
     assert_null(strchr(error->text, '\n'));
     if (strncmp(error->text, name, strlen(name)) != 0) fail_msg("\"%s\" does not begin with %s", error->text, name);
@@ -23,7 +23,7 @@ static void assert_one_line(const mt_error *error, const char *name) {
 static char *make_image(const char *header, int64_t data_bytes, int64_t *bytes) {
     uint64_t length = strlen(header);
     *bytes = 8 + (int64_t)length + data_bytes;
-    char *image = mt_malloc(*bytes); // of this very size, so that a sanitizer sees reads past it
+    char *image = mt_malloc(*bytes); // of exactly this size, so that a sanitizer sees reads past it
     memcpy(image, &length, 8);
     memcpy(image + 8, header, length);
     for (int64_t i = 0; i < data_bytes; i++) image[8 + (int64_t)length + i] = (char)i;
@@ -168,7 +168,7 @@ static void deep_and_dense_headers_are_refused_before_they_cost_memory(void **st
     assert_refused(header, 0, "brackets");
     for (int64_t i = 0; i < length; i++) header[i] = "{},"[i % 3];
     assert_refused(header, 0, "brackets");
-    memset(header, ' ', (size_t)length); // sparse, but far deeper than any header
+    memset(header, ' ', (size_t)length); // few brackets for its length, but nested too deep
     for (int64_t i = 0; i < length; i += 32) header[i] = '[';
     assert_refused(header, 0, "JSON");
     free(header);
@@ -184,7 +184,7 @@ static void messages_stay_one_line_whatever_names_hold(void **state) {
     assert_refused(header, 0, "nnn\" has no dtype; get it again");
 }
 
-/* Flipping or cutting any byte of a header never crashes; whatever is still accepted must be whole. */
+/* A header with a flipped byte, or truncated at any byte, never crashes; an accepted one is whole. */
 static void damage_anywhere_is_refused_or_harmless(void **state) {
     (void)state;
     const char *header = "{\"__metadata__\":{\"format\":\"pt\"},"

@@ -141,7 +141,7 @@ static void the_rank_that_is_slow_is_named_with_what_is_slow(void **state) {
 }
 
 /* Its neighbours' forwards last as long, but waiting does not count as computation. */
-static void a_slow_rank_of_a_tensor_group_is_told_from_those_that_wait_for_it(void **state) {
+static void a_slow_rank_of_a_tensor_group_is_distinguished_from_ranks_that_wait_for_it(void **state) {
     (void)state;
     slow_forward = grid.world.rank == 1;
     json_t *report = report_of_four_steps("--tensor-model-parallel-size 4");
@@ -157,7 +157,7 @@ int main(int argc, char **argv) {
     mt_grid_start(&grid, &argc, &argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_rank_that_is_slow_is_named_with_what_is_slow),
-        cmocka_unit_test(a_slow_rank_of_a_tensor_group_is_told_from_those_that_wait_for_it),
+        cmocka_unit_test(a_slow_rank_of_a_tensor_group_is_distinguished_from_ranks_that_wait_for_it),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

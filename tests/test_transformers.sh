@@ -1,6 +1,6 @@
 #!/bin/sh
-# What train saves is a Hugging Face folder: transformers opens the folder of --save as it is, for every family, and
-# gives tokens the log-probabilities that infer gives them. Skipped where python3 has no torch or no transformers.
+# train saves Hugging Face folders: transformers opens the folder of --save unchanged, for every family, and gives
+# tokens the same log-probabilities as infer. Skipped where python3 has no torch or no transformers.
 set -u
 python=${PYTHON:-python3}
 if ! "$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "transformers"))))' \
@@ -12,7 +12,7 @@ fi
 golden=tests/golden/hf
 export OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1
 
-# Two steps from weights that tell tokens apart; what is saved in bf16 is scored in fp32 too.
+# Two steps from weights with distinct log-probabilities; folders saved in bf16 are scored in fp32 too.
 set --
 for name in gpt2 llama llama3_rope_tied qwen2 qwen3 mixtral qwen2_moe qwen3_moe deepseek_v3 llama-bf16 \
     deepseek_v3-bf16; do
