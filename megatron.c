@@ -3160,7 +3160,7 @@ static bool mt_launched_by_mpi(void) {
     return false;
 }
 
-/* This rank's number among the ranks of its host, and their number. */
+/* This rank's index among the ranks of its host, and their number. */
 static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     *rank = 0, *size = 1;
 #ifdef MT_HAVE_MPI
@@ -3183,7 +3183,7 @@ static void mt_share_threads(const mt_group *world) {
     int local_rank, local_ranks;
     mt_host_ranks(world, &local_rank, &local_ranks);
     int cores = omp_get_num_procs(), all_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to cores of its own
+    if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to a subset of the cores
     omp_set_num_threads(cores > 1 ? cores : 1);
 #else
     (void)world;
@@ -3191,8 +3191,8 @@ static void mt_share_threads(const mt_group *world) {
 }
 #endif
 
-/* Kind, field of mt_grid, name, groups of experts or not, and the dimensions in which members differ: tp, cp, dp, pp,
- * or for groups of experts etp, ep, edp, pp. */
+/* Kind, field of mt_grid, name, 1 for groups of experts, and 1 for each dimension in which members differ: tp, cp, dp,
+ * pp, or for groups of experts etp, ep, edp, pp. */
 #define MT_GROUPS(X)                                                                                                   \
     X(WORLD, world, "world", 0, 1, 1, 1, 1)                                                                            \
     X(TENSOR, tensor, "tensor", 0, 1, 0, 0, 0)                                                                         \
@@ -3271,7 +3271,7 @@ static int mt_grid_keep_ends(int *members, int count, int rank) {
     return 2;
 }
 
-/* Keeps the neighbours in a tensor group that hold the same key and value head. */
+/* Keeps the ranks of a tensor group that hold the same key and value head; they are adjacent. */
 static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_groups, int rank) {
     int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, index = 0;
     while (members[index] != rank) index++;
@@ -3279,8 +3279,8 @@ static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_grou
     return copies;
 }
 
-/* Splits a context group into runs of `neighbours` ranks. Keeps the run of `rank`, or the ranks with its index in every
- * run. */
+/* Splits a context group into runs of `neighbours` ranks. Keeps the run of `rank`, or one rank of every run: the one
+ * with its index. */
 static int mt_grid_keep_level(int *members, int count, int neighbours, bool within_run, int rank) {
     int index = 0, kept = within_run ? neighbours : count / neighbours;
     while (members[index] != rank) index++;
@@ -3385,8 +3385,8 @@ static void mt_watch_expire(void) {
     if (mt_watch.last_operation)
         snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
     fprintf(stderr,
-            "error: rank %d waited more than %g s for %s%s%s%s: a rank that does not say so too hangs or is far "
-            "behind; --distributed-timeout-seconds sets the time\n",
+            "error: rank %d waited more than %g s for %s%s%s%s: a rank without this message hangs or is far behind; "
+            "--distributed-timeout-seconds sets the limit\n",
             mt_watch.rank, mt_watch.timeout, mt_watch.operation, mt_watch.group ? " in group " : "",
             mt_watch.group ? mt_watch.group : "", last);
     sleep(1);
@@ -3409,8 +3409,7 @@ static void *mt_watch_run(void *unused) {
         next.tv_nsec %= 1000000000;
         pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
         double now = mt_time(), slept = now - looked;
-        if (slept > 1)
-            mt_watch.since = fmin(now, mt_watch.since + slept); // this process was stopped: others wait for it
+        if (slept > 1) mt_watch.since = fmin(now, mt_watch.since + slept); // this process was suspended
         looked = now;
         if (mt_watch.operation && now - mt_watch.since > mt_watch.timeout) mt_watch_expire();
     }
@@ -3444,7 +3443,7 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
     int64_t model_ranks =
         options->tensor_model_parallel_size * options->context_parallel_size * options->pipeline_model_parallel_size;
     if (model_ranks < 1 || grid->world.size % model_ranks != 0)
-        return mt_error_set(error, "%d ranks are not a multiple of the %lld that hold one model", grid->world.size,
+        return mt_error_set(error, "%d ranks are not a multiple of the %lld ranks of one model", grid->world.size,
                             (long long)model_ranks);
     mt_grid_shape shape = mt_grid_shape_of(options, grid->world.size);
     int *members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
@@ -3462,7 +3461,7 @@ static int mt_grid_write_members(char *line, int length, int room, const int *me
     for (int i = 0, next; i < count; i = next) {
         int step = i + 1 < count ? members[i + 1] - members[i] : 1;
         for (next = i + 1; next < count && members[next] - members[next - 1] == step;) next++;
-        if (next - i == 2 && step > 1) next--; // two ranks far apart are no run
+        if (next - i == 2 && step > 1) next--; // two ranks that are not adjacent form no run
         length += snprintf(line + length, (size_t)mt_max(0, room - length), "%s%d", i > 0 ? "," : "", members[i]);
         if (next - i == 1) continue;
         length += snprintf(line + length, (size_t)mt_max(0, room - length), "-%d", members[next - 1]);
@@ -3523,7 +3522,7 @@ const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error) 
         ops = NULL;
     }
 #endif
-    if (mt_agree(&grid->world, ops == NULL, error) != 0) // all ranks have a GPU, or none uses one
+    if (mt_agree(&grid->world, ops == NULL, error) != 0) // the CPU backend if any rank has no GPU
         return device == MT_DEVICE_AUTO ? &mt_cpu_ops : NULL;
     for (int kind = 0; ops && kind < MT_NUM_GROUP_KINDS; kind++) {
         mt_group *group = mt_grid_group(grid, kind);
@@ -3563,7 +3562,7 @@ void mt_grid_clear(mt_grid *grid) {
 
 void mt_grid_stop(mt_grid *grid) {
     mt_grid_close_groups(grid);
-    mt_cuda_groups_end(); // the watchdog still runs: this may hang
+    mt_cuda_groups_end(); // may hang, so before the watchdog stops
     mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
     if (grid->world.comm) MPI_Finalize();
@@ -3574,11 +3573,11 @@ void mt_grid_stop(mt_grid *grid) {
 }
 
 /* ==== §5 collectives ============================================================================================= */
-/* Collective operations and messages: here on the CPU by MPI, in cuda/comm.cu on GPUs by NCCL. Invariants: all ranks of
- * a group call in the same order; sums are made in rank order, so they have the same bits on every rank and in every
- * run; a group of one returns at once. */
+/* Collective operations and messages on the CPU, with MPI; cuda/comm.cu has those on GPUs, with NCCL. Invariants: all
+ * ranks of a group make the same calls in the same order; sums are in rank order, so they have the same bits on every
+ * rank and in every run; a group of one returns at once. */
 
-/* Tags of messages: in collectives, of mt_send, and of channels. */
+/* Message tags of collectives, mt_send, and channels. */
 enum { MT_TAG_COLLECTIVE, MT_TAG_HOST, MT_TAG_CHANNEL, MT_TAGS = 32768 };
 
 /* ---- messages */
@@ -3588,8 +3587,8 @@ static void mt_mpi_check(int status, const char *call, const mt_group *group) {
     if (status != MPI_SUCCESS) mt_die("%s failed in group %s on its rank %d", call, group->name, group->rank);
 }
 
-/* MPI's counts are int: `count` elements of `type` are any number of bytes. mt_mpi_bytes_free may be called while a
- * message still uses the type. */
+/* MPI counts are int; a derived type represents any number of bytes as `count` elements of `type`. mt_mpi_bytes_free
+ * may be called while a message uses the type. */
 typedef struct mt_mpi_bytes {
     MPI_Datatype type;
     int count;
@@ -3713,7 +3712,7 @@ static void mt_reduce_rows(void *out, const void *rows, int size, int64_t stride
     }
 }
 
-/* Elements of a slice that ranks sum at once. Bounds the scratch that holds the rows of all ranks. */
+/* Elements per slice of a reduction. Bounds the scratch for the rows of all ranks. */
 static int64_t mt_reduce_slice(const mt_group *group) {
     return mt_max(1024, (1 << 20) / group->size);
 }
@@ -3722,8 +3721,8 @@ static int64_t mt_clamp(int64_t x, int64_t low, int64_t high) {
     return mt_min(mt_max(x, low), high);
 }
 
-/* out = the reduction of slice `rank` over the group. Slice r is in[r * stride, r * stride + n), cut at `end`. All
- * ranks send before they reduce, so `out` may lie in the own slice. */
+/* out = the reduction of slice `rank` over the group. Slice r is in[r * stride, r * stride + n), cut at `end`. Ranks
+ * send before they reduce, so `out` may be inside this rank's own slice. */
 static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int64_t n, int64_t end,
                                  const mt_group *group, mt_reduction reduction, mt_dtype dtype) {
     int size = group->size, rank = group->rank;
@@ -3738,7 +3737,7 @@ static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int6
     mt_reduce_rows(out, rows, size, n, own, reduction, dtype);
 }
 
-/* For few elements: one all-gather, then every rank makes the same sum. */
+/* For few elements: one all-gather, then every rank computes the same sum. */
 static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                                     const mt_group *group) {
     int64_t bytes = count * mt_dtype_size(dtype);
@@ -3748,7 +3747,7 @@ static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction re
     mt_reduce_rows(buffer, rows, group->size, count, count, reduction, dtype);
 }
 
-/* Every rank sums a slice, then sends it to all: each sends 2 (size - 1) / size of the buffer. */
+/* Every rank reduces one slice and sends the result to all: each rank sends 2 (size - 1) / size of the buffer. */
 static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                               const mt_group *group) {
     int size = group->size, rank = group->rank;
@@ -3817,8 +3816,7 @@ void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dt
 
 /* ---- data movement */
 
-/* Every rank exchanges pieces with every other: that for rank r is at in + r * stride, that from r goes to out + r *
- * bytes. */
+/* All-to-all: sends `bytes` at in + r * stride to rank r, and receives from rank r into out + r * bytes. */
 static void mt_cpu_exchange_all(const char *operation, char *out, const char *in, int64_t stride, int64_t bytes,
                                 const mt_group *group) {
     int size = group->size, rank = group->rank;
@@ -3925,7 +3923,7 @@ static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, 
 static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
     (void)stream;
     MT_CHECK(ticket >= 0 && ticket < channel->next);
-    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is through
+    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is complete
 #ifdef MT_HAVE_MPI
     MPI_Request *request = &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS];
     mt_watch_begin(channel->group->rank == channel->from ? "channel_send" : "channel_recv", channel->group->name);
@@ -3934,7 +3932,7 @@ static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *
 #endif
 }
 
-/* Starts the next message, out of `out` or into `in` (the other is NULL); returns its ticket. */
+/* Starts the next message: sends `out` or receives into `in` (the other is NULL). Returns its ticket. */
 static int64_t mt_cpu_channel_start(mt_channel *channel, const void *out, void *in, int64_t bytes) {
     int64_t ticket = channel->next, slot = ticket % MT_CHANNEL_TICKETS;
     if (ticket >= MT_CHANNEL_TICKETS) mt_cpu_channel_wait(channel, ticket - MT_CHANNEL_TICKETS, NULL);
@@ -3974,7 +3972,7 @@ static void mt_cpu_channel_close(mt_channel *channel) {
     free(channel);
 }
 
-/* ---- mailboxes: here, every copy is a message */
+/* ---- mailboxes: on the CPU, every copy is a message */
 
 static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
@@ -4002,7 +4000,7 @@ static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
     free(mailbox);
 }
 
-/* ---- memory that the ranks of a host share */
+/* ---- memory shared by the ranks of a host */
 
 void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes) {
     *shared = (mt_host_memory){.host = {.name = "host", .size = 1}};
@@ -4066,8 +4064,8 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error) {
 
 /* ---- several channels */
 
-/* Closes a rank's channels (some may be NULL) in the order in which all ranks opened theirs: by id, then by sender. A
- * backend may wait for the other end, so in any other order the ranks of a ring could wait for each other. */
+/* Closes a rank's channels (some may be NULL) in the order of opening, which all ranks share: by id, then by sender. A
+ * backend may wait for the other end; any other order could deadlock the ranks of a ring. */
 static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int count) {
     for (int closed = 0; closed < count; closed++) {
         int first = closed;
@@ -4083,21 +4081,22 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
 }
 
 /* ==== §6 conjugate regions ======================================================================================= */
-/* Where tensor parallelism begins and ends (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
- * recomputation in large transformer models"). Ranks of the tensor group share the heads and the width between a
- * column- and a row-parallel product. Outside, hidden states are whole on every rank, or, with sequence parallelism,
- * cut by rows. Each region is a pair whose backward is its conjugate's forward:
+/* The borders of tensor parallelism (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
+ * recomputation in large transformer models"). Between a column- and a row-parallel product, each rank of the tensor
+ * group has a share of the heads or of the width. Outside, each rank has all rows of the hidden states, or with
+ * sequence parallelism a share of the rows. Regions come in conjugate pairs: the backward of one is the forward of the
+ * other:
  *
  *   copy_to_tensor_region               forward: nothing              backward: all-reduce
  *   reduce_from_tensor_region           forward: all-reduce           backward: nothing
  *   gather_from_sequence_region         forward: all-gather rows      backward: reduce-scatter rows
  *   reduce_scatter_to_sequence_region   forward: reduce-scatter rows  backward: all-gather rows
  *
- * Both pairs move the same bytes; the second keeps 1/t of the activations. With --tp-comm-overlap the second moves rank
- * by rank, so that products need not wait for all of it. Invariant: what a function returns is complete on its stream.
- */
+ * Both pairs move the same number of bytes; the second saves 1/t of the activations per rank. With --tp-comm-overlap
+ * the second pair transfers one rank's rows at a time, overlapped with products. Invariant: results are complete on the
+ * stream of the call. */
 
-/* x[T, C], whole -> x; its gradient is a part on every rank -> the sum, in place. */
+/* Forward: x[T, C], replicated -> x. Backward: dx, a partial sum per rank -> the sum, in place. */
 const void *mt_copy_to_tensor_region_forward(const void *x) {
     return x;
 }
@@ -4105,7 +4104,7 @@ void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, i
     tp->ops->all_reduce(dx, tp->T * C, MT_SUM, tp->dtype, tp->group, stream);
 }
 
-/* x[T, C], a part on every rank -> the sum, in place; its gradient is whole -> itself. */
+/* Forward: x[T, C], a partial sum per rank -> the sum, in place. Backward: the replicated gradient, unchanged. */
 void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C) {
     tp->ops->all_reduce(x, tp->T * C, MT_SUM, tp->dtype, tp->group, tp->stream);
 }
@@ -4113,8 +4112,8 @@ const void *mt_reduce_from_tensor_region_backward(const void *dx) {
     return dx;
 }
 
-/* x[T / t, C], this rank's rows -> y[T, C], all rows; dy[T, C] is a part on every rank -> dx[T / t, C], the sum's rows.
- */
+/* Forward: x[T / t, C], this rank's rows -> y[T, C], all rows. Backward: dy[T, C], a partial sum per rank ->
+ * dx[T / t, C], this rank's rows of the sum. */
 void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
                                             mt_stream *stream) {
     tp->ops->all_gather(y, x, tp->rows * C, tp->dtype, tp->group, stream);
@@ -4124,7 +4123,8 @@ void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void 
     tp->ops->reduce_scatter(dx, dy, tp->rows * C, tp->dtype, tp->group, stream);
 }
 
-/* x[T, C], a part on every rank -> y[T / t, C], the sum's rows; dy[T / t, C] -> dx[T, C], all rows. */
+/* Forward: x[T, C], a partial sum per rank -> y[T / t, C], this rank's rows of the sum. Backward: dy[T / t, C] ->
+ * dx[T, C], all rows. */
 void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C) {
     mt_gather_from_sequence_region_backward(tp, y, x, C, tp->stream);
 }
@@ -4132,30 +4132,30 @@ void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp,
     mt_gather_from_sequence_region_forward(tp, dx, dy, C, tp->stream);
 }
 
-/* ---- the pair that a model uses, by whether it is sequence parallel */
+/* ---- the first pair, or with sequence parallelism the second */
 
-/* Into a region: hidden states [rows, C] -> all rows of them, for a product with a share of the weights. */
+/* Into the region: hidden states [rows, C] -> all rows, for a column-parallel product. */
 static const void *mt_region_enter_forward(const mt_tensor_parallel *tp, const void *x, int64_t C, mt_stream *stream) {
     if (!tp->sequence_parallel) return mt_copy_to_tensor_region_forward(x);
     mt_gather_from_sequence_region_forward(tp, tp->gathered, x, C, stream);
     return tp->gathered;
 }
 
-/* The gradient of that product by all rows, a part in `partial` -> dx[rows, C]. */
+/* Gradient of all rows, a partial sum per rank in `partial` -> dx[rows, C]. */
 static void mt_region_enter_backward(const mt_tensor_parallel *tp, void *dx, const void *partial, int64_t C,
                                      mt_stream *stream) {
     if (!tp->sequence_parallel)
-        mt_copy_to_tensor_region_backward(tp, dx, C, stream); // dx is the part itself
+        mt_copy_to_tensor_region_backward(tp, dx, C, stream); // dx is `partial` here
     else
         mt_gather_from_sequence_region_backward(tp, dx, partial, C, stream);
 }
 
-/* Where a product puts its part of `out`, or of its gradient. */
+/* Buffer for a product's partial sum of `out`, or of its gradient. */
 static void *mt_region_partial(const mt_tensor_parallel *tp, void *out) {
     return tp->sequence_parallel ? tp->partial : out;
 }
 
-/* Out of a region: the parts in mt_region_partial(out) -> out[rows, C]. */
+/* Out of the region: partial sums in mt_region_partial(out) -> out[rows, C]. */
 static void mt_region_leave_forward(const mt_tensor_parallel *tp, void *out, int64_t C) {
     if (!tp->sequence_parallel)
         mt_reduce_from_tensor_region_forward(tp, out, C);
@@ -4163,37 +4163,36 @@ static void mt_region_leave_forward(const mt_tensor_parallel *tp, void *out, int
         mt_reduce_scatter_to_sequence_region_forward(tp, out, tp->partial, C);
 }
 
-/* dout[rows, C] -> the gradient by all rows. */
+/* dout[rows, C] -> the gradient of all rows. */
 static const void *mt_region_leave_backward(const mt_tensor_parallel *tp, const void *dout, int64_t C) {
     if (!tp->sequence_parallel) return mt_reduce_from_tensor_region_backward(dout);
     mt_reduce_scatter_to_sequence_region_backward(tp, tp->gathered, dout, C);
     return tp->gathered;
 }
 
-/* ---- the second pair rank by rank, through a mailbox, so that products need not wait for all of it. In step s of t -
- * 1 this rank sends to the one s after it and receives from the one s before it: each link carries one piece at a time.
- */
+/* ---- the second pair, one rank's rows at a time, through a mailbox, overlapped with products. In step s of t - 1,
+ * rank r sends to rank r + s and receives from rank r - s: each link carries one piece at a time. */
 
-/* In x[T, C], the rows that rank `owner` has outside of the region. */
+/* The rows of x[T, C] that rank `owner` has outside the region. */
 static void *mt_rows_of_rank(const mt_tensor_parallel *tp, const void *x, int owner, int64_t C) {
     return (void *)(uintptr_t)mt_rows_from(x, owner * tp->rows, C, tp->dtype);
 }
 
-/* The rank that is `step` after this one, or before it. */
+/* The rank at distance `step` in the tensor group; negative: before this rank. */
 static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
     return (tp->group->rank + step + tp->group->size) % tp->group->size;
 }
 
-/* Sends rows [rows, C] at `sent` to the rank `step` after this one, into its mailbox from row `first` of C channels on,
- * where there are `stride` rows for each rank. On tp->comm, as all trades. */
+/* Sends `sent`[rows, C] to the rank at distance `step`: into its mailbox, which has `stride` rows per rank from row
+ * `first` on. Runs on tp->comm, as all mailbox transfers. */
 static void mt_tensor_trade(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
                             int step) {
     tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
                            mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
 }
 
-/* Gathers x[rows, C] of all ranks in t steps: returns the rows of one of them, the owner, while the next rank's are on
- * their way. This rank's own come first, and are those at x; others are in their place of `gathered`. */
+/* Gathers x[rows, C] of all ranks in t steps. Each step returns the rows of one rank, `owner`, while those of the next
+ * rank are in transfer. Step 0 returns x itself; later steps return rows of `gathered`. */
 static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, int64_t C, int step, int *owner) {
     if (step == 0)
         tp->ops->stream_follow(tp->comm, tp->stream);
@@ -4204,35 +4203,35 @@ static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, i
     return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
 }
 
-/* The last step of a gather of which all rows are needed in `gathered`: this rank's. On tp->comm. */
+/* Completes a gather: copies this rank's rows to `gathered`, which then has all rows. Runs on tp->comm. */
 static const void *mt_gather_own(const mt_tensor_parallel *tp, const void *x, int64_t C) {
     tp->ops->memory_copy(mt_rows_of_rank(tp, tp->gathered, tp->group->rank, C), x,
                          tp->rows * C * mt_dtype_size(tp->dtype), tp->comm);
     return tp->gathered;
 }
 
-/* The whole gather on tp->comm, beside whatever is computed meanwhile. */
+/* The whole gather on tp->comm, overlapped with the caller's work. */
 static const void *mt_gather_beside(const mt_tensor_parallel *tp, const void *x, int64_t C) {
     if (!tp->overlaps) return mt_region_enter_forward(tp, x, C, tp->comm);
     for (int step = 1; step < tp->group->size; step++) mt_tensor_trade(tp, x, 0, tp->rows, C, step);
     return mt_gather_own(tp, x, C);
 }
 
-/* A step of the way back: this rank's part of the sums [rows, C] of the rank `step` after it leaves `partial`. */
+/* One step of the reduce-scatter: sends this rank's partial sums [rows, C] for the rank at distance `step`. */
 static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
     int64_t first = ((char *)tp->parts - (char *)tp->gathered) / mt_dtype_size(tp->dtype);
     mt_tensor_trade(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
                     step);
 }
 
-/* Once all steps are done, out[rows, C] = the sum of this rank's part and those of all others, in fp32. */
+/* After all steps: out[rows, C] = the fp32 sum of this rank's part and all received parts. */
 static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
     const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
     tp->ops->stream_follow(tp->stream, tp->comm);
     tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
 }
 
-/* The backward of entering a region, from `partial` or dx, beside whatever is computed meanwhile; and its end. */
+/* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
 static void mt_scatter_beside(const mt_tensor_parallel *tp, void *dx, int64_t C) {
     tp->ops->stream_follow(tp->comm, tp->stream);
     if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
@@ -4246,16 +4245,15 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 }
 
 /* ==== §7 linear ================================================================================================== */
-/* Every matrix product with a parameter. A column-parallel weight is cut by rows [N / t, K]: each rank of the tensor
- * group computes a share of the outputs. A row-parallel one is cut by columns [N, K / t]: each rank adds a part of the
- * sum. With a group of one both are plain products. Experts' products are grouped. Communication and its overlap, the
- * fused GELU, and the choice between writing and adding to a gradient live here; layers know none of them. Invariants:
- * gradients of weights need no communication; a step's first product writes dw, later ones add to it. */
+/* Every matrix product with a parameter. A column-parallel weight is cut by rows, [N / t, K]: each tensor-parallel rank
+ * computes a share of the outputs. A row-parallel weight is cut by columns, [N, K / t]: each rank computes a partial
+ * sum. With a group of one both are plain products. Experts use grouped products. This section handles communication,
+ * its overlap, the fused GELU, and accumulation of gradients; layers know none of them. Invariants: gradients of
+ * weights need no communication; a step's first product overwrites dw, later ones add to it. */
 
 /* ---- the product alone, on T rows */
 
-/* y = x w^T + bias; and gelu = GELU(y) by its tanh approximation unless it is NULL, in one operation if the backend has
- * it. */
+/* y = x w^T + bias; unless gelu is NULL, gelu = GELU(y), tanh approximation; fused if the backend can. */
 static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, void *gelu, void *y, const void *x,
                                const void *bias, int64_t T) {
     const mt_ops *ops = tp->ops;
@@ -4295,14 +4293,15 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
         mt_product_forward(tp, l, io->gelu, io->y, x, l->bias.w, tp->T);
         return;
     }
-    for (int step = 0, owner; step < tp->group->size; step++) { // the rows of one rank while the next rank's travel
+    for (int step = 0, owner; step < tp->group->size;
+         step++) { // one rank's rows, during the transfer of the next rank's
         const void *piece = mt_gather_step(tp, io->x, l->K, step, &owner);
         mt_product_forward(tp, l, io->gelu ? mt_rows_of_rank(tp, io->gelu, owner, l->N) : NULL,
                            mt_rows_of_rank(tp, io->y, owner, l->N), piece, l->bias.w, tp->rows);
     }
 }
 
-/* x is gathered during the product of the input's gradient, and dx reduced during the weight's. */
+/* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
 static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
@@ -4319,7 +4318,7 @@ static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const
 
 /* ---- row parallel: x[T, K], this rank's inputs -> y[rows, N], the sum over ranks */
 
-/* The first rank's part carries the bias. */
+/* Only the first rank adds the bias. */
 static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     const void *bias = tp->group->rank == 0 ? l->bias.w : NULL;
     if (!tp->overlaps) {
@@ -4327,7 +4326,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
         mt_region_leave_forward(tp, io->y, l->N);
         return;
     }
-    for (int step = 1; step <= tp->group->size; step++) { // one rank's part travels during the next product
+    for (int step = 1; step <= tp->group->size; step++) { // the transfer of one rank's part overlaps the next product
         int owner = mt_tensor_rank_after(tp, step);
         mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
                            mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
@@ -4338,7 +4337,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
     mt_scatter_sum(tp, io->y, l->N);
 }
 
-/* dx of dy[rows, N], one rank's rows after another; returns dy of all rows. */
+/* dx from dy[rows, N], one rank's rows at a time; returns dy of all rows. */
 static const void *mt_row_backward_input_in_steps(const mt_tensor_parallel *tp, const mt_linear *l,
                                                   const mt_linear_io *io) {
     for (int step = 0, owner; step < tp->group->size; step++) {
@@ -4359,14 +4358,14 @@ static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt
     if ((parts & MT_PART_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
 
-/* ---- grouped: rows sorted by expert, each expert's with its own w: one operation, or one for each expert */
+/* ---- grouped: rows sorted by expert, one weight per expert; one operation, or one per expert */
 
-/* A pointer `elements` into an operand of the products' type. */
+/* base + elements, of the products' type. */
 static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
     return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
 }
 
-/* The part of a grouped product that is expert i's: its rows of each operand, its weight, and how many rows. */
+/* Expert i's part of a grouped product: its weight, its rows of each operand (own), and their number (count). */
 static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t i,
                                    mt_linear_io *own, int64_t *count) {
     int64_t first = io->host_offsets[i], size = l->N * l->K;
@@ -4414,7 +4413,7 @@ static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, mt_linear *
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
         if (count > 0)
             mt_product_backward_weight(tp, &expert, own.dy, own.x, count);
-        else if (!l->weight.accumulate) // no row visits this expert
+        else if (!l->weight.accumulate) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
     l->weight.accumulate = true;
