@@ -4293,8 +4293,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
         mt_product_forward(tp, l, io->gelu, io->y, x, l->bias.w, tp->T);
         return;
     }
-    for (int step = 0, owner; step < tp->group->size;
-         step++) { // one rank's rows, during the transfer of the next rank's
+    for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
         const void *piece = mt_gather_step(tp, io->x, l->K, step, &owner);
         mt_product_forward(tp, l, io->gelu ? mt_rows_of_rank(tp, io->gelu, owner, l->N) : NULL,
                            mt_rows_of_rank(tp, io->y, owner, l->N), piece, l->bias.w, tp->rows);
@@ -7537,9 +7536,9 @@ static bool mt_splits_backward(const mt_model *m) {
 
 /* ==== §11 schedules =============================================================================================== */
 
-/* The layers of each rank, and the order of its work. Invariants: everything here is a pure function of options and
- * rank; a list has one forward and, except for evaluation, one backward of every micro-batch on every chunk; the lists
- * of all ranks run without deadlock; statements about them (time, memory) are counted on the lists. */
+/* The layers of each rank, and the order of its actions. Invariants: everything here is a pure function of options and
+ * rank; a list has one forward and, except in evaluation, one backward per micro-batch and chunk; the lists of all
+ * ranks run without deadlock; time and memory are computed from the lists. */
 
 /* ==== §11a lists ================================================================================================== */
 
@@ -7555,9 +7554,9 @@ static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro
     list->count++;
 }
 
-/* Micro-batch and chunk of the `index`-th forward, the same on all ranks: group by group, within it chunk by chunk,
- * within it micro-batch by micro-batch. Only the last group may be smaller. Backwards have the same order, with chunks
- * counted from the last. */
+/* Micro-batch and chunk of forward number `index`, equal on all ranks: the outer loop runs over groups, then over
+ * chunks, then over micro-batches. Only the last group may be smaller. Backwards have the same order with reversed
+ * chunks. */
 static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micro_batch, int64_t *chunk) {
     int64_t group = s->vp == 1 ? s->micro_batches : s->group;
     int64_t first = index / (group * s->vp) * group, size = s->micro_batches - first;
@@ -7591,7 +7590,7 @@ static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t 
     if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
 }
 
-/* Forwards of warm-up: those before the first pair of a forward and a backward. */
+/* Number of warm-up forwards: those before the first 1F1B pair. */
 static int64_t mt_schedule_warmup(const mt_schedule *s, int64_t rank) {
     int64_t total = s->micro_batches * s->vp, ahead = s->pp - rank - 1;
     if (s->kind == MT_SCHEDULE_INTERLEAVED) ahead = 2 * ahead + (s->vp - 1) * s->group;
@@ -7630,8 +7629,7 @@ int64_t mt_pipeline_layout_count(const char *letters) {
     return count;
 }
 
-/* Layers from the letters of the layout: E first and L last, once each; the MTP modules right before L, in its stage.
- */
+/* Layers from the letters of the layout: one E at the start, one L at the end, the MTP modules right before L. */
 static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
     const char *letters = o->pipeline_letters;
     MT_CHECK(mt_pipeline_layout_count(letters) <=
@@ -7664,7 +7662,7 @@ static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_err
     return 0;
 }
 
-/* Layers per stage where `ranks` ranks share `layers` equally; `what` names the layers in the error. */
+/* Layers per stage if `ranks` ranks have equal shares of `layers`; `what` names the layers in the error. */
 static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
                                         mt_error *error) {
     int64_t vp = o->num_virtual_stages_per_pipeline_rank;
