@@ -166,7 +166,7 @@ const mt_profile *mt_profile_read(void) {
 }
 
 /* ==== the timed operations ================================================================================== */
-/* One function an operation: the work, then the real call between two moments. Bytes are those that must move: each
+/* One function an operation: the work, then the real call between two moments. Bytes are the necessary ones: each
  * operand once, without what is small beside the rows (indices, weights of norms, statistics). */
 
 static mt_work mt_work_product(int64_t T, int64_t N, int64_t K) {
@@ -721,7 +721,7 @@ static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
     if (ops->residual_norm_forward) timed->residual_norm_forward = mt_timed_residual_norm_forward;
 }
 
-/* What gives no work to the device is the real operation itself. Graphs are left out: what they hold has no moments. */
+/* An operation that gives the device no work is not wrapped. Graphs are left out: their operations have no moments. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     return (mt_ops){
         .name = ops->name,
@@ -1021,6 +1021,6 @@ void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
     if (!file) return;
     mt_rank_profile_print(&own, 0, slowest_rank == 0 ? ", the slowest: it computes longest" : "", file);
     if (slowest_rank > 0) mt_rank_profile_print(&slowest, slowest_rank, ", the slowest: it computes longest", file);
-    fprintf(file, "over %d ranks a step takes %.3f to %.3f ms, of which they compute %.3f to %.3f ms\n", world->size,
+    fprintf(file, "over %d ranks a step takes %.3f to %.3f ms; they compute %.3f to %.3f ms\n", world->size,
             1e3 * least[0], 1e3 * most[0], 1e3 * least[1], 1e3 * most[1]);
 }
