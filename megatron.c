@@ -38,8 +38,7 @@
  *   §10c a stage's forward and backward
  *   §11  schedules
  *   §11a lists
- *   §11b simulated time
- *   §11c layouts
+ *   §11b layouts
  *   §12  gradient buckets
  *   §12a buckets that move
  *   §12b shards and wholes
@@ -860,6 +859,50 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     return mt_options_derive_sharding(o, error) || mt_options_derive_schedules(o, error) ? -1 : 0;
 }
 
+/* A limit of 0 is none. */
+static bool mt_exceeds(int64_t value, int64_t limit) {
+    return limit > 0 && value > limit;
+}
+
+int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
+    int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
+    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, unfused = o->attention_backend == MT_ATTENTION_UNFUSED;
+    bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
+    bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    const mt_rule rules[] = {
+        {l->one_attention && cudnn, "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
+        {l->one_attention && unfused,
+         "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out"},
+        {!latent && mt_exceeds(D, l->head_channels),
+         "--kv-channels is %lld, and attention on this device takes heads of at most %lld channels",
+         {D, l->head_channels}},
+        {latent && mt_exceeds(D, l->head_channels),
+         "--qk-head-dim + --qk-pos-emb-head-dim is %lld, and attention on this device takes heads of at most %lld "
+         "channels",
+         {D, l->head_channels}},
+        {latent && mt_exceeds(o->v_head_dim, l->head_channels),
+         "--v-head-dim is %lld, and attention on this device takes heads of at most %lld channels",
+         {o->v_head_dim, l->head_channels}},
+        {E > 0 && mt_exceeds(k, l->router_topk),
+         "--moe-router-topk is %lld, and routers on this device choose at most %lld experts per token",
+         {k, l->router_topk}},
+        {mt_exceeds(mt_divide_up(E, 32) * 32 + groups, l->experts),
+         "--num-experts is %lld, and routers on this device have at most %lld experts with --moe-router-num-groups "
+         "%lld",
+         {E, l->experts - groups, o->moe_router_num_groups}},
+        {has_aux_loss && mt_exceeds(E, l->aux_loss_experts),
+         "--num-experts is %lld, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most %lld "
+         "experts",
+         {E, l->aux_loss_experts}},
+        {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
+         "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
+         "experts",
+         {E, l->sinkhorn_experts}},
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
 #pragma GCC diagnostic pop
 
 /* ==== §2d operation counts ======================================================================================= */
@@ -907,7 +950,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
 #endif
 
 /* One prototype an operation, from the list that the table at the end is made of. */
-#define MT_CPU_PROTOTYPE(operation) static mt_##operation##_fn mt_cpu_##operation;
+#define MT_CPU_PROTOTYPE(name, ...) static mt_##name##_fn mt_cpu_##name;
 MT_OPERATIONS(MT_CPU_PROTOTYPE)
 #undef MT_CPU_PROTOTYPE
 
@@ -1450,21 +1493,27 @@ static void mt_cpu_embedding_forward(void *out, const int32_t *ids, const void *
     }
 }
 
-static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
-                                      int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
+/* sum[rows[t] - first] += from[t]. By columns, so that one thread sees all rows, in their order. */
+static void mt_add_rows_at(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C, int64_t first,
+                           int64_t count, mt_dtype dtype) {
 #pragma omp parallel for if (T * C > MT_PARALLEL)
-    for (int64_t c = 0; c < C; c += MT_COLUMNS) { // by columns, so that one thread sees all tokens, in their order
+    for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float scratch[MT_COLUMNS];
         int64_t width = mt_min(MT_COLUMNS, C - c);
         for (int64_t t = 0; t < T; t++) {
-            int64_t id = ids[t] - first;
-            if (id < 0 || id >= count) continue;
-            const float *row = mt_row_load(scratch, dout, t * C + c, width, dtype);
+            int64_t to = rows[t] - first;
+            if (to < 0 || to >= count) continue;
+            const float *row = mt_row_load(scratch, from, t * C + c, width, dtype);
 #pragma omp simd
-            for (int64_t i = 0; i < width; i++) dw[id * C + c + i] += row[i];
+            for (int64_t i = 0; i < width; i++) sum[to * C + c + i] += row[i];
         }
     }
+}
+
+static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
+                                      int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_add_rows_at(dw, dout, ids, T, C, first, count, dtype);
 }
 
 static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -2192,6 +2241,27 @@ static void mt_cpu_dropout_add_backward(void *dx, const void *dout, const int64_
                                         int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
                                         mt_stream *stream) {
     mt_cpu_dropout_add_forward(dx, dout, NULL, token_index, T, C, first_channel, dropout, dtype, stream);
+}
+
+static void mt_cpu_add(void *y, const void *a, const void *b, int64_t n, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float a_scratch[MT_BLOCK], b_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        const float *in = mt_row_load(a_scratch, a, block, count, dtype);
+        const float *more = mt_row_load(b_scratch, b, block, count, dtype);
+        float *out = mt_row_open(y_scratch, y, block, dtype);
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) out[i] = in[i] + more[i];
+        mt_row_close(y, block, out, count, dtype);
+    }
+}
+
+static void mt_cpu_scatter_add_rows(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C,
+                                    int64_t count, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_add_rows_at(sum, from, rows, T, C, 0, count, dtype);
 }
 
 static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
@@ -3052,8 +3122,8 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
     }
 }
 
-#define MT_CPU_ENTRY(operation) .operation = mt_cpu_##operation,
-const mt_ops mt_cpu_ops = {.name = "cpu", MT_OPERATIONS(MT_CPU_ENTRY)};
+#define MT_CPU_ENTRY(name, ...) .name = mt_cpu_##name,
+const mt_ops mt_cpu_ops = {.name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY)};
 #undef MT_CPU_ENTRY
 #pragma GCC diagnostic pop
 
@@ -5241,8 +5311,7 @@ static void *mt_at(const mt_model *m, void *base, int64_t elements) {
 
 /* sum[rows, C] += x, in the model's type. */
 static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void *x) {
-    m->ops->dropout_add_forward(sum, x, sum, p->batch->token_index, p->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
-                                p->stream);
+    m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
 static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
@@ -6183,8 +6252,8 @@ static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *
         return;
     }
     m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
-    m->ops->embedding_backward(e->sums, results, r->token, e->uses_allgather ? r->num_rows : r->num_choices, m->C, 0, N,
-                               m->dtype, p->stream);
+    m->ops->scatter_add_rows(e->sums, results, r->token, e->uses_allgather ? r->num_rows : r->num_choices, m->C, N,
+                             m->dtype, p->stream);
     m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
 }
 
@@ -6197,10 +6266,7 @@ static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routi
     mt_combine_results(m, p, r, e->uses_allgather ? e->gathered : sum, e->uses_allgather ? NULL : base,
                        e->uses_allgather ? e->group->size * R : R);
     if (e->uses_allgather) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
-    mt_dropout none = {.p = 0};
-    if (base && sum != out)
-        m->ops->dropout_add_forward(out, e->scattered, base, p->batch->token_index, R, m->C, 0, &none, m->dtype,
-                                    p->stream);
+    if (base && sum != out) m->ops->add(out, base, e->scattered, R * m->C, m->dtype, p->stream);
 }
 
 /* experts.dprobs of this rank's tokens, from the gradients of weights[M] in experts.rows.weights. */
@@ -7558,111 +7624,7 @@ int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t ra
     return list.count;
 }
 
-/* ==== §11b simulated time ========================================================================================= */
-/* Invariant: messages of one rank in one direction are received in the order in which they were sent, so a queue is two
- * counters and the times at which they moved. */
-
-/* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 those that it sends backward. */
-typedef struct mt_queues {
-    int64_t in_flight, capacity;
-    int64_t *sent, *received;   // [2 pp]
-    double *ready_at, *free_at; // [2 pp, capacity]
-} mt_queues;
-
-/* Sends at `now`, or as soon as there is room; false while that time is unknown. */
-static bool mt_queue_send(mt_queues *q, int64_t queue, double cost, double *now) {
-    int64_t index = q->sent[queue], before = index - q->in_flight;
-    if (q->in_flight > 0 && before >= q->received[queue]) return false;
-    if (q->in_flight > 0 && before >= 0) *now = fmax(*now, q->free_at[queue * q->capacity + before]);
-    q->ready_at[queue * q->capacity + index] = *now + cost;
-    q->sent[queue]++;
-    return true;
-}
-
-static bool mt_queue_receive(mt_queues *q, int64_t queue, double *now) {
-    int64_t index = q->received[queue];
-    if (index == q->sent[queue]) return false;
-    *now = fmax(*now, q->ready_at[queue * q->capacity + index]);
-    q->free_at[queue * q->capacity + index] = *now;
-    q->received[queue]++;
-    return true;
-}
-
-static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) {
-    if (kind == MT_ACTION_FORWARD) return costs->forward;
-    return (kind != MT_ACTION_BACKWARD_WEIGHT ? costs->backward_input : 0) +
-           (kind != MT_ACTION_BACKWARD_INPUT ? costs->backward_weight : 0);
-}
-
-/* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
-static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *costs, int64_t rank,
-                            int64_t index, double *now) {
-    mt_action action = t->actions[index];
-    bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
-    double start = *now;
-    switch (action.kind) {
-    case MT_ACTION_SEND_FORWARD:
-    case MT_ACTION_SEND_BACKWARD:
-        if (!mt_queue_send(queues, 2 * rank + backward, costs->send, now)) return false;
-        break;
-    case MT_ACTION_RECV_FORWARD:
-    case MT_ACTION_RECV_BACKWARD:
-        if (!mt_queue_receive(queues, 2 * (int64_t)action.peer + backward, now)) return false;
-        break;
-    default:
-        *now += mt_action_cost(action.kind, costs);
-    }
-    t->start[index] = start, t->end[index] = *now;
-    return true;
-}
-
-/* Returns the work on the list of one rank, and sets its peak of forwards without their backward. */
-static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
-    double work = 0;
-    int64_t held = 0;
-    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        mt_action_kind kind = t->actions[i].kind;
-        if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
-        work += mt_action_cost(kind, costs);
-        if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
-        if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
-        if (held > t->live[rank]) t->live[rank] = held;
-    }
-    return work;
-}
-
-int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
-    int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
-    *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
-    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
-    t->actions = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_action));
-    t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
-    for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
-    int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
-    double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
-    mt_queues queues = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
-    for (bool progress = true; progress;) {
-        progress = false;
-        for (int64_t r = 0; r < pp; r++)
-            for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
-                if (!mt_timeline_act(t, &queues, costs, r, t->first[r] + next[r], &now[r])) break;
-    }
-    double work = 0;
-    for (int64_t r = 0; r < pp; r++) {
-        work += mt_timeline_count(t, r, costs);
-        t->span = fmax(t->span, now[r]);
-    }
-    t->bubble = (t->span * (double)pp - work) / work;
-    free(counters), free(times);
-    return done == t->first[pp] ? 0 : -1;
-}
-
-void mt_timeline_free(mt_timeline *t) {
-    free(t->first), free(t->actions), free(t->start), free(t->end), free(t->live);
-    *t = (mt_timeline){.first = NULL};
-}
-
-/* ==== §11c layouts ================================================================================================ */
+/* ==== §11b layouts ================================================================================================ */
 
 int64_t mt_pipeline_layout_count(const char *letters) {
     int64_t count = 1;
@@ -9251,10 +9213,8 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->tokens = e->uses_allgather ? e->group->size * m->max_rows : m->max_rows;
     e->num_destinations = e->uses_allgather ? e->num_local : o->num_experts * grid->expert_tensor.size;
     e->num_choices = e->tokens * k * (e->uses_allgather ? 1 : grid->expert_tensor.size);
-    if (e->pads_to_capacity) {
-        double share = (double)(m->max_rows * grid->tensor_context.size * k) / (double)o->num_experts;
-        e->num_choices = e->num_destinations * (int64_t)ceil(share * o->moe_expert_capacity_factor);
-    }
+    if (e->pads_to_capacity)
+        e->num_choices = e->num_destinations * mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
     for (int64_t i = 0; i < m->num_layers; i++)
         if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
     int64_t size = e->group->size;
@@ -9574,21 +9534,9 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     return mt_tensor_open(m, error);
 }
 
-/* The CUDA backend's attention takes heads of so many channels. */
-enum { MT_CUDA_CHANNELS = 256 };
-
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    mt_attention_backend backend = options->attention_backend;
-    if (strcmp(ops->name, "cpu") == 0 && (backend == MT_ATTENTION_CUDNN || backend == MT_ATTENTION_UNFUSED))
-        return mt_error_set(error, "--attention-backend %s needs a GPU, and this run is on the CPU; leave it out",
-                            backend == MT_ATTENTION_CUDNN ? "cudnn" : "unfused");
-    int64_t widest_head = mt_max(options->kv_channels, mt_value_channels(options));
-    if (strcmp(ops->name, "cuda") == 0 && widest_head > MT_CUDA_CHANNELS)
-        return mt_error_set(error, "attention on a GPU takes heads of at most %d channels, and these have %lld (%s)",
-                            MT_CUDA_CHANNELS, (long long)widest_head,
-                            options->multi_latent_attention ? "--qk-head-dim + --qk-pos-emb-head-dim, or --v-head-dim"
-                                                            : "--kv-channels");
+    if (mt_options_check_limits(options, &ops->limits, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;

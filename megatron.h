@@ -142,7 +142,7 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index);
 
 /* ==== §2 options ================================================================================================== */
 
-/* For whom options are checked. LIBRARY: a program that trains on data of its own, and may have any option. */
+/* The program that options are for. LIBRARY: any program that trains on its own data; it may set every option. */
 typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2, MT_PROGRAM_LIBRARY = 3 } mt_program;
 
 /* A list of words: --data-path a b c. */
@@ -246,8 +246,9 @@ typedef enum mt_hf_family {
     MT_NUM_HF_FAMILIES
 } mt_hf_family;
 
-/* Every option by its Megatron name, with underscores. The table in data/option_table.c gives each its default and its
- * help; mt_options_finish derives what was left at 0 or NULL and checks everything. */
+/* Every option by its Megatron name, with underscores. data/option_table.c has each one's default, range and help. A
+ * number that is 0 and a string that is NULL are not given; mt_options_finish (data/options.h) derives them and checks
+ * all rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
@@ -255,12 +256,12 @@ typedef struct mt_options {
     bool group_query_attention, swiglu, openai_gelu, qk_layernorm, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
     bool multi_latent_attention;
-    int64_t q_lora_rank, kv_lora_rank;                    // of the latents; 0: queries have none
-    int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: still, turning, of values
+    int64_t q_lora_rank, kv_lora_rank;                    // widths of the latents; q_lora_rank 0: queries have none
+    int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: without RoPE, with RoPE, of values
     mt_normalization normalization;
     mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
-    int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
+    int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
     double rotary_base, rotary_percent;
     bool rotary_interleaved, use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
@@ -271,7 +272,7 @@ typedef struct mt_options {
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
-    char *moe_layer_freq; // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
+    char *moe_layer_freq; // as text; see moe_layers
     mt_score_function moe_router_score_function;
     mt_load_balancing moe_router_load_balancing_type;
     mt_token_dispatcher moe_token_dispatcher_type;
@@ -297,7 +298,7 @@ typedef struct mt_options {
     double exit_duration_in_mins;
     mt_exit_signal exit_signal;
     bool exit_signal_handler;
-    /* steps that go wrong */
+    /* bad steps */
     bool check_for_nan_in_loss_and_grad, check_for_spiky_loss;
     double loss_spike_factor;
     int64_t loss_spike_window, max_bad_steps_in_a_row;
@@ -318,9 +319,9 @@ typedef struct mt_options {
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
     int64_t decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers;
     bool account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split;
-    char *pipeline_model_parallel_layout;
+    char *pipeline_model_parallel_layout; // as text; see pipeline_letters
     mt_schedule_kind pipeline_schedule;
-    char *print_schedule; // an SVG file, or "-": only on the terminal
+    char *print_schedule; // an SVG file, or "-": print only
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
     mt_strategy data_parallel_sharding_strategy;
     /* data */
@@ -334,7 +335,7 @@ typedef struct mt_options {
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
     bool async_save, auto_resume, exit_on_missing_checkpoint;
-    char *trace; // a file for the timeline of these steps of the run, counted from 1
+    char *trace; // a file for the timeline of the steps that follow, counted from 1
     int64_t trace_first_step, trace_last_step;
     /* inference */
     mt_strings prompt;
@@ -342,35 +343,34 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[28]; // a bit for every byte above: its option was given, so config.json does not override it
-    /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
-    int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
+    uint64_t given[28]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    /* not options: derived by mt_options_finish, or read from config.json */
+    int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
-    int64_t moe_router_group_best;        // scores of a group of experts that are summed: 2 for deepseek_v3
-    char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
-    char *pipeline_letters;               // --pipeline-model-parallel-layout without repeats: E, t, m, L and |; or NULL
-    int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
-    int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
-    bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
-    mt_hf_family hf_family;               // which config.json describes the model
+    int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
+    char *moe_layers;          // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
+    char *pipeline_letters;    // the layout with its repeats written out: E, t, m, L and |; NULL: no layout
+    int64_t num_iterations;    // steps of the run, from train_iters or train_samples
+    int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
+    bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
+    mt_hf_family hf_family;               // of config.json
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Derives what was not given and checks every rule between values; data/options.c calls it once what is text has been
- * checked. `world_size` is the number of ranks. May be called again after a change. Afterwards add_qkv_bias,
- * attention_output_bias and mlp_bias say which linear layers have biases, whatever option or file asked for them. */
+/* Derives values that were not given and checks every rule between values; mt_options_finish (data/options.h) calls it
+ * after its checks of text. `world_size` is the number of ranks. May be called again after a change. Afterwards
+ * add_qkv_bias, attention_output_bias and mlp_bias tell which linear layers have biases. */
 int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
-/* The part of it that derives sizes from one another: width of the MLP, channels of a head, groups. */
+/* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
 void mt_options_derive_sizes(mt_options *options);
 
-/* Whether the user gave the option whose field begins at `offset`. */
+/* True if the user gave the option whose field begins at `offset`. */
 bool mt_options_gave(const mt_options *options, size_t offset);
 #define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
 
-/* Whether nothing is to be trained, so that there is neither a schedule nor data: --train-iters 0 with --load and
- * --save. */
+/* True for --train-iters 0 with --load and --save, which only converts a checkpoint: no schedule, no data. */
 bool mt_options_converts(const mt_options *options);
 
 /* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's
@@ -382,75 +382,102 @@ double mt_flops(const mt_options *options, int64_t num_sequences);
 int64_t mt_num_expert_layers(const mt_options *options);
 
 /* ==== §3 kernels: one signature, two backends ======================================================================
- */
+ *
+ * A backend implements the operations below: on the CPU in plain C, which defines each result, and on a GPU in cuda/.
+ * Each family of operations is a list of rows. Everything that exists once per operation is generated from the lists:
+ * the type mt_NAME_fn, the entry of the table mt_ops, a backend's prototypes, and the timed copy of each operation that
+ * a profile puts into its own table (data/profile.c). A row has one of two forms:
+ *
+ *   OP(name, result, parameters...)             is not timed
+ *   OP(name, work, (arguments), parameters...)  enqueues work on the stream, and is timed; returns nothing
+ *
+ * `work` is an expression of the parameters, the least work that the call asks for: mt_work_product(M, N, K), the
+ * floating-point operations of an M x K by K x N product; mt_work_bytes(elements, type), read and written, each operand
+ * once, without small ones (indices, weights of norms, statistics); mt_work_sent, the bytes that a rank sends. Only a
+ * profile evaluates it (data/profile.c).
+ *
+ * On a GPU, pointers are device pointers unless a comment names the host, and operations are enqueued on `stream`. An
+ * activation's gradient is written (=), a parameter's gradient accumulates (+=). Every sum has a fixed order. */
 
-/* Where work is enqueued. On the CPU operations run at once and the stream is NULL. */
+/* The queue of a device's work. On the CPU operations run at once and the stream is NULL. */
 typedef struct mt_stream mt_stream;
 
-/* Dropout decides by coordinate, never by order: `key` names the run, the layer and the place; p == 0 is off. */
+/* Dropout is decided by coordinates, never by the order of evaluation. `key` identifies the run, the layer and the
+ * position within it; p == 0 is off. */
 typedef struct mt_dropout {
     double p;
     uint64_t key;
 } mt_dropout;
 
-/* ---- memory, copies and streams of a device */
-
-/* Bytes that a model may take: what the GPU has free, or the machine's whole memory. */
-typedef int64_t mt_memory_available_fn(void);
-typedef void *mt_memory_alloc_fn(int64_t bytes);
-typedef void mt_memory_free_fn(void *memory);
-/* The same in a stream's order, for memory that grows during a step: nothing else on the device is waited for, as
- * memory_free may do, such as a message whose sender waits for this rank. memory_free takes it too. */
-typedef void *mt_memory_alloc_ordered_fn(int64_t bytes, mt_stream *stream);
-typedef void mt_memory_free_ordered_fn(void *memory, mt_stream *stream);
-/* Host memory that a device copies to and from by itself, while the host goes on: pinned for a GPU, plain on the CPU.
- */
-typedef void *mt_memory_alloc_host_fn(int64_t bytes);
-typedef void mt_memory_free_host_fn(void *memory);
-/* Copies between any two of host and device memory. */
-typedef void mt_memory_copy_fn(void *to, const void *from, int64_t bytes, mt_stream *stream);
-typedef void mt_memory_zero_fn(void *memory, int64_t bytes, mt_stream *stream);
-/* Bytes of device memory that operations on one stream may use between them, for T tokens, rows of C channels, and
- * attention with H heads of D channels. 0 on the CPU. */
-typedef int64_t mt_workspace_bytes_fn(int64_t T, int64_t C, int64_t H, int64_t D);
-/* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. `deterministic`: nothing is chosen by
- * measuring, so that two runs have the same bits; the CPU's always have. */
-typedef mt_stream *mt_stream_create_fn(void *workspace, int64_t workspace_bytes, bool deterministic);
-typedef void mt_stream_destroy_fn(mt_stream *stream);
-/* Waits for all that was enqueued. */
-typedef void mt_stream_wait_fn(mt_stream *stream);
-
-/* ---- events: moments on a stream, by which the host learns how far the device has come. NULL on the CPU */
+/* ---- memory and streams of a device; events: points on a stream that the host can wait for */
 
 typedef struct mt_event mt_event;
-typedef mt_event *mt_event_create_fn(void);
-typedef void mt_event_destroy_fn(mt_event *event);
-/* The moment when all that was enqueued before is done. */
-typedef void mt_event_record_fn(mt_event *event, mt_stream *stream);
-/* Waits for the moment that was recorded last; at once where none was. Any thread may wait. */
-typedef void mt_event_wait_fn(mt_event *event);
+
+#define MT_DEVICE_OPERATIONS(OP)                                                                                       \
+    /* Bytes that a model may use: the GPU's free memory, or all of the host's. */                                     \
+    OP(memory_available, int64_t, void)                                                                                \
+    OP(memory_alloc, void *, int64_t bytes)                                                                            \
+    OP(memory_free, void, void *memory)                                                                                \
+    /* Stream-ordered, for memory that grows during a step: memory_free may wait for the whole device, and so for a    \
+     * message whose sender waits for this rank. memory_free accepts such memory too. */                               \
+    OP(memory_alloc_ordered, void *, int64_t bytes, mt_stream *stream)                                                 \
+    OP(memory_free_ordered, void, void *memory, mt_stream *stream)                                                     \
+    /* Host memory for copies that run beside the host: pinned for a GPU, plain on the CPU. */                         \
+    OP(memory_alloc_host, void *, int64_t bytes)                                                                       \
+    OP(memory_free_host, void, void *memory)                                                                           \
+    /* Bytes of workspace that one stream needs for T tokens, rows of C channels, and attention with H heads of D      \
+     * channels. 0 on the CPU. */                                                                                      \
+    OP(workspace_bytes, int64_t, int64_t T, int64_t C, int64_t H, int64_t D)                                           \
+    /* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. `deterministic`: no algorithm is \
+     * chosen by measuring, so two runs have the same bits; on the CPU they always do. */                              \
+    OP(stream_create, mt_stream *, void *workspace, int64_t workspace_bytes, bool deterministic)                       \
+    OP(stream_destroy, void, mt_stream *stream)                                                                        \
+    /* The host waits for all work on the stream. */                                                                   \
+    OP(stream_wait, void, mt_stream *stream)                                                                           \
+    /* Operations enqueued on `stream` after this call wait for those enqueued on `other` before it. */                \
+    OP(stream_follow, void, mt_stream *stream, mt_stream *other)                                                       \
+    /* NULL on the CPU. */                                                                                             \
+    OP(event_create, mt_event *, void)                                                                                 \
+    OP(event_destroy, void, mt_event *event)                                                                           \
+    /* Marks the point at which all work that `stream` holds now is done. */                                           \
+    OP(event_record, void, mt_event *event, mt_stream *stream)                                                         \
+    /* The host waits for the point recorded last; returns at once without one. Any thread may wait. */                \
+    OP(event_wait, void, mt_event *event)
+
+#define MT_MEMORY_OPERATIONS(OP)                                                                                       \
+    /* Copies between any two of host and device memory. */                                                            \
+    OP(memory_copy, mt_work_bytes(2 * bytes, MT_U8), (to, from, bytes, stream), void *to, const void *from,            \
+       int64_t bytes, mt_stream *stream)                                                                               \
+    OP(memory_zero, mt_work_bytes(bytes, MT_U8), (memory, bytes, stream), void *memory, int64_t bytes,                 \
+       mt_stream *stream)
 
 /* ---- linear layers; weights are [N, K] as torch.nn.Linear stores them */
 
-/* y[T, N] = x[T, K] w^T + bias[N] (bias may be NULL). */
-typedef void mt_linear_forward_fn(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
-                                  int64_t K, mt_dtype dtype, mt_stream *stream);
-/* dx[T, K] = dy[T, N] w. */
-typedef void mt_linear_backward_input_fn(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
-                                         mt_dtype dtype, mt_stream *stream);
-/* dw[N, K] = dy^T x, or += when accumulate, and dbias[N] += column sums of dy (dbias may be NULL), both in fp32. Apart
- * from the input's gradient so that a zero-bubble schedule can move it. */
-typedef void mt_linear_backward_weight_fn(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
-                                          int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream);
+#define MT_LINEAR_OPERATIONS(OP)                                                                                       \
+    /* y[T, N] = x[T, K] w^T + bias[N] (bias may be NULL). */                                                          \
+    OP(linear_forward, mt_work_product(T, N, K), (y, x, w, bias, T, N, K, dtype, stream), void *y, const void *x,      \
+       const void *w, const void *bias, int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream)            \
+    /* dx[T, K] = dy[T, N] w. */                                                                                       \
+    OP(linear_backward_input, mt_work_product(T, N, K), (dx, dy, w, T, N, K, dtype, stream), void *dx, const void *dy, \
+       const void *w, int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream)                              \
+    /* dw[N, K] = dy^T x, or += when accumulate, and dbias[N] += column sums of dy (dbias may be NULL), both in fp32.  \
+     * Separate from the input's gradient so that a zero-bubble schedule can move it. */                               \
+    OP(linear_backward_weight, mt_work_product(T, N, K), (dw, dbias, dy, x, T, N, K, accumulate, dtype, stream),       \
+       float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N, int64_t K, bool accumulate,       \
+       mt_dtype dtype, mt_stream *stream)
 
 /* ---- embedding; the table holds rows [first, first + count) of the vocabulary */
 
-/* out[T, C] = w[ids - first], zero for ids outside the rows held; or += when accumulate. */
-typedef void mt_embedding_forward_fn(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C, int64_t first,
-                                     int64_t count, bool accumulate, mt_dtype dtype, mt_stream *stream);
-/* dw[ids - first] += dout, in token order, so that runs repeat bit for bit. */
-typedef void mt_embedding_backward_fn(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
-                                      int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream);
+#define MT_EMBEDDING_OPERATIONS(OP)                                                                                    \
+    /* out[T, C] = w[ids - first], zero for ids outside the table; or += when accumulate. */                           \
+    OP(embedding_forward, mt_work_bytes((accumulate ? 3 : 2) * T * C, dtype),                                          \
+       (out, ids, w, T, C, first, count, accumulate, dtype, stream), void *out, const int32_t *ids, const void *w,     \
+       int64_t T, int64_t C, int64_t first, int64_t count, bool accumulate, mt_dtype dtype, mt_stream *stream)         \
+    /* dw[ids - first] += dout, in token order. The work counts dout only: the host does not know the rows of dw that  \
+     * occur, which move 8 bytes an element. */                                                                        \
+    OP(embedding_backward, mt_work_bytes((T * C), dtype), (dw, dout, ids, T, C, first, count, dtype, stream),          \
+       float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C, int64_t first, int64_t count,            \
+       mt_dtype dtype, mt_stream *stream)
 
 /* ---- norms over the last dimension of x[T, H, C]: H = 1 for hidden states, heads for q/k norm */
 
@@ -475,18 +502,22 @@ typedef struct mt_norm_args {
     mt_dropout dropout;
 } mt_norm_args;
 
-/* y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */
-typedef void mt_rmsnorm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
-/* dx = dresidual + gradient through the norm; dw +=. */
-typedef void mt_rmsnorm_backward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
-/* y = (x - mean) rstd w + b (Ba et al., "Layer normalization"). */
-typedef void mt_layernorm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
-/* dx = dresidual + gradient through the norm; dw +=, db +=. */
-typedef void mt_layernorm_backward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
-/* Fused: sum = residual + dropout(x), then y = LayerNorm(sum), or RMSNorm(sum) where mean is NULL. */
-typedef void mt_residual_norm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+#define MT_NORM_OPERATIONS(OP)                                                                                         \
+    /* y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */   \
+    OP(rmsnorm_forward, mt_work_bytes(2 * a->T * a->H * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,       \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* dx = dresidual + gradient through the norm; dw +=. */                                                           \
+    OP(rmsnorm_backward, mt_work_bytes((a->dresidual ? 4 : 3) * a->T * a->H * a->C, dtype), (a, dtype, stream),        \
+       const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
+    /* y = (x - mean) rstd w + b (Ba et al., "Layer normalization"). */                                                \
+    OP(layernorm_forward, mt_work_bytes(2 * a->T * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,            \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* dx = dresidual + gradient through the norm; dw +=, db +=. */                                                    \
+    OP(layernorm_backward, mt_work_bytes((a->dresidual ? 4 : 3) * a->T * a->C, dtype), (a, dtype, stream),             \
+       const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)
 
-/* ---- rotary positions (Su et al., "RoFormer") */
+/* ---- rotary positions (Su et al., "RoFormer"), and the heads of multi-head latent attention (DeepSeek-AI,
+ * "DeepSeek-V2") */
 
 /* Rotates the first R channels of a head by its token's angle; copies the other channels. */
 typedef struct mt_rotation {
@@ -496,8 +527,6 @@ typedef struct mt_rotation {
     bool interleaved;         // pairs are (2i, 2i + 1), else (i, i + R / 2)
 } mt_rotation;
 
-/* The operands of rope_forward: y = x rotated. rope_backward rotates back: x is the gradient of the output, y that of
- * the input. */
 typedef struct mt_rope_args {
     int64_t T, H, D;
     const void *x;              // [T, H, D]
@@ -505,32 +534,6 @@ typedef struct mt_rope_args {
     int64_t x_stride, y_stride; // elements between tokens
     mt_rotation rotation;
 } mt_rope_args;
-
-typedef void mt_rope_forward_fn(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream);
-typedef void mt_rope_backward_fn(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream);
-
-/* The operands of q/k norm with rotation: every row of qkv begins with H heads of q, then G of k. Without the norm, the
- * weights and rstd are NULL. */
-typedef struct mt_qk_args {
-    int64_t T, H, G, D;
-    const void *qkv;        // [T, (H + G) D ...]: the fused product
-    const void *q_w, *k_w;  // [D]: RMSNorm's weights
-    float *q_rstd, *k_rstd; // [T, H], [T, G]: the forward writes them, the backward reads them
-    float eps;              // forward only
-    mt_rotation rotation;   // after the norm
-    void *qk;               // [T, (H + G) D]: the forward's result; may be qkv without the norm
-    void *dqk;              // [T, (H + G) D]: the gradient of qk; scratch afterwards
-    void *dqkv;             // [T, (H + G) D ...]: the backward's result; may be dqk without the norm
-    float *dq_w, *dk_w;     // [D] +=
-    int64_t qkv_stride;     // elements between tokens
-    int64_t qk_stride, dqk_stride, dqkv_stride;
-} mt_qk_args;
-
-/* Fused: RMSNorm over D of each head, then the rotation. */
-typedef void mt_qk_forward_fn(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream);
-typedef void mt_qk_backward_fn(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream);
-
-/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2") */
 
 /* A query or key has N nope channels, which do not rotate, then R = rotation.R rope channels; a value has Dv. All heads
  * of a token share the rope channels of its key. */
@@ -548,12 +551,21 @@ typedef struct mt_latent_heads_args {
     void *dkv, *dk_rope; // [T, H, N + Dv], [T, R]: results; dk_rope is the sum over the heads, in order, in fp32
 } mt_latent_heads_args;
 
-typedef void mt_latent_heads_forward_fn(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream);
-typedef void mt_latent_heads_backward_fn(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream);
+#define MT_ROPE_OPERATIONS(OP)                                                                                         \
+    /* y = x rotated. In place, the channels that do not rotate are neither read nor written. */                       \
+    OP(rope_forward, mt_work_bytes(2 * a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), dtype),                    \
+       (a, dtype, stream), const mt_rope_args *a, mt_dtype dtype, mt_stream *stream)                                   \
+    /* y, the gradient of the input, = x, the gradient of the output, rotated back. */                                 \
+    OP(rope_backward, mt_work_bytes(2 * a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), dtype),                   \
+       (a, dtype, stream), const mt_rope_args *a, mt_dtype dtype, mt_stream *stream)                                   \
+    OP(latent_heads_forward, mt_work_latent_heads(a, dtype), (a, dtype, stream), const mt_latent_heads_args *a,        \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    OP(latent_heads_backward, mt_work_latent_heads(a, dtype), (a, dtype, stream), const mt_latent_heads_args *a,       \
+       mt_dtype dtype, mt_stream *stream)
 
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
-/* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
+/* A range of queries that attends to a range of keys. Row i of the queries sees key j of the span if
  * j <= i + (k_len - q_len) when causal, and all keys otherwise. Packed sequences, context parallelism and decoding with
  * a key/value cache are all lists of spans. */
 typedef struct mt_span {
@@ -564,8 +576,8 @@ typedef struct mt_span {
 /* The keys [*begin, *end) of the span that its query i sees; window: see mt_attention. */
 void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end);
 
-/* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
- * are disjoint; rows in no span are not touched. */
+/* The spans of one micro-batch: the same list on the host and on the device. Query rows of different spans are
+ * disjoint; rows in no span are not touched. */
 typedef struct mt_spans {
     const mt_span *host;
     const mt_span *device;
@@ -595,78 +607,91 @@ typedef struct mt_attention {
     const int64_t *q_index, *k_index; // [Tq], [Tk]: global token numbers for dropout; NULL without it
 } mt_attention;
 
-/* out = softmax(scale q k^T) v per head, and lse. A query row of a span that sees no key gets out = 0 and lse = -inf.
- */
-typedef void mt_attention_forward_fn(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
-/* Writes dq, dk, dv for all rows of the spans; a key row of several spans receives the sum. Rows in no span are not
- * touched. */
-typedef void mt_attention_backward_fn(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
-
-/* ---- attention in parts: context parallelism attends to blocks of keys one after another and adds up what they give
- */
-
-/* Puts attention to some keys, out and lse, together with attention of the same queries to others, part and part_lse:
- * with s = log(exp(lse) + exp(part_lse)), out = exp(lse - s) out + exp(part_lse - s) part and lse = s, or when `first`
- * out = part and lse = part_lse. For the query rows of `spans`; out[Tq, H, Dv] is fp32, part[Tq, H, Dv] of `dtype` (Liu
- * et al., "Ring attention with blockwise transformers"). */
-typedef void mt_attention_merge_fn(float *out, float *lse, const void *part, const float *part_lse,
-                                   const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
-                                   mt_stream *stream);
-/* sum[t] += x[t], or = when `first`, for rows of `width` elements: the key rows of `spans`, or their query rows. A key
- * row is in one span only. sum[T, width] is fp32. */
-typedef void mt_accumulate_rows_fn(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
-                                   int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream);
+#define MT_ATTENTION_OPERATIONS(OP)                                                                                    \
+    /* out = softmax(scale q k^T) v per head, and lse. A query row of a span that sees no key gets out = 0 and lse =   \
+     * -inf. */                                                                                                        \
+    OP(attention_forward, mt_work_attention(a, 1, 1), (a, dtype, stream), const mt_attention *a, mt_dtype dtype,       \
+       mt_stream *stream)                                                                                              \
+    /* Writes dq, dk, dv for all rows of the spans; a key row of several spans receives the sum. Rows in no span are   \
+     * not touched. */                                                                                                 \
+    OP(attention_backward, mt_work_attention(a, 3, 2), (a, dtype, stream), const mt_attention *a, mt_dtype dtype,      \
+       mt_stream *stream)                                                                                              \
+    /* Context parallelism attends to blocks of keys one after another. Merges attention to some keys, out and lse,    \
+     * with attention of the same queries to others, part and part_lse: with s = log(exp(lse) + exp(part_lse)), out =  \
+     * exp(lse - s) out + exp(part_lse - s) part and lse = s; when `first`, out = part and lse = part_lse. For the     \
+     * query rows of `spans`; out[Tq, H, Dv] is fp32, part[Tq, H, Dv] of `dtype` (Liu et al., "Ring attention with     \
+     * blockwise transformers"). */                                                                                    \
+    OP(attention_merge,                                                                                                \
+       mt_work_bytes(((first ? 4 : 8) + mt_dtype_size(dtype)) * mt_span_rows(spans, false) * H * Dv, MT_U8),           \
+       (out, lse, part, part_lse, spans, H, Dv, first, dtype, stream), float *out, float *lse, const void *part,       \
+       const float *part_lse, const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,                \
+       mt_stream *stream)                                                                                              \
+    /* sum[t] += x[t], or = when `first`, for rows of `width` elements: the key rows of `spans`, or their query rows.  \
+     * A key row is in one span only. sum[T, width] is fp32. */                                                        \
+    OP(accumulate_rows,                                                                                                \
+       mt_work_bytes(((first ? 4 : 8) + mt_dtype_size(dtype)) * mt_span_rows(spans, of_keys) * width, MT_U8),          \
+       (sum, x, spans, of_keys, width, x_stride, first, dtype, stream), float *sum, const void *x,                     \
+       const mt_spans *spans, bool of_keys, int64_t width, int64_t x_stride, bool first, mt_dtype dtype,               \
+       mt_stream *stream)
 
 /* ---- activations */
 
-/* y = gelu(x) for n elements: exact (erf), or its tanh approximation (Hendrycks & Gimpel). */
-typedef void mt_gelu_forward_fn(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
-                                mt_stream *stream);
-/* dx may be dy. */
-typedef void mt_gelu_backward_fn(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
-                                 mt_dtype dtype, mt_stream *stream);
-/* Fused, with the tanh approximation: pre[T, N] = x[T, K] w^T + bias[N] (or NULL) and y = gelu(pre). */
-typedef void mt_linear_gelu_forward_fn(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
-                                       int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream);
-/* dpre[T, K] = the gradient of pre, from dy[T, N], that of gelu(pre) w^T. */
-typedef void mt_linear_backward_gelu_fn(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
-                                        int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream);
-/* y[T, F] = silu(gate) * up, with gate_up [T, 2F] = gate then up (Shazeer, "GLU variants improve transformer"). */
-typedef void mt_swiglu_forward_fn(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
-                                  mt_stream *stream);
-/* dgate_up may be gate_up. */
-typedef void mt_swiglu_backward_fn(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
-                                   mt_dtype dtype, mt_stream *stream);
+#define MT_ACTIVATION_OPERATIONS(OP)                                                                                   \
+    /* y = gelu(x) for n elements: exact (erf), or its tanh approximation (Hendrycks & Gimpel). */                     \
+    OP(gelu_forward, mt_work_bytes(2 * n, dtype), (y, x, n, tanh_approximation, dtype, stream), void *y,               \
+       const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype, mt_stream *stream)                           \
+    /* dx may be dy. */                                                                                                \
+    OP(gelu_backward, mt_work_bytes(3 * n, dtype), (dx, dy, x, n, tanh_approximation, dtype, stream), void *dx,        \
+       const void *dy, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype, mt_stream *stream)           \
+    /* y[T, F] = silu(gate) * up, with gate_up[T, 2F] = gate, then up (Shazeer, "GLU variants improve transformer").   \
+     */                                                                                                                \
+    OP(swiglu_forward, mt_work_bytes(3 * T * F, dtype), (y, gate_up, T, F, dtype, stream), void *y,                    \
+       const void *gate_up, int64_t T, int64_t F, mt_dtype dtype, mt_stream *stream)                                   \
+    /* dgate_up may be gate_up. */                                                                                     \
+    OP(swiglu_backward, mt_work_bytes(5 * T * F, dtype), (dgate_up, dy, gate_up, T, F, dtype, stream), void *dgate_up, \
+       const void *dy, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype, mt_stream *stream)
 
-/* ---- residual stream */
+/* ---- residual stream, and rows: key/value caches, packing, the last tokens of prompts */
 
-/* out[T, C] = residual + dropout(x); residual may be NULL, out may be either. With i = first_channel + c, element (t,
- * c) is kept when word i % 4 of Philox at (token_index[t], i / 4) is at least p 2^32, and scaled by 1 / (1 - p). */
-typedef void mt_dropout_add_forward_fn(void *out, const void *x, const void *residual, const int64_t *token_index,
-                                       int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
-                                       mt_dtype dtype, mt_stream *stream);
-/* dx = dropout(dout); the residual's gradient is dout itself. */
-typedef void mt_dropout_add_backward_fn(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
-                                        int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
-                                        mt_stream *stream);
+#define MT_ROW_OPERATIONS(OP)                                                                                          \
+    /* out[T, C] = residual + dropout(x); residual may be NULL, out may be either. With i = first_channel + c, element \
+     * (t, c) is kept when word i % 4 of Philox at (token_index[t], i / 4) is at least p 2^32, and then scaled by      \
+     * 1 / (1 - p). */                                                                                                 \
+    OP(dropout_add_forward, mt_work_bytes((residual ? 3 : 2) * T * C, dtype),                                          \
+       (out, x, residual, token_index, T, C, first_channel, dropout, dtype, stream), void *out, const void *x,         \
+       const void *residual, const int64_t *token_index, int64_t T, int64_t C, int64_t first_channel,                  \
+       const mt_dropout *dropout, mt_dtype dtype, mt_stream *stream)                                                   \
+    /* dx = dropout(dout); the residual's gradient is dout itself. */                                                  \
+    OP(dropout_add_backward, mt_work_bytes(2 * T * C, dtype),                                                          \
+       (dx, dout, token_index, T, C, first_channel, dropout, dtype, stream), void *dx, const void *dout,               \
+       const int64_t *token_index, int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,             \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* y[n] = a[n] + b[n], in fp32 and rounded once; y may be a or b. */                                               \
+    OP(add, mt_work_bytes(3 * n, dtype), (y, a, b, n, dtype, stream), void *y, const void *a, const void *b,           \
+       int64_t n, mt_dtype dtype, mt_stream *stream)                                                                   \
+    /* to[rows[t]] = from[t], for T rows of `width` elements. */                                                       \
+    OP(scatter_rows, mt_work_bytes(2 * T * width, dtype),                                                              \
+       (to, from, rows, T, width, to_stride, from_stride, dtype, stream), void *to, const void *from,                  \
+       const int32_t *rows, int64_t T, int64_t width, int64_t to_stride, int64_t from_stride, mt_dtype dtype,          \
+       mt_stream *stream)                                                                                              \
+    /* sum[rows[t]] += from[t] in fp32 and in a fixed order, for T rows of C elements; rows[t] < 0 adds nothing.       \
+     * sum[count, C] is fp32. */                                                                                       \
+    OP(scatter_add_rows, mt_work_bytes((T * C), dtype), (sum, from, rows, T, C, count, dtype, stream), float *sum,     \
+       const void *from, const int32_t *rows, int64_t T, int64_t C, int64_t count, mt_dtype dtype, mt_stream *stream)  \
+    /* to[t] = from[rows[t]], or zeros where rows[t] < 0. */                                                           \
+    OP(gather_rows, mt_work_bytes(2 * T * width, dtype),                                                               \
+       (to, from, rows, T, width, to_stride, from_stride, dtype, stream), void *to, const void *from,                  \
+       const int32_t *rows, int64_t T, int64_t width, int64_t to_stride, int64_t from_stride, mt_dtype dtype,          \
+       mt_stream *stream)
 
-/* ---- rows: key/value caches, packing, the last tokens of prompts */
+/* ---- mixture of experts: a router chooses k of E experts for every token. Each choice becomes a row; rows are sorted
+ * by expert and pass through linear layers grouped by expert; every token sums its rows. Choice -1: dropped. */
 
-/* to[rows[t]] = from[t], for T rows of `width` elements. */
-typedef void mt_scatter_rows_fn(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream);
-/* to[t] = from[rows[t]], or zeros where rows[t] < 0. */
-typedef void mt_gather_rows_fn(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                               int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream);
-
-/* ---- mixture of experts: a router chooses k of E experts for every token; a row for each choice, sorted by expert,
- * passes through linear layers that are grouped by expert, and every token adds up its rows. Choice -1: dropped. */
-
-/* How experts are chosen and weighed, as Megatron's topk_routing_with_score_function. Scores are the softmax of the
- * logits (or with pre_softmax false the logits themselves, and the softmax is over those chosen), or sigmoids, which
- * are then divided by the sum of those chosen + 1e-20 where topk > 1. With num_groups > 0 only experts of the
- * group_topk groups whose best group_best scores have the greatest sums can be chosen (DeepSeek-AI,
- * "DeepSeek-V3"). Among equals the lowest number wins. */
+/* The choice of experts and their weights, as Megatron's topk_routing_with_score_function. Scores are the softmax of
+ * the logits, or with pre_softmax false the logits themselves, with the softmax over the chosen ones; or sigmoids,
+ * which are then divided by the sum of the chosen ones + 1e-20 where topk > 1. With num_groups > 0 only experts of the
+ * group_topk groups whose group_best best scores have the greatest sums can be chosen (DeepSeek-AI, "DeepSeek-V3").
+ * Among equals the lowest number wins. */
 typedef struct mt_router {
     int64_t num_experts, topk; // E, k
     bool sigmoid, pre_softmax;
@@ -675,141 +700,168 @@ typedef struct mt_router {
     float scaling;      // of the probabilities; 1: none
 } mt_router;
 
-/* logits[T, E] = x[T, C] w[E, C]^T in fp32, whatever the type of x and w. Its backward is that of a linear layer. */
-typedef void mt_router_logits_fn(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
-                                 mt_dtype dtype, mt_stream *stream);
-/* experts[T, k], the greatest score first, and probs[T, k], from logits[T, E]. bias[E] (may be NULL) is added to
- * sigmoid scores for the choice only. invalid[0] += tokens whose logits are not all finite; those choose experts 0 to k
- * - 1 and have probabilities that are not numbers. */
-typedef void mt_route_forward_fn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                 const float *bias, int64_t T, const mt_router *router, mt_stream *stream);
-/* The same for the rows [first, first + count) of T, where all tokens choose together: of cost = exp(logits), rows and
- * columns are scaled in turn until they sum to 1 / T and 1 / E, so that loads come out even, and a token's experts are
- * those of its k greatest scaled costs (Sinkhorn & Knopp, "Concerning nonnegative matrices and doubly stochastic
- * matrices"; as Megatron's sinkhorn, with its 1e-8 beside every sum, until the columns' factors change by 1e-4 at most
- * on the mean, or MT_SINKHORN_ROUNDS times). Sums are in float64: the order of tokens does not matter. Tokens that are
- * not finite have no part in it. Groups and bias are not taken; the router has sigmoids and topk 1, or pre_softmax. */
+/* The most rounds of Sinkhorn's iteration (route_sinkhorn). */
 enum { MT_SINKHORN_ROUNDS = 1000 };
-typedef void mt_route_sinkhorn_fn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
-                                  int64_t first, int64_t count, const mt_router *router, mt_stream *stream);
-/* dlogits[T, E], zero where an expert neither was chosen nor takes part in the softmax. */
-typedef void mt_route_backward_fn(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
-                                  int64_t T, const mt_router *router, mt_stream *stream);
-/* What balances the experts of S sequences; token t is of sequence[t], or of the only one where that is NULL.
- * sums[0, S, E] = the sums of each token's shares (softmax of its logits, or its sigmoids divided by their sum +
- * 1e-20), sums[1, S, E] = how many tokens have expert e among their k greatest scores, without groups and bias.
- * z_sum[0] += sum of logsumexp(logits)^2 (both added up in float64 and in a fixed order). */
-typedef void mt_aux_loss_forward_fn(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
-                                    int64_t T, const mt_router *router, mt_stream *stream);
-/* loss[0] += sum over sequences of E (sum_e sums[0, s, e] sums[1, s, e]) / (sum_e sums[1, s, e]), which is the tokens
- * of a sequence times its auxiliary loss (Fedus et al., "Switch transformers"). Sequences without tokens add nothing.
- */
-typedef void mt_aux_loss_value_fn(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream);
-/* dlogits[T, E] += aux_scale times the gradient of that loss, for counts [S, E] as constants, and z_scale times that of
- * z_sum. */
-typedef void mt_aux_loss_backward_fn(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                     int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                     mt_stream *stream);
-/* loads[E] += how often each expert is among experts[n]; -1 is none. Whole numbers, so exact below 2^24. */
-typedef void mt_count_experts_fn(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream);
-/* kept[t, j] for the rows [first, first + count) of experts[T, k]: the choice, or -1 where `capacity` others of the
- * same expert come before it: those of greater probability, or with by_position all, and among equals those of a lower
- * token_index, then of a lower row. kept is [count, k]. */
-typedef void mt_drop_tokens_fn(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
-                               int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
-                               mt_stream *stream);
 
-/* Where rows go: those of experts [first, first + count), which `local` at a time belong to one place; each choice goes
- * to `copies` ranks that share its expert. So rows are sorted by v = ((e - first) / local copies + copy) local + (e -
- * first) % local, of which there are count copies. With capacity > 0 each v has room for so many rows, else they are
- * packed. */
+#define MT_ROUTER_OPERATIONS(OP)                                                                                       \
+    /* logits[T, E] = x[T, C] w[E, C]^T in fp32 for any type of x and w. Its backward is that of a linear layer. */    \
+    OP(router_logits, mt_work_product(T, E, C), (logits, x, w, T, E, C, dtype, stream), float *logits, const void *x,  \
+       const void *w, int64_t T, int64_t E, int64_t C, mt_dtype dtype, mt_stream *stream)                              \
+    /* experts[T, k], the greatest score first, and probs[T, k], from logits[T, E]. bias[E] (may be NULL) is added to  \
+     * sigmoid scores for the choice only. invalid[0] += tokens whose logits are not all finite; those choose experts  \
+     * 0 to k - 1 with NaN probabilities. */                                                                           \
+    OP(route_forward, mt_work_bytes((router->num_experts + 2 * router->topk) * T, MT_F32),                             \
+       (probs, experts, invalid, logits, bias, T, router, stream), float *probs, int32_t *experts, int32_t *invalid,   \
+       const float *logits, const float *bias, int64_t T, const mt_router *router, mt_stream *stream)                  \
+    /* The same for rows [first, first + count) of T, with a choice that balances all T tokens: the rows and columns   \
+     * of cost = exp(logits) are scaled in turn until they sum to 1 / T and 1 / E, and a token's experts are those of  \
+     * its k greatest scaled costs (Sinkhorn & Knopp, "Concerning nonnegative matrices and doubly stochastic           \
+     * matrices"; as Megatron's sinkhorn, with its 1e-8 beside every sum, until the columns' factors change by 1e-4 at \
+     * most on the mean, or MT_SINKHORN_ROUNDS times). Sums are in float64: the order of tokens does not matter.       \
+     * Tokens that are not finite are left out. No groups, no bias; sigmoids with topk 1, or pre_softmax. */           \
+    OP(route_sinkhorn, mt_work_bytes(2 * count * router->topk + T * router->num_experts, MT_F32),                      \
+       (probs, experts, invalid, logits, T, first, count, router, stream), float *probs, int32_t *experts,             \
+       int32_t *invalid, const float *logits, int64_t T, int64_t first, int64_t count, const mt_router *router,        \
+       mt_stream *stream)                                                                                              \
+    /* dlogits[T, E], zero where an expert neither was chosen nor takes part in the softmax. */                        \
+    OP(route_backward, mt_work_bytes(2 * T * (router->num_experts + router->topk), MT_F32),                            \
+       (dlogits, dprobs, experts, logits, T, router, stream), float *dlogits, const float *dprobs,                     \
+       const int32_t *experts, const float *logits, int64_t T, const mt_router *router, mt_stream *stream)             \
+    /* The numbers of the auxiliary loss of S sequences; token t is in sequence[t], or in the only one where that is   \
+     * NULL. sums[0, S, E] = sums over tokens of the scores (softmax of the logits, or sigmoids divided by their sum + \
+     * 1e-20), sums[1, S, E] = number of tokens that have expert e among their k greatest scores, without groups and   \
+     * bias. z_sum[0] += sum of logsumexp(logits)^2. Sums are in float64. */                                           \
+    OP(aux_loss_forward, mt_work_bytes((T + 2 * S) * router->num_experts, MT_F32),                                     \
+       (sums, z_sum, logits, sequence, S, T, router, stream), float *sums, double *z_sum, const float *logits,         \
+       const int32_t *sequence, int64_t S, int64_t T, const mt_router *router, mt_stream *stream)                      \
+    /* loss[0] += sum over sequences of E (sum_e sums[0, s, e] sums[1, s, e]) / (sum_e sums[1, s, e]): the tokens of a \
+     * sequence times its auxiliary loss (Fedus et al., "Switch transformers"). Sequences without tokens add           \
+     * nothing. */                                                                                                     \
+    OP(aux_loss_value, mt_work_bytes(2 * S * E, MT_F32), (loss, sums, S, E, stream), double *loss, const float *sums,  \
+       int64_t S, int64_t E, mt_stream *stream)                                                                        \
+    /* dlogits[T, E] += aux_scale times the gradient of that loss, for counts[S, E] as constants, and z_scale times    \
+     * that of z_sum. */                                                                                               \
+    OP(aux_loss_backward, mt_work_bytes(3 * T * router->num_experts, MT_F32),                                          \
+       (dlogits, logits, counts, sequence, S, T, aux_scale, z_scale, router, stream), float *dlogits,                  \
+       const float *logits, const float *counts, const int32_t *sequence, int64_t S, int64_t T, float aux_scale,       \
+       float z_scale, const mt_router *router, mt_stream *stream)                                                      \
+    /* loads[E] += occurrences of each expert in experts[n]; -1 is none. Whole numbers, exact below 2^24. */           \
+    OP(count_experts, mt_work_bytes(n, MT_F32), (loads, experts, n, E, stream), float *loads, const int32_t *experts,  \
+       int64_t n, int64_t E, mt_stream *stream)                                                                        \
+    /* kept[t, j] for rows [first, first + count) of experts[T, k]: the choice, or -1 where `capacity` others of the   \
+     * same expert precede it: those of greater probability, or with by_position all; equals are ordered by            \
+     * token_index, then by row. kept is [count, k]. */                                                                \
+    OP(drop_tokens, mt_work_bytes((by_position ? T : 2 * T) * k + 2 * T + count * k, MT_F32),                          \
+       (kept, experts, probs, token_index, T, k, first, count, capacity, by_position, stream), int32_t *kept,          \
+       const int32_t *experts, const float *probs, const int64_t *token_index, int64_t T, int64_t k, int64_t first,    \
+       int64_t count, int64_t capacity, bool by_position, mt_stream *stream)                                           \
+    /* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless      \
+     * scale[0] < 0: the step was bad. */                                                                              \
+    OP(expert_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, loads, scale, E, rate, stream), float *bias,             \
+       const float *loads, const float *scale, int64_t E, float rate, mt_stream *stream)
+
+/* The order of rows, for experts [first, first + count). `local` consecutive experts are on one rank, or on `copies`
+ * ranks that share them, each of which receives every choice. Rows are sorted by v = ((e - first) / local copies +
+ * copy) local + (e - first) % local, of which there are count copies. With capacity > 0 each v has room for that many
+ * rows, else they are packed. */
 typedef struct mt_dispatch {
     int64_t topk, first, count, local, copies, capacity;
 } mt_dispatch;
 
-/* The order of rows: offsets[count copies + 1], where each v begins; position[T, k copies], the row of (token, choice,
- * copy), or -1 where the choice is -1 or not of these experts; for M rows, choice[m] = t k + j and token[m] = t, or -1
- * both where no token is. Within a v rows are in the order of their tokens. M is count copies capacity, or at least the
- * number of choices. */
-typedef void mt_dispatch_plan_fn(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
-                                 const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
-                                 mt_stream *stream);
-/* Rows that come from `sources` ranks, for counts[sources, local] rows for each expert here, one source after another
- * and within it sorted by expert: to_expert[m] is the row that is row m when all are sorted by expert, then source;
- * from_expert is the way back; offsets[local + 1] where each expert begins. M is the sum of counts. */
-typedef void mt_exchange_order_fn(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
-                                  int64_t sources, int64_t local, int64_t M, mt_stream *stream);
-/* out[T, C] = base[T, C] (zero where base is NULL; may be out) + the sum of rows in[position[t, i]] for i < n, added up
- * in fp32 and in this order; negative positions add nothing. The backward of gather_rows, whose backward it has. */
-typedef void mt_combine_rows_fn(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
-                                int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream);
+#define MT_EXPERT_OPERATIONS(OP)                                                                                       \
+    /* offsets[count copies + 1], the first row of each v; position[T, k copies], the row of (token, choice, copy), or \
+     * -1 where the choice is -1 or not of these experts; for M rows, choice[m] = t k + j and token[m] = t, both -1    \
+     * for a row without token. Within a v rows are in token order. M is count copies capacity, or at least the number \
+     * of choices. */                                                                                                  \
+    OP(dispatch_plan, mt_work_bytes((1 + dispatch->copies) * T * dispatch->topk + 2 * M, MT_F32),                      \
+       (offsets, position, choice, token, experts, T, M, dispatch, stream), int32_t *offsets, int32_t *position,       \
+       int32_t *choice, int32_t *token, const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,     \
+       mt_stream *stream)                                                                                              \
+    /* For rows that arrive from `sources` ranks, counts[sources, local] for each expert here, one source after        \
+     * another and within it sorted by expert: to_expert[m] is the arrived row that is row m when all are sorted by    \
+     * expert, then source; from_expert is the inverse; offsets[local + 1], the first row of each expert. M is the sum \
+     * of counts. */                                                                                                   \
+    OP(exchange_order, mt_work_bytes(2 * M, MT_F32),                                                                   \
+       (to_expert, from_expert, offsets, counts, sources, local, M, stream), int32_t *to_expert, int32_t *from_expert, \
+       int32_t *offsets, const int32_t *counts, int64_t sources, int64_t local, int64_t M, mt_stream *stream)          \
+    /* out[T, C] = base[T, C] (zero where NULL; may be out) + the sum of rows in[position[t, i]] for i < n, in fp32    \
+     * and in this order; negative positions add nothing. The backward of gather_rows, and gather_rows is its          \
+     * backward. The work counts every position as a row: the host does not know their number. */                      \
+    OP(combine_rows, mt_work_bytes((n + (base ? 2 : 1)) * T * C, dtype),                                               \
+       (out, in, position, base, T, n, C, dtype, stream), void *out, const void *in, const int32_t *position,          \
+       const void *base, int64_t T, int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream)                           \
+    /* Linear layers of E experts: rows [offsets[e], offsets[e + 1]) with w[e]. offsets[E + 1] is on the device,       \
+     * ascends, and offsets[E] <= M, the allocated rows. Rows of no expert are not written, and their contents do not  \
+     * affect results. The work counts M rows. y[M, N] = x[M, K] w[E, N, K]^T. */                                      \
+    OP(grouped_linear_forward, mt_work_product(M, N, K), (y, x, w, offsets, M, N, K, E, dtype, stream), void *y,       \
+       const void *x, const void *w, const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E,               \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* dx[M, K] = dy[M, N] w[E, N, K]. */                                                                              \
+    OP(grouped_linear_backward_input, mt_work_product(M, N, K), (dx, dy, w, offsets, M, N, K, E, dtype, stream),       \
+       void *dx, const void *dy, const void *w, const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E,    \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* dw[E, N, K] = dy^T x of each expert's rows, in fp32, or += when accumulate; zero for an expert without rows. */ \
+    OP(grouped_linear_backward_weight, mt_work_product(M, N, K),                                                       \
+       (dw, dy, x, offsets, M, N, K, E, accumulate, dtype, stream), float *dw, const void *dy, const void *x,          \
+       const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate, mt_dtype dtype,            \
+       mt_stream *stream)                                                                                              \
+    /* y[M, F] = weights[M] silu(gate) up, for gate_up[M, 2F]: the expert's activation times its probability, so that  \
+     * the backward does not need the expert's output. */                                                              \
+    OP(expert_swiglu_forward, mt_work_bytes(3 * M * F, dtype), (y, gate_up, weights, M, F, dtype, stream), void *y,    \
+       const void *gate_up, const float *weights, int64_t M, int64_t F, mt_dtype dtype, mt_stream *stream)             \
+    /* dgate_up may be gate_up; dweights[M] = sum(dy silu(gate) up). */                                                \
+    OP(expert_swiglu_backward, mt_work_bytes(5 * M * F, dtype),                                                        \
+       (dgate_up, dweights, dy, gate_up, weights, M, F, dtype, stream), void *dgate_up, float *dweights,               \
+       const void *dy, const void *gate_up, const float *weights, int64_t M, int64_t F, mt_dtype dtype,                \
+       mt_stream *stream)                                                                                              \
+    /* y[M, C] = weights[M] x[M, C]; y may be x. expert_swiglu fuses it. */                                            \
+    OP(scale_rows_forward, mt_work_bytes(2 * M * C, dtype), (y, x, weights, M, C, dtype, stream), void *y,             \
+       const void *x, const float *weights, int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream)                   \
+    /* dx[M, C] = weights dy and dweights[M] = sum(dy x); dx may be dy or x. */                                        \
+    OP(scale_rows_backward, mt_work_bytes(3 * M * C, dtype), (dx, dweights, dy, x, weights, M, C, dtype, stream),      \
+       void *dx, float *dweights, const void *dy, const void *x, const float *weights, int64_t M, int64_t C,           \
+       mt_dtype dtype, mt_stream *stream)
 
-/* Linear layers of E experts: rows [offsets[e], offsets[e + 1]) with w[e]; offsets[E + 1] is on the device, ascends,
- * and offsets[E] <= M, the rows that there is memory for. Rows that are no expert's are not written, and whatever they
- * hold is not read into a result. y[M, N] = x[M, K] w[E, N, K]^T. */
-typedef void mt_grouped_linear_forward_fn(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
-                                          int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream);
-/* dx[M, K] = dy[M, N] w[E, N, K]. */
-typedef void mt_grouped_linear_backward_input_fn(void *dx, const void *dy, const void *w, const int32_t *offsets,
-                                                 int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
-                                                 mt_stream *stream);
-/* dw[E, N, K] = dy^T x of each expert's rows, in fp32, or += when accumulate; zero for an expert without rows. */
-typedef void mt_grouped_linear_backward_weight_fn(float *dw, const void *dy, const void *x, const int32_t *offsets,
-                                                  int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
-                                                  mt_dtype dtype, mt_stream *stream);
-/* y[M, F] = weights[M] silu(gate) up, for gate_up[M, 2F]: an expert's activation, weighed by its probability here, so
- * that what the expert puts out need not be kept for the backward. */
-typedef void mt_expert_swiglu_forward_fn(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
-                                         mt_dtype dtype, mt_stream *stream);
-/* dgate_up may be gate_up; dweights[M] = sum(dy silu(gate) up). */
-typedef void mt_expert_swiglu_backward_fn(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
-                                          const float *weights, int64_t M, int64_t F, mt_dtype dtype,
-                                          mt_stream *stream);
-/* y[M, C] = weights[M] x[M, C], a pass of its own for what expert_swiglu does on the way; y may be x. */
-typedef void mt_scale_rows_forward_fn(void *y, const void *x, const float *weights, int64_t M, int64_t C,
-                                      mt_dtype dtype, mt_stream *stream);
-/* dx[M, C] = weights dy and dweights[M] = sum(dy x); dx may be dy or x. */
-typedef void mt_scale_rows_backward_fn(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
-                                       int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream);
-/* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless scale[0] <
- * 0, which says that the step was bad. */
-typedef void mt_expert_bias_step_fn(float *bias, const float *loads, const float *scale, int64_t E, float rate,
-                                    mt_stream *stream);
+/* ---- cross-entropy over logits [T, stride]: this rank's first `count` columns are rows [first, first + count) of the
+ * vocabulary; columns past them are padding without probability. And argmax, for greedy generation. */
 
-/* ---- cross-entropy over logits [T, stride], of which this rank's first `count` columns are the vocabulary's rows
- * [first, first + count); columns past them are padding and take no probability. */
+#define MT_LOSS_OPERATIONS(OP)                                                                                         \
+    /* One pass: row_max[T]; row_sum = sum exp(x - max); row_target = the label's logit, 0 where another rank holds    \
+     * it; row_weighted = sum exp(x - max) x (may be NULL). Ranks combine these four numbers per row, never logits. */ \
+    OP(cross_entropy_forward, mt_work_bytes((T * count), dtype),                                                       \
+       (row_max, row_sum, row_target, row_weighted, logits, labels, T, stride, first, count, dtype, stream),           \
+       float *row_max, float *row_sum, float *row_target, float *row_weighted, const void *logits,                     \
+       const int32_t *labels, int64_t T, int64_t stride, int64_t first, int64_t count, mt_dtype dtype,                 \
+       mt_stream *stream)                                                                                              \
+    /* The four numbers of a row over the whole vocabulary, from those of its `n` parts: parts[n, 4, T] are row_max,   \
+     * row_sum, row_target and row_weighted of each part; parts[n, 3, T] where row_weighted is NULL. */                \
+    OP(cross_entropy_combine, mt_work_bytes((n + 1) * T * (row_weighted ? 4 : 3), MT_F32),                             \
+       (row_max, row_sum, row_target, row_weighted, parts, n, T, stream), float *row_max, float *row_sum,              \
+       float *row_target, float *row_weighted, const float *parts, int64_t n, int64_t T, mt_stream *stream)            \
+    /* lse[T] = max + log(sum), logp[T] = target - lse, entropy[T] = lse - weighted / sum (may be NULL). */            \
+    OP(cross_entropy_loss, mt_work_bytes((entropy ? 7 : 5) * T, MT_F32),                                               \
+       (logp, entropy, lse, row_max, row_sum, row_target, row_weighted, T, stream), float *logp, float *entropy,       \
+       float *lse, const float *row_max, const float *row_sum, const float *row_target, const float *row_weighted,     \
+       int64_t T, mt_stream *stream)                                                                                   \
+    /* The gradient of a loss by the logits x, from its derivatives dlogp[T] and dentropy[T] by each token's           \
+     * log-probability and entropy: with p = exp(x - lse), dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) \
+     * dentropy, zero in the padding. entropy and dentropy are NULL for a loss without entropy. dlogits may be logits. \
+     */                                                                                                                \
+    OP(cross_entropy_backward, mt_work_bytes((count + stride) * T, dtype),                                             \
+       (dlogits, logits, labels, lse, entropy, dlogp, dentropy, T, stride, first, count, dtype, stream),               \
+       void *dlogits, const void *logits, const int32_t *labels, const float *lse, const float *entropy,               \
+       const float *dlogp, const float *dentropy, int64_t T, int64_t stride, int64_t first, int64_t count,             \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order;  \
+     * and dlogp[T] = -weights. */                                                                                     \
+    OP(nll_loss, mt_work_bytes(3 * T, MT_F32), (sums, dlogp, logp, weights, T, stream), double *sums, float *dlogp,    \
+       const float *logp, const float *weights, int64_t T, mt_stream *stream)                                          \
+    /* ids[T] = the column of the greatest of the first `count` columns, the lowest among equals; -1 where a logit is  \
+     * NaN or the greatest is not finite. */                                                                           \
+    OP(argmax, mt_work_bytes((T * count), dtype), (ids, logits, T, stride, count, dtype, stream), int32_t *ids,        \
+       const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype, mt_stream *stream)
 
-/* One pass: row_max[T]; row_sum = sum exp(x - max); row_target = the label's logit, 0 where another rank holds it;
- * row_weighted = sum exp(x - max) x (may be NULL). Ranks combine these four numbers a row, never logits. */
-typedef void mt_cross_entropy_forward_fn(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                         const void *logits, const int32_t *labels, int64_t T, int64_t stride,
-                                         int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream);
-/* The four numbers of a row for the whole vocabulary, from those of `n` shares of it: parts[n, 4, T] are the shares'
- * row_max, row_sum, row_target and row_weighted; parts[n, 3, T] and row_weighted NULL without the last. */
-typedef void mt_cross_entropy_combine_fn(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                         const float *parts, int64_t n, int64_t T, mt_stream *stream);
-/* lse[T] = max + log(sum), logp[T] = target - lse, entropy[T] = lse - weighted / sum (NULL: not wanted). */
-typedef void mt_cross_entropy_loss_fn(float *logp, float *entropy, float *lse, const float *row_max,
-                                      const float *row_sum, const float *row_target, const float *row_weighted,
-                                      int64_t T, mt_stream *stream);
-/* The gradient of a loss by the logits x, from its derivatives dlogp[T] and dentropy[T] by each token's log-probability
- * and entropy: with p = exp(x - lse), dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy, zero in the
- * padding. entropy and dentropy are NULL for a loss without entropy. dlogits may be logits. */
-typedef void mt_cross_entropy_backward_fn(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                          const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
-                                          int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
-                                          mt_stream *stream);
-/* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order; and
- * dlogp[T] = -weights. */
-typedef void mt_nll_loss_fn(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
-                            mt_stream *stream);
-
-/* ids[T] = the column of the greatest of logits[T, stride]'s first `count` columns, the lowest among equals; -1 where a
- * logit is not a number or the greatest is not finite. */
-typedef void mt_argmax_fn(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                          mt_stream *stream);
-
-/* ---- optimizer, over any stretch of a bucket */
+/* ---- optimizer, over any range of a bucket; initialisation and conversion */
 
 /* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
 typedef struct mt_adamw {
@@ -817,12 +869,12 @@ typedef struct mt_adamw {
     float bias_correction1, bias_correction2; // 1 - beta^step
 } mt_adamw;
 
-/* What makes a step bad: see mt_step_guard_fn. */
+/* The rules of step_guard: a step that breaks one is bad. */
 typedef struct mt_guard_rules {
-    bool finite;         // loss and gradient norm must be
-    double spike_factor; // the loss is at most so many times its running average; 0: may be anything
-    int64_t window;      // steps of that average, before which nothing is a spike
-    int64_t copies;      // how often the loss was added up
+    bool finite;         // loss and gradient norm must be finite
+    double spike_factor; // the loss is at most this many times its running average; 0: no rule
+    int64_t window;      // steps of that average; earlier steps are never spikes
+    int64_t copies;      // number of ranks whose equal losses loss_sum adds up
 } mt_guard_rules;
 
 /* The result of a step's check: the first rule that is broken. */
@@ -831,34 +883,42 @@ typedef enum mt_guard_check { MT_STEP_PASSED, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FI
 /* A guard's numbers, kept from step to step: the last check, the average loss of the good steps, and their number. */
 enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
-/* sum[0] += sum of squares. */
-typedef void mt_squared_norm_fn(double *sum, const float *x, int64_t n, mt_stream *stream);
-/* norm[0] = sqrt(sum_of_squares) / denominator, the gradient's norm; scale[0] = what every gradient is multiplied by:
- * clip / (norm + 1e-6), if under 1 and clip > 0, over the denominator (the batch's tokens). */
-typedef void mt_gradient_scale_fn(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
-                                  float clip, mt_stream *stream);
-/* sum[n] += x[n]. */
-typedef void mt_accumulate_fn(float *sum, const float *x, int64_t n, mt_stream *stream);
-/* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = the first rule that is broken by the loss
- * loss_sum[0] / (tokens[0] copies) or by norm[0]. A bad step's scale[0] becomes -1; a good one's loss l goes into the
- * average a of steps n: a += (l - a) / min(n + 1, window). */
-typedef void mt_step_guard_fn(double *guard, float *scale, const double *loss_sum, const double *tokens,
-                              const float *norm, const mt_guard_rules *rules, mt_stream *stream);
-/* One AdamW step on n elements with gradient grad * scale[0]; a negative scale leaves everything as it is, to the bit.
- * `master` holds the fp32 weights of bf16 parameters and is NULL for fp32 ones. */
-typedef void mt_adamw_step_fn(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
-                              int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream);
-/* param[i] = mean + std * normal(key, first + i) with Box-Muller on Philox: parameters begin alike on every layout. */
-typedef void mt_random_normal_fn(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
-                                 mt_dtype dtype, mt_stream *stream);
-/* Converts n elements between MT_F32 and MT_BF16. */
-typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
-                           mt_stream *stream);
+#define MT_OPTIMIZER_OPERATIONS(OP)                                                                                    \
+    /* sum[n] += x[n]. */                                                                                              \
+    OP(accumulate, mt_work_bytes(3 * n, MT_F32), (sum, x, n, stream), float *sum, const float *x, int64_t n,           \
+       mt_stream *stream)                                                                                              \
+    /* sum[0] += sum of squares. */                                                                                    \
+    OP(squared_norm, mt_work_bytes(n, MT_F32), (sum, x, n, stream), double *sum, const float *x, int64_t n,            \
+       mt_stream *stream)                                                                                              \
+    /* norm[0] = sqrt(sum_of_squares) / denominator, the gradient's norm; scale[0], the factor of every gradient, =    \
+     * clip / (norm + 1e-6), if below 1 and clip > 0, over the denominator (the batch's tokens). */                    \
+    OP(gradient_scale, mt_work_bytes(24, MT_U8), (scale, norm, sum_of_squares, denominator, clip, stream),             \
+       float *scale, float *norm, const double *sum_of_squares, const double *denominator, float clip,                 \
+       mt_stream *stream)                                                                                              \
+    /* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = the first rule that is broken by the   \
+     * loss loss_sum[0] / (tokens[0] copies) or by norm[0]. A bad step's scale[0] becomes -1; a good one's loss l      \
+     * updates the average a over n steps: a += (l - a) / min(n + 1, window). */                                       \
+    OP(step_guard, mt_work_bytes(72, MT_U8), (guard, scale, loss_sum, tokens, norm, rules, stream), double *guard,     \
+       float *scale, const double *loss_sum, const double *tokens, const float *norm, const mt_guard_rules *rules,     \
+       mt_stream *stream)                                                                                              \
+    /* One AdamW step on n elements with gradient grad * scale[0]; a negative scale changes nothing. `master` holds    \
+     * the fp32 weights of bf16 parameters and is NULL for fp32 ones. The work: the gradient is read, both moments and \
+     * the fp32 weights are read and written, the bf16 copy is written. */                                             \
+    OP(adamw_step, mt_work_bytes((28 + (master ? mt_dtype_size(dtype) : 0)) * n, MT_U8),                               \
+       (param, master, m, v, grad, scale, n, adamw, dtype, stream), void *param, float *master, float *m, float *v,    \
+       const float *grad, const float *scale, int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream)     \
+    /* param[i] = mean + std * normal(key, first + i) with Box-Muller on Philox: the same on every layout. */          \
+    OP(random_normal, mt_work_bytes(n, dtype), (param, n, key, first, mean, std, dtype, stream), void *param,          \
+       int64_t n, uint64_t key, int64_t first, float mean, float std, mt_dtype dtype, mt_stream *stream)               \
+    /* Converts n elements between MT_F32 and MT_BF16. */                                                              \
+    OP(convert, mt_work_bytes((mt_dtype_size(to_dtype) + mt_dtype_size(from_dtype)) * n, MT_U8),                       \
+       (to, to_dtype, from, from_dtype, n, stream), void *to, mt_dtype to_dtype, const void *from,                     \
+       mt_dtype from_dtype, int64_t n, mt_stream *stream)
 
 /* ---- collectives (§5) on the backend's device memory, enqueued as other operations are. All ranks of the group call
  * in the same order with the same count. A group of one returns at once, or copies if `out` is not `in`. Counts are
  * elements and may exceed 2^31. Sums have the same bits on every rank and in every run: the CPU adds in rank order;
- * NCCL has a fixed order of its own. */
+ * NCCL has a fixed order of its own. The work is the bytes that each rank sends at least. */
 
 /* A group of ranks, ordered by world rank. A group of one needs no library. */
 typedef struct mt_group {
@@ -871,29 +931,51 @@ typedef struct mt_group {
 
 typedef enum mt_reduction { MT_SUM, MT_MAX } mt_reduction;
 
-/* buffer[count] = its sum or maximum over the group; MT_F32, MT_BF16 or MT_F64. The CPU sums bf16 in fp32 and rounds
- * once. */
-typedef void mt_all_reduce_fn(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
-                              const mt_group *group, mt_stream *stream);
-/* out[size, count] = in[count] of every rank, in rank order; `in` may be out + rank * count. Any type. */
-typedef void mt_all_gather_fn(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                              mt_stream *stream);
-/* out[count] = the sum over the group of row `rank` of in[size, count]; `out` may be that row. Types and sums as in
- * all_reduce. */
-typedef void mt_reduce_scatter_fn(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                                  mt_stream *stream);
-/* out[size, count]: row r is row `rank` of rank r's in[size, count]. `out` and `in` do not overlap. Any type. */
-typedef void mt_all_to_all_fn(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                              mt_stream *stream);
-/* The same with in_counts[r] elements to rank r and out_counts[r] from it, packed without gaps. The counts are in host
- * memory and may be reused when the call returns. */
-typedef void mt_all_to_all_v_fn(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
-                                mt_dtype dtype, const mt_group *group, mt_stream *stream);
-/* buffer[count] = that of rank `root`. Any type. */
-typedef void mt_broadcast_fn(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
-                             mt_stream *stream);
-/* Operations enqueued on `stream` after this call wait for those enqueued on `other` before it. */
-typedef void mt_stream_follow_fn(mt_stream *stream, mt_stream *other);
+/* Memory that ranks of one host write into directly. Not channels, whose messages on a GPU are NCCL kernels and wait
+ * while a matrix product occupies all multiprocessors: a mailbox is written by the GPU's copy engines and so proceeds
+ * beside such a product. */
+typedef struct mt_mailbox {
+    const mt_group *group;
+    char *memory;
+    int64_t bytes;
+} mt_mailbox;
+enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // most ranks; bytes of the counters
+
+#define MT_COLLECTIVE_OPERATIONS(OP)                                                                                   \
+    /* buffer[count] = its sum or maximum over the group; MT_F32, MT_BF16 or MT_F64. The CPU sums bf16 in fp32 and     \
+     * rounds once. */                                                                                                 \
+    OP(all_reduce, mt_work_sent(MT_OPERATION_all_reduce, count, dtype, group),                                         \
+       (buffer, count, reduction, dtype, group, stream), void *buffer, int64_t count, mt_reduction reduction,          \
+       mt_dtype dtype, const mt_group *group, mt_stream *stream)                                                       \
+    /* out[size, count] = in[count] of every rank, in rank order; `in` may be out + rank * count. Any type. */         \
+    OP(all_gather, mt_work_sent(MT_OPERATION_all_gather, (group->size - 1) * count, dtype, group),                     \
+       (out, in, count, dtype, group, stream), void *out, const void *in, int64_t count, mt_dtype dtype,               \
+       const mt_group *group, mt_stream *stream)                                                                       \
+    /* out[count] = the sum over the group of row `rank` of in[size, count]; `out` may be that row. Types and sums as  \
+     * in all_reduce. */                                                                                               \
+    OP(reduce_scatter, mt_work_sent(MT_OPERATION_reduce_scatter, (group->size - 1) * count, dtype, group),             \
+       (out, in, count, dtype, group, stream), void *out, const void *in, int64_t count, mt_dtype dtype,               \
+       const mt_group *group, mt_stream *stream)                                                                       \
+    /* out[size, count]: row r is row `rank` of rank r's in[size, count]. `out` and `in` do not overlap. Any type. */  \
+    OP(all_to_all, mt_work_sent(MT_OPERATION_all_to_all, (group->size - 1) * count, dtype, group),                     \
+       (out, in, count, dtype, group, stream), void *out, const void *in, int64_t count, mt_dtype dtype,               \
+       const mt_group *group, mt_stream *stream)                                                                       \
+    /* The same with in_counts[r] elements to rank r and out_counts[r] from it, packed without gaps. The counts are    \
+     * in host memory and may be reused when the call returns. */                                                      \
+    OP(all_to_all_v, mt_work_sent(MT_OPERATION_all_to_all_v, mt_sent_to_others(in_counts, group), dtype, group),       \
+       (out, out_counts, in, in_counts, dtype, group, stream), void *out, const int64_t *out_counts, const void *in,   \
+       const int64_t *in_counts, mt_dtype dtype, const mt_group *group, mt_stream *stream)                             \
+    /* buffer[count] = that of rank `root`. Any type. */                                                               \
+    OP(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group),                                           \
+       (buffer, count, dtype, root, group, stream), void *buffer, int64_t count, mt_dtype dtype, int root,             \
+       const mt_group *group, mt_stream *stream)                                                                       \
+    /* Writes in[count] into the mailbox of rank `to` at element first + r * stride, where r is this rank; rank        \
+     * `from` writes as much here at first + from * stride. That part of the mailbox may be overwritten when           \
+     * earlier operations of `stream` are done, and is complete before later ones begin. Ranks call in one order,      \
+     * in matching pairs, on one stream. */                                                                            \
+    OP(mailbox_trade, mt_work_sent(MT_OPERATION_mailbox_trade, count, dtype, mailbox->group),                          \
+       (mailbox, in, count, first, stride, dtype, to, from, stream), mt_mailbox *mailbox, const void *in,              \
+       int64_t count, int64_t first, int64_t stride, mt_dtype dtype, int to, int from, mt_stream *stream)
 
 /* ---- channels: ordered messages from one rank of a group to another, for pipelines and rings. Channels never wait for
  * each other: each has its own tag on the CPU, its own stream and communicator on a GPU. */
@@ -909,188 +991,151 @@ typedef struct mt_channel {
     int64_t bytes[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
 } mt_channel;
 
-/* Both ends call it with the same arguments; other ranks get NULL. It may wait for the other end, so all ranks open
- * their channels in one order: by ascending id, then ascending `from`. `group` must outlive the channel. */
-typedef mt_channel *mt_channel_open_fn(const mt_group *group, int from, int to, int id);
-/* Sends or receives buffer[count] after the operations now on `stream`; returns the message's ticket, 0, 1, 2, ... The
- * buffer must not be used until channel_wait. The n-th receive takes the n-th message, of the same count and type. With
- * MT_CHANNEL_TICKETS messages under way, the host first waits for the oldest. */
-typedef int64_t mt_channel_send_fn(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
-                                   mt_stream *stream);
-typedef int64_t mt_channel_recv_fn(mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype, mt_stream *stream);
-/* Operations enqueued on `stream` after this call run when the message is complete: sent and its buffer free, or
- * received. */
-typedef void mt_channel_wait_fn(mt_channel *channel, int64_t ticket, mt_stream *stream);
-/* Waits for messages under way and frees the channel, which may be NULL. */
-typedef void mt_channel_close_fn(mt_channel *channel);
+#define MT_CHANNEL_OPERATIONS(OP)                                                                                      \
+    /* Both ends call it with the same arguments; other ranks get NULL. It may wait for the other end, so all ranks    \
+     * open their channels in one order: by ascending id, then ascending `from`. `group` must outlive the channel. */  \
+    OP(channel_open, mt_channel *, const mt_group *group, int from, int to, int id)                                    \
+    /* Sends or receives buffer[count] after the operations now on `stream`; returns the message's ticket, 0, 1, 2,    \
+     * ... The buffer must not be used until channel_wait. The n-th receive takes the n-th message, of the same        \
+     * count and type. With MT_CHANNEL_TICKETS messages under way, the host first waits for the oldest. */             \
+    OP(channel_send, int64_t, mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,                  \
+       mt_stream *stream)                                                                                              \
+    OP(channel_recv, int64_t, mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype, mt_stream *stream)     \
+    /* Operations enqueued on `stream` after this call run when the message is complete: sent and its buffer free,     \
+     * or received. */                                                                                                 \
+    OP(channel_wait, void, mt_channel *channel, int64_t ticket, mt_stream *stream)                                     \
+    /* Waits for messages under way and frees the channel, which may be NULL. */                                       \
+    OP(channel_close, void, mt_channel *channel)                                                                       \
+    /* Makes memory[bytes], a multiple of 4, a mailbox of the group, whose ranks all call it. The last                 \
+     * MT_MAILBOX_OWN bytes hold its counters. -1 with an error if a rank cannot reach another's memory; this may      \
+     * be so on some ranks only, so callers use mt_agree. */                                                           \
+    OP(mailbox_open, int, mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes, mt_error *error)   \
+    /* Waits for the other ranks; the memory may be freed afterwards. NULL is allowed. */                              \
+    OP(mailbox_close, void, mt_mailbox *mailbox)
 
-/* ---- mailboxes: memory that ranks of one host write into directly. Not channels, whose messages on a GPU are NCCL
- * kernels and wait while a matrix product occupies all multiprocessors: a mailbox is written by the GPU's copy engines
- * and so proceeds beside such a product. */
-
-typedef struct mt_mailbox {
-    const mt_group *group;
-    char *memory;
-    int64_t bytes;
-} mt_mailbox;
-enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // most ranks; bytes of the counters
-
-/* Makes memory[bytes], a multiple of 4, a mailbox of the group, whose ranks all call it. The last MT_MAILBOX_OWN bytes
- * hold its counters. -1 with an error if a rank cannot reach another's memory; this may be so on some ranks only, so
- * callers use mt_agree. */
-typedef int mt_mailbox_open_fn(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
-                               mt_error *error);
-/* Writes in[count] into the mailbox of rank `to` at element first + r * stride, where r is this rank; rank `from`
- * writes as much here at first + from * stride. That part of the mailbox may be overwritten when earlier operations of
- * `stream` are done, and is complete before later ones begin. Ranks call in one order, in matching pairs, on one
- * stream. */
-typedef void mt_mailbox_trade_fn(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
-                                 mt_dtype dtype, int to, int from, mt_stream *stream);
-/* Waits for the other ranks; the memory may be freed afterwards. NULL is allowed. */
-typedef void mt_mailbox_close_fn(mt_mailbox *mailbox);
-
-/* ---- graphs: many operations that are enqueued at once, for those too short to be enqueued one by one. Not on the
- * CPU.
+/* ---- graphs: many operations enqueued by one call, for operations shorter than the time to enqueue them. Not on the
+ * CPU: these entries of its table are NULL, and the caller does without.
  *
- * Between begin and end, operations on the stream are not run but kept, with their arguments, for every launch. What
- * changes from launch to launch lies in memory that they read: a span's k_start and k_len too, as the device holds it,
- * while the host's list bounds k_len from above. Weights do not change in a graph. Every operation must have run with
- * the same sizes before. */
+ * Between begin and end, operations on the stream are recorded with their arguments rather than run; a launch runs
+ * them. Values that change between launches are in memory that the operations read: a span's k_start and k_len too, in
+ * the device's list, while the host's list holds an upper bound of k_len. Weights do not change in a graph. Every
+ * operation must have run with the same sizes before. */
 typedef struct mt_graph mt_graph;
-typedef void mt_graph_begin_fn(mt_stream *stream);
-typedef mt_graph *mt_graph_end_fn(mt_stream *stream);
-typedef void mt_graph_launch_fn(const mt_graph *graph, mt_stream *stream);
-typedef void mt_graph_destroy_fn(mt_graph *graph);
 
-/* ---- phases: the parts of a training step, for a profile. A forward or backward of a micro-batch on a chunk (-1: of
- * none), the optimizer. `name` is a string literal; `stream` is where the phase computes. Phases do not nest. No
- * backend has these two: a profile (data/profile.h) puts them into its own table of operations. */
-typedef void mt_phase_begin_fn(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream);
-typedef void mt_phase_end_fn(mt_stream *stream);
+#define MT_GRAPH_OPERATIONS(OP)                                                                                        \
+    OP(graph_begin, void, mt_stream *stream)                                                                           \
+    OP(graph_end, mt_graph *, mt_stream *stream)                                                                       \
+    OP(graph_launch, void, const mt_graph *graph, mt_stream *stream)                                                   \
+    OP(graph_destroy, void, mt_graph *graph)
 
-/* Every operation that a backend must have, once: the struct, the CPU's prototypes and its table are made from this
- * list, so the contracts of two backends cannot drift apart. */
-#define MT_OPERATIONS(OP)                                                                                              \
-    OP(memory_available)                                                                                               \
-    OP(memory_alloc)                                                                                                   \
-    OP(memory_free)                                                                                                    \
-    OP(memory_alloc_ordered)                                                                                           \
-    OP(memory_free_ordered)                                                                                            \
-    OP(memory_alloc_host)                                                                                              \
-    OP(memory_free_host)                                                                                               \
-    OP(memory_copy)                                                                                                    \
-    OP(memory_zero)                                                                                                    \
-    OP(workspace_bytes)                                                                                                \
-    OP(stream_create)                                                                                                  \
-    OP(stream_destroy)                                                                                                 \
-    OP(stream_wait)                                                                                                    \
-    OP(event_create)                                                                                                   \
-    OP(event_destroy)                                                                                                  \
-    OP(event_record)                                                                                                   \
-    OP(event_wait)                                                                                                     \
-    OP(linear_forward)                                                                                                 \
-    OP(linear_backward_input)                                                                                          \
-    OP(linear_backward_weight)                                                                                         \
-    OP(embedding_forward)                                                                                              \
-    OP(embedding_backward)                                                                                             \
-    OP(rmsnorm_forward)                                                                                                \
-    OP(rmsnorm_backward)                                                                                               \
-    OP(layernorm_forward)                                                                                              \
-    OP(layernorm_backward)                                                                                             \
-    OP(rope_forward)                                                                                                   \
-    OP(rope_backward)                                                                                                  \
-    OP(latent_heads_forward)                                                                                           \
-    OP(latent_heads_backward)                                                                                          \
-    OP(attention_forward)                                                                                              \
-    OP(attention_backward)                                                                                             \
-    OP(attention_merge)                                                                                                \
-    OP(accumulate_rows)                                                                                                \
-    OP(gelu_forward)                                                                                                   \
-    OP(gelu_backward)                                                                                                  \
-    OP(swiglu_forward)                                                                                                 \
-    OP(swiglu_backward)                                                                                                \
-    OP(dropout_add_forward)                                                                                            \
-    OP(dropout_add_backward)                                                                                           \
-    OP(scatter_rows)                                                                                                   \
-    OP(gather_rows)                                                                                                    \
-    OP(router_logits)                                                                                                  \
-    OP(route_forward)                                                                                                  \
-    OP(route_sinkhorn)                                                                                                 \
-    OP(route_backward)                                                                                                 \
-    OP(aux_loss_forward)                                                                                               \
-    OP(aux_loss_value)                                                                                                 \
-    OP(aux_loss_backward)                                                                                              \
-    OP(count_experts)                                                                                                  \
-    OP(drop_tokens)                                                                                                    \
-    OP(dispatch_plan)                                                                                                  \
-    OP(exchange_order)                                                                                                 \
-    OP(combine_rows)                                                                                                   \
-    OP(grouped_linear_forward)                                                                                         \
-    OP(grouped_linear_backward_input)                                                                                  \
-    OP(grouped_linear_backward_weight)                                                                                 \
-    OP(expert_swiglu_forward)                                                                                          \
-    OP(expert_swiglu_backward)                                                                                         \
-    OP(scale_rows_forward)                                                                                             \
-    OP(scale_rows_backward)                                                                                            \
-    OP(expert_bias_step)                                                                                               \
-    OP(cross_entropy_forward)                                                                                          \
-    OP(cross_entropy_combine)                                                                                          \
-    OP(cross_entropy_loss)                                                                                             \
-    OP(cross_entropy_backward)                                                                                         \
-    OP(nll_loss)                                                                                                       \
-    OP(argmax)                                                                                                         \
-    OP(accumulate)                                                                                                     \
-    OP(squared_norm)                                                                                                   \
-    OP(gradient_scale)                                                                                                 \
-    OP(step_guard)                                                                                                     \
-    OP(adamw_step)                                                                                                     \
-    OP(random_normal)                                                                                                  \
-    OP(convert)                                                                                                        \
-    OP(all_reduce)                                                                                                     \
-    OP(all_gather)                                                                                                     \
-    OP(reduce_scatter)                                                                                                 \
-    OP(all_to_all)                                                                                                     \
-    OP(all_to_all_v)                                                                                                   \
-    OP(broadcast)                                                                                                      \
-    OP(stream_follow)                                                                                                  \
-    OP(channel_open)                                                                                                   \
-    OP(channel_send)                                                                                                   \
-    OP(channel_recv)                                                                                                   \
-    OP(channel_wait)                                                                                                   \
-    OP(channel_close)                                                                                                  \
-    OP(mailbox_open)                                                                                                   \
-    OP(mailbox_trade)                                                                                                  \
-    OP(mailbox_close)
+/* ---- fused operations: several of the above in one pass over memory. Where an entry is NULL, as all are on the CPU,
+ * the layer calls the operations that it stands for, and these define its result. */
 
-/* Those that a backend may lack: NULL in its table, and the caller does without. */
-#define MT_OPTIONAL_OPERATIONS(OP)                                                                                     \
-    OP(graph_begin)                                                                                                    \
-    OP(graph_end)                                                                                                      \
-    OP(graph_launch)                                                                                                   \
-    OP(graph_destroy)
+/* The operands of q/k norm with rotation: every row of qkv begins with H heads of q, then G of k. Without the norm, the
+ * weights and rstd are NULL. */
+typedef struct mt_qk_args {
+    int64_t T, H, G, D;
+    const void *qkv;        // [T, (H + G) D ...]: the fused product
+    const void *q_w, *k_w;  // [D]: RMSNorm's weights
+    float *q_rstd, *k_rstd; // [T, H], [T, G]: the forward writes them, the backward reads them
+    float eps;              // forward only
+    mt_rotation rotation;   // after the norm
+    void *qk;               // [T, (H + G) D]: the forward's result; may be qkv without the norm
+    void *dqk;              // [T, (H + G) D]: the gradient of qk; scratch afterwards
+    void *dqkv;             // [T, (H + G) D ...]: the backward's result; may be dqk without the norm
+    float *dq_w, *dk_w;     // [D] +=
+    int64_t qkv_stride;     // elements between tokens
+    int64_t qk_stride, dqk_stride, dqkv_stride;
+} mt_qk_args;
 
-/* Those that a backend may have: several of the above in one pass over memory. Where one is NULL, as all are on the
- * CPU, the layer calls those that it stands for, and that is its definition. */
 #define MT_FUSED_OPERATIONS(OP)                                                                                        \
-    OP(qk_forward)                                                                                                     \
-    OP(qk_backward)                                                                                                    \
-    OP(linear_gelu_forward)                                                                                            \
-    OP(linear_backward_gelu)                                                                                           \
-    OP(residual_norm_forward)
+    /* RMSNorm over D of each head, then the rotation. */                                                              \
+    OP(qk_forward, mt_work_bytes(2 * a->T * (a->H + a->G) * (a->qk == a->qkv ? a->rotation.R : a->D), dtype),          \
+       (a, dtype, stream), const mt_qk_args *a, mt_dtype dtype, mt_stream *stream)                                     \
+    OP(qk_backward,                                                                                                    \
+       mt_work_bytes((a->q_w ? 3 : 2) * a->T * (a->H + a->G) * (a->dqkv == a->dqk ? a->rotation.R : a->D), dtype),     \
+       (a, dtype, stream), const mt_qk_args *a, mt_dtype dtype, mt_stream *stream)                                     \
+    /* With the tanh approximation: pre[T, N] = x[T, K] w^T + bias[N] (or NULL) and y = gelu(pre). */                  \
+    OP(linear_gelu_forward, mt_work_product(T, N, K), (y, pre, x, w, bias, T, N, K, dtype, stream), void *y,           \
+       void *pre, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K, mt_dtype dtype,     \
+       mt_stream *stream)                                                                                              \
+    /* dpre[T, K], the gradient of pre, from dy[T, N], that of gelu(pre) w^T. */                                       \
+    OP(linear_backward_gelu, mt_work_product(T, N, K), (dpre, dy, w, pre, T, N, K, dtype, stream), void *dpre,         \
+       const void *dy, const void *w, const void *pre, int64_t T, int64_t N, int64_t K, mt_dtype dtype,                \
+       mt_stream *stream)                                                                                              \
+    /* sum = residual + dropout(x), then y = LayerNorm(sum), or RMSNorm(sum) where mean is NULL. */                    \
+    OP(residual_norm_forward, mt_work_bytes(4 * a->T * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,        \
+       mt_dtype dtype, mt_stream *stream)
+
+/* ---- the lists together, and what is generated from them */
+
+/* Rows (name, result, parameters...) that a backend must have. */
+#define MT_UNTIMED_OPERATIONS(OP)                                                                                      \
+    MT_DEVICE_OPERATIONS(OP)                                                                                           \
+    MT_CHANNEL_OPERATIONS(OP)
+
+/* Rows (name, work, (arguments), parameters...) that a backend must have. */
+#define MT_TIMED_OPERATIONS(OP)                                                                                        \
+    MT_MEMORY_OPERATIONS(OP)                                                                                           \
+    MT_LINEAR_OPERATIONS(OP)                                                                                           \
+    MT_EMBEDDING_OPERATIONS(OP)                                                                                        \
+    MT_NORM_OPERATIONS(OP)                                                                                             \
+    MT_ROPE_OPERATIONS(OP)                                                                                             \
+    MT_ATTENTION_OPERATIONS(OP)                                                                                        \
+    MT_ACTIVATION_OPERATIONS(OP)                                                                                       \
+    MT_ROW_OPERATIONS(OP)                                                                                              \
+    MT_ROUTER_OPERATIONS(OP)                                                                                           \
+    MT_EXPERT_OPERATIONS(OP)                                                                                           \
+    MT_LOSS_OPERATIONS(OP)                                                                                             \
+    MT_OPTIMIZER_OPERATIONS(OP)                                                                                        \
+    MT_COLLECTIVE_OPERATIONS(OP)
+
+#define MT_OPERATIONS(OP)                                                                                              \
+    MT_UNTIMED_OPERATIONS(OP)                                                                                          \
+    MT_TIMED_OPERATIONS(OP)
 
 #define MT_ALL_OPERATIONS(OP)                                                                                          \
     MT_OPERATIONS(OP)                                                                                                  \
-    MT_OPTIONAL_OPERATIONS(OP)                                                                                         \
+    MT_GRAPH_OPERATIONS(OP)                                                                                            \
     MT_FUSED_OPERATIONS(OP)
 
+#define MT_UNTIMED_TYPE(name, result, ...)        typedef result mt_##name##_fn(__VA_ARGS__);
+#define MT_TIMED_TYPE(name, work, arguments, ...) typedef void mt_##name##_fn(__VA_ARGS__);
+MT_UNTIMED_OPERATIONS(MT_UNTIMED_TYPE)
+MT_TIMED_OPERATIONS(MT_TIMED_TYPE)
+MT_GRAPH_OPERATIONS(MT_UNTIMED_TYPE)
+MT_FUSED_OPERATIONS(MT_TIMED_TYPE)
+#undef MT_UNTIMED_TYPE
+#undef MT_TIMED_TYPE
+
+/* The limits of a backend; 0: none. mt_options_check_limits compares options with them. */
+typedef struct mt_limits {
+    bool one_attention;       // a single implementation of attention
+    int64_t head_channels;    // channels of a head, of q and k or of v
+    int64_t router_topk;      // experts of a token
+    int64_t experts;          // experts of a router, plus its groups, each rounded up to a multiple of 32
+    int64_t aux_loss_experts; // experts of a router with an auxiliary loss or z-loss
+    int64_t sinkhorn_experts; // experts of a router that balances by Sinkhorn's iteration
+} mt_limits;
+
+/* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of
+ * none), the optimizer. `name` is a string literal; `stream` is the one that computes. Phases do not nest. */
+typedef void mt_phase_begin_fn(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream);
+typedef void mt_phase_end_fn(mt_stream *stream);
+
 typedef struct mt_ops {
-    const char *name; // "cpu"
-#define MT_OPERATION_FIELD(operation) mt_##operation##_fn *operation;
+    const char *name; // "cpu", "cuda"
+    mt_limits limits;
+#define MT_OPERATION_FIELD(name, ...) mt_##name##_fn *name;
     MT_ALL_OPERATIONS(MT_OPERATION_FIELD)
 #undef MT_OPERATION_FIELD
-    mt_phase_begin_fn *phase_begin; // NULL, both, where no profile records the step
+    mt_phase_begin_fn *phase_begin; // both NULL unless a profile records the step (data/profile.h)
     mt_phase_end_fn *phase_end;
 } mt_ops;
+
+/* -1 with one line that names the option, its value and the limit, where finished options exceed a backend's limits.
+ * mt_model_create calls it before it allocates anything. */
+int mt_options_check_limits(const mt_options *options, const mt_limits *limits, mt_error *error);
 
 /* The plain C backend: the definition of what each operation computes. Needs no start. */
 extern const mt_ops mt_cpu_ops;
@@ -1683,33 +1728,6 @@ typedef struct mt_schedule {
  * Megatron's get_schedule_table. ZB-H1: Qi et al., "Zero bubble pipeline parallelism": as 1F1B, with the weights'
  * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
 int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
-
-/* Durations of the actions of one chunk, in any unit of time; `send`: from a send to the moment when its receiver may
- * continue. A whole backward takes both parts. */
-typedef struct mt_action_costs {
-    double forward, backward_input, backward_weight, send;
-} mt_action_costs;
-
-/* A simulation: the lists of all ranks, each action run as early as possible. Rank r has actions [first[r], first[r +
- * 1]). */
-typedef struct mt_timeline {
-    mt_schedule schedule;
-    int64_t *first; // [pp + 1]
-    mt_action *actions;
-    double *start, *end; // of each action; a receive lasts while the rank waits, a send takes no time
-    int64_t *live;       // [pp] peak number of (micro-batch, chunk) pairs whose activations the rank holds: from the
-                         // forward to the end of the backward, including its weights' part; 0 for forward-only
-    double span;         // end of the last action
-    double bubble;       // idle time divided by work, over all ranks
-} mt_timeline;
-
-/* Simulates a schedule. Each rank has at most `in_flight` messages per direction that are sent and not yet received;
- * the next send waits (0: no limit). Returns -1 on a deadlock. There is none with in_flight == 0, with in_flight >= 1
- * (vp == 1), or with in_flight >= group - pp + 1 (vp > 1): senders' buffers and posted receives together must hold that
- * many messages. Free the timeline in either case. */
-int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_action_costs *costs,
-                       int64_t in_flight);
-void mt_timeline_free(mt_timeline *timeline);
 
 /* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
  * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in

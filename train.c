@@ -6,7 +6,7 @@
 #include "data/options.h"
 #include "data/profile.h"
 #include "data/report.h"
-#include "data/schedule_print.h"
+#include "data/timeline.h"
 #include "data/tokenizer.h"
 #include "data/trace.h"
 

@@ -8,7 +8,8 @@
 
 /* ---- definition -------------------------------------------------------------------------------------------------- */
 
-enum { WARPS = 4, MAX_CHANNELS = 256, CHANNELS = MAX_CHANNELS / 32 }; // CHANNELS: channels of a head per lane
+/* CHANNELS: channels of a head per lane. */
+enum { WARPS = 4, MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS, CHANNELS = MAX_CHANNELS / 32 };
 
 /* The channels of a head, distributed over the lanes of a warp: lane l holds channels l, l + 32, ... */
 template <class E> __device__ static void load_head(float x[CHANNELS], const E *row, int64_t size, int lane) {

@@ -9,7 +9,14 @@
 #include "attention.cuh"
 #include "vector.cuh"
 
-enum { WARPS = 4, JOINING_WARPS = 8, MAX_QUERIES = 8, MAX_SPLITS = 64, LEAST_KEYS = 64, MAX_CHANNELS = 256 };
+enum {
+    WARPS = 4,
+    JOINING_WARPS = 8,
+    MAX_QUERIES = 8,
+    MAX_SPLITS = 64,
+    LEAST_KEYS = 64,
+    MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS
+};
 
 /* Kernel arguments, passed by value. The partial result of query i of span s, head h and split p is in row ((s
  * max_queries + i) H + h) max_splits + p. */

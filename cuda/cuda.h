@@ -72,8 +72,20 @@ static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
     return stream ? stream->stream : (cudaStream_t)0;
 }
 
+/* The limits of the table (mt_limits), which the kernels' shared memory and registers set:
+ * attention.cu keeps a head in the registers of a warp;
+ * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
+ * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB. */
+enum {
+    MT_CUDA_HEAD_CHANNELS = 256,
+    MT_CUDA_ROUTER_TOPK = 32,
+    MT_CUDA_EXPERTS = 48 * 1024 / 4,
+    MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
+    MT_CUDA_SINKHORN_EXPERTS = 40 * 1024 / 8 - 1024
+};
+
 /* Prototypes of every operation of the table, with C linkage. */
-#define MT_CUDA_PROTOTYPE(operation) extern "C" mt_##operation##_fn mt_cuda_##operation;
+#define MT_CUDA_PROTOTYPE(name, ...) extern "C" mt_##name##_fn mt_cuda_##name;
 MT_ALL_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 

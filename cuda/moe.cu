@@ -9,8 +9,8 @@
 /* ---- per-expert values of a token in a warp ---------------------------------------------------------------------- */
 
 static constexpr uint32_t all_lanes = 0xffffffff;
-static constexpr int max_topk = 32;                    // one lane per choice
 static constexpr int64_t max_shared_bytes = 48 * 1024; // shared memory of a block without an opt-in
+static_assert(MT_CUDA_EXPERTS * 4 <= max_shared_bytes && MT_CUDA_AUX_LOSS_EXPERTS * 16 <= max_shared_bytes);
 
 /* mt_router in the form that kernels use. */
 struct routing {
@@ -21,7 +21,7 @@ struct routing {
 };
 
 static routing routing_of(const mt_router *router) {
-    MT_CHECK(router->topk <= max_topk && router->topk <= router->num_experts);
+    MT_CHECK(router->topk <= MT_CUDA_ROUTER_TOPK && router->topk <= router->num_experts);
     int64_t best = router->group_best;
     if (router->num_groups > 0) {
         if (best == 0) best = router->topk / router->group_topk;

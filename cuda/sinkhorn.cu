@@ -4,6 +4,7 @@
 #include "cuda.h"
 
 static constexpr int threads = 1024, warps = threads / 32;
+static_assert((MT_CUDA_SINKHORN_EXPERTS + threads) * 8 <= 40 * 1024);
 static constexpr uint32_t all_lanes = 0xffffffff;
 
 __device__ static inline double warp_sum(double x) {
@@ -141,7 +142,7 @@ extern "C" void mt_cuda_route_sinkhorn(float *probs, int32_t *experts, int32_t *
     MT_CHECK(router->sigmoid ? router->topk == 1 : router->pre_softmax);
     if (T == 0 || count == 0) return;
     // `factors` and `parts` fit in the default 48 KiB of shared memory, with a margin for the rest.
-    MT_CHECK(E * 8 + threads * 8 <= 40 * 1024);
+    MT_CHECK(E <= MT_CUDA_SINKHORN_EXPERTS);
     double *scale = (double *)mt_cuda_workspace(stream, (E + T) * 8 + T * 4), *weight = scale + E;
     float *row_max = (float *)(weight + T);
     cudaStream_t on = mt_cuda_stream(stream);

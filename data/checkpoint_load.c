@@ -890,8 +890,8 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, con
     return 0;
 }
 
-/* Loads one folder. *damaged: its files differ from the saved ones. If loading fails for another reason, such as the name of
- * a tensor, rank 0 first looks for damage in all files. */
+/* Loads one folder. *damaged: its files differ from the saved ones. If loading fails for another reason, such as the
+ * name of a tensor, rank 0 first looks for damage in all files. */
 static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};

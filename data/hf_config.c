@@ -255,7 +255,7 @@ static bool mt_hf_key_of(mt_hf_key *key, char name[80], const mt_option *row) {
 
 /* ---- reading */
 
-/* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
+/* A config.json that is read. Only the first error is kept, so that readers need not check after each key. */
 typedef struct mt_config {
     json_t *root;
     const char *path;
@@ -337,7 +337,7 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
     }
 }
 
-/* A token id, or the first of a list of them; -1 when there is none or the vocabulary does not hold it. */
+/* A token id, or the first of a list; -1 if there is none or the vocabulary does not hold it. */
 static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab_size) {
     const json_t *value = mt_config_get(config->root, key);
     if (json_is_array(value)) value = json_array_get(value, 0);
@@ -389,14 +389,14 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
         const char *type = json_string_value(json_array_get(types, i));
         if (!type || mt_choice_index("full_attention|sliding_attention", type) < 0)
             mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
-                           type ? type : "something else than strings");
+                           type ? type : "values other than strings");
         else
             sliding += *type == 's';
     }
     return sliding;
 }
 
-/* Qwen's sliding window, which all layers have or none. */
+/* Qwen's sliding window: all layers have it, or none. */
 static void mt_config_read_qwen_window(mt_config *config, mt_options *shape) {
     static const mt_hf_key window = {"sliding_window", QWENS, MT_AT(window_size), NULLABLE, "4096"};
     if (!json_is_true(mt_config_get(config->root, "use_sliding_window"))) return;
@@ -430,7 +430,7 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
     free(layers);
 }
 
-/* What the keys of experts do not say. */
+/* Properties of experts that have no key. */
 static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_options *shape) {
     if (shape->num_experts == 0)
         mt_config_fail(config, "\"%s\" is missing",
@@ -449,7 +449,7 @@ static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_option
         shape->moe_router_num_groups = shape->moe_router_group_topk = 0; // all groups are chosen: no groups
 }
 
-/* What the keys of Llama's block do not say. */
+/* Properties of Llama's block that have no key. */
 static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options *shape) {
     shape->normalization = MT_RMSNORM;
     shape->position_embedding_type = MT_POSITION_ROPE;
@@ -620,7 +620,7 @@ static json_t *mt_config_rope(const mt_options *o, bool newer) {
     return rope;
 }
 
-/* Which layers have sliding windows (Qwen) and which experts (Qwen-MoE, DeepSeek-V3). */
+/* The layers with sliding windows (Qwen) and with experts (Qwen-MoE, DeepSeek-V3). */
 static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options *o) {
     json_t *types = json_array(), *dense = json_array();
     const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
@@ -641,7 +641,7 @@ static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options
     json_decref(types), json_decref(dense);
 }
 
-/* What the keys of Llama's block do not say. */
+/* Keys of Llama's block that are no single option. */
 static void mt_config_write_block(json_t *root, unsigned mask, const mt_options *o) {
     json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
     json_object_set_new(root, "rope_scaling", // for transformers before 5

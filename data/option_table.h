@@ -19,25 +19,25 @@ typedef enum mt_option_type {
 
 /* Where a value may come from besides the user. */
 typedef enum mt_option_origin {
-    MT_OF_RUN,     // from nowhere
+    MT_OF_RUN,     // nothing else
     MT_OF_MODEL,   // the model's config.json, unless the user gave it
-    MT_OF_WEIGHTS, // the same, and weights that are loaded cannot do with another value
+    MT_OF_WEIGHTS, // the same; loaded weights need this value
 } mt_option_origin;
 
 enum { MT_TRAIN = MT_PROGRAM_TRAIN, MT_INFER = MT_PROGRAM_INFER, MT_BOTH = MT_PROGRAM_TRAIN | MT_PROGRAM_INFER };
 
-/* A row per option. A row without a name opens a group, which `help` names. */
+/* A row per option. A row without a name opens a group of --help. */
 typedef struct mt_option {
     const char *name; // as on the command line; with underscores in YAML
     mt_option_type type;
-    size_t offset; // of the field in mt_options; an alias is a later row with the same one
+    size_t offset; // of the field in mt_options; later rows with the same offset are aliases
     int programs;
     mt_option_origin origin;
-    const char *fallback; // the default as the user would write it; NULL: none, or derived
-    const char *values;   // numbers: their range; choices: all of them; words: what they are
+    const char *fallback; // the default as text; NULL: none, or derived
+    const char *values;   // the range of a number; the choices; the kind of a word
     const char *help;
-    const char *needs; // "save": another option that it says nothing without; "device cpu|cuda": or its choices; ", "
-    const char *excludes; // "mock-data, tokens-file": options that contradict it
+    // Other options, separated by ", ". Needs "save": a value other than its default; "device cpu|cuda": one of these.
+    const char *needs, *excludes;
 } mt_option;
 
 #define MT_AT(field) offsetof(mt_options, field)
@@ -60,39 +60,38 @@ double *mt_option_real(const mt_options *options, const mt_option *row);
 char **mt_option_string(const mt_options *options, const mt_option *row);
 unsigned *mt_option_choice(const mt_options *options, const mt_option *row);
 
-/* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
- */
+/* Sets a value from its text and marks the option as given; `where` names it in messages. Appends to a list. */
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error);
 
-/* The value as the user would write it, to free; "" for a value that is not there. */
+/* The value as text, to free; "" if there is none. */
 char *mt_option_text(const mt_options *options, const mt_option *row);
 
-/* The option's name in files: with underscores. */
+/* The option's name with underscores, as in files. */
 void mt_option_key(char key[80], const mt_option *row);
 
-/* Copies one option's value between structs. */
+/* Copies an option's value. */
 void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row);
 
-/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
+/* True if `value` is in the range of a row, "[low,high]"; ( and ) exclude an end. */
 bool mt_option_in_range(const mt_option *row, double value);
 
-/* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
+/* Checks numbers against their ranges and choices against their lists; values that are not given are skipped. */
 int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
 
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value);
 
-/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). To free. */
+/* The letters of moe_layers as a value of --moe-layer-freq, ([0]*3+[1]*58); to free. */
 char *mt_layer_freq_print(const char *layers);
 
 /* ---- config.json (hf_config.c) */
 
-/* Copies the model that config.json describes into the options that were not given; with weights, another value that
- * was given for one of their sizes is an error. */
+/* Copies the model of config.json into the options that were not given. With weights, a given value that they do not
+ * have is an error. */
 int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
                           mt_error *error);
 
-/* Keeps the family that the shape came from while it fits, else finds one that does. */
+/* Keeps the family of config.json if it computes this model, otherwise takes the first family that does. */
 void mt_options_derive_family(mt_options *options);
 
 #endif

@@ -1,4 +1,4 @@
-/* options.c: the options of a run, as text. */
+/* options.c: the options of a run as text: command line, YAML, --help, and the rules of the option table. */
 #include "options.h"
 
 #include "option_table.h"
@@ -15,14 +15,13 @@
 #include <yaml.h>
 #endif
 
-enum { MT_CONFIG_BYTES = 1 << 22 }; // at most so large are config.json and a YAML file
+enum { MT_CONFIG_BYTES = 1 << 22 }; // limit of config.json and of a YAML file
 
 static void mt_option_set_default(mt_options *options, const mt_option *row);
 static void mt_options_help(mt_program program, FILE *file);
 
 /* ---- fields */
 
-/* The first row of a field: aliases share its bit in `given`. */
 const mt_option *mt_option_of(size_t offset) {
     const mt_option *row = mt_option_table;
     while (!row->name || row->offset != offset) row++;
@@ -45,7 +44,7 @@ char **mt_option_string(const mt_options *options, const mt_option *row) {
     return (char **)((char *)options + row->offset);
 }
 
-/* Any choice's field is an enum, as large as an unsigned int. */
+/* An enum is as large as an unsigned int. */
 unsigned *mt_option_choice(const mt_options *options, const mt_option *row) {
     return (unsigned *)((char *)options + row->offset);
 }
@@ -68,7 +67,7 @@ static void mt_strings_free(mt_strings *strings) {
     *strings = (mt_strings){0};
 }
 
-/* Forgets the words or numbers of a list. */
+/* Empties a list. */
 static void mt_option_clear(mt_options *options, const mt_option *row) {
     if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
@@ -85,7 +84,6 @@ static void mt_string_set(char **string, const char *text) {
     *string = copy;
 }
 
-/* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value) {
     for (int digits = 6; digits <= 17; digits++) {
         snprintf(text, 32, "%.*g", digits, value);
@@ -93,7 +91,6 @@ void mt_real_print(char text[32], double value) {
     }
 }
 
-/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
 char *mt_layer_freq_print(const char *layers) {
     size_t room = 16 * strlen(layers) + 3, used = 1;
     char *text = mt_calloc((int64_t)room);
@@ -108,7 +105,6 @@ char *mt_layer_freq_print(const char *layers) {
     return text;
 }
 
-/* The place of `text` in "a|b|c", or -1. */
 int mt_choice_index(const char *choices, const char *text) {
     size_t length = strlen(text);
     int index = 0;
@@ -117,7 +113,7 @@ int mt_choice_index(const char *choices, const char *text) {
     return -1;
 }
 
-/* The word at a place of "a|b|c", to free; "" where there is none. */
+/* The choice with an index among "a|b|c", to free; "" if there is none. */
 static char *mt_choice_text(const char *choices, unsigned index) {
     for (; index > 0 && *choices; index--) choices += strcspn(choices, "|"), choices += *choices == '|';
     char *text = mt_strdup(choices);
@@ -125,7 +121,6 @@ static char *mt_choice_text(const char *choices, unsigned index) {
     return text;
 }
 
-/* The value as the user would write it, to free; "" for a value that is not there. */
 char *mt_option_text(const mt_options *options, const mt_option *row) {
     char text[32] = "";
     switch (row->type) {
@@ -162,14 +157,12 @@ char *mt_option_text(const mt_options *options, const mt_option *row) {
     return all;
 }
 
-/* The option's name in files: with underscores. */
 void mt_option_key(char key[80], const mt_option *row) {
     snprintf(key, 80, "%s", row->name);
     for (char *at = key; *at; at++)
         if (*at == '-') *at = '_';
 }
 
-/* Copies one option's value between structs. */
 void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
     switch (row->type) {
     case MT_FLAG:
@@ -201,13 +194,13 @@ void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row
 }
 
 static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    mt_options defaults = {0}; // of numbers; many are asked for, so no text is made
+    mt_options defaults = {0}; // without strings: this is called often
     const char *text = NULL;
     bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL;
     if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
     if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
     for (const mt_option *other = mt_option_table; other->help; other++) {
-        if (!other->name || other->offset != row->offset) continue; // an alias may have the default
+        if (!other->name || other->offset != row->offset) continue; // the default may stand in the row of an alias
         if (other->fallback) text = other->fallback;
         if (!is_text) mt_option_set_default(&defaults, other);
     }
@@ -221,7 +214,6 @@ static bool mt_option_is_default(const mt_options *options, const mt_option *row
     return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
 }
 
-/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
 bool mt_option_in_range(const mt_option *row, double value) {
     char left, right;
     double low, high;
@@ -229,7 +221,7 @@ bool mt_option_in_range(const mt_option *row, double value) {
     return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
 }
 
-/* Given, and not only to say what is so anyway. */
+/* True for an option that was given with another value than its default. */
 static bool mt_option_used(const mt_options *options, size_t offset) {
     return mt_options_gave(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
 }
@@ -243,10 +235,9 @@ void mt_options_free(mt_options *options) {
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
-/* ---- the command line and YAML. Both end in mt_option_set with a row, a text and a place for messages; the rest is
- * finding those three. */
+/* ---- the command line and YAML: both find a row, a text, and a place for messages, and call mt_option_set */
 
-/* A plain decimal: strtoll would also take blanks, and octal or hexadecimal if asked. */
+/* A plain decimal; strtoll alone would accept leading blanks. */
 static bool mt_parse_int(const char *text, int64_t *value) {
     const char *digits = text + (*text == '-');
     if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
@@ -262,8 +253,6 @@ static bool mt_parse_real(const char *text, double *value) {
     return *end == 0 && isfinite(*value);
 }
 
-/* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
- */
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true = strcmp(text, "true") == 0;
     int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
@@ -292,7 +281,7 @@ int mt_option_set(mt_options *options, const mt_option *row, const char *text, c
         if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
         mt_string_set(mt_option_string(options, row), text);
         break;
-    case MT_OPTIONAL: // a file may say true or false
+    case MT_OPTIONAL: // true and false in a file
         if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
         mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
         break;
@@ -323,7 +312,7 @@ void mt_options_default(mt_options *options) {
     memset(options->given, 0, sizeof options->given);
 }
 
-/* Names are compared with dashes; YAML writes underscores. */
+/* Compares names with dashes; YAML has underscores. */
 static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
     if (!row->name || strlen(row->name) != length) return false;
     for (size_t i = 0; i < length; i++)
@@ -367,8 +356,8 @@ static const mt_option *mt_option_nearest(const char *name, size_t length, int p
     return nearest;
 }
 
-/* Finds an option of the program, or says why there is none. `place` is where a file names it ("run.yaml:3: "), or ""
- * for the command line. */
+/* Finds an option of the program; NULL with error if there is none. `place` is its place in a file ("run.yaml:3: "), or
+ * "" for the command line. */
 static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
                                          mt_error *error) {
     const mt_option *row = mt_option_find(name, length);
@@ -389,7 +378,7 @@ static const mt_option *mt_option_lookup(const char *name, size_t length, mt_pro
     return NULL;
 }
 
-/* What the option expects, for --help and messages. */
+/* The kind of value that the option expects, for messages. */
 static const char *mt_option_metavar(const mt_option *row) {
     return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
 }
@@ -458,7 +447,7 @@ typedef struct mt_yaml {
     mt_error *error;
 } mt_yaml;
 
-/* Moves to the next event. Anchors are refused, and with them aliases that unfold without end. */
+/* Moves to the next event. Anchors are refused: aliases could expand without end. */
 static int mt_yaml_next(mt_yaml *yaml) {
     if (yaml->has_event) yaml_event_delete(&yaml->event);
     yaml->has_event = yaml_parser_parse(&yaml->parser, &yaml->event) != 0;
@@ -478,7 +467,7 @@ static int mt_yaml_next(mt_yaml *yaml) {
     return 0;
 }
 
-/* The event's text. A zero byte inside would cut it short. */
+/* The event's text; a zero byte in it is an error. */
 static int mt_yaml_scalar(mt_yaml *yaml, const char **text) {
     *text = (const char *)yaml->event.data.scalar.value;
     if (strlen(*text) == yaml->event.data.scalar.length) return 0;
@@ -492,7 +481,7 @@ static bool mt_yaml_is_null(const yaml_event_t *event) {
            (!*text || strcmp(text, "~") == 0 || strcmp(text, "null") == 0);
 }
 
-/* The value of `row`: the event at hand is a scalar or begins a sequence. */
+/* Reads the value of `row`: the current event is a scalar or begins a sequence. */
 static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *where) {
     const char *text;
     bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
@@ -511,7 +500,7 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *w
     return 0;
 }
 
-/* The option `name`, whose value is at hand; `place` is where the file names it. */
+/* Reads the option `name`, whose value is the current event; `place` is its place in the file. */
 static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
     char where[400];
     const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
@@ -525,8 +514,8 @@ static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *plac
     return mt_yaml_read_value(yaml, row, where);
 }
 
-/* The event at hand is a key: reads it and its value, whose last event is then at hand. Where the value is a section,
- * `depth` grows instead; its name is not kept, because sections only group options. */
+/* Reads a key, the current event, and its value, whose last event is current afterwards. If the value is a section,
+ * increments `depth` instead; the names of sections have no meaning. */
 static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
     char place[300];
     const char *key;
@@ -534,7 +523,7 @@ static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
     if (yaml->event.type != YAML_SCALAR_EVENT)
         return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
     if (mt_yaml_scalar(yaml, &key)) return -1;
-    char *name = mt_strdup(key); // the event goes when its value comes
+    char *name = mt_strdup(key); // the next event frees this one
     snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
     int result = mt_yaml_next(yaml);
     bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
@@ -545,7 +534,7 @@ static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
     return result;
 }
 
-/* One document, a mapping; or nothing at all. */
+/* Reads one document, a mapping or nothing. */
 static int mt_yaml_read(mt_yaml *yaml) {
     int depth = 1;
     do
@@ -586,8 +575,8 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 }
 #endif
 
-/* A run that goes on from its own folder: --load is --save, where that has a whole checkpoint, or else as it would be
- * without. What --auto-resume goes on from is all of the run, whatever --load was to give to its beginning. */
+/* Resume from --save if it holds an intact checkpoint: for --auto-resume, or if --load is the same folder. Then
+ * everything is resumed, whatever --load was to take at the start of the run. */
 static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     bool same = o->load && o->save && strcmp(o->load, o->save) == 0;
     if (!o->save || (!same && !o->auto_resume)) return 0;
@@ -601,11 +590,11 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     }
     if (o->exit_on_missing_checkpoint)
         return mt_error_set(error,
-                            "%s: holds no checkpoint to go on from; check --save, or leave out "
+                            "%s: holds no checkpoint to resume from; check --save, or leave out "
                             "--exit-on-missing-checkpoint",
                             o->save);
     if (same) mt_string_set(&o->load, NULL);
-    if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run begins anew\n", o->save);
+    if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run starts from the beginning\n", o->save);
     return 0;
 }
 
@@ -644,7 +633,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
         exit(0);
     }
     if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    if (options->config) { // once more, the file first: what comes later wins
+    if (options->config) { // read again, the file first: later settings win
         char *path = mt_strdup(options->config);
         mt_options_free(options);
         mt_options_default(options);
@@ -655,7 +644,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
-/* ---- rules between options, and what is parsed for the struct */
+/* ---- rules of the table, and texts that are parsed for the struct */
 
 bool mt_option_next_item(const char **column, char item[100]) {
     size_t length = *column ? strcspn(*column, ",") : 0;
@@ -666,8 +655,8 @@ bool mt_option_next_item(const char **column, char item[100]) {
     return true;
 }
 
-/* An option that is used needs each item of its column: another option's value other than its default, or one of the
- * choices behind the name. Options of the other program are not needed. */
+/* Each item of an option's column is another option: its value must not be the default, or must be one of the choices
+ * behind its name. Options of the other program are not needed. */
 static int mt_option_check_needs(const mt_options *options, mt_program program, const mt_option *row, mt_error *error) {
     char item[100];
     for (const char *column = row->needs; mt_option_next_item(&column, item);) {
@@ -687,7 +676,7 @@ static int mt_option_check_needs(const mt_options *options, mt_program program, 
     return 0;
 }
 
-/* The columns `needs` and `excludes` of every option that is used. */
+/* The columns `needs` and `excludes` of all options that are used. */
 static int mt_options_check_columns(const mt_options *options, mt_program program, mt_error *error) {
     char item[100];
     for (const mt_option *row = mt_option_table; row->help; row++) {
@@ -700,7 +689,6 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
     return 0;
 }
 
-/* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
 int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
@@ -718,8 +706,8 @@ int mt_options_check_ranges(const mt_options *options, mt_program program, mt_er
     return 0;
 }
 
-/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
- * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
+/* Layers with experts as a Python sum of repeated lists, ([0]*3+[1]*58). Writes at most `max` letters to `layers`;
+ * returns their number, or -1. */
 static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
     int64_t count = 0;
     for (const char *at = text; *at;) {
@@ -752,7 +740,7 @@ static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) 
     return count;
 }
 
-/* moe_layers from --moe-layer-freq. */
+/* moe_layers from --moe-layer-freq: every N-th layer, or a list. */
 static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
     if (o->num_experts == 0 || o->num_layers == 0) return 0;
     int64_t every = 0;
@@ -762,7 +750,7 @@ static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
     bool is_number = mt_parse_int(o->moe_layer_freq, &every);
     for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
     int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
-    if (listed > o->num_layers && !MT_GIVEN(o, moe_layer_freq)) { // config.json's, of a model that is cut
+    if (listed > o->num_layers && !MT_GIVEN(o, moe_layer_freq)) { // of config.json, for a model with fewer layers
         o->moe_layers[listed = o->num_layers] = 0;
         char *text = mt_layer_freq_print(o->moe_layers);
         mt_string_set(&o->moe_layer_freq, text);
@@ -777,7 +765,7 @@ static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
 
 static int mt_options_finish_trace(mt_options *o, mt_error *error) {
     if (!o->trace) return 0;
-    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
+    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first step allocates
     if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
     if (o->trace_last_step < o->trace_first_step)
         return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
@@ -789,10 +777,10 @@ static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
     bool stops = o->bad_step_policy == MT_BAD_STEP_STOP, reruns = o->rerun_mode != MT_RERUN_DISABLED;
     bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
     if (!checks && (!stops || reruns))
-        return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
+        return mt_error_set(error, "--%s has no effect with --no-check-for-nan-in-loss-and-grad; leave one out",
                             stops ? "rerun-mode" : "bad-step-policy");
     if (o->bad_step_policy == MT_BAD_STEP_REWIND && !o->save)
-        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
+        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to return to");
     return 0;
 }
 
@@ -816,7 +804,7 @@ static int mt_options_check_data(const mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* "1,2,3": tokens of the vocabulary. */
+/* --prompt-tokens "1,2,3": tokens of the vocabulary. */
 static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) {
     for (const char *at = o->prompt_tokens; at;) {
         char *end;
@@ -841,10 +829,10 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
 
 enum { MT_PIPELINE_LETTERS = 100000 };
 
-/* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
+/* The letters of a layout with repeats written out, to free; NULL with error. Commas have no meaning. */
 static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
     char *letters = mt_malloc(MT_PIPELINE_LETTERS + 1);
-    int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
+    int64_t count = 0, open = -1, last = 0; // the open bracket; the begin of the last repeatable unit
     const char *at = layout, *problem = NULL;
     for (; *at && !problem; at++) {
         if (*at == ',') continue;
@@ -921,7 +909,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
 
 /* ---- printing */
 
-/* Prints words from `column` on, indented to `indent`, within 100 columns. */
+/* Prints words from `column` on, wraps them at column 100 and indents further lines by `indent`. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
     enum { WIDTH = 100 };
     while (*text) {
@@ -940,7 +928,7 @@ static void mt_print_wrapped(FILE *file, const char *text, int column, int inden
     fputc('\n', file);
 }
 
-/* One option: its name and what it takes on the left, then help, choices and default. */
+/* Prints an option: name and value on the left, then help, choices and default. */
 static void mt_option_help(const mt_option *row, FILE *file) {
     enum { INDENT = 34 };
     char left[120], text[600];
@@ -997,9 +985,9 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
     }
 }
 
-/* ---- what every rank must agree on */
+/* ---- agreement of the ranks */
 
-/* The values of all options, one after another, each ended by a 0; NULL counts the bytes. */
+/* Writes the values of all options as strings, one after another; returns their bytes. NULL only counts them. */
 static int64_t mt_options_values(const mt_options *options, char *values) {
     int64_t bytes = 0;
     for (const mt_option *row = mt_option_table; row->help; row++) {
@@ -1013,7 +1001,7 @@ static int64_t mt_options_values(const mt_options *options, char *values) {
     return bytes;
 }
 
-/* Compares with the values of rank 0; says where they differ. */
+/* Compares with the values of rank 0; true with error if one differs. */
 static bool mt_options_differ(const mt_options *options, const char *values, int64_t bytes, int rank, mt_error *error) {
     const char *end = values + bytes;
     for (const mt_option *row = mt_option_table; row->help; row++) {

@@ -8,30 +8,31 @@
 extern "C" {
 #endif
 
-/* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
- * with --load or --hf-config the model's shape from config.json. `--help` prints and exits with 0. Nothing is derived
- * or checked across options yet: when it knows the number of ranks, the caller sets vocab_size from its tokenizer if it
- * is still 0 and calls mt_options_finish. Free the options also after an error. */
+/* Sets defaults, then reads the YAML file of --config, then the command line, which takes precedence, and with --load
+ * or
+ * --hf-config the model of config.json. `--help` prints and exits with 0. No option is derived and no rule between
+ * options is checked yet: the caller starts the ranks, sets vocab_size from its tokenizer if it is 0, and calls
+ * mt_options_finish. Free the options also after an error. */
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
 
-/* Parses what is left as text, derives what was not given and checks every rule, before anything is allocated: the only
- * validator. `world_size` is the number of ranks. May be called again after a change. A program that feeds its own data
- * passes MT_PROGRAM_LIBRARY: it needs no option of data or tokenizer, but --vocab-size. */
+/* Parses the remaining texts, derives values that were not given and checks all rules, before a model is created.
+ * `world_size` is the number of ranks. May be called again after a change. A program with its own data passes
+ * MT_PROGRAM_LIBRARY: it needs --vocab-size, but no option of data or tokenizer. */
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
-/* Sets one option by its name ("lr" or "micro_batch_size"), as the command line would: `value` is one word, or the
- * words of a list with blanks between them; "true" or "false" for a flag. */
+/* Sets one option by its name ("lr", "micro_batch_size"), with the messages of the command line. `value` is one word,
+ * the words of a list with blanks between them, or "true" or "false" for a flag. */
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
 
 /* The Levenshtein distance of two names, for "did you mean": '_' in `a` equals '-'; names are cut after 64 letters. */
 int mt_edit_distance(const char *a, size_t a_length, const char *b);
 
-/* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
+/* Sets every option to its default, in a struct that is not in use; frees the strings of a struct. */
 void mt_options_default(mt_options *options);
 void mt_options_free(mt_options *options);
 
-/* Reads a YAML text: names with underscores or dashes, flat or in sections, which only group; lists; true and false for
- * flags; null leaves the default. `path` is for messages. Later settings win. */
+/* Reads a YAML text: names with underscores or dashes, flat or in sections, whose names have no meaning; lists; true
+ * and false for flags; null leaves the default. `path` is for messages. Later settings win. */
 int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error);
 
@@ -43,15 +44,15 @@ int mt_options_read_hf_config(mt_options *options, const char *json, int64_t byt
  * options that were given. mt_options_parse does this itself. */
 int mt_options_read_shape(mt_options *options, mt_error *error);
 
-/* Writes config.json for options->hf_family (finished options), such that transformers (and this program) loads the
- * folder; the family "megatron" is read by this program only. Returns text to free. */
+/* config.json of finished options, to free: transformers and this program load it; only this program loads the family
+ * "megatron". */
 char *mt_options_write_hf_config(const mt_options *options);
 
 /* Prints the options that differ from their defaults, by group. */
 void mt_options_print(const mt_options *options, mt_program program, FILE *file);
 
-/* Fails on every rank, naming the first rank and option that differ from rank 0's. Every rank calls it, after
- * mt_options_finish. */
+/* If the options of a rank differ from rank 0's, all ranks return an error with that rank and option. Every rank calls
+ * it, after mt_options_finish. */
 int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);
 
 /* The "model_type" of a family; and the family of a name, or MT_HF_UNKNOWN. */

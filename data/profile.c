@@ -70,8 +70,9 @@ static void *mt_records_grow(void *records, int64_t old, int64_t count, size_t s
     return records;
 }
 
-static void mt_call_begin(mt_operation operation, mt_work work, mt_stream *stream) {
-    if (!mt_profiler.recording) return;
+/* Begins a record. Returns whether there is one: not of a call that does nothing. */
+static bool mt_call_begin(mt_operation operation, mt_work work, mt_stream *stream) {
+    if (work.is_nothing) return false;
     int64_t i = mt_profiler.step.num_calls, old = mt_profiler.max_calls;
     if (i == old) {
         mt_profiler.max_calls = old > 0 ? 2 * old : 1024;
@@ -82,10 +83,10 @@ static void mt_call_begin(mt_operation operation, mt_work work, mt_stream *strea
     mt_profiler.calls[i] =
         (mt_profile_call){.operation = operation, .work = work, .phase = mt_profiler.phase, .message = -1};
     mt_moment_mark(&mt_profiler.call_moments[2 * i], stream);
+    return true;
 }
 
 static void mt_call_end(mt_stream *stream) {
-    if (!mt_profiler.recording) return;
     int64_t i = mt_profiler.step.num_calls++;
     mt_profiler.calls[i].stream = stream;
     mt_moment_mark(&mt_profiler.call_moments[2 * i + 1], stream);
@@ -165,16 +166,15 @@ const mt_profile *mt_profile_read(void) {
     return &mt_profiler.sums;
 }
 
-/* ==== the timed operations ================================================================================== */
-/* One function an operation: the work, then the real call between two moments. Bytes are the necessary ones: each
- * operand once, without what is small beside the rows (indices, weights of norms, statistics). */
+/* ==== the timed operations ======================================================================================= */
+/* Each row of the lists in megatron.h makes one function: the real call between two moments, recorded with its work. */
 
-static mt_work mt_work_product(int64_t T, int64_t N, int64_t K) {
-    return (mt_work){.flops = 2.0 * (double)T * (double)N * (double)K};
+static mt_work mt_work_product(int64_t M, int64_t N, int64_t K) {
+    return (mt_work){.flops = 2.0 * (double)M * (double)N * (double)K};
 }
 
-static mt_work mt_work_bytes(int64_t elements, int64_t bytes_each) {
-    return (mt_work){.bytes = (double)elements * (double)bytes_each};
+static mt_work mt_work_bytes(int64_t elements, mt_dtype dtype) {
+    return (mt_work){.bytes = (double)elements * (double)mt_dtype_size(dtype)};
 }
 
 /* The pairs of a query and a key that it sees take over_d products of D channels (forward q k^T; backward that again,
@@ -189,264 +189,27 @@ static mt_work mt_work_attention(const mt_attention *a, int over_d, int over_dv)
     return mt_work_product(pairs, a->num_heads, over_d * a->head_size + over_dv * a->value_size);
 }
 
-#define MT_TIMED(operation, work, ...)                                                                                 \
-    do {                                                                                                               \
-        mt_call_begin(MT_OPERATION_##operation, work, stream);                                                         \
-        mt_profiler.ops->operation(__VA_ARGS__, stream);                                                               \
-        mt_call_end(stream);                                                                                           \
-    } while (0)
-
-static void mt_timed_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    MT_TIMED(memory_copy, mt_work_bytes(bytes, 2), to, from, bytes);
-}
-
-static void mt_timed_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
-    MT_TIMED(memory_zero, mt_work_bytes(bytes, 1), memory, bytes);
-}
-
-static void mt_timed_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
-                                    int64_t K, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_forward, mt_work_product(T, N, K), y, x, w, bias, T, N, K, dtype);
-}
-
-static void mt_timed_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
-                                           mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_backward_input, mt_work_product(T, N, K), dx, dy, w, T, N, K, dtype);
-}
-
-static void mt_timed_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T,
-                                            int64_t N, int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_backward_weight, mt_work_product(T, N, K), dw, dbias, dy, x, T, N, K, accumulate, dtype);
-}
-
-static void mt_timed_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C,
-                                       int64_t first, int64_t count, bool accumulate, mt_dtype dtype,
-                                       mt_stream *stream) {
-    MT_TIMED(embedding_forward, mt_work_bytes(T * C, (accumulate ? 3 : 2) * mt_dtype_size(dtype)), out, ids, w, T, C,
-             first, count, accumulate, dtype);
-}
-
-/* Only dout is counted: how many rows of dw occur, which move 8 bytes an element, the host does not know. */
-static void mt_timed_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
-                                        int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(embedding_backward, mt_work_bytes(T * C, mt_dtype_size(dtype)), dw, dout, ids, T, C, first, count, dtype);
-}
-
-static void mt_timed_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(rmsnorm_forward, mt_work_bytes(a->T * a->H * a->C, 2 * mt_dtype_size(dtype)), a, dtype);
-}
-
-static void mt_timed_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(rmsnorm_backward, mt_work_bytes(a->T * a->H * a->C, (a->dresidual ? 4 : 3) * mt_dtype_size(dtype)), a,
-             dtype);
-}
-
-static void mt_timed_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(layernorm_forward, mt_work_bytes(a->T * a->C, 2 * mt_dtype_size(dtype)), a, dtype);
-}
-
-static void mt_timed_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(layernorm_backward, mt_work_bytes(a->T * a->C, (a->dresidual ? 4 : 3) * mt_dtype_size(dtype)), a, dtype);
-}
-
-/* In place, the channels that do not rotate stay where they are. */
-static void mt_timed_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(rope_forward, mt_work_bytes(a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), 2 * mt_dtype_size(dtype)),
-             a, dtype);
-}
-
-static void mt_timed_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(rope_backward,
-             mt_work_bytes(a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), 2 * mt_dtype_size(dtype)), a, dtype);
-}
-
-/* k_rope, q, kv and what is made of them. */
+/* Reads k_rope, the rope channels of q and kv; writes the rope channels of q, k and v. */
 static mt_work mt_work_latent_heads(const mt_latent_heads_args *a, mt_dtype dtype) {
-    int64_t R = a->rotation.R, elements = a->T * R + a->T * a->H * (2 * R + a->N + a->Dv + a->N + R + a->Dv);
-    return mt_work_bytes(elements, mt_dtype_size(dtype));
+    int64_t R = a->rotation.R, q = 2 * R, kv = a->N + a->Dv, k_and_v = a->N + R + a->Dv;
+    return mt_work_bytes(a->T * R + a->T * a->H * (q + kv + k_and_v), dtype);
 }
 
-static void mt_timed_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(latent_heads_forward, mt_work_latent_heads(a, dtype), a, dtype);
-}
-
-static void mt_timed_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(latent_heads_backward, mt_work_latent_heads(a, dtype), a, dtype);
-}
-
-/* In place, as above. */
-static void mt_timed_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(qk_forward,
-             mt_work_bytes(a->T * (a->H + a->G) * (a->qk == a->qkv ? a->rotation.R : a->D), 2 * mt_dtype_size(dtype)),
-             a, dtype);
-}
-
-static void mt_timed_qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(qk_backward,
-             mt_work_bytes(a->T * (a->H + a->G) * (a->dqkv == a->dqk ? a->rotation.R : a->D),
-                           (a->q_w ? 3 : 2) * mt_dtype_size(dtype)),
-             a, dtype);
-}
-
-static void mt_timed_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(attention_forward, mt_work_attention(a, 1, 1), a, dtype);
-}
-
-static void mt_timed_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(attention_backward, mt_work_attention(a, 3, 2), a, dtype);
-}
-
-/* Reads the part, reads and writes the sum. */
-static void mt_timed_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
-                                     const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
-                                     mt_stream *stream) {
-    int64_t rows = 0;
-    for (int64_t s = 0; s < spans->count; s++) rows += spans->host[s].q_len;
-    MT_TIMED(attention_merge, mt_work_bytes(rows * H * Dv, (first ? 4 : 8) + mt_dtype_size(dtype)), out, lse, part,
-             part_lse, spans, H, Dv, first, dtype);
-}
-
-static void mt_timed_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
-                                     int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
+/* Key rows or query rows of all spans. */
+static int64_t mt_span_rows(const mt_spans *spans, bool of_keys) {
     int64_t rows = 0;
     for (int64_t s = 0; s < spans->count; s++) rows += of_keys ? spans->host[s].k_len : spans->host[s].q_len;
-    MT_TIMED(accumulate_rows, mt_work_bytes(rows * width, (first ? 4 : 8) + mt_dtype_size(dtype)), sum, x, spans,
-             of_keys, width, x_stride, first, dtype);
+    return rows;
 }
 
-static void mt_timed_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
-                                  mt_stream *stream) {
-    MT_TIMED(gelu_forward, mt_work_bytes(n, 2 * mt_dtype_size(dtype)), y, x, n, tanh_approximation, dtype);
+static int64_t mt_sent_to_others(const int64_t *counts, const mt_group *group) {
+    int64_t sent = -counts[group->rank];
+    for (int rank = 0; rank < group->size; rank++) sent += counts[rank];
+    return sent;
 }
 
-static void mt_timed_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
-                                   mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(gelu_backward, mt_work_bytes(n, 3 * mt_dtype_size(dtype)), dx, dy, x, n, tanh_approximation, dtype);
-}
-
-static void mt_timed_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
-                                         int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_gelu_forward, mt_work_product(T, N, K), y, pre, x, w, bias, T, N, K, dtype);
-}
-
-static void mt_timed_linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
-                                          int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_backward_gelu, mt_work_product(T, N, K), dpre, dy, w, pre, T, N, K, dtype);
-}
-
-static void mt_timed_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
-                                    mt_stream *stream) {
-    MT_TIMED(swiglu_forward, mt_work_bytes(T * F, 3 * mt_dtype_size(dtype)), y, gate_up, T, F, dtype);
-}
-
-static void mt_timed_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
-                                     mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(swiglu_backward, mt_work_bytes(T * F, 5 * mt_dtype_size(dtype)), dgate_up, dy, gate_up, T, F, dtype);
-}
-
-static void mt_timed_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
-                                         int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
-                                         mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(dropout_add_forward, mt_work_bytes(T * C, (residual ? 3 : 2) * mt_dtype_size(dtype)), out, x, residual,
-             token_index, T, C, first_channel, dropout, dtype);
-}
-
-static void mt_timed_dropout_add_backward(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
-                                          int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
-                                          mt_stream *stream) {
-    MT_TIMED(dropout_add_backward, mt_work_bytes(T * C, 2 * mt_dtype_size(dtype)), dx, dout, token_index, T, C,
-             first_channel, dropout, dtype);
-}
-
-static void mt_timed_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                  int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(scatter_rows, mt_work_bytes(T * width, 2 * mt_dtype_size(dtype)), to, from, rows, T, width, to_stride,
-             from_stride, dtype);
-}
-
-static void mt_timed_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                 int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(gather_rows, mt_work_bytes(T * width, 2 * mt_dtype_size(dtype)), to, from, rows, T, width, to_stride,
-             from_stride, dtype);
-}
-
-static void mt_timed_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                           const void *logits, const int32_t *labels, int64_t T, int64_t stride,
-                                           int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(cross_entropy_forward, mt_work_bytes(T * count, mt_dtype_size(dtype)), row_max, row_sum, row_target,
-             row_weighted, logits, labels, T, stride, first, count, dtype);
-}
-
-static void mt_timed_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                           const float *parts, int64_t n, int64_t T, mt_stream *stream) {
-    MT_TIMED(cross_entropy_combine, mt_work_bytes((n + 1) * T, (row_weighted ? 4 : 3) * 4), row_max, row_sum,
-             row_target, row_weighted, parts, n, T);
-}
-
-static void mt_timed_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
-                                        const float *row_sum, const float *row_target, const float *row_weighted,
-                                        int64_t T, mt_stream *stream) {
-    MT_TIMED(cross_entropy_loss, mt_work_bytes(T, (entropy ? 7 : 5) * 4), logp, entropy, lse, row_max, row_sum,
-             row_target, row_weighted, T);
-}
-
-static void mt_timed_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                            const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
-                                            int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
-                                            mt_stream *stream) {
-    MT_TIMED(cross_entropy_backward, mt_work_bytes(T * (count + stride), mt_dtype_size(dtype)), dlogits, logits, labels,
-             lse, entropy, dlogp, dentropy, T, stride, first, count, dtype);
-}
-
-static void mt_timed_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
-                              mt_stream *stream) {
-    MT_TIMED(nll_loss, mt_work_bytes(T, 12), sums, dlogp, logp, weights, T);
-}
-
-static void mt_timed_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                            mt_stream *stream) {
-    MT_TIMED(argmax, mt_work_bytes(T * count, mt_dtype_size(dtype)), ids, logits, T, stride, count, dtype);
-}
-
-static void mt_timed_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
-    MT_TIMED(accumulate, mt_work_bytes(n, 12), sum, x, n);
-}
-
-static void mt_timed_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
-    MT_TIMED(squared_norm, mt_work_bytes(n, 4), sum, x, n);
-}
-
-static void mt_timed_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
-                                    float clip, mt_stream *stream) {
-    MT_TIMED(gradient_scale, mt_work_bytes(1, 24), scale, norm, sum_of_squares, denominator, clip);
-}
-
-static void mt_timed_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
-                                const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
-    MT_TIMED(step_guard, mt_work_bytes(1, 72), guard, scale, loss_sum, tokens, norm, rules);
-}
-
-/* Reads the gradient; reads and writes both moments and the fp32 weights; writes the bf16 copy. */
-static void mt_timed_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
-                                int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(adamw_step, mt_work_bytes(n, 28 + (master ? mt_dtype_size(dtype) : 0)), param, master, m, v, grad, scale,
-             n, adamw, dtype);
-}
-
-static void mt_timed_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
-                                   mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(random_normal, mt_work_bytes(n, mt_dtype_size(dtype)), param, n, key, first, mean, std, dtype);
-}
-
-static void mt_timed_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
-                             mt_stream *stream) {
-    MT_TIMED(convert, mt_work_bytes(n, mt_dtype_size(to_dtype) + mt_dtype_size(from_dtype)), to, to_dtype, from,
-             from_dtype, n);
-}
-
-/* Collectives count what each rank sends, and receives, at least. A group of one does nothing and is not recorded. */
-
-/* Sums of doubles are of losses and norms. Groups of replicas exchange gradients and parameters. */
+/* Bytes that each rank sends, and receives, at least. Sums of doubles are those of losses and norms; groups of replicas
+ * exchange gradients and parameters. A group of one does nothing and is not recorded. */
 static mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype dtype, const mt_group *group) {
     static const struct {
         const char *group;
@@ -456,69 +219,29 @@ static mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype d
                   {"expert", MT_TRAFFIC_EXPERT},     {"context-ring", MT_TRAFFIC_CONTEXT},
                   {"model", MT_TRAFFIC_SUMS},        {"expert-exchange", MT_TRAFFIC_EXPERT},
                   {"pipeline", MT_TRAFFIC_PIPELINE}, {"expert-tensor", MT_TRAFFIC_EXPERT}};
-    mt_work work = mt_work_bytes(elements, mt_dtype_size(dtype));
+    mt_work work = mt_work_bytes(elements, dtype);
+    work.is_nothing = group->size == 1;
     work.traffic = operation == MT_OPERATION_all_gather ? MT_TRAFFIC_PARAMETERS : MT_TRAFFIC_GRADIENTS;
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
         if (strcmp(group->name, groups[i].group) == 0) work.traffic = groups[i].traffic;
-    if (operation == MT_OPERATION_all_reduce && dtype == MT_F64) work.traffic = MT_TRAFFIC_SUMS;
+    if (operation != MT_OPERATION_all_reduce) return work;
+    if (dtype == MT_F64) work.traffic = MT_TRAFFIC_SUMS;
+    work.bytes *= 2.0 * (group->size - 1) / group->size; // in two halves: summed slices, then the slices
     return work;
 }
 
-static void mt_timed_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
-                                const mt_group *group, mt_stream *stream) {
-    if (group->size == 1) return;
-    mt_work work = mt_work_sent(MT_OPERATION_all_reduce, count, dtype, group);
-    work.bytes *= 2.0 * (group->size - 1) / group->size; // in two halves: summed slices, then the slices
-    MT_TIMED(all_reduce, work, buffer, count, reduction, dtype, group);
-}
-
-static void mt_timed_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                                mt_stream *stream) {
-    if (group->size == 1)
-        mt_profiler.ops->all_gather(out, in, count, dtype, group, stream);
-    else
-        MT_TIMED(all_gather, mt_work_sent(MT_OPERATION_all_gather, (group->size - 1) * count, dtype, group), out, in,
-                 count, dtype, group);
-}
-
-static void mt_timed_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                                    mt_stream *stream) {
-    if (group->size == 1)
-        mt_profiler.ops->reduce_scatter(out, in, count, dtype, group, stream);
-    else
-        MT_TIMED(reduce_scatter, mt_work_sent(MT_OPERATION_reduce_scatter, (group->size - 1) * count, dtype, group),
-                 out, in, count, dtype, group);
-}
-
-static void mt_timed_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                                mt_stream *stream) {
-    if (group->size == 1)
-        mt_profiler.ops->all_to_all(out, in, count, dtype, group, stream);
-    else
-        MT_TIMED(all_to_all, mt_work_sent(MT_OPERATION_all_to_all, (group->size - 1) * count, dtype, group), out, in,
-                 count, dtype, group);
-}
-
-static void mt_timed_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
-                                  mt_dtype dtype, const mt_group *group, mt_stream *stream) {
-    int64_t sent = -in_counts[group->rank];
-    for (int rank = 0; rank < group->size; rank++) sent += in_counts[rank];
-    if (group->size == 1)
-        mt_profiler.ops->all_to_all_v(out, out_counts, in, in_counts, dtype, group, stream);
-    else
-        MT_TIMED(all_to_all_v, mt_work_sent(MT_OPERATION_all_to_all_v, sent, dtype, group), out, out_counts, in,
-                 in_counts, dtype, group);
-}
-
-static void mt_timed_broadcast(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
-                               mt_stream *stream) {
-    if (group->size == 1) return;
-    MT_TIMED(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group), buffer, count, dtype, root, group);
-}
+#define MT_TIMED_FUNCTION(name, work, arguments, ...)                                                                  \
+    static void mt_timed_##name(__VA_ARGS__) {                                                                         \
+        bool recorded = mt_profiler.recording && mt_call_begin(MT_OPERATION_##name, work, stream);                     \
+        mt_profiler.ops->name arguments;                                                                               \
+        if (recorded) mt_call_end(stream);                                                                             \
+    }
+MT_TIMED_OPERATIONS(MT_TIMED_FUNCTION)
+MT_FUSED_OPERATIONS(MT_TIMED_FUNCTION)
+#undef MT_TIMED_FUNCTION
 
 /* Marks the record that was begun as one of a message; both ends give it the same number. */
 static void mt_call_is_message(const mt_channel *channel, int64_t ticket) {
-    if (!mt_profiler.recording) return;
     const mt_group *group = channel->group;
     mt_profile_call *call = &mt_profiler.calls[mt_profiler.step.num_calls];
     int64_t pair = (int64_t)group->members[channel->from] << 16 ^ group->members[channel->to];
@@ -526,273 +249,47 @@ static void mt_call_is_message(const mt_channel *channel, int64_t ticket) {
     call->sends = group->rank == channel->from;
 }
 
-/* A message that leaves: until it is through where it has a stream of its own, else the time of the call. */
+/* The time of a message that leaves: until it is sent if it has a stream of its own, else the time of the call. */
 static int64_t mt_timed_channel_send(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
                                      mt_stream *stream) {
-    mt_call_begin(MT_OPERATION_channel_send, mt_work_sent(MT_OPERATION_channel_send, count, dtype, channel->group),
-                  stream);
+    mt_work work = mt_work_sent(MT_OPERATION_channel_send, count, dtype, channel->group);
+    bool recorded = mt_profiler.recording && mt_call_begin(MT_OPERATION_channel_send, work, stream);
     int64_t ticket = mt_profiler.ops->channel_send(channel, buffer, count, dtype, stream);
-    mt_call_is_message(channel, ticket);
-    mt_call_end(channel->stream ? channel->stream : stream);
+    if (recorded) mt_call_is_message(channel, ticket);
+    if (recorded) mt_call_end(channel->stream ? channel->stream : stream);
     return ticket;
 }
 
 /* The time that a message keeps the stream waiting. */
 static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
     int64_t bytes = channel->bytes[ticket % MT_CHANNEL_TICKETS];
-    mt_call_begin(MT_OPERATION_channel_wait, mt_work_sent(MT_OPERATION_channel_wait, bytes, MT_U8, channel->group),
-                  stream);
+    mt_work work = mt_work_sent(MT_OPERATION_channel_wait, bytes, MT_U8, channel->group);
+    bool recorded = mt_profiler.recording && mt_call_begin(MT_OPERATION_channel_wait, work, stream);
     mt_profiler.ops->channel_wait(channel, ticket, stream);
-    mt_call_is_message(channel, ticket);
-    mt_call_end(stream);
+    if (recorded) mt_call_is_message(channel, ticket);
+    if (recorded) mt_call_end(stream);
 }
 
-static void mt_timed_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
-                                   mt_dtype dtype, int to, int from, mt_stream *stream) {
-    MT_TIMED(mailbox_trade, mt_work_sent(MT_OPERATION_mailbox_trade, count, dtype, mailbox->group), mailbox, in, count,
-             first, stride, dtype, to, from);
-}
-
-static void mt_timed_residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(residual_norm_forward, mt_work_bytes(a->T * a->C, 4 * mt_dtype_size(dtype)), a, dtype);
-}
-
-static void mt_timed_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
-                                   mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(router_logits, mt_work_product(T, E, C), logits, x, w, T, E, C, dtype);
-}
-
-static void mt_timed_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                   const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(route_forward, mt_work_bytes(T * (router->num_experts + 2 * router->topk), 4), probs, experts, invalid,
-             logits, bias, T, router);
-}
-
-static void mt_timed_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
-                                    int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(route_sinkhorn, mt_work_bytes(T * router->num_experts + 2 * count * router->topk, 4), probs, experts,
-             invalid, logits, T, first, count, router);
-}
-
-static void mt_timed_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
-                                    int64_t T, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(route_backward, mt_work_bytes(T * (router->num_experts + router->topk), 8), dlogits, dprobs, experts,
-             logits, T, router);
-}
-
-static void mt_timed_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
-                                      int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(aux_loss_forward, mt_work_bytes((T + 2 * S) * router->num_experts, 4), sums, z_sum, logits, sequence, S, T,
-             router);
-}
-
-static void mt_timed_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
-    MT_TIMED(aux_loss_value, mt_work_bytes(S * E, 8), loss, sums, S, E);
-}
-
-static void mt_timed_aux_loss_backward(float *dlogits, const float *logits, const float *counts,
-                                       const int32_t *sequence, int64_t S, int64_t T, float aux_scale, float z_scale,
-                                       const mt_router *router, mt_stream *stream) {
-    MT_TIMED(aux_loss_backward, mt_work_bytes(T * router->num_experts, 12), dlogits, logits, counts, sequence, S, T,
-             aux_scale, z_scale, router);
-}
-
-static void mt_timed_count_experts(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream) {
-    MT_TIMED(count_experts, mt_work_bytes(n, 4), loads, experts, n, E);
-}
-
-static void mt_timed_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
-                                 int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
-                                 mt_stream *stream) {
-    MT_TIMED(drop_tokens, mt_work_bytes((by_position ? T : 2 * T) * k + 2 * T + count * k, 4), kept, experts, probs,
-             token_index, T, k, first, count, capacity, by_position);
-}
-
-static void mt_timed_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
-                                   const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
-                                   mt_stream *stream) {
-    MT_TIMED(dispatch_plan, mt_work_bytes(T * dispatch->topk * (1 + dispatch->copies) + 2 * M, 4), offsets, position,
-             choice, token, experts, T, M, dispatch);
-}
-
-static void mt_timed_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
-                                    int64_t sources, int64_t local, int64_t M, mt_stream *stream) {
-    MT_TIMED(exchange_order, mt_work_bytes(M, 8), to_expert, from_expert, offsets, counts, sources, local, M);
-}
-
-/* As if every position were a row: how many are, the host does not know. */
-static void mt_timed_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
-                                  int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(combine_rows, mt_work_bytes(T * (n + (base ? 2 : 1)) * C, mt_dtype_size(dtype)), out, in, position, base,
-             T, n, C, dtype);
-}
-
-/* As if every row that there is memory for were some expert's: likewise. */
-static void mt_timed_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
-                                            int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(grouped_linear_forward, mt_work_product(M, N, K), y, x, w, offsets, M, N, K, E, dtype);
-}
-
-static void mt_timed_grouped_linear_backward_input(void *dx, const void *dy, const void *w, const int32_t *offsets,
-                                                   int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
-                                                   mt_stream *stream) {
-    MT_TIMED(grouped_linear_backward_input, mt_work_product(M, N, K), dx, dy, w, offsets, M, N, K, E, dtype);
-}
-
-static void mt_timed_grouped_linear_backward_weight(float *dw, const void *dy, const void *x, const int32_t *offsets,
-                                                    int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
-                                                    mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(grouped_linear_backward_weight, mt_work_product(M, N, K), dw, dy, x, offsets, M, N, K, E, accumulate,
-             dtype);
-}
-
-static void mt_timed_expert_swiglu_forward(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
-                                           mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(expert_swiglu_forward, mt_work_bytes(M * F, 3 * mt_dtype_size(dtype)), y, gate_up, weights, M, F, dtype);
-}
-
-static void mt_timed_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
-                                            const float *weights, int64_t M, int64_t F, mt_dtype dtype,
-                                            mt_stream *stream) {
-    MT_TIMED(expert_swiglu_backward, mt_work_bytes(M * F, 5 * mt_dtype_size(dtype)), dgate_up, dweights, dy, gate_up,
-             weights, M, F, dtype);
-}
-
-static void mt_timed_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
-                                        mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(scale_rows_forward, mt_work_bytes(M * C, 2 * mt_dtype_size(dtype)), y, x, weights, M, C, dtype);
-}
-
-static void mt_timed_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
-                                         int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(scale_rows_backward, mt_work_bytes(M * C, 3 * mt_dtype_size(dtype)), dx, dweights, dy, x, weights, M, C,
-             dtype);
-}
-
-static void mt_timed_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
-                                      mt_stream *stream) {
-    MT_TIMED(expert_bias_step, mt_work_bytes(E, 12), bias, loads, scale, E, rate);
-}
-
-static void mt_profile_time_experts(mt_ops *timed) {
-    timed->router_logits = mt_timed_router_logits;
-    timed->route_forward = mt_timed_route_forward;
-    timed->route_sinkhorn = mt_timed_route_sinkhorn;
-    timed->route_backward = mt_timed_route_backward;
-    timed->aux_loss_forward = mt_timed_aux_loss_forward;
-    timed->aux_loss_value = mt_timed_aux_loss_value;
-    timed->aux_loss_backward = mt_timed_aux_loss_backward;
-    timed->count_experts = mt_timed_count_experts;
-    timed->drop_tokens = mt_timed_drop_tokens;
-    timed->dispatch_plan = mt_timed_dispatch_plan;
-    timed->exchange_order = mt_timed_exchange_order;
-    timed->combine_rows = mt_timed_combine_rows;
-    timed->grouped_linear_forward = mt_timed_grouped_linear_forward;
-    timed->grouped_linear_backward_input = mt_timed_grouped_linear_backward_input;
-    timed->grouped_linear_backward_weight = mt_timed_grouped_linear_backward_weight;
-    timed->expert_swiglu_forward = mt_timed_expert_swiglu_forward;
-    timed->expert_swiglu_backward = mt_timed_expert_swiglu_backward;
-    timed->scale_rows_forward = mt_timed_scale_rows_forward;
-    timed->scale_rows_backward = mt_timed_scale_rows_backward;
-    timed->expert_bias_step = mt_timed_expert_bias_step;
-}
-
-/* Communication, and what a backend may lack, which its profile then lacks too. */
-static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
-    timed->all_reduce = mt_timed_all_reduce;
-    timed->all_gather = mt_timed_all_gather;
-    timed->reduce_scatter = mt_timed_reduce_scatter;
-    timed->all_to_all = mt_timed_all_to_all;
-    timed->all_to_all_v = mt_timed_all_to_all_v;
-    timed->broadcast = mt_timed_broadcast;
-    timed->stream_follow = ops->stream_follow;
-    timed->channel_open = ops->channel_open;
-    timed->channel_send = mt_timed_channel_send;
-    timed->channel_recv = ops->channel_recv;
-    timed->channel_wait = mt_timed_channel_wait;
-    timed->channel_close = ops->channel_close;
-    timed->mailbox_open = ops->mailbox_open;
-    timed->mailbox_trade = mt_timed_mailbox_trade;
-    timed->mailbox_close = ops->mailbox_close;
-    if (ops->qk_forward) timed->qk_forward = mt_timed_qk_forward;
-    if (ops->qk_backward) timed->qk_backward = mt_timed_qk_backward;
-    if (ops->linear_gelu_forward) timed->linear_gelu_forward = mt_timed_linear_gelu_forward;
-    if (ops->linear_backward_gelu) timed->linear_backward_gelu = mt_timed_linear_backward_gelu;
-    if (ops->residual_norm_forward) timed->residual_norm_forward = mt_timed_residual_norm_forward;
-}
-
-/* An operation that gives the device no work is not wrapped. Graphs are left out: their operations have no moments. */
+/* Untimed operations are the backend's own. Graphs are left out: their operations run without a record. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
-    return (mt_ops){
-        .name = ops->name,
-        .memory_available = ops->memory_available,
-        .memory_alloc = ops->memory_alloc,
-        .memory_free = ops->memory_free,
-        .memory_alloc_ordered = ops->memory_alloc_ordered,
-        .memory_free_ordered = ops->memory_free_ordered,
-        .memory_alloc_host = ops->memory_alloc_host,
-        .memory_free_host = ops->memory_free_host,
-        .memory_copy = mt_timed_memory_copy,
-        .memory_zero = mt_timed_memory_zero,
-        .workspace_bytes = ops->workspace_bytes,
-        .stream_create = ops->stream_create,
-        .stream_destroy = ops->stream_destroy,
-        .stream_wait = ops->stream_wait,
-        .event_create = ops->event_create,
-        .event_destroy = ops->event_destroy,
-        .event_record = ops->event_record,
-        .event_wait = ops->event_wait,
-        .linear_forward = mt_timed_linear_forward,
-        .linear_backward_input = mt_timed_linear_backward_input,
-        .linear_backward_weight = mt_timed_linear_backward_weight,
-        .embedding_forward = mt_timed_embedding_forward,
-        .embedding_backward = mt_timed_embedding_backward,
-        .rmsnorm_forward = mt_timed_rmsnorm_forward,
-        .rmsnorm_backward = mt_timed_rmsnorm_backward,
-        .layernorm_forward = mt_timed_layernorm_forward,
-        .layernorm_backward = mt_timed_layernorm_backward,
-        .rope_forward = mt_timed_rope_forward,
-        .rope_backward = mt_timed_rope_backward,
-        .latent_heads_forward = mt_timed_latent_heads_forward,
-        .latent_heads_backward = mt_timed_latent_heads_backward,
-        .attention_forward = mt_timed_attention_forward,
-        .attention_backward = mt_timed_attention_backward,
-        .attention_merge = mt_timed_attention_merge,
-        .accumulate_rows = mt_timed_accumulate_rows,
-        .gelu_forward = mt_timed_gelu_forward,
-        .gelu_backward = mt_timed_gelu_backward,
-        .swiglu_forward = mt_timed_swiglu_forward,
-        .swiglu_backward = mt_timed_swiglu_backward,
-        .dropout_add_forward = mt_timed_dropout_add_forward,
-        .dropout_add_backward = mt_timed_dropout_add_backward,
-        .scatter_rows = mt_timed_scatter_rows,
-        .gather_rows = mt_timed_gather_rows,
-        .cross_entropy_forward = mt_timed_cross_entropy_forward,
-        .cross_entropy_combine = mt_timed_cross_entropy_combine,
-        .cross_entropy_loss = mt_timed_cross_entropy_loss,
-        .cross_entropy_backward = mt_timed_cross_entropy_backward,
-        .nll_loss = mt_timed_nll_loss,
-        .argmax = mt_timed_argmax,
-        .accumulate = mt_timed_accumulate,
-        .squared_norm = mt_timed_squared_norm,
-        .gradient_scale = mt_timed_gradient_scale,
-        .step_guard = mt_timed_step_guard,
-        .adamw_step = mt_timed_adamw_step,
-        .random_normal = mt_timed_random_normal,
-        .convert = mt_timed_convert,
-    };
+#define MT_OWN_ENTRY(name, ...)   .name = ops->name,
+#define MT_TIMED_ENTRY(name, ...) .name = ops->name ? mt_timed_##name : NULL,
+    mt_ops timed = {MT_UNTIMED_OPERATIONS(MT_OWN_ENTRY) MT_TIMED_OPERATIONS(MT_TIMED_ENTRY)
+                        MT_FUSED_OPERATIONS(MT_TIMED_ENTRY)};
+#undef MT_OWN_ENTRY
+#undef MT_TIMED_ENTRY
+    timed.name = ops->name, timed.limits = ops->limits;
+    timed.channel_send = mt_timed_channel_send, timed.channel_wait = mt_timed_channel_wait;
+    timed.phase_begin = mt_profile_phase_begin, timed.phase_end = mt_profile_phase_end;
+    return timed;
 }
 
 const mt_ops *mt_profile_open(const mt_ops *ops) {
-#define MT_PROFILE_ROW(operation) {.name = #operation},
+#define MT_PROFILE_ROW(operation, ...) {.name = #operation},
     mt_profiler.sums = (mt_profile){.backend = ops->name, .rows = {MT_ALL_OPERATIONS(MT_PROFILE_ROW)}};
 #undef MT_PROFILE_ROW
     mt_profiler.ops = ops;
     mt_profiler.timed = mt_profile_timed_ops(ops);
-    mt_profile_time_experts(&mt_profiler.timed);
-    mt_profile_time_others(&mt_profiler.timed, ops);
-    mt_profiler.timed.phase_begin = mt_profile_phase_begin;
-    mt_profiler.timed.phase_end = mt_profile_phase_end;
     mt_profiler.on_gpu = strcmp(ops->name, "cuda") == 0;
     mt_profiler.recording = mt_profiler.warm = false;
     return &mt_profiler.timed;

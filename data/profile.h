@@ -10,7 +10,7 @@ extern "C" {
 
 /* Every operation of a backend, as MT_OPERATION_linear_forward. */
 typedef enum mt_operation {
-#define MT_OPERATION_NAME(operation) MT_OPERATION_##operation,
+#define MT_OPERATION_NAME(name, ...) MT_OPERATION_##name,
     MT_ALL_OPERATIONS(MT_OPERATION_NAME)
 #undef MT_OPERATION_NAME
         MT_NUM_OPERATIONS
@@ -78,6 +78,7 @@ const mt_profile *mt_profile_read(void);
 typedef struct mt_work {
     double flops, bytes;
     mt_traffic traffic;
+    bool is_nothing; // a collective of one rank: not recorded
 } mt_work;
 
 /* A recorded call of an operation. Times are those of mt_time(). */

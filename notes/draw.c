@@ -8,7 +8,7 @@
 #include "../data/dataset.h"
 #include "../data/file.h"
 #include "../data/options.h"
-#include "../data/schedule_print.h"
+#include "../data/timeline.h"
 #include "../megatron.h"
 
 #include <math.h>

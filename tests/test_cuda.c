@@ -391,6 +391,20 @@ static void residual_norm_forward(run *r, const int64_t *n) {
     (a.mean ? r->ops->layernorm_forward : r->ops->rmsnorm_forward)(&a, r->dtype, r->stream);
 }
 
+static void add(run *r, const int64_t *n) { // elements, elements before the first, y (0 new, 1 in a)
+    int64_t size = mt_dtype_size(r->dtype);
+    char *a = n[2] ? changed(r, n[1] + n[0]) : input(r, n[1] + n[0]), *b = input(r, n[1] + n[0]);
+    char *y = n[2] ? a : (char *)output(r, n[1] + n[0]);
+    r->ops->add(y + n[1] * size, a + n[1] * size, b + n[1] * size, n[0], r->dtype, r->stream);
+}
+
+static void scatter_add_rows(run *r, const int64_t *n) { // T, C, -, rows of the sum, row numbers
+    float *sum = float_changed(r, n[3] * n[1], NORMAL);
+    void *from = input(r, n[0] * n[1]);
+    int32_t *rows = integers(r, n[0], -1, n[4], false);
+    r->ops->scatter_add_rows(sum, from, rows, n[0], n[1], n[3], r->dtype, r->stream);
+}
+
 static void scatter_rows(run *r, const int64_t *n) { // T, width, to's gap, from's gap
     void *to = output(r, 2 * n[0] * (n[1] + n[2])), *from = input(r, n[0] * (n[1] + n[3]));
     int32_t *rows = integers(r, n[0], 0, 2 * n[0], true);
@@ -851,6 +865,9 @@ static const int64_t embedding_shapes[][MAX_SIZES] = {
     {1, 8, 0, 10, 10, 0},           {1, 24, 0, 10, 10, 1},       {100, 7, 0, 3, 3, 0},
     {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},
     {300, 40, 50257, 11, 60000, 0}, {999, 264, 5, 900, 1000, 0}, {0}};
+static const int64_t add_shapes[][MAX_SIZES] = {{1, 0, 0}, {7, 1, 1}, {1024, 0, 1}, {4099, 3, 0}, {123456, 0, 0}, {0}};
+static const int64_t scatter_add_shapes[][MAX_SIZES] = {
+    {1, 8, 0, 10, 10}, {100, 7, 0, 3, 3}, {333, 64, 0, 50, 70}, {1000, 96, 0, 1, 1}, {257, 1600, 0, 17, 17}, {0}};
 static const int64_t norm_shapes[][MAX_SIZES] = {{1, 1, 24, 0, 0, 0},
                                                  {1, 1, 1, 0, 0, 1},
                                                  {5, 3, 8, 16, 8, 1},
@@ -1016,6 +1033,8 @@ static operation operations[] = {
     {"dropout_add_forward", dropout_add_forward, ONCE, dropout_shapes, {0}},
     {"dropout_add_backward", dropout_add_backward, ONCE, dropout_shapes, {0}},
     {"residual_norm_forward", residual_norm_forward, ONCE, residual_norm_shapes, {0}},
+    {"add", add, ONCE, add_shapes, {0}},
+    {"scatter_add_rows", scatter_add_rows, ONCE, scatter_add_shapes, {0}},
     {"scatter_rows", scatter_rows, ONCE, row_shapes, {0}},
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
     {"router_logits", router_logits, 1e-5, router_logit_shapes, {0}},
@@ -1116,8 +1135,9 @@ static void expect_close(operation *op, const results *actual, const results *an
 }
 
 static bool is_fused(const operation *op) {
-#define SAME(operation)                                                                                                \
-    if (strcmp(op->name, #operation) == 0) return true;
+    const char *tested = op->name;
+#define SAME(name, ...)                                                                                                \
+    if (strcmp(tested, #name) == 0) return true;
     MT_FUSED_OPERATIONS(SAME)
 #undef SAME
     return false;
@@ -1164,7 +1184,7 @@ static void gpu_agrees_with_cpu(void **state) {
 static void every_operation_is_tested(void **state) {
     (void)state;
     static const char *const all[] = {
-#define NAME(operation) #operation,
+#define NAME(name, ...) #name,
         MT_ALL_OPERATIONS(NAME)
 #undef NAME
     };
@@ -1257,7 +1277,7 @@ static void open_gpu(void) {
     gpu = mt_cuda_open(0, &no_gpu);
     if (!gpu) return;
     gpu_unfused = *gpu;
-#define UNFUSE(operation) gpu_unfused.operation = NULL;
+#define UNFUSE(name, ...) gpu_unfused.name = NULL;
     MT_FUSED_OPERATIONS(UNFUSE)
 #undef UNFUSE
     int64_t bytes = gpu->workspace_bytes(1024, 40960, 32, 256);

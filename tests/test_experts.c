@@ -1236,7 +1236,7 @@ static void runs_repeat_bit_for_bit_on_any_number_of_threads(void **state) {
 static void the_profile_times_every_operation(void **state) {
     (void)state;
     const mt_ops *timed = mt_profile_open(ops);
-#define PRESENT(operation) assert_non_null(timed->operation);
+#define PRESENT(name, ...) assert_non_null(timed->name);
     MT_OPERATIONS(PRESENT)
 #undef PRESENT
     float loads[3] = {0}, bias[3] = {0};

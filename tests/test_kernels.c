@@ -873,6 +873,34 @@ static void accumulate_rows_adds_the_rows_of_the_spans_alone(void **state) {
     }
 }
 
+/* y = a + b, in place as well, and rows added at their numbers, of which -1 is none. */
+static void sums_of_elements_and_of_rows_match_float64(void **state) {
+    (void)state;
+    enum { ROWS = 37, WIDTH = 70, SUMS = 5 };
+    int32_t rows[ROWS];
+    for (int t = 0; t < ROWS; t++) rows[t] = t % (SUMS + 1) - 1;
+    for (int d = 0; d < 2; d++) {
+        int64_t n = ROWS * WIDTH;
+        double *a = random_values(n), *b = random_values(n), *sum = random_values(SUMS * WIDTH), *got = zeros(n);
+        matrix a_m = matrix_from(a, ROWS, WIDTH, WIDTH, both[d]), b_m = matrix_from(b, ROWS, WIDTH, WIDTH, both[d]);
+        matrix y = matrix_new(ROWS, WIDTH, WIDTH, both[d]), sum_m = matrix_from(sum, SUMS, WIDTH, WIDTH, MT_F32);
+        ops->scatter_add_rows((float *)sum_m.data, b_m.data, rows, ROWS, WIDTH, SUMS, both[d], NULL);
+        for (int64_t i = 0; i < n; i++)
+            if (rows[i / WIDTH] >= 0) sum[rows[i / WIDTH] * WIDTH + i % WIDTH] += b[i];
+        matrix_take(&sum_m, got);
+        assert_near("sums of rows", got, sum, SUMS * WIDTH, 1e-6);
+        ops->add(y.data, a_m.data, b_m.data, n, both[d], NULL);
+        ops->add(b_m.data, a_m.data, b_m.data, n, both[d], NULL);
+        for (int64_t i = 0; i < n; i++) a[i] += b[i];
+        matrix_take(&y, got);
+        assert_forward("sum", got, a, n, both[d]);
+        matrix_take(&b_m, got);
+        assert_forward("sum in place", got, a, n, both[d]);
+        matrix_take(&a_m, NULL);
+        free(a), free(b), free(sum), free(got);
+    }
+}
+
 /* ==== activations ================================================================================================ */
 
 typedef struct gelu_shape {
@@ -1487,6 +1515,7 @@ int main(void) {
         cmocka_unit_test(attention_matches_float64_and_finite_differences),
         cmocka_unit_test(gelu_matches_float64_and_finite_differences),
         cmocka_unit_test(swiglu_matches_float64_and_finite_differences),
+        cmocka_unit_test(sums_of_elements_and_of_rows_match_float64),
         cmocka_unit_test(dropout_add_matches_float64_and_finite_differences),
         cmocka_unit_test(dropout_keeps_its_share_and_does_not_depend_on_where_a_row_lies),
         cmocka_unit_test(rows_scatter_and_gather_within_their_width),

@@ -1336,9 +1336,9 @@ static void bad_steps_have_rules_that_go_together(void **state) {
     expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --bad-step-policy skip");
     mt_options_free(&o);
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --bad-step-policy skip",
-                 "--bad-step-policy says nothing with --no-check-for-nan-in-loss-and-grad");
+                 "--bad-step-policy has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
-                 "--rerun-mode says nothing with --no-check-for-nan-in-loss-and-grad");
+                 "--rerun-mode has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--max-bad-steps-in-a-row 5",
                  "--max-bad-steps-in-a-row needs --bad-step-policy skip|rewind, which is stop");
     expect_error(RUN "--bad-step-policy rewind", "--bad-step-policy rewind needs --save");
@@ -1347,6 +1347,69 @@ static void bad_steps_have_rules_that_go_together(void **state) {
     expect_error(RUN "--check-for-spiky-loss --loss-spike-factor 1", "--loss-spike-factor must be in (1,1e6], got 1");
     expect_error(RUN "--exit-signal SIGKILL", "--exit-signal expects SIGTERM|SIGINT|SIGUSR1|SIGUSR2");
     expect_error(RUN "--exit-signal SIGUSR1 --no-exit-signal-handler", "exclude each other");
+}
+
+/* Options within every other rule, checked against the limits of a backend. */
+static void check_limits(const char *line, const mt_limits *limits, const char *expected) {
+    mt_options options;
+    mt_error error = {""};
+    expect_good(&options, line);
+    int result = mt_options_check_limits(&options, limits, &error);
+    if (!expected && result != 0) fail_msg("%s\n  gave: %s", line, error.text);
+    if (expected && (result == 0 || strcmp(error.text, expected) != 0))
+        fail_msg("%s\n  gave: %s\n  not: %s", line, error.text, expected);
+    mt_options_free(&options);
+}
+
+#define ROUTED RUN "--swiglu --disable-bias-linear --num-experts "
+
+static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) {
+    (void)state;
+    const mt_limits none = {0}, limits = {.head_channels = 256,
+                                          .router_topk = 32,
+                                          .experts = 128,
+                                          .aux_loss_experts = 96,
+                                          .sinkhorn_experts = 64};
+    check_limits(RUN "--kv-channels 512", &none, NULL);
+    check_limits(RUN "--kv-channels 256", &limits, NULL);
+    check_limits(RUN "--kv-channels 258", &limits,
+                 "--kv-channels is 258, and attention on this device takes heads of at most 256 channels");
+    check_limits(ROUTED "64 --moe-router-topk 33", &none, NULL);
+    check_limits(ROUTED "64 --moe-router-topk 32", &limits, NULL);
+    check_limits(ROUTED "64 --moe-router-topk 33", &limits,
+                 "--moe-router-topk is 33, and routers on this device choose at most 32 experts per token");
+    check_limits(ROUTED "128", &limits, NULL);
+    check_limits(ROUTED "129", &limits,
+                 "--num-experts is 129, and routers on this device have at most 128 experts with "
+                 "--moe-router-num-groups 0");
+    check_limits(ROUTED "128 --moe-router-num-groups 8 --moe-router-group-topk 2", &limits,
+                 "--num-experts is 128, and routers on this device have at most 96 experts with "
+                 "--moe-router-num-groups 8");
+    check_limits(ROUTED "97 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01", &limits,
+                 "--num-experts is 97, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most 96 "
+                 "experts");
+    check_limits(ROUTED "65 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1 "
+                        "--moe-router-score-function sigmoid",
+                 &limits,
+                 "--num-experts is 65, and --moe-router-load-balancing-type sinkhorn on this device takes at most 64 "
+                 "experts");
+    check_limits(RUN "--attention-backend unfused", &none, NULL);
+    check_limits(RUN "--attention-backend unfused", &mt_cpu_ops.limits,
+                 "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");
+}
+
+static void a_model_asks_its_backend_for_limits(void **state) {
+    (void)state;
+    mt_options options;
+    mt_model *model;
+    mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .train = true};
+    mt_error error;
+    mt_ops ops = mt_cpu_ops;
+    ops.limits.router_topk = 32;
+    expect_good(&options, ROUTED "64 --moe-router-topk 33");
+    assert_int_equal(mt_model_create(&model, &options, &mt_grid_of_one, &ops, &plan, &error), -1);
+    assert_non_null(strstr(error.text, "--moe-router-topk is 33"));
+    mt_options_free(&options);
 }
 
 int main(void) {
@@ -1400,6 +1463,8 @@ int main(void) {
         cmocka_unit_test(tokens_are_the_first_of_a_list),
         cmocka_unit_test(bad_steps_have_rules_that_go_together),
         cmocka_unit_test(written_configs_read_back_as_the_same_model),
+        cmocka_unit_test(what_exceeds_a_backends_limits_is_refused_in_one_line),
+        cmocka_unit_test(a_model_asks_its_backend_for_limits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,7 +1,7 @@
 /* Pipeline schedules: comparison with Megatron's tables; the lists of all ranks run together; time, layouts, pictures.
  */
 #include "../data/options.h"
-#include "../data/schedule_print.h"
+#include "../data/timeline.h"
 
 #include <fcntl.h>
 #include <jansson.h>

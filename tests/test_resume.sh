@@ -149,9 +149,9 @@ a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
 }
 
 a_missing_checkpoint_begins_anew_or_ends_the_run() {
-    refuses 'holds no checkpoint to go on from' --train-iters 3 --load "$work/n" --save "$work/n" \
+    refuses 'holds no checkpoint to resume from' --train-iters 3 --load "$work/n" --save "$work/n" \
         --exit-on-missing-checkpoint &&
-        run --train-iters 3 --load "$work/n" --save "$work/n" && says 'the run begins anew' "$work/out" &&
+        run --train-iters 3 --load "$work/n" --save "$work/n" && says 'the run starts from the beginning' "$work/out" &&
         run --train-iters 3 --load "$work/n" --save "$work/n" --exit-on-missing-checkpoint &&
         refuses 'No such file' --train-iters 3 --load "$work/none" --save "$work/n"
 }

@@ -1,11 +1,116 @@
-/* schedule_print.c: pipeline schedules as text and as pictures. */
-#include "schedule_print.h"
+/* timeline.c: pipeline schedules in simulated time, as text and as pictures. */
+#include "timeline.h"
 
 #include "file.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* ---- simulated time. Invariant: messages of one rank in one direction are received in the order in which they were
+ * sent, so a queue is two counters and the times at which they moved. */
+
+/* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 those that it sends backward. */
+typedef struct mt_queues {
+    int64_t in_flight, capacity;
+    int64_t *sent, *received;   // [2 pp]
+    double *ready_at, *free_at; // [2 pp, capacity]
+} mt_queues;
+
+/* Sends at `now`, or as soon as there is room; false while that time is unknown. */
+static bool mt_queue_send(mt_queues *q, int64_t queue, double cost, double *now) {
+    int64_t index = q->sent[queue], before = index - q->in_flight;
+    if (q->in_flight > 0 && before >= q->received[queue]) return false;
+    if (q->in_flight > 0 && before >= 0) *now = fmax(*now, q->free_at[queue * q->capacity + before]);
+    q->ready_at[queue * q->capacity + index] = *now + cost;
+    q->sent[queue]++;
+    return true;
+}
+
+static bool mt_queue_receive(mt_queues *q, int64_t queue, double *now) {
+    int64_t index = q->received[queue];
+    if (index == q->sent[queue]) return false;
+    *now = fmax(*now, q->ready_at[queue * q->capacity + index]);
+    q->free_at[queue * q->capacity + index] = *now;
+    q->received[queue]++;
+    return true;
+}
+
+static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) {
+    if (kind == MT_ACTION_FORWARD) return costs->forward;
+    return (kind != MT_ACTION_BACKWARD_WEIGHT ? costs->backward_input : 0) +
+           (kind != MT_ACTION_BACKWARD_INPUT ? costs->backward_weight : 0);
+}
+
+/* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
+static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *costs, int64_t rank,
+                            int64_t index, double *now) {
+    mt_action action = t->actions[index];
+    bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
+    double start = *now;
+    switch (action.kind) {
+    case MT_ACTION_SEND_FORWARD:
+    case MT_ACTION_SEND_BACKWARD:
+        if (!mt_queue_send(queues, 2 * rank + backward, costs->send, now)) return false;
+        break;
+    case MT_ACTION_RECV_FORWARD:
+    case MT_ACTION_RECV_BACKWARD:
+        if (!mt_queue_receive(queues, 2 * (int64_t)action.peer + backward, now)) return false;
+        break;
+    default:
+        *now += mt_action_cost(action.kind, costs);
+    }
+    t->start[index] = start, t->end[index] = *now;
+    return true;
+}
+
+/* Returns the work on the list of one rank, and sets its peak of forwards without their backward. */
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
+    double work = 0;
+    int64_t held = 0;
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        mt_action_kind kind = t->actions[i].kind;
+        if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
+        work += mt_action_cost(kind, costs);
+        if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
+        if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
+        if (held > t->live[rank]) t->live[rank] = held;
+    }
+    return work;
+}
+
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
+    int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
+    *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
+    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
+    t->actions = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_action));
+    t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
+    for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
+    int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
+    double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
+    mt_queues queues = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (int64_t r = 0; r < pp; r++)
+            for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
+                if (!mt_timeline_act(t, &queues, costs, r, t->first[r] + next[r], &now[r])) break;
+    }
+    double work = 0;
+    for (int64_t r = 0; r < pp; r++) {
+        work += mt_timeline_count(t, r, costs);
+        t->span = fmax(t->span, now[r]);
+    }
+    t->bubble = (t->span * (double)pp - work) / work;
+    free(counters), free(times);
+    return done == t->first[pp] ? 0 : -1;
+}
+
+void mt_timeline_free(mt_timeline *t) {
+    free(t->first), free(t->actions), free(t->start), free(t->end), free(t->live);
+    *t = (mt_timeline){.first = NULL};
+}
+
+/* ---- text and pictures */
 
 static void print_layout(const mt_stage *stages, const mt_schedule *s, FILE *file) {
     for (int64_t rank = 0; rank < s->pp; rank++) {
