@@ -942,15 +942,14 @@ static void mt_option_help(const mt_option *row, FILE *file) {
         snprintf(left, sizeof left, "  --%s %s%s", row->name, row->values, value);
     else
         snprintf(left, sizeof left, "  --%s%s", row->name, value);
-    snprintf(text, sizeof text, "%s", row->help);
-    size_t end = strlen(text);
-    if (row->type == MT_CHOICE) {
-        int length = snprintf(text + end, sizeof text - end, ": %s", row->values);
-        for (size_t i = end; i < end + (size_t)length; i++)
-            if (text[i] == '|') text[i] = ' ';
-        end += (size_t)length;
-    }
-    if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
+    int end = snprintf(text, sizeof text, "%s", row->help), room = (int)sizeof text;
+    if (row->type == MT_CHOICE) { // "(a, b, c; default: a)"
+        end += snprintf(text + end, (size_t)(room - end), " (");
+        for (const char *at = row->values; *at; at++)
+            end += snprintf(text + end, (size_t)(room - end), *at == '|' ? ", " : "%c", *at);
+        end += snprintf(text + end, (size_t)(room - end), row->fallback ? "; default: %s)" : ")", row->fallback);
+    } else if (row->fallback)
+        snprintf(text + end, (size_t)(room - end), " (default: %s)", row->fallback);
     if (strlen(left) > INDENT - 2)
         fprintf(file, "%s\n%*s", left, INDENT, "");
     else

@@ -664,7 +664,7 @@ static void help_shows_the_programs_own_options_within_100_columns(void **state)
     (void)state;
     char *train = help_of(MT_PROGRAM_TRAIN), *infer = help_of(MT_PROGRAM_INFER);
     assert_non_null(strstr(train, "--untie-embeddings-and-output-weights"));
-    assert_non_null(strstr(train, "(default 0.999)"));
+    assert_non_null(strstr(train, "(default: 0.999)"));
     assert_null(strstr(train, "--prompt"));
     assert_non_null(strstr(infer, "--max-new-tokens"));
     assert_null(strstr(infer, "--lr"));
