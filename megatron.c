@@ -40,8 +40,8 @@
  *   §11a lists
  *   §11b layouts
  *   §12  gradient buckets
- *   §12a buckets that move
- *   §12b shards and wholes
+ *   §12a gather and reduce
+ *   §12b access to sharded values
  *   §13  optimizer
  *   §14  the training step
  *   §15  the model
@@ -935,37 +935,37 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
 }
 
 /* ==== §3 kernels in plain C ====================================================================================== */
-/* The definition of what each operation computes, forward and backward side by side. Elements are stored as fp32 or
- * bf16 and all arithmetic is fp32, with long sums in blocks or in fp64. Invariants: every output element has exactly
- * one task that writes it, and every sum a fixed order, so that results do not depend on the number of threads; an
+/* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
+ * fp32 or bf16, all arithmetic is fp32, and long sums are summed in blocks or in fp64. Invariants: exactly one task
+ * writes each output element and every sum has a fixed order, so results do not depend on the number of threads; an
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
  * calling thread. */
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
 #endif
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // without OpenMP its pragmas mean nothing, which is right
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // OpenMP's pragmas, in a build without OpenMP
 #ifdef __clang__
-#pragma GCC diagnostic ignored "-Wpass-failed" // a loop that did not become vector code is right, only slower
+#pragma GCC diagnostic ignored "-Wpass-failed" // a loop that was not vectorized is slower, not wrong
 #endif
 
-/* One prototype an operation, from the list that the table at the end is made of. */
+/* The prototype of each operation, from the lists that also make the table at the end of this section. */
 #define MT_CPU_PROTOTYPE(name, ...) static mt_##name##_fn mt_cpu_##name;
 MT_OPERATIONS(MT_CPU_PROTOTYPE)
 #undef MT_CPU_PROTOTYPE
 
 /* ==== §3a threads, elements, memory ============================================================================== */
-/* Rows are computed as floats. For fp32 a row is used where it lies; for bf16 it passes through scratch, so that one
- * body serves both: load what is read, open what is written, compute, close. */
+/* Rows are computed as floats: an fp32 row in place, a bf16 row in scratch. One body serves both types: mt_row_load for
+ * inputs, mt_row_open for outputs, compute, mt_row_close. */
 
 enum {
     MT_BLOCK = 1024,      // elements of one task of an elementwise operation, and of one partial sum
     MT_COLUMNS = 64,      // columns of one task of a reduction over rows
-    MT_PARALLEL = 1 << 14 // elements from which waking the other threads pays
+    MT_PARALLEL = 1 << 14 // elements below which one thread is faster than several
 };
 
-/* Scratch of the calling thread: it grows to the largest that was asked for and stays, so that a training step in its
- * stride allocates nothing. The next call may move it. */
+/* Scratch of the calling thread. It grows to the largest request and is kept, so later training steps allocate nothing.
+ * The next call may move it. */
 static float *mt_scratch_grow(int64_t floats) {
     static _Thread_local float *memory;
     static _Thread_local int64_t capacity;
@@ -977,7 +977,7 @@ static float *mt_scratch_grow(int64_t floats) {
     return memory;
 }
 
-/* The same shared out to the threads of a parallel region, `floats` for each. */
+/* The same, divided among the threads of a parallel region: `floats` for each. */
 typedef struct mt_scratch {
     float *memory;
     int64_t floats;
@@ -988,11 +988,11 @@ static mt_scratch mt_scratch_reserve(int64_t floats) {
 #ifdef MT_HAVE_OPENMP
     threads = omp_get_max_threads();
 #endif
-    floats = mt_divide_up(floats, 16) * 16; // whole cache lines: threads do not share one
+    floats = mt_divide_up(floats, 16) * 16; // whole cache lines, which threads do not share
     return (mt_scratch){mt_scratch_grow(threads * floats), floats};
 }
 
-/* The slice of the thread that asks. */
+/* The slice of the calling thread. */
 static float *mt_scratch_slice(mt_scratch scratch) {
 #ifdef MT_HAVE_OPENMP
     return scratch.memory + omp_get_thread_num() * scratch.floats;
@@ -1001,7 +1001,7 @@ static float *mt_scratch_slice(mt_scratch scratch) {
 #endif
 }
 
-/* The n elements of x from `offset` on, as floats to read. */
+/* The n elements of x from `offset` on, as floats. */
 static inline const float *mt_row_load(float *scratch, const void *x, int64_t offset, int64_t n, mt_dtype dtype) {
     if (dtype == MT_F32) return (const float *)x + offset;
     const uint16_t *bits = (const uint16_t *)x + offset;
@@ -1010,7 +1010,7 @@ static inline const float *mt_row_load(float *scratch, const void *x, int64_t of
     return scratch;
 }
 
-/* Where the row of y at `offset` is computed as floats; mt_row_close then puts it in place. */
+/* Memory in which the row of y at `offset` is computed as floats; mt_row_close stores it. */
 static inline float *mt_row_open(float *scratch, void *y, int64_t offset, mt_dtype dtype) {
     return dtype == MT_F32 ? (float *)y + offset : scratch;
 }
@@ -1022,7 +1022,7 @@ static inline void mt_row_close(void *y, int64_t offset, const float *row, int64
     for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_bf16(row[i]);
 }
 
-/* The greatest of x[n], -inf when n == 0; in lanes, since compilers do not reorder a maximum that could meet a NaN. */
+/* The maximum of x[n], -inf when n == 0. In lanes: compilers do not vectorize a maximum that may meet a NaN. */
 static inline float mt_row_max(const float *x, int64_t n) {
     enum { LANES = 16 };
     float lanes[LANES], max = -INFINITY;
@@ -1038,10 +1038,10 @@ static inline float mt_row_max(const float *x, int64_t n) {
     return max;
 }
 
-/* exp(x) to about one unit in the last place, without a branch, so that loops over it become vector code:
- * 2^n e^r with |r| <= ln(2) / 2 and Cephes' polynomial for e^r. Right at both infinities, at NaN and under 2^-126. */
+/* exp(x) to about one unit in the last place, without a branch, so that loops over it are vectorized: 2^n e^r with |r|
+ * <= ln(2) / 2 and Cephes' polynomial for e^r. Correct at both infinities, at NaN and below 2^-126. */
 static inline float mt_exp(float x) {
-    const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer that the low bits then hold
+    const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     x = x < -104.0f ? -104.0f : x;
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + shift, n = shifted - shift;
@@ -1057,17 +1057,17 @@ static inline float mt_exp(float x) {
         float value;
         uint32_t bits;
     } whole = {shifted}, low, high;
-    uint32_t power = whole.bits - 0x4b400000 + 256; // n + 256, in two halves: 2^n itself may overflow or be subnormal
+    uint32_t power = whole.bits - 0x4b400000 + 256; // n + 256, in two halves: 2^n may overflow or be subnormal
     low.bits = (power / 2 - 1) << 23;
     high.bits = (power - power / 2 - 1) << 23;
     return p * low.value * high.value;
 }
 
-/* Factors of dropout, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1): four neighbours
- * share one Philox counter, (low, high | index / 4), and take a word each. */
+/* Dropout factors, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1). Four consecutive
+ * indices use the four words of one Philox counter, (low, high | index / 4). */
 static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
                                int64_t first) {
-    enum { COUNTERS = 16 }; // drawn at once, as vector code
+    enum { COUNTERS = 16 }; // per vectorized loop
     uint32_t words[4 * COUNTERS];
     uint32_t threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
     float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
@@ -1085,10 +1085,10 @@ static int64_t mt_cpu_memory_available(void) {
 }
 
 static void *mt_cpu_memory_alloc(int64_t bytes) {
-    const int64_t page = 1 << 21; // huge pages spare the address translation that streaming through weights costs
+    const int64_t page = 1 << 21; // huge pages: fewer TLB misses while weights stream
     if (bytes < page) return mt_malloc(bytes);
     void *memory;
-    if (posix_memalign(&memory, (size_t)page, (size_t)bytes) != 0) return mt_malloc(bytes); // which says so
+    if (posix_memalign(&memory, (size_t)page, (size_t)bytes) != 0) return mt_malloc(bytes); // or ends
     madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
     return memory;
 }
@@ -1132,7 +1132,7 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
 }
 
 static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
-    (void)T, (void)C, (void)H, (void)D; // threads have scratch of their own
+    (void)T, (void)C, (void)H, (void)D; // each thread has its own scratch
     return 0;
 }
 
@@ -1175,16 +1175,16 @@ static int64_t mt_halve(int64_t n) {
     return mt_divide_up(n, 128) * 64;
 }
 
-/* Under OpenMP's threads the library must keep to one; to say so is not for them, who would say it all at once. */
+/* Sets OpenBLAS to one thread before the parallel region; workers must not set it concurrently. */
 static void mt_matmul_prepare(void) {
 #ifdef OPENBLAS_THREAD
     if (openblas_get_parallel() == OPENBLAS_THREAD && openblas_get_num_threads() > 1) openblas_set_num_threads(1);
 #endif
 }
 
-/* The library's product, cut into tiles that depend on the shape alone, each computed by one thread: left to itself the
- * library cuts by the number of threads, and its edges round differently from its middle. Under 2^18 products OpenBLAS
- * keeps to one thread anyway. */
+/* The library's product, in tiles that depend on the shape only, each computed by one thread. The library itself would
+ * tile by the number of threads, and the edges of its tiles round differently. Below 2^18 products OpenBLAS uses one
+ * thread anyway. */
 static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t rows = M, columns = N;
@@ -1216,8 +1216,8 @@ static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], const float *b, int6
     }
 }
 
-/* Sums products for MT_TILE rows of c and one panel of its columns, which fit in registers; a's rows lie a_row apart,
- * its columns a_column. Rows past `rows` repeat the last one. */
+/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Consecutive rows of a are a_row
+ * apart, columns a_column. Rows past `rows` repeat the last one. */
 static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_t a_row, int64_t a_column, int64_t rows,
                            float panel[MT_DEPTH][MT_PANEL], int64_t depth) {
     const float *a0 = a, *a1 = a + mt_min(1, rows - 1) * a_row, *a2 = a + mt_min(2, rows - 1) * a_row,
@@ -1239,7 +1239,7 @@ static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_
     memcpy(sums[3], s3, sizeof s3);
 }
 
-/* The product without a library: panels of b's columns by depths of K that stay in the first-level cache. */
+/* The product without a library: panels of b's columns by depths of K that fit in the first-level cache. */
 static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t a_row = a_transposed ? 1 : lda, a_column = a_transposed ? lda : 1;
@@ -1262,8 +1262,8 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
 }
 #endif
 
-/* The products of one row x[K] with four rows of weights, fp32 or bf16 as they are stored: four sums at a time keep the
- * adders busy while memory streams. */
+/* The products of one row x[K] with four rows of weights, stored as fp32 or bf16. Four independent sums hide the
+ * latency of additions. */
 static inline void mt_dot_four(float sums[4], const float *x, const void *const w[4], int64_t K, mt_dtype dtype) {
     float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
     if (dtype == MT_F32) {
@@ -1288,7 +1288,7 @@ static inline void mt_dot_four(float sums[4], const float *x, const void *const 
     sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
 }
 
-/* The product for a few rows, where reading b once is all the work: a gemm would pack it first. */
+/* The product for a few rows. It reads b once; a gemm would pack b first. */
 static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool b_transposed, bool accumulate) {
     for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc, 0, (size_t)N * sizeof *c);
@@ -1310,7 +1310,7 @@ static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M,
 }
 
 /* c[M, N] = a b, or += when accumulate, with a [M, K] ([K, M] when transposed) and b [K, N] ([N, K] when transposed);
- * ld* are the distances between rows as stored. */
+ * ld* are the distances between stored rows. */
 static void mt_matmul(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                       int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     if (M <= 4 && !a_transposed)
@@ -1319,7 +1319,7 @@ static void mt_matmul(float *c, const float *a, const float *b, int64_t M, int64
         mt_matmul_large(c, a, b, M, N, K, ldc, lda, ldb, a_transposed, b_transposed, accumulate);
 }
 
-/* A block of a matrix as floats: where it lies for fp32, converted into scratch for bf16. */
+/* A block of a matrix as floats: in place for fp32, converted into scratch for bf16. */
 typedef struct mt_matrix {
     const float *data;
     int64_t stride;
@@ -1333,7 +1333,7 @@ static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, i
     return (mt_matrix){scratch, columns};
 }
 
-/* Few rows, as in decoding: every weight is read once, by the thread that needs it. */
+/* Few rows, as in decoding: one thread reads each weight, once. */
 static void mt_linear_forward_small(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                     int64_t K, mt_dtype dtype) {
     int64_t size = mt_dtype_size(dtype);
@@ -1354,21 +1354,21 @@ static void mt_linear_forward_small(void *y, const void *x, const void *w, const
     }
 }
 
-/* How many of n tokens or features go into one matrix product: all in fp32; in bf16 what is worth converting at once.
- */
+/* Number of the n tokens or features in one matrix product: all in fp32; in bf16 one block, which is converted
+ * first. */
 static int64_t mt_linear_block(int64_t n, int64_t block, mt_dtype dtype) {
     return mt_max(1, dtype == MT_F32 ? n : mt_min(n, block));
 }
 
-/* Floats of scratch that a block of a matrix takes. */
+/* Floats of scratch for a block of a matrix. */
 static int64_t mt_matrix_scratch(int64_t rows, int64_t columns, mt_dtype dtype) {
     return dtype == MT_F32 ? 0 : rows * columns;
 }
 
-/* Rows that were computed in scratch, put in place at the stride of y. */
+/* Stores rows that were computed in scratch, at the stride of y. */
 static void mt_matrix_store(void *y, int64_t offset, const float *block, int64_t rows, int64_t columns, int64_t stride,
                             mt_dtype dtype) {
-    if (dtype == MT_F32) return; // they were computed in place
+    if (dtype == MT_F32) return; // computed in place
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
     for (int64_t r = 0; r < rows; r++) mt_row_close(y, offset + r * stride, block + r * columns, columns, dtype);
 }
@@ -1493,7 +1493,7 @@ static void mt_cpu_embedding_forward(void *out, const int32_t *ids, const void *
     }
 }
 
-/* sum[rows[t] - first] += from[t]. By columns, so that one thread sees all rows, in their order. */
+/* sum[rows[t] - first] += from[t]. Tasks are columns: one thread adds all rows, in order. */
 static void mt_add_rows_at(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C, int64_t first,
                            int64_t count, mt_dtype dtype) {
 #pragma omp parallel for if (T * C > MT_PARALLEL)
@@ -1538,8 +1538,8 @@ static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_str
     }
 }
 
-/* dw[C] += sum over rows of dy normalized, and db[C] += that of dy (db may be NULL), where normalized is
- * (x - mean) rstd; mean may be NULL. By columns, so that each sum has one order. */
+/* dw[C] += sum over rows of dy (x - mean) rstd, and db[C] += that of dy (db may be NULL); mean may be NULL: 0. Tasks
+ * are columns, so each sum has one order. */
 static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, int64_t x_stride, mt_dtype dtype) {
     int64_t H = a->H, C = a->C, rows = a->T * H;
 #pragma omp parallel for if (rows * C > MT_PARALLEL)
@@ -1741,9 +1741,10 @@ static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype
 }
 
 /* ==== §3e attention ============================================================================================== */
-/* Blocks of queries by blocks of keys, so that the scores of a long sequence are never held whole. The forward keeps a
- * running maximum and sum a query; the backward recomputes the probabilities from the saved lse. It runs in two halves,
- * so that each output has one owner: a task of the first owns rows of dq, a task of the second rows of dk and dv. */
+/* Blocks of queries by blocks of keys: the scores of a long sequence are never all in memory. The forward keeps a
+ * running maximum and sum per query; the backward recomputes the probabilities from the saved lse. The backward has two
+ * halves, so that each output has one owner: a task of the first half owns rows of dq, a task of the second rows of dk
+ * and dv. */
 
 enum { MT_QUERIES = 64, MT_KEYS = 128 };
 
@@ -1755,8 +1756,8 @@ typedef struct mt_attention_task {
     mt_dtype dtype;
 } mt_attention_task;
 
-/* Multiplies the probabilities p[rows, columns] of queries i0... and keys j0... by their dropout: query q_index at
- * (q_index, head << 48 | k_index / 4), word k_index % 4. */
+/* Multiplies the probabilities p[rows, columns] of queries i0... and keys j0... by their dropout factors: word k_index
+ * % 4 of Philox at (q_index, head << 48 | k_index / 4). */
 static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_t i0, int64_t j0, int64_t rows,
                                  int64_t columns) {
     const mt_attention *call = task->call;
@@ -1765,7 +1766,7 @@ static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_
     uint64_t high = (uint64_t)(call->first_head + task->head) << 48;
     for (int64_t j = 0, run; j < columns; j += run) {
         float factors[MT_KEYS];
-        for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // neighbours share counters
+        for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // these share counters
         for (int64_t i = 0; i < rows; i++) {
             mt_dropout_factors(factors, run, &call->dropout, (uint64_t)q_index[i], high, k_index[j]);
             for (int64_t r = 0; r < run; r++) p[i * columns + j + r] *= factors[r];
@@ -1780,14 +1781,14 @@ void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin
     if (*begin > *end) *begin = *end;
 }
 
-/* The queries [*begin, *end) of the span of which any may see a key in [j0, j1). */
+/* The queries [*begin, *end) of the span; all others see no key in [j0, j1). */
 static void mt_span_queries(const mt_span *span, int64_t window, int64_t j0, int64_t j1, int64_t *begin, int64_t *end) {
     int64_t shift = span->k_len - span->q_len;
     *begin = span->causal ? mt_max(0, j0 - shift) : 0;
     *end = window > 0 ? mt_min(span->q_len, j1 - 1 - shift + window) : span->q_len;
 }
 
-/* Most queries and most key rows of any span, the end of all key rows, and the products of queries and keys. */
+/* The most queries of a span, the end of all key rows, and the sum of q_len k_len. */
 typedef struct mt_spans_extent {
     int64_t max_queries, key_rows, products;
 } mt_spans_extent;
@@ -1803,7 +1804,7 @@ static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
     return extent;
 }
 
-/* The blocks of q, k, v of a task's head as floats. */
+/* Blocks of q, dout, k and v of a task's head, as floats. */
 static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
     const mt_attention *call = task->call;
     int64_t offset = (task->span->q_start + i0) * call->q_stride + task->head * call->head_size;
@@ -1830,8 +1831,8 @@ static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *ta
     return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
-/* Turns a query's scores p[columns], of which it sees [begin, end), into exp(scale score - max) for the greater of the
- * running max and theirs, and adds them to the running sum. Returns what to multiply by all that was summed before. */
+/* A step of the online softmax over a query's scores p[columns], of which it sees [begin, end): raises the running max,
+ * p = exp(scale score - max), adds p to the running sum. Returns the factor that rescales the sums so far. */
 static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_t end, float scale, float *max,
                                 float *sum) {
     float before = *max, top, total = 0;
@@ -1854,7 +1855,7 @@ static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_
     return factor;
 }
 
-/* One block of queries of one head: all of its keys, block by block. */
+/* One block of queries of one head, over all of its keys. */
 static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0, float *scratch) {
     const mt_attention *call = task->call;
     const mt_span *span = task->span;
@@ -1908,8 +1909,8 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
             }
 }
 
-/* For queries i0... and keys j0... of a task's head: ds[rows, columns], the gradient of scale q k^T, times scale, and
- * p[rows, columns], the probabilities after dropout, with which v was multiplied. */
+/* For queries i0... and keys j0... of a task's head: ds[rows, columns], scale times the gradient of scale q k^T, and
+ * p[rows, columns], the probabilities after dropout, the factors of v. */
 static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
                                          mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
                                          int64_t columns) {
@@ -1937,7 +1938,7 @@ static void mt_attention_backward_scores(float *p, float *ds, const mt_attention
     if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
 }
 
-/* row_dot = sum(out dout) of a block of queries: what the softmax's gradient subtracts. */
+/* row_dot = sum(out dout) of a block of queries, which the gradient of the softmax subtracts. */
 static void mt_attention_row_dot(const mt_attention_task *task, mt_matrix dout, int64_t i0, int64_t rows,
                                  float *scratch) {
     const mt_attention *call = task->call;
@@ -1982,7 +1983,8 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     }
 }
 
-/* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] what the queries of one span and head give its keys j0... */
+/* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] the gradients of keys j0... from the queries of one span and
+ * head. */
 static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_attention_task *task, int64_t j0,
                                        int64_t columns, float *scratch) {
     const mt_attention *call = task->call;
@@ -2002,8 +2004,8 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     }
 }
 
-/* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, over every span that has some of them and
- * every head of the group, in order. Rows in no span stay as they are. */
+/* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, summed over the spans with such rows and the
+ * heads of the group, in order. Rows in no span are not written. */
 static void mt_attention_backward_group(mt_attention_task *task, int64_t group, int64_t k0, float *scratch) {
     const mt_attention *call = task->call;
     int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
@@ -2107,7 +2109,7 @@ static inline float mt_sigmoid(float x) {
 }
 
 /* The normal distribution function, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit of Press et al., "Numerical recipes"
- * (erfcc), of relative error under 1.2e-7. */
+ * (erfcc), with a relative error below 1.2e-7. */
 static inline float mt_normal_cdf(float x) {
     float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 0.17087277f;
@@ -2305,7 +2307,7 @@ static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *
             for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
                 float e = mt_exp(x[i] - max);
                 block_sum += e;
-                block_weighted += e > 0 ? e * x[i] : 0.0f; // a logit of -inf weighs nothing
+                block_weighted += e > 0 ? e * x[i] : 0.0f; // exp(-inf) * -inf counts as 0
             }
             sum += block_sum;
             weighted += block_weighted;
@@ -2328,7 +2330,7 @@ static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *
         for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
         for (int64_t i = 0; i < n; i++) {
             const float *share = parts + i * part + t;
-            double scale = exp((double)share[0] - (double)max); // 0 for a share without any of the vocabulary
+            double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
             sum += scale * (double)share[T];
             target += (double)share[2 * T];
             if (row_weighted) weighted += scale * (double)share[3 * T];
@@ -2386,7 +2388,7 @@ static void mt_cpu_nll_loss(double *sums, float *dlogp, const float *logp, const
     }
 }
 
-/* The column of the greatest of x[n], the lowest among equals; -1 if one is not a number or the greatest not finite. */
+/* The column of the maximum of x[n], the lowest among equals; -1 if an element is NaN or the maximum is not finite. */
 static int32_t mt_row_argmax(const float *x, int64_t n) {
     int32_t best = 0;
     bool numbers = true;
@@ -2407,15 +2409,15 @@ static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t s
 }
 
 /* ==== §3h mixture of experts ===================================================================================== */
-/* A token's choices and weights depend on its own row alone, whoever its neighbours are, so that every layout of ranks
- * routes alike. Softmax and sigmoid keep the order of logits: where nothing is added to the scores, experts are chosen
- * by logits, which does not take scores that rounding made equal for equals. */
+/* Invariant: a token's choices and weights depend on its own row only, so all layouts of ranks route alike. Softmax and
+ * sigmoid keep the order of the logits: where nothing is added to the scores, experts are chosen by logits, because
+ * rounding can make different scores equal. */
 
-/* Every sum is over one token's row and one expert's, in the order of channels, however many rows there are. */
+/* Every sum runs over the channels in order, for any number of rows. */
 static void mt_cpu_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
                                  mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    enum { TOKENS = 16 }; // which share a read of the weights
+    enum { TOKENS = 16 }; // per read of the weights
     mt_scratch scratch = mt_scratch_reserve(mt_matrix_scratch(TOKENS, C, dtype));
 #pragma omp parallel for if (T * E * C > MT_PARALLEL)
     for (int64_t first = 0; first < T; first += TOKENS) {
@@ -2442,7 +2444,7 @@ static bool mt_row_is_finite(const float *x, int64_t n) {
     return finite;
 }
 
-/* Where the greatest of x[n] is, the first among equals. */
+/* The index of the maximum of x[n], the first among equals. */
 static int64_t mt_row_greatest(const float *x, int64_t n) {
     int64_t best = 0;
     for (int64_t i = 1; i < n; i++)
@@ -2450,7 +2452,7 @@ static int64_t mt_row_greatest(const float *x, int64_t n) {
     return best;
 }
 
-/* out[n] = softmax of x[n], which may be out; gives log(sum(exp(x))). */
+/* out[n] = softmax of x[n], which may be out; returns log(sum(exp(x))). */
 static double mt_row_softmax(float *out, const float *x, int64_t n) {
     float max = mt_row_max(x, n), sum = 0;
 #pragma omp simd
@@ -2460,15 +2462,15 @@ static double mt_row_softmax(float *out, const float *x, int64_t n) {
     return (double)max + log((double)sum);
 }
 
-/* x[n] divided by its sum, which keeps clear of zero. */
+/* Divides x[n] by its sum + 1e-20. */
 static void mt_row_normalize(float *x, int64_t n) {
     float sum = 0;
     for (int64_t i = 0; i < n; i++) sum += x[i];
     for (int64_t i = 0; i < n; i++) x[i] /= sum + 1e-20f;
 }
 
-/* keys[E] = -inf for the experts of all but the group_topk groups whose best group_best scores have the greatest
- * sums. spare is of 2 E. */
+/* keys[E] = -inf for experts outside the group_topk groups whose best group_best scores have the greatest sums. `spare`
+ * has 2 E floats. */
 static void mt_route_limit_groups(float *keys, const float *scores, float *spare, const mt_router *router) {
     int64_t E = router->num_experts, groups = router->num_groups, size = E / groups;
     int64_t best = router->group_best > 0 ? router->group_best : router->topk / router->group_topk;
@@ -2485,10 +2487,10 @@ static void mt_route_limit_groups(float *keys, const float *scores, float *spare
     }
     for (int64_t i = 0; i < router->group_topk; i++) sums[mt_row_greatest(sums, groups)] = -INFINITY;
     for (int64_t e = 0; e < E; e++)
-        if (sums[e / size] > -INFINITY) keys[e] = -INFINITY; // its group was left over
+        if (sums[e / size] > -INFINITY) keys[e] = -INFINITY; // its group was not chosen
 }
 
-/* experts[k] for finite logits[E]; slice is of 4 E. */
+/* experts[k] for finite logits[E]; `slice` has 4 E floats. */
 static void mt_route_choose(int32_t *experts, const float *logits, const float *bias, float *slice,
                             const mt_router *router) {
     int64_t E = router->num_experts;
@@ -2506,7 +2508,7 @@ static void mt_route_choose(int32_t *experts, const float *logits, const float *
     }
 }
 
-/* probs[k] of experts[k], not yet scaled; slice is of E. */
+/* probs[k] of experts[k], before the scaling; `slice` has E floats. */
 static void mt_route_weigh(float *probs, const int32_t *experts, const float *logits, float *slice,
                            const mt_router *router) {
     int64_t k = router->topk;
@@ -2543,8 +2545,8 @@ static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invali
     invalid[0] += wrong;
 }
 
-/* cost[T, E] = exp(logits - the row's greatest), which spares its overflow; guard[T] = 1e-8 divided by the same. A row
- * that is not finite has cost 0 and weighs nothing. Gives how many are. */
+/* cost[T, E] = exp(logits - max), with the maximum of each row against overflow; guard[T] = 1e-8 / exp(max). A row that
+ * is not finite has cost 0. Returns the number of finite rows. */
 static int64_t mt_sinkhorn_open(double *cost, double *guard, const float *logits, int64_t T, int64_t E) {
     int64_t tokens = 0;
 #pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
@@ -2559,8 +2561,8 @@ static int64_t mt_sinkhorn_open(double *cost, double *guard, const float *logits
     return tokens;
 }
 
-/* Factors weight[T] that give every row the sum 1 / tokens, then scale[E] that give every column 1 / E, which were
- * `old`. Gives their change on the mean. */
+/* One round: factors weight[T] for row sums of 1 / tokens, then scale[E], previously `old`, for column sums of 1 / E.
+ * Returns the mean change of scale. */
 static double mt_sinkhorn_round(double *scale, double *old, double *weight, const double *cost, const double *guard,
                                 int64_t tokens, int64_t T, int64_t E) {
     double change = 0;
@@ -2613,13 +2615,13 @@ static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *inval
     }
 }
 
-/* Probabilities q over some experts, with gradients g, give their logits q (g - sum(g q)); where they are sigmoids s
- * divided by their sum, times 1 - s; and a sigmoid alone gives g s (1 - s). */
+/* From probabilities q over some experts and their gradients g, the gradient of the logits: q (g - sum(g q)) for a
+ * softmax; the same times 1 - s for sigmoids s divided by their sum; g s (1 - s) for a single sigmoid. */
 static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                   int64_t T, const mt_router *router, mt_stream *stream) {
     (void)stream;
     int64_t E = router->num_experts, k = router->topk;
-    bool all = !router->sigmoid && router->pre_softmax; // experts take part that were not chosen
+    bool all = !router->sigmoid && router->pre_softmax; // the softmax includes experts that were not chosen
     mt_scratch scratch = mt_scratch_reserve(E + k);
 #pragma omp parallel for if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -2637,7 +2639,7 @@ static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int
     }
 }
 
-/* Each expert's share of a token; gives log(sum(exp(logits))). */
+/* The scores of a token for the auxiliary loss; returns log(sum(exp(logits))). */
 static double mt_route_shares(float *shares, const float *logits, const mt_router *router) {
     int64_t E = router->num_experts;
     double lse = mt_row_softmax(shares, logits, E);
@@ -2660,7 +2662,7 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
 static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
                                     int64_t T, const mt_router *router, mt_stream *stream) {
     (void)stream;
-    enum { TOKENS = 512 }; // whose rows are kept between the two passes
+    enum { TOKENS = 512 }; // rows kept between the two passes
     int64_t E = router->num_experts, k = router->topk;
     double *totals = (double *)mt_scratch_grow(2 * (2 * S * E + TOKENS) + 2 * TOKENS * E), *lse = totals + 2 * S * E;
     float *shares = (float *)(lse + TOKENS), *picked = shares + TOKENS * E;
@@ -2700,7 +2702,7 @@ static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, in
     }
 }
 
-/* The loss is a sum of shares times E counts / sum(counts): see route_backward. */
+/* The loss is a sum of scores times E counts / sum(counts); the gradient is as in mt_cpu_route_backward. */
 static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
                                      int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
                                      mt_stream *stream) {
@@ -2732,14 +2734,14 @@ static void mt_cpu_count_experts(float *loads, const int32_t *experts, int64_t n
         if (experts[i] >= 0) loads[experts[i]]++;
 }
 
-/* A choice in the queue for its expert. */
+/* A choice that competes for the capacity of its expert. */
 typedef struct mt_queued {
     int64_t token_index, choice;
     float prob;
     int32_t expert;
 } mt_queued;
 
-/* Expert by expert, first those that stay. No two compare equal, so that every sort gives the same order. */
+/* Orders choices by expert, then by priority. No two compare equal, so every sort gives the same order. */
 static int mt_queued_compare(const void *left, const void *right) {
     const mt_queued *a = left, *b = right;
     if (a->expert != b->expert) return a->expert < b->expert ? -1 : 1;
@@ -2768,8 +2770,8 @@ static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const floa
     }
 }
 
-/* Where the rows of an expert's first copy are in the order of rows; those of the next copy are `local` further. -1 for
- * an expert that is none of these. */
+/* The v (see mt_dispatch) of an expert's first copy; that of the next copy is `local` further. -1 for an expert out of
+ * range. */
 static int64_t mt_dispatch_place(int32_t expert, const mt_dispatch *d) {
     int64_t e = expert - d->first;
     if (expert < 0 || e < 0 || e >= d->count) return -1;
@@ -2782,7 +2784,7 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
     (void)stream;
     int64_t k = dispatch->topk, copies = dispatch->copies, places = dispatch->count * copies;
     int64_t capacity = dispatch->capacity;
-    int32_t *next = (int32_t *)mt_scratch_grow(places); // the row that the next choice takes
+    int32_t *next = (int32_t *)mt_scratch_grow(places); // next free row
     memset(next, 0, (size_t)places * sizeof *next);
     for (int64_t i = 0; i < T * k; i++) {
         int64_t place = mt_dispatch_place(experts[i], dispatch);
@@ -2798,7 +2800,7 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
         int64_t place = mt_dispatch_place(experts[i], dispatch);
         for (int64_t copy = 0; copy < copies; copy++) {
             int64_t v = place + copy * dispatch->local;
-            bool room = place >= 0 && next[v] < offsets[v + 1]; // more than fit would be another expert's rows
+            bool room = place >= 0 && next[v] < offsets[v + 1]; // rows past the capacity belong to the next expert
             int32_t row = room ? next[v]++ : -1;
             position[i * copies + copy] = row;
             if (room) choice[row] = (int32_t)i, token[row] = (int32_t)(i / k);
@@ -2809,7 +2811,7 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
 static void mt_cpu_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
                                   int64_t sources, int64_t local, int64_t M, mt_stream *stream) {
     (void)stream, (void)M;
-    int32_t *begins = (int32_t *)mt_scratch_grow(sources * local), row = 0; // where [source, expert] arrived
+    int32_t *begins = (int32_t *)mt_scratch_grow(sources * local), row = 0; // first row of [source, expert]
     for (int64_t i = 0; i < sources * local; i++) {
         begins[i] = row;
         row += counts[i];
@@ -2846,8 +2848,8 @@ static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *positi
     }
 }
 
-/* Whether threads take an expert each, rather than all of them share every product: the results are the same. */
-static bool mt_experts_apart(int64_t E) {
+/* True if each thread computes whole experts; false if all threads share every product. The results are the same. */
+static bool mt_threads_by_expert(int64_t E) {
     mt_matmul_prepare();
 #ifdef MT_HAVE_OPENMP
     return E >= 2 * omp_get_max_threads();
@@ -2862,9 +2864,9 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
 
 static void mt_cpu_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
                                           int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
-    bool apart = mt_experts_apart(E);
-    (void)M, (void)apart; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (apart)
+    bool by_expert = mt_threads_by_expert(E);
+    (void)M, (void)by_expert; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
         if (rows == 0) continue;
@@ -2876,9 +2878,9 @@ static void mt_cpu_grouped_linear_forward(void *y, const void *x, const void *w,
 static void mt_cpu_grouped_linear_backward_input(void *dx, const void *dy, const void *w, const int32_t *offsets,
                                                  int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
                                                  mt_stream *stream) {
-    bool apart = mt_experts_apart(E);
-    (void)M, (void)apart; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (apart)
+    bool by_expert = mt_threads_by_expert(E);
+    (void)M, (void)by_expert; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
         if (rows == 0) continue;
@@ -2890,9 +2892,9 @@ static void mt_cpu_grouped_linear_backward_input(void *dx, const void *dy, const
 static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, const void *x, const int32_t *offsets,
                                                   int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
                                                   mt_dtype dtype, mt_stream *stream) {
-    bool apart = mt_experts_apart(E);
-    (void)M, (void)apart; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (apart)
+    bool by_expert = mt_threads_by_expert(E);
+    (void)M, (void)by_expert; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
         if (rows == 0 && !accumulate) memset(dw + e * N * K, 0, (size_t)(N * K) * sizeof *dw);
@@ -2918,7 +2920,7 @@ static void mt_cpu_expert_swiglu_forward(void *y, const void *gate_up, const flo
     }
 }
 
-/* As swiglu_backward, for weight dy. */
+/* As swiglu_backward, with weight dy in place of dy. */
 static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
                                           const float *weights, int64_t M, int64_t F, mt_dtype dtype,
                                           mt_stream *stream) {
@@ -2995,7 +2997,7 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
     double sum = 0;
     for (int64_t e = 0; e < E; e++) sum += (double)loads[e];
     for (int64_t e = 0; e < E; e++) {
-        double missing = sum - (double)E * (double)loads[e]; // E times, which keeps whole numbers exact
+        double missing = sum - (double)E * (double)loads[e]; // times E: whole numbers stay exact
         bias[e] += missing > 0 ? rate : missing < 0 ? -rate : 0.0f;
     }
 }
@@ -3004,7 +3006,7 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
 
 static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
     (void)stream;
-    enum { PARTS = 256 }; // however many threads there are
+    enum { PARTS = 256 }; // for any number of threads
     double parts[PARTS] = {0};
     int64_t length = mt_divide_up(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
 #pragma omp parallel for if (n > MT_PARALLEL)
@@ -3029,7 +3031,7 @@ static void mt_cpu_accumulate(float *sum, const float *x, int64_t n, mt_stream *
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
                                   float clip, mt_stream *stream) {
     (void)stream;
-    double tokens = denominator[0] > 0 ? denominator[0] : 1.0; // a batch without unmasked tokens has no gradient
+    double tokens = denominator[0] > 0 ? denominator[0] : 1.0; // all tokens masked: no gradient
     double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? (double)clip / (size + 1e-6) : 1.0;
     norm[0] = (float)size;
     scale[0] = (float)((factor < 1.0 ? factor : 1.0) / tokens);
@@ -3078,7 +3080,7 @@ static void mt_cpu_adamw_step(void *param, float *master, float *m, float *v, co
     }
 }
 
-/* Two uniform words give two normal numbers (Box & Muller, "A note on the generation of random normal deviates"). */
+/* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
 static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
     double uniform0 = ((double)word0 + 0.5) * 0x1p-32, uniform1 = ((double)word1 + 0.5) * 0x1p-32;
     float radius = sqrtf(-2.0f * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586);
@@ -3086,7 +3088,7 @@ static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
     normal[1] = radius * sinf(angle);
 }
 
-/* The normal numbers first ... first + n - 1 of a key: number i is the (i % 4)th of counter i / 4. */
+/* Normal numbers first ... first + n - 1 of a key: number i is number i % 4 of counter i / 4. */
 static void mt_cpu_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
                                  mt_dtype dtype, mt_stream *stream) {
     (void)stream;
@@ -3160,7 +3162,7 @@ static bool mt_launched_by_mpi(void) {
     return false;
 }
 
-/* This rank's number among the ranks of its host, and their number. */
+/* This rank's index among the ranks of its host, and their number. */
 static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     *rank = 0, *size = 1;
 #ifdef MT_HAVE_MPI
@@ -3183,7 +3185,7 @@ static void mt_share_threads(const mt_group *world) {
     int local_rank, local_ranks;
     mt_host_ranks(world, &local_rank, &local_ranks);
     int cores = omp_get_num_procs(), all_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to cores of its own
+    if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to a subset of the cores
     omp_set_num_threads(cores > 1 ? cores : 1);
 #else
     (void)world;
@@ -3191,8 +3193,8 @@ static void mt_share_threads(const mt_group *world) {
 }
 #endif
 
-/* Kind, field of mt_grid, name, groups of experts or not, and the dimensions in which members differ: tp, cp, dp, pp,
- * or for groups of experts etp, ep, edp, pp. */
+/* Kind, field of mt_grid, name, 1 for groups of experts, and 1 for each dimension in which members differ: tp, cp, dp,
+ * pp, or for groups of experts etp, ep, edp, pp. */
 #define MT_GROUPS(X)                                                                                                   \
     X(WORLD, world, "world", 0, 1, 1, 1, 1)                                                                            \
     X(TENSOR, tensor, "tensor", 0, 1, 0, 0, 0)                                                                         \
@@ -3271,7 +3273,7 @@ static int mt_grid_keep_ends(int *members, int count, int rank) {
     return 2;
 }
 
-/* Keeps the neighbours in a tensor group that hold the same key and value head. */
+/* Keeps the ranks of a tensor group that hold the same key and value head; they are adjacent. */
 static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_groups, int rank) {
     int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, index = 0;
     while (members[index] != rank) index++;
@@ -3279,8 +3281,8 @@ static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_grou
     return copies;
 }
 
-/* Splits a context group into runs of `neighbours` ranks. Keeps the run of `rank`, or the ranks with its index in every
- * run. */
+/* Splits a context group into runs of `neighbours` ranks. Keeps the run of `rank`, or one rank of every run: the one
+ * with its index. */
 static int mt_grid_keep_level(int *members, int count, int neighbours, bool within_run, int rank) {
     int index = 0, kept = within_run ? neighbours : count / neighbours;
     while (members[index] != rank) index++;
@@ -3385,8 +3387,8 @@ static void mt_watch_expire(void) {
     if (mt_watch.last_operation)
         snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
     fprintf(stderr,
-            "error: rank %d waited more than %g s for %s%s%s%s: a rank that does not say so too hangs or is far "
-            "behind; --distributed-timeout-seconds sets the time\n",
+            "error: rank %d waited more than %g s for %s%s%s%s: a rank without this message hangs or is far behind; "
+            "--distributed-timeout-seconds sets the limit\n",
             mt_watch.rank, mt_watch.timeout, mt_watch.operation, mt_watch.group ? " in group " : "",
             mt_watch.group ? mt_watch.group : "", last);
     sleep(1);
@@ -3409,8 +3411,7 @@ static void *mt_watch_run(void *unused) {
         next.tv_nsec %= 1000000000;
         pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
         double now = mt_time(), slept = now - looked;
-        if (slept > 1)
-            mt_watch.since = fmin(now, mt_watch.since + slept); // this process was stopped: others wait for it
+        if (slept > 1) mt_watch.since = fmin(now, mt_watch.since + slept); // this process was suspended
         looked = now;
         if (mt_watch.operation && now - mt_watch.since > mt_watch.timeout) mt_watch_expire();
     }
@@ -3444,7 +3445,7 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
     int64_t model_ranks =
         options->tensor_model_parallel_size * options->context_parallel_size * options->pipeline_model_parallel_size;
     if (model_ranks < 1 || grid->world.size % model_ranks != 0)
-        return mt_error_set(error, "%d ranks are not a multiple of the %lld that hold one model", grid->world.size,
+        return mt_error_set(error, "%d ranks are not a multiple of the %lld ranks of one model", grid->world.size,
                             (long long)model_ranks);
     mt_grid_shape shape = mt_grid_shape_of(options, grid->world.size);
     int *members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
@@ -3462,7 +3463,7 @@ static int mt_grid_write_members(char *line, int length, int room, const int *me
     for (int i = 0, next; i < count; i = next) {
         int step = i + 1 < count ? members[i + 1] - members[i] : 1;
         for (next = i + 1; next < count && members[next] - members[next - 1] == step;) next++;
-        if (next - i == 2 && step > 1) next--; // two ranks far apart are no run
+        if (next - i == 2 && step > 1) next--; // two ranks that are not adjacent form no run
         length += snprintf(line + length, (size_t)mt_max(0, room - length), "%s%d", i > 0 ? "," : "", members[i]);
         if (next - i == 1) continue;
         length += snprintf(line + length, (size_t)mt_max(0, room - length), "-%d", members[next - 1]);
@@ -3523,7 +3524,7 @@ const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error) 
         ops = NULL;
     }
 #endif
-    if (mt_agree(&grid->world, ops == NULL, error) != 0) // all ranks have a GPU, or none uses one
+    if (mt_agree(&grid->world, ops == NULL, error) != 0) // the CPU backend if any rank has no GPU
         return device == MT_DEVICE_AUTO ? &mt_cpu_ops : NULL;
     for (int kind = 0; ops && kind < MT_NUM_GROUP_KINDS; kind++) {
         mt_group *group = mt_grid_group(grid, kind);
@@ -3563,7 +3564,7 @@ void mt_grid_clear(mt_grid *grid) {
 
 void mt_grid_stop(mt_grid *grid) {
     mt_grid_close_groups(grid);
-    mt_cuda_groups_end(); // the watchdog still runs: this may hang
+    mt_cuda_groups_end(); // may hang, so before the watchdog stops
     mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
     if (grid->world.comm) MPI_Finalize();
@@ -3574,11 +3575,11 @@ void mt_grid_stop(mt_grid *grid) {
 }
 
 /* ==== §5 collectives ============================================================================================= */
-/* Collective operations and messages: here on the CPU by MPI, in cuda/comm.cu on GPUs by NCCL. Invariants: all ranks of
- * a group call in the same order; sums are made in rank order, so they have the same bits on every rank and in every
- * run; a group of one returns at once. */
+/* Collective operations and messages on the CPU, with MPI; cuda/comm.cu has those on GPUs, with NCCL. Invariants: all
+ * ranks of a group make the same calls in the same order; sums are in rank order, so they have the same bits on every
+ * rank and in every run; a group of one returns at once. */
 
-/* Tags of messages: in collectives, of mt_send, and of channels. */
+/* Message tags of collectives, mt_send, and channels. */
 enum { MT_TAG_COLLECTIVE, MT_TAG_HOST, MT_TAG_CHANNEL, MT_TAGS = 32768 };
 
 /* ---- messages */
@@ -3588,8 +3589,8 @@ static void mt_mpi_check(int status, const char *call, const mt_group *group) {
     if (status != MPI_SUCCESS) mt_die("%s failed in group %s on its rank %d", call, group->name, group->rank);
 }
 
-/* MPI's counts are int: `count` elements of `type` are any number of bytes. mt_mpi_bytes_free may be called while a
- * message still uses the type. */
+/* MPI counts are int; a derived type represents any number of bytes as `count` elements of `type`. mt_mpi_bytes_free
+ * may be called while a message uses the type. */
 typedef struct mt_mpi_bytes {
     MPI_Datatype type;
     int count;
@@ -3713,7 +3714,7 @@ static void mt_reduce_rows(void *out, const void *rows, int size, int64_t stride
     }
 }
 
-/* Elements of a slice that ranks sum at once. Bounds the scratch that holds the rows of all ranks. */
+/* Elements per slice of a reduction. Bounds the scratch for the rows of all ranks. */
 static int64_t mt_reduce_slice(const mt_group *group) {
     return mt_max(1024, (1 << 20) / group->size);
 }
@@ -3722,8 +3723,8 @@ static int64_t mt_clamp(int64_t x, int64_t low, int64_t high) {
     return mt_min(mt_max(x, low), high);
 }
 
-/* out = the reduction of slice `rank` over the group. Slice r is in[r * stride, r * stride + n), cut at `end`. All
- * ranks send before they reduce, so `out` may lie in the own slice. */
+/* out = the reduction of slice `rank` over the group. Slice r is in[r * stride, r * stride + n), cut at `end`. Ranks
+ * send before they reduce, so `out` may be inside this rank's own slice. */
 static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int64_t n, int64_t end,
                                  const mt_group *group, mt_reduction reduction, mt_dtype dtype) {
     int size = group->size, rank = group->rank;
@@ -3738,7 +3739,7 @@ static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int6
     mt_reduce_rows(out, rows, size, n, own, reduction, dtype);
 }
 
-/* For few elements: one all-gather, then every rank makes the same sum. */
+/* For few elements: one all-gather, then every rank computes the same sum. */
 static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                                     const mt_group *group) {
     int64_t bytes = count * mt_dtype_size(dtype);
@@ -3748,7 +3749,7 @@ static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction re
     mt_reduce_rows(buffer, rows, group->size, count, count, reduction, dtype);
 }
 
-/* Every rank sums a slice, then sends it to all: each sends 2 (size - 1) / size of the buffer. */
+/* Every rank reduces one slice and sends the result to all: each rank sends 2 (size - 1) / size of the buffer. */
 static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                               const mt_group *group) {
     int size = group->size, rank = group->rank;
@@ -3817,8 +3818,7 @@ void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dt
 
 /* ---- data movement */
 
-/* Every rank exchanges pieces with every other: that for rank r is at in + r * stride, that from r goes to out + r *
- * bytes. */
+/* All-to-all: sends `bytes` at in + r * stride to rank r, and receives from rank r into out + r * bytes. */
 static void mt_cpu_exchange_all(const char *operation, char *out, const char *in, int64_t stride, int64_t bytes,
                                 const mt_group *group) {
     int size = group->size, rank = group->rank;
@@ -3925,7 +3925,7 @@ static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, 
 static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
     (void)stream;
     MT_CHECK(ticket >= 0 && ticket < channel->next);
-    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is through
+    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is complete
 #ifdef MT_HAVE_MPI
     MPI_Request *request = &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS];
     mt_watch_begin(channel->group->rank == channel->from ? "channel_send" : "channel_recv", channel->group->name);
@@ -3934,7 +3934,7 @@ static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *
 #endif
 }
 
-/* Starts the next message, out of `out` or into `in` (the other is NULL); returns its ticket. */
+/* Starts the next message: sends `out` or receives into `in` (the other is NULL). Returns its ticket. */
 static int64_t mt_cpu_channel_start(mt_channel *channel, const void *out, void *in, int64_t bytes) {
     int64_t ticket = channel->next, slot = ticket % MT_CHANNEL_TICKETS;
     if (ticket >= MT_CHANNEL_TICKETS) mt_cpu_channel_wait(channel, ticket - MT_CHANNEL_TICKETS, NULL);
@@ -3974,7 +3974,7 @@ static void mt_cpu_channel_close(mt_channel *channel) {
     free(channel);
 }
 
-/* ---- mailboxes: here, every copy is a message */
+/* ---- mailboxes: on the CPU, every copy is a message */
 
 static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
@@ -4002,7 +4002,7 @@ static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
     free(mailbox);
 }
 
-/* ---- memory that the ranks of a host share */
+/* ---- memory shared by the ranks of a host */
 
 void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes) {
     *shared = (mt_host_memory){.host = {.name = "host", .size = 1}};
@@ -4066,8 +4066,8 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error) {
 
 /* ---- several channels */
 
-/* Closes a rank's channels (some may be NULL) in the order in which all ranks opened theirs: by id, then by sender. A
- * backend may wait for the other end, so in any other order the ranks of a ring could wait for each other. */
+/* Closes a rank's channels (some may be NULL) in the order of opening, which all ranks share: by id, then by sender. A
+ * backend may wait for the other end; any other order could deadlock the ranks of a ring. */
 static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int count) {
     for (int closed = 0; closed < count; closed++) {
         int first = closed;
@@ -4083,21 +4083,22 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
 }
 
 /* ==== §6 conjugate regions ======================================================================================= */
-/* Where tensor parallelism begins and ends (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
- * recomputation in large transformer models"). Ranks of the tensor group share the heads and the width between a
- * column- and a row-parallel product. Outside, hidden states are whole on every rank, or, with sequence parallelism,
- * cut by rows. Each region is a pair whose backward is its conjugate's forward:
+/* The borders of tensor parallelism (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
+ * recomputation in large transformer models"). Between a column- and a row-parallel product, each rank of the tensor
+ * group has a share of the heads or of the width. Outside, each rank has all rows of the hidden states, or with
+ * sequence parallelism a share of the rows. Regions come in conjugate pairs: the backward of one is the forward of the
+ * other:
  *
  *   copy_to_tensor_region               forward: nothing              backward: all-reduce
  *   reduce_from_tensor_region           forward: all-reduce           backward: nothing
  *   gather_from_sequence_region         forward: all-gather rows      backward: reduce-scatter rows
  *   reduce_scatter_to_sequence_region   forward: reduce-scatter rows  backward: all-gather rows
  *
- * Both pairs move the same bytes; the second keeps 1/t of the activations. With --tp-comm-overlap the second moves rank
- * by rank, so that products need not wait for all of it. Invariant: what a function returns is complete on its stream.
- */
+ * Both pairs move the same number of bytes; the second saves 1/t of the activations per rank. With --tp-comm-overlap
+ * the second pair transfers one rank's rows at a time, overlapped with products. Invariant: results are complete on the
+ * stream of the call. */
 
-/* x[T, C], whole -> x; its gradient is a part on every rank -> the sum, in place. */
+/* Forward: x[T, C], replicated -> x. Backward: dx, a partial sum per rank -> the sum, in place. */
 const void *mt_copy_to_tensor_region_forward(const void *x) {
     return x;
 }
@@ -4105,7 +4106,7 @@ void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, i
     tp->ops->all_reduce(dx, tp->T * C, MT_SUM, tp->dtype, tp->group, stream);
 }
 
-/* x[T, C], a part on every rank -> the sum, in place; its gradient is whole -> itself. */
+/* Forward: x[T, C], a partial sum per rank -> the sum, in place. Backward: the replicated gradient, unchanged. */
 void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C) {
     tp->ops->all_reduce(x, tp->T * C, MT_SUM, tp->dtype, tp->group, tp->stream);
 }
@@ -4113,8 +4114,8 @@ const void *mt_reduce_from_tensor_region_backward(const void *dx) {
     return dx;
 }
 
-/* x[T / t, C], this rank's rows -> y[T, C], all rows; dy[T, C] is a part on every rank -> dx[T / t, C], the sum's rows.
- */
+/* Forward: x[T / t, C], this rank's rows -> y[T, C], all rows. Backward: dy[T, C], a partial sum per rank ->
+ * dx[T / t, C], this rank's rows of the sum. */
 void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
                                             mt_stream *stream) {
     tp->ops->all_gather(y, x, tp->rows * C, tp->dtype, tp->group, stream);
@@ -4124,7 +4125,8 @@ void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void 
     tp->ops->reduce_scatter(dx, dy, tp->rows * C, tp->dtype, tp->group, stream);
 }
 
-/* x[T, C], a part on every rank -> y[T / t, C], the sum's rows; dy[T / t, C] -> dx[T, C], all rows. */
+/* Forward: x[T, C], a partial sum per rank -> y[T / t, C], this rank's rows of the sum. Backward: dy[T / t, C] ->
+ * dx[T, C], all rows. */
 void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C) {
     mt_gather_from_sequence_region_backward(tp, y, x, C, tp->stream);
 }
@@ -4132,30 +4134,30 @@ void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp,
     mt_gather_from_sequence_region_forward(tp, dx, dy, C, tp->stream);
 }
 
-/* ---- the pair that a model uses, by whether it is sequence parallel */
+/* ---- the first pair, or with sequence parallelism the second */
 
-/* Into a region: hidden states [rows, C] -> all rows of them, for a product with a share of the weights. */
+/* Into the region: hidden states [rows, C] -> all rows, for a column-parallel product. */
 static const void *mt_region_enter_forward(const mt_tensor_parallel *tp, const void *x, int64_t C, mt_stream *stream) {
     if (!tp->sequence_parallel) return mt_copy_to_tensor_region_forward(x);
     mt_gather_from_sequence_region_forward(tp, tp->gathered, x, C, stream);
     return tp->gathered;
 }
 
-/* The gradient of that product by all rows, a part in `partial` -> dx[rows, C]. */
+/* Gradient of all rows, a partial sum per rank in `partial` -> dx[rows, C]. */
 static void mt_region_enter_backward(const mt_tensor_parallel *tp, void *dx, const void *partial, int64_t C,
                                      mt_stream *stream) {
     if (!tp->sequence_parallel)
-        mt_copy_to_tensor_region_backward(tp, dx, C, stream); // dx is the part itself
+        mt_copy_to_tensor_region_backward(tp, dx, C, stream); // dx is `partial` here
     else
         mt_gather_from_sequence_region_backward(tp, dx, partial, C, stream);
 }
 
-/* Where a product puts its part of `out`, or of its gradient. */
+/* Buffer for a product's partial sum of `out`, or of its gradient. */
 static void *mt_region_partial(const mt_tensor_parallel *tp, void *out) {
     return tp->sequence_parallel ? tp->partial : out;
 }
 
-/* Out of a region: the parts in mt_region_partial(out) -> out[rows, C]. */
+/* Out of the region: partial sums in mt_region_partial(out) -> out[rows, C]. */
 static void mt_region_leave_forward(const mt_tensor_parallel *tp, void *out, int64_t C) {
     if (!tp->sequence_parallel)
         mt_reduce_from_tensor_region_forward(tp, out, C);
@@ -4163,37 +4165,36 @@ static void mt_region_leave_forward(const mt_tensor_parallel *tp, void *out, int
         mt_reduce_scatter_to_sequence_region_forward(tp, out, tp->partial, C);
 }
 
-/* dout[rows, C] -> the gradient by all rows. */
+/* dout[rows, C] -> the gradient of all rows. */
 static const void *mt_region_leave_backward(const mt_tensor_parallel *tp, const void *dout, int64_t C) {
     if (!tp->sequence_parallel) return mt_reduce_from_tensor_region_backward(dout);
     mt_reduce_scatter_to_sequence_region_backward(tp, tp->gathered, dout, C);
     return tp->gathered;
 }
 
-/* ---- the second pair rank by rank, through a mailbox, so that products need not wait for all of it. In step s of t -
- * 1 this rank sends to the one s after it and receives from the one s before it: each link carries one piece at a time.
- */
+/* ---- the second pair, one rank's rows at a time, through a mailbox, overlapped with products. In step s of t - 1,
+ * rank r sends to rank r + s and receives from rank r - s: each link carries one piece at a time. */
 
-/* In x[T, C], the rows that rank `owner` has outside of the region. */
+/* The rows of x[T, C] that rank `owner` has outside the region. */
 static void *mt_rows_of_rank(const mt_tensor_parallel *tp, const void *x, int owner, int64_t C) {
     return (void *)(uintptr_t)mt_rows_from(x, owner * tp->rows, C, tp->dtype);
 }
 
-/* The rank that is `step` after this one, or before it. */
+/* The rank at distance `step` in the tensor group; negative: before this rank. */
 static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
     return (tp->group->rank + step + tp->group->size) % tp->group->size;
 }
 
-/* Sends rows [rows, C] at `sent` to the rank `step` after this one, into its mailbox from row `first` of C channels on,
- * where there are `stride` rows for each rank. On tp->comm, as all trades. */
+/* Sends `sent`[rows, C] to the rank at distance `step`: into its mailbox, which has `stride` rows per rank from row
+ * `first` on. Runs on tp->comm, as all mailbox transfers. */
 static void mt_tensor_trade(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
                             int step) {
     tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
                            mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
 }
 
-/* Gathers x[rows, C] of all ranks in t steps: returns the rows of one of them, the owner, while the next rank's are on
- * their way. This rank's own come first, and are those at x; others are in their place of `gathered`. */
+/* Gathers x[rows, C] of all ranks in t steps. Each step returns the rows of one rank, `owner`, while those of the next
+ * rank are in transfer. Step 0 returns x itself; later steps return rows of `gathered`. */
 static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, int64_t C, int step, int *owner) {
     if (step == 0)
         tp->ops->stream_follow(tp->comm, tp->stream);
@@ -4204,35 +4205,35 @@ static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, i
     return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
 }
 
-/* The last step of a gather of which all rows are needed in `gathered`: this rank's. On tp->comm. */
+/* Completes a gather: copies this rank's rows to `gathered`, which then has all rows. Runs on tp->comm. */
 static const void *mt_gather_own(const mt_tensor_parallel *tp, const void *x, int64_t C) {
     tp->ops->memory_copy(mt_rows_of_rank(tp, tp->gathered, tp->group->rank, C), x,
                          tp->rows * C * mt_dtype_size(tp->dtype), tp->comm);
     return tp->gathered;
 }
 
-/* The whole gather on tp->comm, beside whatever is computed meanwhile. */
+/* The whole gather on tp->comm, overlapped with the caller's work. */
 static const void *mt_gather_beside(const mt_tensor_parallel *tp, const void *x, int64_t C) {
     if (!tp->overlaps) return mt_region_enter_forward(tp, x, C, tp->comm);
     for (int step = 1; step < tp->group->size; step++) mt_tensor_trade(tp, x, 0, tp->rows, C, step);
     return mt_gather_own(tp, x, C);
 }
 
-/* A step of the way back: this rank's part of the sums [rows, C] of the rank `step` after it leaves `partial`. */
+/* One step of the reduce-scatter: sends this rank's partial sums [rows, C] for the rank at distance `step`. */
 static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
     int64_t first = ((char *)tp->parts - (char *)tp->gathered) / mt_dtype_size(tp->dtype);
     mt_tensor_trade(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
                     step);
 }
 
-/* Once all steps are done, out[rows, C] = the sum of this rank's part and those of all others, in fp32. */
+/* After all steps: out[rows, C] = the fp32 sum of this rank's part and all received parts. */
 static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
     const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
     tp->ops->stream_follow(tp->stream, tp->comm);
     tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
 }
 
-/* The backward of entering a region, from `partial` or dx, beside whatever is computed meanwhile; and its end. */
+/* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
 static void mt_scatter_beside(const mt_tensor_parallel *tp, void *dx, int64_t C) {
     tp->ops->stream_follow(tp->comm, tp->stream);
     if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
@@ -4246,16 +4247,15 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 }
 
 /* ==== §7 linear ================================================================================================== */
-/* Every matrix product with a parameter. A column-parallel weight is cut by rows [N / t, K]: each rank of the tensor
- * group computes a share of the outputs. A row-parallel one is cut by columns [N, K / t]: each rank adds a part of the
- * sum. With a group of one both are plain products. Experts' products are grouped. Communication and its overlap, the
- * fused GELU, and the choice between writing and adding to a gradient live here; layers know none of them. Invariants:
- * gradients of weights need no communication; a step's first product writes dw, later ones add to it. */
+/* Every matrix product with a parameter. A column-parallel weight is cut by rows, [N / t, K]: each tensor-parallel rank
+ * computes a share of the outputs. A row-parallel weight is cut by columns, [N, K / t]: each rank computes a partial
+ * sum. With a group of one both are plain products. Experts use grouped products. This section handles communication,
+ * its overlap, the fused GELU, and accumulation of gradients; layers know none of them. Invariants: gradients of
+ * weights need no communication; a step's first product overwrites dw, later ones add to it. */
 
 /* ---- the product alone, on T rows */
 
-/* y = x w^T + bias; and gelu = GELU(y) by its tanh approximation unless it is NULL, in one operation if the backend has
- * it. */
+/* y = x w^T + bias; unless gelu is NULL, gelu = GELU(y), tanh approximation; fused if the backend can. */
 static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, void *gelu, void *y, const void *x,
                                const void *bias, int64_t T) {
     const mt_ops *ops = tp->ops;
@@ -4295,14 +4295,14 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
         mt_product_forward(tp, l, io->gelu, io->y, x, l->bias.w, tp->T);
         return;
     }
-    for (int step = 0, owner; step < tp->group->size; step++) { // the rows of one rank while the next rank's travel
+    for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
         const void *piece = mt_gather_step(tp, io->x, l->K, step, &owner);
         mt_product_forward(tp, l, io->gelu ? mt_rows_of_rank(tp, io->gelu, owner, l->N) : NULL,
                            mt_rows_of_rank(tp, io->y, owner, l->N), piece, l->bias.w, tp->rows);
     }
 }
 
-/* x is gathered during the product of the input's gradient, and dx reduced during the weight's. */
+/* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
 static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
@@ -4319,7 +4319,7 @@ static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const
 
 /* ---- row parallel: x[T, K], this rank's inputs -> y[rows, N], the sum over ranks */
 
-/* The first rank's part carries the bias. */
+/* Only the first rank adds the bias. */
 static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     const void *bias = tp->group->rank == 0 ? l->bias.w : NULL;
     if (!tp->overlaps) {
@@ -4327,7 +4327,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
         mt_region_leave_forward(tp, io->y, l->N);
         return;
     }
-    for (int step = 1; step <= tp->group->size; step++) { // one rank's part travels during the next product
+    for (int step = 1; step <= tp->group->size; step++) { // the transfer of one rank's part overlaps the next product
         int owner = mt_tensor_rank_after(tp, step);
         mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
                            mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
@@ -4338,7 +4338,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
     mt_scatter_sum(tp, io->y, l->N);
 }
 
-/* dx of dy[rows, N], one rank's rows after another; returns dy of all rows. */
+/* dx from dy[rows, N], one rank's rows at a time; returns dy of all rows. */
 static const void *mt_row_backward_input_in_steps(const mt_tensor_parallel *tp, const mt_linear *l,
                                                   const mt_linear_io *io) {
     for (int step = 0, owner; step < tp->group->size; step++) {
@@ -4359,14 +4359,14 @@ static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt
     if ((parts & MT_PART_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
 
-/* ---- grouped: rows sorted by expert, each expert's with its own w: one operation, or one for each expert */
+/* ---- grouped: rows sorted by expert, one weight per expert; one operation, or one per expert */
 
-/* A pointer `elements` into an operand of the products' type. */
+/* base + elements, of the products' type. */
 static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
     return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
 }
 
-/* The part of a grouped product that is expert i's: its rows of each operand, its weight, and how many rows. */
+/* Expert i's part of a grouped product: its weight, its rows of each operand (own), and their number (count). */
 static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t i,
                                    mt_linear_io *own, int64_t *count) {
     int64_t first = io->host_offsets[i], size = l->N * l->K;
@@ -4414,7 +4414,7 @@ static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, mt_linear *
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
         if (count > 0)
             mt_product_backward_weight(tp, &expert, own.dy, own.x, count);
-        else if (!l->weight.accumulate) // no row visits this expert
+        else if (!l->weight.accumulate) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
     l->weight.accumulate = true;
@@ -4976,48 +4976,48 @@ int64_t mt_num_parameters(const mt_options *options) {
 }
 
 /* ==== §9 layers =================================================================================================== */
-/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
- * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
+/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] throughout; a backward is its forward
+ * in reverse order; a backward overwrites gradients of activations and accumulates gradients of parameters in fp32. */
 
-/* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
- * so that one copy brings over what a pass needs. */
+/* The arrays of a micro-batch in one block of memory. The blocks of host and device have the same offsets, so one copy
+ * transfers all inputs of a pass. */
 typedef struct mt_batch_block {
-    int32_t *cache_rows, *logit_rows; // to decode
-    mt_span *spans;                   // always, as tokens and positions
+    int32_t *cache_rows, *logit_rows; // for decoding
+    mt_span *spans;                   // these three: for every pass
     int32_t *tokens, *positions;
-    int32_t *labels; // for the loss and for dropout, as what follows
+    int32_t *labels; // from here on: for training and evaluation
     float *loss_mask;
     int64_t *token_index;
-    int32_t *sequence;                // [T] which span a token is in
+    int32_t *sequence;                // [T] index of each token's span
     int32_t *mtp_tokens, *mtp_labels; // [modules, T] of multi-token prediction
-    float *mtp_weights;               // [modules, T] what a token's loss counts
+    float *mtp_weights;               // [modules, T] weights of the tokens' losses
 } mt_batch_block;
 
-/* What belongs to the micro-batch at hand: built once for each forward or backward, and passed on. */
+/* One forward or backward of one micro-batch: built once, then passed to every function below. */
 typedef struct mt_pass {
     struct mt_micro_batch *at;   // its saved activations
-    const mt_batch_block *batch; // its tokens, positions, labels, ... on the device
+    const mt_batch_block *batch; // its inputs, on the device
     mt_tensor_parallel tp;
     mt_stream *stream;
     mt_spans spans;
     int64_t T;               // tokens
-    int64_t rows, first_row; // of hidden states on this rank, and the first of them among the T tokens
+    int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
     int64_t message_rows;    // of a message between pipeline stages
-    bool training;           // dropout is on, and the step's statistics count this forward
-    bool replay;             // a forward done again: it changes activations only
+    bool training;           // dropout is on, and the forward adds to the step's statistics
+    bool replay;             // a recomputed forward: it writes activations only
     bool decode;             // attention reads the KV cache
     int parts;               // of the backward: MT_PART_*
-    bool last;               // backward of this chunk in this step
+    bool last;               // the last backward of this chunk in this step
 } mt_pass;
 
-/* Buffers that all layers share, each with the names of what it holds in turn. */
+/* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
     void *dresidual;      // [R, C] gradient of the residual stream
-    void *dresidual_next; // [R, C] the same behind a norm, if a split backward keeps the old one
+    void *dresidual_next; // [R, C] second buffer for it: a split backward keeps the gradient before a norm
     void *block_out;      // [R, C] a block's output before it is added to the residual stream, and its gradient
     void *dnormed;        // [R, C] gradient of a norm's output
     union {
-        void *dqkv;        // [T, (H + 2G) D]; latent attention: as its q, then kv
+        void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv
         void *dmlp_hidden; // [T, 2F] or [T, F]
     };
     union {
@@ -5034,7 +5034,7 @@ typedef struct mt_layer_scratch {
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
 
-/* What this rank has of a model. Structs of one section are declared there. */
+/* This rank's part of a model. */
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -5042,41 +5042,41 @@ struct mt_model {
     mt_stream *stream;
     mt_dtype dtype;
     mt_model_plan plan;
-    int64_t C, D, Dv;                 // as in megatron.h; Dv: channels of a head's value
+    int64_t C, D, Dv;                 // as in megatron.h; Dv: value channels per head
     int64_t H, G, F, V;               // this rank's share of heads, groups, widest MLP and padded vocabulary
-    int64_t vocab_first, vocab_count; // the rows of the vocabulary in that share that are not padding
+    int64_t vocab_first, vocab_count; // rows of the vocabulary in that share, without padding
     int64_t max_rows;                 // R of the largest micro-batch
     /* this rank's part of the model */
     mt_stage *stages;     // [num_chunks]
     int64_t num_chunks;   // virtual stages of this rank
-    int64_t *first_local; // [num_chunks + 1] the chunks' first layers among this rank's
+    int64_t *first_local; // [num_chunks + 1] index of each chunk's first layer in `layers`
     int64_t num_layers;   // of this rank
     bool has_embedding, has_loss;
     /* parameters */
     mt_param *params;
     int64_t num_params, num_buckets;
-    int64_t num_trained_buckets; // they come first
+    int64_t num_trained_buckets; // the first buckets; the others hold no gradients
     mt_bucket *buckets;
     mt_layer *layers;                                                 // [num_layers]
-    int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
+    int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not on this rank
     struct mt_sharding *sharding;
     mt_outer outer;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
     mt_arena arena;
-    void **host_memory; // [num_host_memory] to free
+    void **host_memory; // [num_host_memory] freed with the model
     int64_t num_host_memory;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[7];                     // of each row of the printed plan
-    struct mt_micro_batch *micro_batches; // room for those that are live at once, chunk by chunk
+    int64_t bytes[7];                     // MT_PLAN_*: the rows of the printed memory plan
+    struct mt_micro_batch *micro_batches; // all live micro-batches, sorted by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
-    char *staged_batch[2]; // blocks on the host, which take turns: one is filled while the other is copied
-    mt_event *copied[2];   // the moments when they have been
-    int staged;            // the one filled last
-    mt_batch local_batch;  // this rank's part of a batch whose sequences ranks share
+    char *staged_batch[2]; // two blocks on the host: one is filled while the other is copied
+    mt_event *copied[2];   // end of the copy of each
+    int staged;            // index of the block filled last
+    mt_batch local_batch;  // this rank's shard of a batch, with context parallelism
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
     struct mt_experts *experts;
@@ -5084,23 +5084,23 @@ struct mt_model {
     struct mt_link *links;                 // [MT_NUM_LINKS]
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]
     void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;                   // the same on the host, or [max_logits] token ids
+    void *staged_logits;                   // copy of gathered_logits on the host, or of argmax
     int32_t *argmax;                       // [max_logits]
-    struct mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences
-    mt_span *step_spans;                   // [max_logits] bounds of the spans of a decode step
-    void **k_cache, **v_cache;             // a layer: [cache_rows, G D], [cache_rows, G Dv]
+    struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
+    mt_span *step_spans;                   // [max_logits] longest spans of a decode step
+    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
-    bool reruns;         // --rerun-mode validate_results
-    mt_stream *reader;   // mt_model_set_reader
-    mt_context *context; // attention of ranks that share sequences, NULL for one rank
+    bool reruns;       // --rerun-mode validate_results
+    mt_stream *reader; // mt_model_set_reader
     mt_pass last_forward;
-    const struct mt_micro_batch *in_context; // the micro-batch that `context` holds
     /* context parallelism; NULL without */
+    mt_context *context;
+    const struct mt_micro_batch *in_context; // the micro-batch that `context` has loaded
     void *context_memory;
 };
 
-/* What goes to `stream` from now on waits for what `other` holds now. */
+/* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
 static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *other) {
     if (stream != other) m->ops->stream_follow(stream, other);
 }
@@ -5113,7 +5113,8 @@ static void *mt_model_calloc(mt_model *m, int64_t bytes) {
 
 /* ==== §9a rotary tables =========================================================================================== */
 
-/* YaRN's boundary: the channel pair that turns `rotations` times over the original context (Peng et al., "YaRN"). */
+/* YaRN's boundary: index of the channel pair that rotates `rotations` times over the original context (Peng et al.,
+ * "YaRN"). */
 static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
     double context = (double)o->original_max_position_embeddings;
     return (double)R * log(context / (rotations * 2 * M_PI)) / (2 * log(o->rotary_base));
@@ -5124,9 +5125,9 @@ static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3) {
-        double turns = (double)o->original_max_position_embeddings * frequency / (2 * M_PI);
+        double rotations = (double)o->original_max_position_embeddings * frequency / (2 * M_PI);
         double low = o->rope_low_freq_factor, high = o->rope_high_freq_factor;
-        double smooth = fmin(fmax((turns - low) / (high - low), 0), 1); // 0: long waves, stretched; 1: short, kept
+        double smooth = fmin(fmax((rotations - low) / (high - low), 0), 1); // 0: low frequency, scaled; 1: unchanged
         return (1 - smooth) * frequency / factor + smooth * frequency;
     }
     if (o->rope_scaling_type == MT_ROPE_SCALING_YARN) {
@@ -5139,7 +5140,7 @@ static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     return frequency;
 }
 
-/* YaRN also makes attention a little sharper, by scaling cos and sin. */
+/* YaRN also scales cos and sin, which makes attention slightly sharper. */
 static double mt_rope_amplitude(const mt_options *o) {
     return o->rope_scaling_type == MT_ROPE_SCALING_YARN ? o->yarn_attention_factor : 1;
 }
@@ -5164,11 +5165,11 @@ static void mt_rope_tables(mt_model *model) {
 }
 
 /* ==== §9b saved values ============================================================================================ */
-/* What a layer's forward saves for its backward is a list of slots, one list per layer. Memory plan, arena and the
- * stash of a split backward derive from it. A forward may be replayed: with pass->replay it writes the same slots again
- * and changes nothing else. */
+/* Each layer has a list of slots: the values that its forward saves for its backward. Memory plan, arena and the stash
+ * of a split backward derive from the list. With pass->replay a forward writes the same slots again and changes nothing
+ * else. */
 
-/* What a norm saves for its backward: y[R, C], mean[R] (LayerNorm), rstd[R]. */
+/* Saved values of a norm: y[R, C], mean[R] (LayerNorm only), rstd[R]. */
 typedef struct mt_normed {
     void *y;
     float *mean, *rstd;
@@ -5182,14 +5183,13 @@ typedef struct mt_deferred {
 
 enum { MT_MAX_DEFERRED = 8 };
 
-/* What a layer's forward saves for its backward. R rows of hidden states are the micro-batch's T tokens, or with
- * sequence parallelism this rank's share of them; heads and width are this rank's share. The lists of slots (below) say
- * which fields a layer has, and their sizes. */
+/* Saved values of a layer. R: the micro-batch's T tokens, or with sequence parallelism this rank's share of them. H, G
+ * and F: this rank's share. The slots of a layer define its fields and their sizes; other fields are NULL. */
 typedef struct mt_activations {
     void *input;            // [R, C] the residual stream
     mt_normed input_norm;   // [R, C]
     void *qkv;              // [T, (H + 2G) D]; without q/k norm, rotated in place
-    void *qk;               // [T, (H + G) D] q and k, normalised and rotated, with q/k norm
+    void *qk;               // [T, (H + G) D] normalised and rotated q and k, with q/k norm
     float *q_rstd, *k_rstd; // [T, H], [T, G]
     /* latent attention, in place of qkv */
     void *q, *kv;                          // [T, H D]; [T, H D] of k, then [T, H Dv] of v
@@ -5198,7 +5198,7 @@ typedef struct mt_activations {
     float *q_latent_rstd, *kv_latent_rstd; // [R]
     void *attended;                        // [T, H Dv]
     float *lse;                            // [T, H]
-    void *middle;                          // [R, C] the residual stream between attention and MLP
+    void *middle;                          // [R, C] residual stream between attention and MLP
     mt_normed mlp_norm;                    // [R, C]
     void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
     void *mlp_active;                      // [T, F] after it
@@ -5207,7 +5207,7 @@ typedef struct mt_activations {
     int64_t num_deferred;
 } mt_activations;
 
-/* Where a saved value lives between forward and backward. */
+/* Location of a saved value between forward and backward. */
 typedef enum mt_residency { MT_KEEP } mt_residency;
 
 typedef struct mt_slot {
@@ -5216,7 +5216,7 @@ typedef struct mt_slot {
     int64_t rows, width;
     mt_dtype dtype;
     mt_residency residency;
-    size_t stash_of; // offset in mt_layer of the linear whose dy replaces the value in a split backward; MT_NO_STASH
+    size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
 } mt_slot;
 #define MT_NO_STASH ((size_t)-1)
 
@@ -5254,11 +5254,11 @@ static void mt_slots_allocate(const mt_slots *list, void *base, mt_arena *arena)
     }
 }
 
-/* ---- a split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
- * product. x is saved anyway. dy takes the slot of a value that only the input's half reads, so that a split backward
- * needs no memory of its own. */
+/* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
+ * product. x is saved in any case. dy overwrites a slot that only the input's half reads, so a split backward needs no
+ * extra memory. */
 
-/* Defers the gradient of a weight: copies dy to the linear's stash. */
+/* Defers the gradient of a weight: copies dy to the linear's stash slot. */
 static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, mt_linear *linear,
                             const void *x, const void *dy) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
@@ -5271,14 +5271,14 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
 }
 
-/* The backward of a linear in a layer; with MT_PART_INPUT alone its weight's gradient is deferred. */
+/* Backward of a linear in a layer; MT_PART_INPUT alone defers the weight's gradient. */
 static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      mt_linear *linear, const mt_linear_io *io) {
     mt_linear_backward(&p->tp, linear, io, p->parts);
     if (p->parts == MT_PART_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
 
-/* The weights' half. */
+/* The weights' half of a split backward. */
 static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
     for (int64_t i = 0; i < a->num_deferred; i++) {
         const mt_deferred *d = &a->deferred[i];
@@ -5293,7 +5293,7 @@ static bool mt_uses_layernorm(const mt_model *m) {
 
 /* ==== §9c norms and the residual stream =========================================================================== */
 
-/* Dropout of one place of one layer; the key makes masks of different places independent. */
+/* Dropout at one place of one layer; places have independent keys. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
@@ -5304,7 +5304,7 @@ static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t 
                         .key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_DROPOUT, index)};
 }
 
-/* A pointer `elements` into an activation of the model's type. */
+/* base + elements, of the model's type. */
 static void *mt_at(const mt_model *m, void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(m->dtype);
 }
@@ -5335,7 +5335,7 @@ static void mt_norm_forward(const mt_model *m, const mt_pass *p, const mt_norm *
     (n->mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
 }
 
-/* dx = dresidual + the gradient of x through the norm, from scratch.dnormed; dresidual may be NULL, or dx. */
+/* dx = dresidual + gradient of x through the norm, from scratch.dnormed; dresidual may be NULL, or dx. */
 static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n, void *dx,
                              const void *dresidual, const void *x) {
     mt_norm_args a = mt_norm_operands(m, p, w, n);
@@ -5343,14 +5343,14 @@ static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm 
     (n->mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
 }
 
-/* A norm that follows a block, and its results. */
+/* The norm after a block, and its results. */
 typedef struct mt_next_norm {
     const mt_norm *w;
     const mt_normed *n;
 } mt_next_norm;
 
-/* out = residual + dropout(scratch.block_out), and the norm of out that follows (w NULL: none): one operation if the
- * backend has it. */
+/* out = residual + dropout(scratch.block_out), then the next norm of out (w NULL: none); one operation if the backend
+ * has it. */
 static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
                                 int place, mt_next_norm next) {
     mt_dropout dropout = mt_model_dropout(m, p, number, place);
@@ -5366,7 +5366,7 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
     if (next.w) mt_norm_forward(m, p, next.w, next.n, out);
 }
 
-/* The gradient of a block's output: that of the residual stream itself, or with dropout in scratch.block_out. */
+/* Returns the gradient of a block's output: scratch.dresidual, or with dropout scratch.block_out. */
 static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
     const mt_layer_scratch *s = &m->scratch;
     mt_dropout dropout = mt_model_dropout(m, p, number, place);
@@ -5376,8 +5376,8 @@ static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int
     return s->block_out;
 }
 
-/* scratch.dresidual += the gradient through a block's norm of x. A split backward keeps the old one, dy of the block's
- * last linear, until that is deferred. */
+/* scratch.dresidual += gradient of x through a block's norm. A split backward writes the sum to the other buffer: the
+ * old dresidual is dy of the block's last linear, which is deferred afterwards. */
 static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
                                       const void *x) {
     mt_layer_scratch *s = &m->scratch;
@@ -5393,7 +5393,7 @@ static int64_t mt_qkv_width(const mt_model *m) {
     return m->H * m->D + m->G * (m->D + m->Dv);
 }
 
-/* Elements of a token's latents, with the rotary channels of its key. */
+/* Elements of a token's latents and of the rope channels of its key. */
 static int64_t mt_latent_width(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank + o->qk_pos_emb_head_dim;
 }
@@ -5427,13 +5427,13 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, lse, T, m->H, MT_F32);
 }
 
-/* Where attention finds q, k and v, or their gradients, and how far apart their tokens lie. */
+/* q, k and v of attention, or their gradients, with the strides between tokens. */
 typedef struct mt_qkv_view {
     void *q, *k, *v;
     int64_t qk_stride, v_stride;
 } mt_qkv_view;
 
-/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. */
+/* q, k and v lie in the fused product; with q/k norm, q and k lie in `qk` instead. */
 static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, k_width = m->G * m->D, stride = mt_qkv_width(m);
     mt_qkv_view view = {qkv, mt_at(m, qkv, q_width), mt_at(m, qkv, q_width + k_width), stride, stride};
@@ -5441,7 +5441,7 @@ static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
     return view;
 }
 
-/* Latent attention has q, k and v apart. */
+/* Latent attention: q, k and v are separate arrays. */
 static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, void *kv) {
     return (mt_qkv_view){q, kv, mt_at(m, kv, p->T * m->H * m->D), m->H * m->D, m->H * m->Dv};
 }
@@ -5456,7 +5456,7 @@ static mt_qkv_view mt_gradient_view(const mt_model *m, const mt_pass *p) {
     return mt_latent_view(m, p, s->dqkv, mt_at(m, s->dqkv, p->T * m->H * m->D));
 }
 
-/* 1 / sqrt(D); DeepSeek's YaRN scales attention here rather than by cos and sin. */
+/* 1 / sqrt(D). DeepSeek's YaRN scales the softmax; other models' YaRN scales cos and sin. */
 static float mt_attention_scale(const mt_options *o) {
     double scale = 1 / sqrt((double)o->kv_channels);
     bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
@@ -5465,7 +5465,7 @@ static float mt_attention_scale(const mt_options *o) {
     return (float)(scale * mscale * mscale);
 }
 
-/* The call of one layer: the operands of the forward, and what both directions share. */
+/* The attention call of a layer, with the operands of the forward; the backward adds its own. */
 static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_qkv_view view = mt_saved_view(m, p, a);
     return (mt_attention){.num_heads = m->H,
@@ -5491,7 +5491,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
                           .k_index = p->batch->token_index};
 }
 
-/* The rotation of a layer's heads, for tokens from `first_row` on. */
+/* RoPE for the tokens from `first_row` on. */
 static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
     return (mt_rotation){.cos = m->rope_cos,
                          .sin = m->rope_sin,
@@ -5500,7 +5500,7 @@ static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_
                          .interleaved = m->options->rotary_interleaved};
 }
 
-/* The operands of both directions, of a layer's fused product `a->qkv`. */
+/* Operands of q/k norm and RoPE that forward and backward share. */
 static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, p, 0)};
     qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
@@ -5510,7 +5510,7 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     return qk;
 }
 
-/* qk_forward for a backend without it. */
+/* For backends without qk_forward. */
 static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
     void *heads[] = {a->qk, mt_at(m, a->qk, a->H * a->D)};
     for (int i = 0; i < 2; i++) {
@@ -5526,7 +5526,7 @@ static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
     }
 }
 
-/* q/k norm, then rotation, of the q and k that the fused product wrote; in place without q/k norm. */
+/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, a->qkv, a->qk);
@@ -5538,7 +5538,7 @@ static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w
         mt_qk_forward_unfused(m, &qk);
 }
 
-/* qk_backward for a backend without it. */
+/* For backends without qk_backward. */
 static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
     void *heads[] = {a->dqk, mt_at(m, a->dqk, a->H * a->D)};
     for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
@@ -5567,15 +5567,15 @@ static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, con
         mt_qk_backward_unfused(m, &qk);
 }
 
-/* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states are projected down to a latent of the
- * queries, one of keys and values, and the rotary channels of a key, which all heads share. The latents are projected
- * up to heads. Every rank of the tensor group computes the latents of its rows; it computes its share of the heads, so
- * latents enter the region rather than hidden states. */
+/* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): a down-projection maps hidden states to a query
+ * latent, a key/value latent, and the rope channels of the key, which all heads share. Up-projections map the latents
+ * to heads. Each tensor-parallel rank computes the latents of its rows and then its share of the heads, so the latents,
+ * not the hidden states, enter the tensor-parallel region. */
 
-/* transformers has this epsilon whatever that of the other norms. */
+/* The epsilon of Hugging Face transformers, independent of rms_norm_eps. */
 static const float mt_latent_epsilon = 1e-6f;
 
-/* The norm over `rank` columns from `column` on of a latent; y and rstd are its results. */
+/* The norm over columns [column, column + rank) of the latents. */
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, mt_weight w, void *y, float *rstd, void *latent,
                                    int64_t column, int64_t rank) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .dw = w.dw};
@@ -5594,7 +5594,7 @@ static mt_norm_args mt_kv_latent_norm(const mt_model *m, const mt_pass *p, const
                           o->kv_lora_rank);
 }
 
-/* The rotary channels of a token's key; and the heads. */
+/* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
 static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p) {
     int64_t R = m->rotary_dim;
     return (mt_rope_args){.T = p->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, p, p->first_row)};
@@ -5604,12 +5604,12 @@ static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p)
         .T = p->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, p, 0)};
 }
 
-/* Where the rotary channels of a key begin in the latents. */
+/* First column of the key's rope channels in the latents. */
 static int64_t mt_rope_column(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank;
 }
 
-/* The normalised hidden states -> q, k and v. */
+/* input_norm.y -> q, k and v. */
 static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     const mt_layer_scratch *s = &m->scratch;
     const void *x = a->input_norm.y;
@@ -5632,7 +5632,7 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_
     m->ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
-/* Gradients of q, k and v, in scratch.dqkv -> that of the normalised hidden states, scratch.dnormed. */
+/* Gradients of q, k and v in scratch.dqkv -> gradient of input_norm.y in scratch.dnormed. */
 static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const mt_layer_scratch *s = &m->scratch;
     const void *x = a->input_norm.y;
@@ -5664,7 +5664,7 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
 
 /* ---- the block */
 
-/* Generation: new keys and values go to their cache rows, and attention reads the cache. */
+/* Generation: writes new keys and values to their cache rows; attention then reads the cache. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
     m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
@@ -5675,7 +5675,7 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer 
     call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
-/* middle = input + dropout(attention(norm(input))), given that norm, and the MLP's norm of middle. */
+/* middle = input + dropout(attention(input_norm)), with input_norm = norm(input) as input; then mlp_norm of middle. */
 static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_forward(m, p, w, a);
@@ -5694,7 +5694,7 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
     mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, mlp_norm);
 }
 
-/* scratch.dresidual, the gradient of `middle`, becomes that of `input`. */
+/* scratch.dresidual: gradient of `middle` in, gradient of `input` out. */
 static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
@@ -5720,12 +5720,12 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
 
 /* ==== §9e MLP ===================================================================================================== */
 
-/* Outputs of the first linear for a width F: gate and up, or up alone. */
+/* Outputs of fc1 for a width F: gate and up, or up alone. */
 static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
     return m->options->swiglu ? 2 * F : F;
 }
 
-/* F: the width of the MLP or the shared expert; 0: none. */
+/* F: width of the MLP or of the shared expert; 0: none. */
 static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
     int64_t T = m->plan.max_tokens;
     MT_SLOT(s, middle, m->max_rows, m->C, m->dtype)->stash_of = offsetof(mt_layer, down);
@@ -5734,8 +5734,8 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
     MT_SLOT(s, mlp_active, T, F, m->dtype);
 }
 
-/* scratch.block_out = down(activation(fc1(mlp_norm))). The activation is SwiGLU, of a shared expert with a gate
- * weighted by gates[T]; GELU; or with --openai-gelu the tanh approximation of GELU, which the linear fuses. */
+/* scratch.block_out = down(activation(fc1(mlp_norm))). Activation: SwiGLU, scaled by gates[T] for a shared expert with
+ * a gate; GELU; or with --openai-gelu its tanh approximation, fused into fc1. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates) {
     bool fused = m->options->openai_gelu;
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
@@ -5749,8 +5749,8 @@ static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
 
-/* scratch.dnormed = the gradient of mlp_norm.y, and dgates[T], from dout, that of the MLP's output. A split backward
- * defers `down` later, when the slot is free. */
+/* scratch.dnormed = gradient of mlp_norm.y, from dout, the gradient of the MLP's output; and dgates[T]. In a split
+ * backward the caller defers `down`: its stash slot is still in use here. */
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
                             const float *gates, float *dgates) {
     mt_layer_scratch *s = &m->scratch;
@@ -6424,17 +6424,15 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
-/* A sequence over several ranks. Each is cut into 2 cp chunks, of which rank r owns chunks r and 2 cp - 1 - r: under a
- * causal mask an early and a late chunk together see as much as any other pair. Everything but attention works on the
- * rows that the rank has; attention fetches what is missing in one of four ways (--cp-comm-type). Two levels serve them
- * all: within the a2a group ranks trade tokens for heads, so that each has all tokens of the group and a share of the
- * heads; across the ring group keys and values travel (p2p) or are gathered (all_gather). The ranks of an a2a group are
- * neighbours, and neighbours' chunks are again two chunks of a coarser zig-zag, so that the levels compose. Invariants:
- * local rows are in order of position within every sequence; partial sums are fp32 and are added in a fixed order;
- * nothing is saved for the backward but what attention of one rank saves: it fetches again. */
+/* Sequences are distributed over ranks. A sequence is cut into 2 cp chunks, and rank r owns chunks r and 2 cp - 1 - r:
+ * under a causal mask all such pairs have equal work. Only attention needs rows of other ranks; --cp-comm-type selects
+ * one of four ways to get them, built from two levels. Within the a2a group, ranks exchange tokens for heads: each gets
+ * all tokens of the group and a share of the heads. Across the ring group, keys and values pass from rank to rank (p2p)
+ * or are gathered (all_gather). The ranks of an a2a group are adjacent, and their chunks form two chunks of a coarser
+ * zig-zag, so the levels compose. Invariants: local rows are in order of position within every sequence; partial sums
+ * are fp32 and are added in a fixed order; the backward communicates again, so no more is saved than on one rank. */
 
-/* The rows of a batch that `rank` of `size` owns, in order, where the batch is its spans and nothing else. Returns how
- * many. */
+/* Writes the rows of a batch that `rank` of `size` owns, in order; spans must cover the batch. Returns their number. */
 static int64_t mt_zigzag_rows(int32_t *rows, const mt_span *spans, int64_t num_spans, int64_t size, int64_t rank) {
     int64_t count = 0;
     for (int64_t s = 0; s < num_spans; s++) {
@@ -6445,15 +6443,15 @@ static int64_t mt_zigzag_rows(int32_t *rows, const mt_span *spans, int64_t num_s
     return count;
 }
 
-/* Whether the batch's spans follow one another, are whole causal sequences, and divide by 2 cp. */
+/* Checks that the spans are adjacent whole causal sequences with lengths that are multiples of 2 cp. */
 static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *error) {
     int64_t end = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
         const mt_span *span = &batch->spans[s];
         if (span->q_start != end || span->k_start != end || span->q_len != span->k_len || !span->causal)
             return mt_error_set(error,
-                                "sequence %lld of the micro-batch is not a whole causal sequence that follows "
-                                "the one before; --context-parallel-size %lld needs that",
+                                "sequence %lld of the micro-batch is not a whole causal sequence adjacent to the "
+                                "previous one; --context-parallel-size %lld requires that",
                                 (long long)s, (long long)cp);
         if (span->q_len % (2 * cp) != 0)
             return mt_error_set(error,
@@ -6466,7 +6464,7 @@ static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *e
     if (end == batch->num_tokens) return 0;
     return mt_error_set(error,
                         "%lld tokens of the micro-batch are in no sequence; --context-parallel-size %lld cannot "
-                        "share them out",
+                        "distribute them",
                         (long long)(batch->num_tokens - end), (long long)cp);
 }
 
@@ -6493,15 +6491,15 @@ int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, i
     return 0;
 }
 
-/* Which list of spans an attention takes. */
+/* Lists of spans for an attention call. */
 enum {
-    MT_CONTEXT_WHOLE, // the rows that are here, causal; with all_gather both chunks of queries to all keys before them
-    MT_CONTEXT_EARLIER, // keys of a rank before this one: all queries see the first half
-    MT_CONTEXT_LATER,   // keys of a rank after this one: the second half of the queries sees all
+    MT_CONTEXT_WHOLE,   // own keys, causal; with all_gather: both query chunks, all keys up to their ends
+    MT_CONTEXT_EARLIER, // keys of a lower rank: all queries attend to the first half of them
+    MT_CONTEXT_LATER,   // keys of a higher rank: the second half of the queries attends to all of them
     MT_CONTEXT_LISTS
 };
 
-/* A buffer on its way to the next rank of the ring while another comes from the rank before. */
+/* One shift of the ring: a buffer is sent to the next rank while another arrives from the previous rank. */
 typedef struct mt_ring_shift {
     mt_channel *to, *from;
     int64_t sent, received; // tickets
@@ -6513,31 +6511,32 @@ struct mt_context {
     /* the micro-batch */
     int64_t T, M, N;   // rows of this rank, of its a2a group, of the whole batch
     int32_t *identity; // [M] 0, 1, 2, ...
-    int32_t *rows;     // [M] where rows that the a2a group brings belong, or [N] those that all_gather brings
-    int64_t *index;    // token_index: [M] of every ring rank in turn; with all_gather [N] in order
+    int32_t *rows;     // positions of received rows: [M] for a2a, [N] for all_gather
+    int64_t *index;    // token_index: [ring ranks, M]; with all_gather [N] in order of position
     mt_span *spans;    // [MT_CONTEXT_LISTS] lists on the device, one after another
     mt_spans lists[MT_CONTEXT_LISTS];
     int32_t *host_rows; // [N]
     int64_t *host_index;
     mt_span *host_spans;
-    /* a2a: what leaves and arrives, [T, the widest], and the operands with all rows of the group and fewer heads */
+    /* a2a: send and receive buffers [T, widest operand]; operands with all rows of the group and a share of the heads
+     */
     void *send, *receive;
     void *q, *k, *v, *out, *dout, *dq, *dk, *dv;
-    /* ring: keys and values [M, G (D + Dv)], here and coming; what one block gives; sums */
+    /* ring: current and next keys and values [M, G (D + Dv)]; results of one block; sums */
     void *kv[2], *part, *dkv_part;
     float *part_lse, *sum, *dkv_sum[2];
     mt_ring_shift kv_shift, sum_shift;
-    /* all_gather: keys and values of all ranks, by rank and by position, and gradients */
+    /* all_gather: keys and values of all ranks, ordered by rank and by position; gradients */
     void *gathered, *ordered, *dkv_ordered;
     float *wide;
 };
 
-/* A pointer `elements` into a buffer of the plan's type. */
+/* base + elements, of the plan's type. */
 static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(c->plan.dtype);
 }
 
-/* Elements of a row of keys and values, as they travel. */
+/* Elements of a packed row of keys and values. */
 static int64_t mt_context_kv_width(const mt_context_plan *plan) {
     return plan->num_groups / plan->a2a->size * (plan->head_size + plan->value_size);
 }
@@ -6585,7 +6584,7 @@ static void mt_context_layout_a2a(mt_context *c, mt_arena *arena) {
 }
 
 static void mt_context_layout(mt_context *c, mt_arena *arena) {
-    int64_t max_spans = c->plan.max_tokens / 2; // each has two tokens here at least, or is whole
+    int64_t max_spans = c->plan.max_tokens / 2; // at least two tokens per span on a rank; one rank: one token
     if (c->plan.a2a->size * c->plan.ring->size == 1) max_spans = c->plan.max_tokens;
     c->M = c->plan.max_tokens * c->plan.a2a->size;
     c->N = c->M * c->plan.ring->size;
@@ -6604,7 +6603,7 @@ int64_t mt_context_bytes(const mt_context_plan *plan) {
     return counting.used;
 }
 
-/* Every rank of the ring opens all of its channels, in one order; it keeps the two that are its own. */
+/* All ranks of the ring open all channels in the same order; each rank keeps the two that it uses. */
 static void mt_context_open_ring(mt_context *c) {
     const mt_group *ring = c->plan.ring;
     mt_ring_shift *shifts[] = {&c->kv_shift, &c->sum_shift};
@@ -6645,9 +6644,9 @@ void mt_context_destroy(mt_context *c) {
     free(c);
 }
 
-/* ---- the micro-batch: who sees whom, and where rows go */
+/* ---- the micro-batch: spans, and positions of rows */
 
-/* One rank's list of whole local sequences, or of what it computes with keys from ranks before or after it. */
+/* A rank's spans with its own keys, with keys of a lower rank, or with keys of a higher rank. */
 static int64_t mt_ring_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int list) {
     for (int64_t s = 0; s < num_spans; s++) {
         int64_t n = whole[s].q_len / ranks, at = whole[s].q_start / ranks, half = n / 2;
@@ -6668,7 +6667,7 @@ int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, i
     return mt_ring_list(spans, whole, num_spans, ranks, mt_ring_list_of(rank, source));
 }
 
-/* With the keys of all ranks in order, both chunks of a rank's queries see those up to their own end. */
+/* all_gather: each of a rank's two query chunks attends to all keys up to the chunk's end. */
 static int64_t mt_gather_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank) {
     int64_t count = 0;
     for (int64_t s = 0; s < num_spans; s++) {
@@ -6679,7 +6678,7 @@ static int64_t mt_gather_list(mt_span *spans, const mt_span *whole, int64_t num_
     return count;
 }
 
-/* The lists that the micro-batch's attention takes, from the whole batch's spans. */
+/* Builds the span lists of a micro-batch from the spans of the whole batch. */
 static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     int64_t P = c->plan.ring->size, rank = c->plan.ring->rank, count = 0;
     bool gather = c->plan.comm_type == MT_CP_ALL_GATHER && P > 1;
@@ -6698,13 +6697,13 @@ void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
     c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / A;
     MT_CHECK(c->T <= c->plan.max_tokens && c->T * A * P == c->N);
-    int64_t owners = gather ? 1 : P; // with all_gather keys are in order of position
+    int64_t owners = gather ? 1 : P; // all_gather: keys in order of position
     for (int64_t rank = 0; rank < owners; rank++)
         count += mt_zigzag_rows(c->host_rows + count, whole->spans, num_spans, owners, rank);
     for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[c->host_rows[i]];
     c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
 
-    /* Rows arrive rank by rank: those of all ranks, or of this a2a group, whose sequences are in order without gaps. */
+    /* Received rows are ordered by rank: all ranks, or this a2a group, whose local sequences have no gaps. */
     mt_context_list_spans(c, whole, stream);
     bool across = gather && P > 1;
     const mt_span *spans = across ? whole->spans : c->lists[MT_CONTEXT_WHOLE].host;
@@ -6728,7 +6727,7 @@ static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt
     mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, call->v_stride, c->M, v_width, stream);
 }
 
-/* Summed gradients of this rank's keys and values go where the caller wants them. */
+/* Writes the summed gradients of this rank's keys and values to call->dk and call->dv. */
 static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, const float *sum, mt_stream *stream) {
     int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
     int64_t kv = k_width + v_width;
@@ -6741,9 +6740,9 @@ static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, 
     mt_context_copy_rows(c, call->dv, call->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, stream);
 }
 
-/* ---- p2p: keys and values go round the ring (Liu et al., "Ring attention with blockwise transformers"; the zig-zag of
- * Zhu's ring-flash-attention). In step i this rank has those of rank r - i, and the next ones come while it computes.
- */
+/* ---- p2p: ring attention (Liu et al., "Ring attention with blockwise transformers"; zig-zag from Zhu's
+ * ring-flash-attention). In step i rank r holds the keys and values of rank r - i; the next ones arrive during the
+ * computation. */
 
 static void mt_ring_shift_begin(const mt_context *c, mt_ring_shift *shift, void *coming, const void *going,
                                 int64_t count, mt_dtype dtype, mt_stream *stream) {
@@ -6751,13 +6750,13 @@ static void mt_ring_shift_begin(const mt_context *c, mt_ring_shift *shift, void 
     shift->sent = c->ops->channel_send(shift->to, going, count, dtype, stream);
 }
 
-/* Both buffers are the caller's again. */
+/* Waits for both transfers: the caller may reuse both buffers. */
 static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, mt_stream *stream) {
     c->ops->channel_wait(shift->from, shift->received, stream);
     c->ops->channel_wait(shift->to, shift->sent, stream);
 }
 
-/* The part of a call that step i of the ring computes: its spans, and keys and values in kv[i % 2]. */
+/* The attention call of ring step i: its spans, with keys and values in kv[i % 2]. */
 static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attention *call) {
     int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
     mt_attention step = *call;
@@ -6787,9 +6786,9 @@ static void mt_ring_forward(mt_context *c, const mt_attention *call, mt_stream *
     if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, stream);
 }
 
-/* With the final lse, a block's probabilities are right at once, so each block gives its part of every gradient. The
- * sums of dk and dv travel one step behind their keys and values and end, after P steps, where these began. dq is a
- * block's part until its own sum is stored there. */
+/* Each block computes its part of all gradients, because the final lse gives exact probabilities. The sums of dk and dv
+ * follow their keys and values one step later and arrive at their owner after P steps. call->dq holds one block's part
+ * until the final sum overwrites it. */
 static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
     int64_t P = c->plan.ring->size, q_width = call->num_heads * call->head_size;
@@ -6817,10 +6816,10 @@ static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream 
     mt_context_copy_rows(c, call->dq, call->q_stride, rounded, q_width, c->M, q_width, stream);
 }
 
-/* ---- all_gather: every rank gets all keys and values (Llama 3's way: Grattafiori et al., "The Llama 3 herd of
+/* ---- all_gather: every rank gathers all keys and values, as for Llama 3 (Grattafiori et al., "The Llama 3 herd of
  * models") */
 
-/* The call with the keys and values of all ranks, in order of position. Local queries keep their own index. */
+/* The call with the keys and values of all ranks, in order of position; q_index stays local. */
 static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
     int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
     mt_context_pack_kv(c, call, stream);
@@ -6839,13 +6838,13 @@ static void mt_gather_forward(mt_context *c, const mt_attention *call, mt_stream
     c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
-/* Every rank has a part of the gradient of every key and value; their sum goes to the rank that owns them. */
+/* Every rank has a partial gradient of all keys and values; a reduce-scatter sums them for their owners. */
 static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
     mt_attention whole = mt_gather_kv(c, call, stream);
     int64_t kv = whole.k_stride, all = c->N * kv;
     whole.dk = c->dkv_ordered, whole.dv = mt_context_at(c, c->dkv_ordered, call->num_groups * call->head_size);
-    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // late keys are in no span here
+    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
     c->ops->attention_backward(&whole, dtype, stream);
     c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
     if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
@@ -6854,9 +6853,9 @@ static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_strea
     mt_context_store_dkv(c, call, c->dkv_sum[0], stream);
 }
 
-/* ---- a2a: tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses") */
+/* ---- a2a: exchange of tokens for heads (Jacobs et al., "DeepSpeed Ulysses") */
 
-/* [T, width] with all heads of this rank's tokens becomes [M, width / A] with a share of the heads of all tokens. */
+/* from[T, width], all heads of this rank's tokens -> to[M, width / A], a share of the heads of all tokens. */
 static void mt_a2a_to_heads(mt_context *c, void *to, const void *from, int64_t from_stride, int64_t width,
                             mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
@@ -6879,8 +6878,8 @@ static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const v
                              mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
 }
 
-/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. lse and row_dot
- * stay where they are: M rows of H / A heads are T rows of H. */
+/* The call for this rank's share of the heads, with q, k, v of all tokens of the group. lse and row_dot keep their
+ * memory: [M, H / A] has as many elements as [T, H]. */
 static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_stream *stream) {
     int64_t A = c->plan.a2a->size, H = call->num_heads, G = call->num_groups;
     int64_t D = call->head_size, Dv = call->value_size;
@@ -6897,9 +6896,9 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
     return inner;
 }
 
-/* ---- the four ways */
+/* ---- all four --cp-comm-type */
 
-/* The call where this rank has all tokens of the sequences. */
+/* The call if this rank has all tokens of the sequences. */
 static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
     mt_attention whole = *call;
     whole.q_index = whole.k_index = c->index;
@@ -6951,10 +6950,10 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
 }
 
 /* ==== §10 a pipeline stage ======================================================================================== */
-/* The layers of a stage between embedding and head, on one micro-batch. Invariants: nothing is allocated in a step but
- * what a backend's graphs and experts' rows take; a message leaves as soon as it is computed. */
+/* The layers of a stage, with embedding and head if it has them, on one micro-batch. Invariants: in a step only graphs
+ * and expert rows allocate memory; a message is sent as soon as it is computed. */
 
-/* An output of the model, or of a module of multi-token prediction: what its loss saves for the backward. */
+/* An output of the model or of a multi-token prediction module: saved values of head and loss. */
 typedef struct mt_output {
     void *hidden;   // [R, C] the residual stream
     mt_normed norm; // [R, C] its norm: the head's input
@@ -6963,41 +6962,41 @@ typedef struct mt_output {
     float *dlogp;   // [max_logits] coefficients of the loss
 } mt_output;
 
-/* What a module of multi-token prediction saves beside its layer's activations and its output. */
+/* Saved values of a multi-token prediction module, besides its layer's activations and its output. */
 typedef struct mt_mtp_activations {
     void *embedded;                     // [R, C] embedding of the module's token
-    void *joined;                       // [R, 2C] that and the hidden state, both normalised
+    void *joined;                       // [R, 2C] normalised embedding and normalised hidden state
     float *embedded_rstd, *hidden_rstd; // [R]
 } mt_mtp_activations;
 
-/* A micro-batch on one chunk, from its forward to its backward: what it is, and what its forward left. */
+/* A micro-batch on one chunk, from its forward to its backward: inputs and saved values. */
 typedef struct mt_micro_batch {
-    int64_t chunk, index; // index -1: nothing is here
+    int64_t chunk, index; // index -1: free
     int64_t T, rows;      // tokens, and rows of hidden states on this rank
-    char *device_batch;   // the block of `batch`
+    char *device_batch;   // memory of `batch`
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
-    mt_batch whole;         // what the context group shares of it: spans and indices of all its tokens
-    mt_activations *layers; // of the chunk, or one that all share where nothing is kept; then of the modules
+    mt_batch whole;         // context parallelism: spans and token indices of the whole micro-batch
+    mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
     mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
-    mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk, with a head if it has the loss; then of the modules
+    mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
 } mt_micro_batch;
 
-/* The numbers that decide about a training step, on the device; copied to the host in one piece. */
+/* The numbers of a training step, on the device; one copy brings them to the host. */
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
-    double replayed[2];                // sums of a replay, which count nothing
+    double replayed[2];                // sums of a replay, discarded
     double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
-    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and what it counts, of all modules
+    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and sum of its weights
     float grad_scale, grad_norm;
 } mt_step_numbers;
 
 /* ==== §10a embedding, head, layers ================================================================================ */
 /* The parts of a stage. Multi-token prediction uses the same embedding and head with parameters of its own. */
 
-/* Which bucket has the word embedding: its own, or that of a tied head on another rank than the embedding. */
+/* Bucket of the word embedding, or of a tied head if the embedding is on another rank. */
 static int64_t mt_word_bucket(const mt_model *m) {
     return m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
 }
@@ -7005,8 +7004,8 @@ static mt_weight mt_word_embedding(const mt_model *m) {
     return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
 }
 
-/* x[R, C] = dropout(word embedding of tokens[T] + learned positions, if the model has them). `layer` is -1, or that of
- * a module of multi-token prediction. */
+/* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a
+ * multi-token prediction module. */
 static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32_t *tokens, int64_t layer) {
     mt_bucket_acquire(m, mt_word_bucket(m));
     mt_vocab_embedding_forward(&p->tp, x, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
@@ -7023,7 +7022,7 @@ static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32
                                     m->dtype, p->stream);
 }
 
-/* From dx[R, C]. `last`: nothing adds to the word embedding's gradient later in this step. */
+/* Adds dx[R, C] to the embedding's gradients. last: this completes the word embedding's gradient of the step. */
 static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer,
                               bool last) {
     mt_dropout dropout = mt_model_dropout(m, p, layer, MT_DROP_EMBEDDING);
@@ -7036,7 +7035,7 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
                                    m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
         mt_bucket_gradients_release(m, m->position_bucket, p->last);
     }
-    mt_bucket_gradients_acquire(m, mt_word_bucket(m)); // a tied head may hold it already
+    mt_bucket_gradients_acquire(m, mt_word_bucket(m)); // a tied head may have acquired it already
     mt_vocab_embedding_backward(&p->tp, dx, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
     mt_bucket_gradients_release(m, mt_word_bucket(m), last);
 }
@@ -7093,7 +7092,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
     mt_bucket_release(m, m->head_bucket);
 }
 
-/* Around a layer's backward, experts first, as they are used first. */
+/* Acquires and releases a layer's buckets around its backward; experts first, because the backward uses them first. */
 static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
     bool has_experts = w->expert_bucket >= 0;
     if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
@@ -7110,8 +7109,8 @@ static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, b
     if (params) mt_bucket_release(m, w->bucket);
 }
 
-/* Layers [begin, end) of the pass's chunk, from the input that the first one has to `output`. A layer's input norm is
- * fused with the end of the layer before, except the first one's; so any run of layers can be replayed by itself. */
+/* Layers [begin, end) of the chunk, from the first one's saved input to `output`. Each layer also computes the next
+ * layer's input norm; the first layer's is computed here, so any range of layers can be replayed alone. */
 static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output) {
     mt_layer *layers = m->layers + m->first_local[p->at->chunk];
     for (int64_t i = begin; i < end; i++) {
@@ -7134,26 +7133,26 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
 }
 
 /* ==== §10b multi-token prediction ================================================================================= */
-/* Modules after the last layer, each of which predicts one token further than the one before (DeepSeek-AI,
- * "DeepSeek-V3", 2.2; Gloeckle et al., "Better & faster large language models via multi-token prediction"). Module k
- * joins the hidden state of position t with the embedding of token t + k, both normalised; a projection, a transformer
- * layer and a norm of its own follow; the model's head predicts token t + k + 1. As in Megatron, the hidden state is
- * the head's input: that of the main model for the first module, then that of the module before. Embedding and head are
- * the model's, so the stage with the loss has a copy of the embedding, whose gradient is summed with the first stage's.
- * Invariants: tokens and labels are rolled within each sequence on the host, from whole sequences, so results do not
- * depend on the layout; generation and evaluation use no modules. */
+/* Modules after the last layer; each predicts one token further ahead (DeepSeek-AI, "DeepSeek-V3", 2.2; Gloeckle et
+ * al., "Better & faster large language models via multi-token prediction"). Module k concatenates the normalised hidden
+ * state of position t and the normalised embedding of token t + k; its projection, transformer layer and norm follow;
+ * the model's head predicts token t + k + 1. As in Megatron, the hidden state is the input of the previous head: that
+ * of the main model for the first module, that of module k - 1 for the others. Modules share the model's embedding and
+ * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. Invariants: the host
+ * rolls tokens and labels within each whole sequence, so results do not depend on the layout; generation and evaluation
+ * use no modules. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;          // modules; 0: none here
-    mt_batch rolled, local; // on the host: a micro-batch some tokens further, and this rank's part of it
-    float *weights;         // on the host: of the tokens of `rolled`
+    int64_t count;          // modules of this rank
+    mt_batch rolled, local; // on the host: a micro-batch shifted by k tokens, and this rank's shard of it
+    float *weights;         // on the host: weights of the tokens of `rolled`
     float *logp;            // [max_logits]
-    void *dhidden;          // [R, C] the gradient of what a module takes from the one before
+    void *dhidden;          // [R, C] gradient of a module's input hidden state
     void *djoined;          // [R, 2C]
 } mt_mtp;
 
-/* A micro-batch one token further: within each sequence, whose end is filled with what counts nothing. */
+/* Shifts a micro-batch by one token within each sequence; the last token gets loss mask 0. */
 static void mt_mtp_roll(mt_batch *rolled) {
     for (int64_t s = 0; s < rolled->num_spans; s++) {
         int64_t first = rolled->spans[s].q_start, rest = rolled->spans[s].q_len - 1;
@@ -7166,8 +7165,8 @@ static void mt_mtp_roll(mt_batch *rolled) {
     }
 }
 
-/* What a token's loss counts: a module's share of the scaling factor, and as rolling leaves a sequence fewer labels,
- * each of them more, so that a sequence's mean counts what its mean in the main loss does. */
+/* weights of the tokens' losses: the module's share of the scaling factor. Rolling removes labels, so the remaining
+ * ones count more: each sequence then has the same weight as in the main loss. */
 static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whole, const mt_batch *rolled) {
     double factor = m->options->mtp_loss_scaling_factor / (double)m->mtp->count;
     memset(weights, 0, (size_t)whole->num_tokens * 4);
@@ -7181,7 +7180,7 @@ static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whol
     }
 }
 
-/* Tokens, labels and weights of this rank's part of a micro-batch, for every module, into the host's block. */
+/* Writes tokens, labels and weights of this rank's shard, for every module, to the host's block. */
 static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whole) {
     mt_error error;
     mt_batch *rolled = &m->mtp->rolled;
@@ -7209,7 +7208,7 @@ static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whol
     }
 }
 
-/* Which of the chunk's layers module k has. */
+/* Index of module k's layer in the chunk. */
 static int64_t mt_mtp_index(const mt_model *m, const mt_pass *p, int64_t k) {
     return m->stages[p->at->chunk].num_layers + k;
 }
@@ -7217,8 +7216,7 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
     return &m->layers[m->first_local[p->at->chunk] + mt_mtp_index(m, p, k)];
 }
 
-/* The norm of one half of a module's input, side by side in joined[R, 2C]: 0 of the embedding, 1 of the hidden state.
- */
+/* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. */
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
     const mt_mtp_activations *a = &p->at->mtp[k];
@@ -7241,8 +7239,8 @@ static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *
     mt_linear_forward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
 }
 
-/* From scratch.dresidual, the gradient of eh_proj's output, to mtp.dhidden, that of the hidden state, and
- * scratch.dresidual, that of the embedding. */
+/* Gradient of eh_proj's output in scratch.dresidual -> gradient of the hidden state in mtp.dhidden and of the embedding
+ * in scratch.dresidual. */
 static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
     mt_linear_io projection = {.x = p->at->mtp[k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
     mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_PART_BOTH);
@@ -7252,7 +7250,7 @@ static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
     }
 }
 
-/* All modules of the micro-batch at hand, whose main output is there. */
+/* All modules, after the main model's output. */
 static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     for (int64_t k = 0; k < m->mtp->count; k++) {
         mt_layer *w = mt_mtp_layer(m, p, k);
@@ -7272,7 +7270,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     }
 }
 
-/* mtp.dhidden = the modules' gradient of the main output. */
+/* mtp.dhidden = gradient of the main model's hidden state from all modules. */
 static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
     int64_t word = mt_word_bucket(m);
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
@@ -7293,8 +7291,8 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
 
 /* ==== §10c a stage's forward and backward ========================================================================= */
 
-/* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
- * stretch of the block. */
+/* The block of a micro-batch of T tokens and num_spans spans. Decoding reads one contiguous range of it, and so does
+ * training. */
 static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
     mt_batch_block block;
     block.cache_rows = mt_arena_alloc(arena, T * 4);
@@ -7331,7 +7329,7 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* A pass over a micro-batch that is on the device. The caller sets what kind of pass it is. */
+/* A pass over a micro-batch on the device. The caller sets training, replay, decode, parts and last. */
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *at) {
     mt_pass p = {.at = at, .batch = &at->batch, .tp = m->tp, .stream = m->stream, .T = at->T, .rows = at->rows};
     p.tp.T = at->T, p.tp.rows = at->rows;
@@ -7344,7 +7342,8 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *at) {
     return p;
 }
 
-/* This rank's part of a batch whose sequences ranks share; keeps what their attention needs to know of the whole. */
+/* This rank's shard of a batch; with context parallelism saves spans and token indices of the whole batch for
+ * attention. */
 static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch) {
     mt_error error;
     const mt_group *group = &m->grid->context;
@@ -7357,7 +7356,7 @@ static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_
     return &m->local_batch;
 }
 
-/* Lays out a batch on the device; returns its place in the host's block `staged`. */
+/* Assigns a batch's arrays on the device; returns those in host block `staged`, for the caller to fill. */
 static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
@@ -7370,12 +7369,12 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     at->num_spans = num_spans;
     memcpy(at->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
-    m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
+    m->ops->event_wait(m->copied[staged]); // until the block's previous contents are copied
     return mt_batch_block_at(m, &on_host, T, num_spans);
 }
 
-/* Enqueues the copy of a micro-batch to the device and begins a pass over it. The caller may fill `whole` again at
- * once, and hand over the next micro-batch while the device is busy with this one. */
+/* Enqueues the copy of a micro-batch to the device and starts a pass over it. The caller may refill `whole` at once,
+ * and load the next micro-batch while the device computes this one. */
 static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole, bool training) {
     const mt_batch *batch = mt_share_batch(m, at, whole);
     mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
@@ -7434,19 +7433,19 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     mt_bucket_release(m, m->output_bucket);
 }
 
-/* The residual stream as it enters the chunk of the micro-batch at hand. */
+/* The residual stream at the chunk's input. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
     return m->stages[p->at->chunk].num_layers > 0 ? p->at->layers[0].input : p->at->outputs[0].hidden;
 }
 
-/* Embedding, if it is here, and layers. */
+/* Embedding, if the chunk has it, and layers. */
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->at->chunk];
     if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
     mt_layers_forward(m, p, 0, stage->num_layers, p->at->outputs[0].hidden);
 }
 
-/* scratch.dresidual, the gradient of the chunk's output, becomes that of its input. */
+/* scratch.dresidual: gradient of the chunk's output in, gradient of its input out. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->at->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
@@ -7469,7 +7468,7 @@ static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
 
 /* ---- between chunks */
 
-/* One end of a channel to a neighbour in the pipeline, with buffers for messages that are under way. */
+/* One end of a channel to a neighbour in the pipeline, with buffers for messages in flight. */
 typedef struct mt_link {
     mt_channel *channel; // NULL: there is no such neighbour
     int64_t num_buffers;
@@ -7480,7 +7479,7 @@ typedef struct mt_link {
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
-/* Begins to receive the next message of a link, of so many rows, if a buffer is free for it. */
+/* Posts the receive of a link's next message of `rows` rows; false if no buffer is free. */
 static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
     int64_t k = link->started % link->num_buffers;
     if (link->started - link->finished == link->num_buffers) return false;
@@ -7489,7 +7488,7 @@ static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
     return true;
 }
 
-/* to[rows, C] = the oldest message that was not taken yet. */
+/* to[rows, C] = the oldest message not taken yet. */
 static void mt_link_take(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
     if (link->started == link->finished) mt_link_start(m, link, p->message_rows);
     int64_t k = link->finished++ % link->num_buffers;
@@ -7497,7 +7496,7 @@ static void mt_link_take(mt_model *m, const mt_pass *p, mt_link *link, void *to)
     m->ops->memory_copy(to, link->buffers[k], p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
 }
 
-/* Sends a copy of from[rows, C], which may then be written again. */
+/* Sends a copy of from[rows, C]; the caller may overwrite `from` at once. */
 static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
     int64_t k = link->started % link->num_buffers, count = p->message_rows * m->C;
     if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
@@ -7506,7 +7505,7 @@ static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const voi
     link->started++;
 }
 
-/* Chunks without the embedding take what the stage before sends, chunks without the loss send theirs on. */
+/* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->at->chunk];
     if (!stage->embedding) mt_link_take(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
@@ -7524,7 +7523,7 @@ static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
 }
 
-/* Room of a chunk that holds nothing. */
+/* A free micro-batch of a chunk. */
 static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         if (m->micro_batches[i].chunk == chunk && m->micro_batches[i].index < 0) return &m->micro_batches[i];
@@ -7532,16 +7531,16 @@ static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
     return NULL;
 }
 
-/* A zero-bubble schedule does a backward in two parts. */
+/* A zero-bubble schedule splits the backward into the input's and the weights' half. */
 static bool mt_splits_backward(const mt_model *m) {
     return m->grid->pipeline.size > 1 && mt_schedule_of(m->options, 1).kind == MT_SCHEDULE_ZB_H1;
 }
 
 /* ==== §11 schedules =============================================================================================== */
 
-/* The layers of each rank, and the order of its work. Invariants: everything here is a pure function of options and
- * rank; a list has one forward and, except for evaluation, one backward of every micro-batch on every chunk; the lists
- * of all ranks run without deadlock; statements about them (time, memory) are counted on the lists. */
+/* The layers of each rank, and the order of its actions. Invariants: everything here is a pure function of options and
+ * rank; a list has one forward and, except in evaluation, one backward per micro-batch and chunk; the lists of all
+ * ranks run without deadlock; time and memory are computed from the lists. */
 
 /* ==== §11a lists ================================================================================================== */
 
@@ -7557,9 +7556,9 @@ static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro
     list->count++;
 }
 
-/* Micro-batch and chunk of the `index`-th forward, the same on all ranks: group by group, within it chunk by chunk,
- * within it micro-batch by micro-batch. Only the last group may be smaller. Backwards have the same order, with chunks
- * counted from the last. */
+/* Micro-batch and chunk of forward number `index`, equal on all ranks: the outer loop runs over groups, then over
+ * chunks, then over micro-batches. Only the last group may be smaller. Backwards have the same order with reversed
+ * chunks. */
 static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micro_batch, int64_t *chunk) {
     int64_t group = s->vp == 1 ? s->micro_batches : s->group;
     int64_t first = index / (group * s->vp) * group, size = s->micro_batches - first;
@@ -7593,7 +7592,7 @@ static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t 
     if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
 }
 
-/* Forwards of warm-up: those before the first pair of a forward and a backward. */
+/* Number of warm-up forwards: those before the first 1F1B pair. */
 static int64_t mt_schedule_warmup(const mt_schedule *s, int64_t rank) {
     int64_t total = s->micro_batches * s->vp, ahead = s->pp - rank - 1;
     if (s->kind == MT_SCHEDULE_INTERLEAVED) ahead = 2 * ahead + (s->vp - 1) * s->group;
@@ -7632,8 +7631,7 @@ int64_t mt_pipeline_layout_count(const char *letters) {
     return count;
 }
 
-/* Layers from the letters of the layout: E first and L last, once each; the MTP modules right before L, in its stage.
- */
+/* Layers from the letters of the layout: one E at the start, one L at the end, the MTP modules right before L. */
 static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
     const char *letters = o->pipeline_letters;
     MT_CHECK(mt_pipeline_layout_count(letters) <=
@@ -7666,7 +7664,7 @@ static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_err
     return 0;
 }
 
-/* Layers per stage where `ranks` ranks share `layers` equally; `what` names the layers in the error. */
+/* Layers per stage if `ranks` ranks have equal shares of `layers`; `what` names the layers in the error. */
 static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
                                         mt_error *error) {
     int64_t vp = o->num_virtual_stages_per_pipeline_rank;
@@ -7734,14 +7732,15 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 }
 
 /* ==== §12 gradient buckets ======================================================================================== */
-/* Data parallelism: every rank of the data group computes its own micro-batches, and then all make one update. Per
- * bucket, an all-reduce does that; or a reduce-scatter of gradients, an update of one shard a rank, and an all-gather
- * of parameters, which move as many bytes, while each rank keeps a shard of AdamW's state only (Rajbhandari et al.,
- * "ZeRO"). The strategies differ in what else exists only as shards between uses. Invariants: ranks make the same calls
- * in the same order; what moves is ordered by streams, and the host waits for nothing; padding has zero gradients. */
+/* Data parallelism: every rank of the data group computes its own micro-batches, then all ranks make the same update.
+ * Per bucket: one all-reduce of the gradients; or a reduce-scatter of the gradients, an update of one shard per rank,
+ * and an all-gather of the parameters. The second moves the same number of bytes, and each rank stores only a shard of
+ * AdamW's state (Rajbhandari et al., "ZeRO"). The higher strategies also shard gradients and parameters between uses.
+ * Invariants: ranks make the same calls in the same order; streams order all transfers, and the host never waits;
+ * padding has zero gradients. */
 
-/* What buckets are alike in size, and share buffers: two for layers and two for their experts, the one at work and its
- * neighbour; one for the matrices of the vocabulary, which are larger. */
+/* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
+ * prefetched bucket), one for the larger matrices of the vocabulary. */
 typedef enum mt_bucket_kind {
     MT_BUCKET_LAYER,
     MT_BUCKET_EXPERTS,
@@ -7752,57 +7751,56 @@ typedef enum mt_bucket_kind {
 static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
 enum { MT_NUM_BUFFERS = 5 };
 
-/* Room for one whole bucket of which ranks keep shards. */
+/* Room for one whole bucket whose values are sharded between uses. */
 typedef struct mt_bucket_buffer {
     void *memory;
-    int64_t bucket; // whose values are here, -1: nobody's
-    int64_t users;  // who must not lose them
-    int64_t age;    // when it was last taken: the older one is given away
+    int64_t bucket; // the bucket that it holds, -1: none
+    int64_t users;  // number of acquires without a release; reused only at 0
+    int64_t age;    // time of the last take; the oldest free buffer is reused first
 } mt_bucket_buffer;
 
-/* Where a bucket stands in this step. */
+/* Progress of a bucket in the current step. */
 typedef struct mt_bucket_progress {
-    mt_bucket_kind kind;     // which buffers it takes
-    bool needs_gather;       // parameters are to be gathered since the optimizer's step
+    mt_bucket_kind kind;     // selects its buffers
+    bool needs_gather;       // the optimizer's step changed the shards
     bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
-    bool has_gradients;      // of earlier micro-batches of this step
-    bool reduced;            // their sum over ranks has begun
+    bool has_gradients;      // from earlier micro-batches of this step
+    bool reduced;            // the reduction over ranks has started
 } mt_bucket_progress;
 
-/* Data parallelism (§12). */
+/* State of data parallelism. */
 typedef struct mt_sharding {
-    mt_strategy strategy;                  // of the buckets that there are several ranks to share
+    mt_strategy strategy;                  // of all trained buckets with more than one rank
     mt_stream *grad_stream, *param_stream; // the model's own without overlap
     bool prefetches;
     mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
-    mt_bucket_progress *progress;     // a bucket
-    int64_t age;                      // buffers taken so far
-    int64_t last_bucket, direction;   // the last bucket acquired, and to which side
-    const mt_bucket_buffer *reducing; // whose sum over ranks may still be under way
-    int64_t gathered_bucket;          // state that mt_bucket_gather_state has in the gradients' place
+    mt_bucket_progress *progress;     // [num_buckets]
+    int64_t age;                      // number of takes; the clock of mt_bucket_buffer.age
+    int64_t last_bucket, direction;   // last acquired bucket; 1: forward order, -1: backward order
+    const mt_bucket_buffer *reducing; // its reduction may be running
+    int64_t gathered_bucket;          // its state, gathered by mt_bucket_gather_state, overwrites the gradients
     mt_param_state gathered_state;
 } mt_sharding;
 
-/* A part of `whole`, or of the memory that is being counted. */
+/* whole + bytes; NULL while an arena only counts. */
 static void *mt_offset_pointer(void *whole, int64_t bytes) {
     return whole ? (char *)whole + bytes : NULL;
 }
 
-/* This rank's layer of a number in the whole model. */
+/* The layer with this number in the whole model; it must be on this rank. */
 static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
     mt_layer *layer = m->layers;
     while (layer->number != number) layer++;
     return layer;
 }
 
-/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
- * one's field points to. */
+/* The mt_weight that points to a parameter. NULL if the parameter continues the previous one: both form one operand. */
 static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
     char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
     return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
 }
 
-/* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
+/* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
 static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
@@ -7816,8 +7814,8 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     }
 }
 
-/* Buckets take their sizes from the table; the padding is what alignment leaves. A bucket that ranks share out is
- * padded on, so that shards are of one size and aligned as parameters are. */
+/* Sizes of buckets, from the parameter table. Parameters are padded to the alignment; a sharded bucket is padded to
+ * aligned shards of equal size. */
 static void mt_buckets_size(mt_model *m) {
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
@@ -7851,14 +7849,14 @@ static void mt_buckets_find(mt_model *m) {
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* ==== §12a buckets that move ====================================================================================== */
+/* ==== §12a gather and reduce ====================================================================================== */
 
-/* The strategy that the options ask for, where there is something to train. */
+/* The strategy of the options; generation shards nothing. */
 static mt_strategy mt_strategy_of(const mt_model *m) {
     return m->plan.train ? m->options->data_parallel_sharding_strategy : MT_NO_SHARD;
 }
 
-/* Before buckets have sizes: what is in them, who has the same, and what these ranks share out. */
+/* Kind, group, type and strategy of every bucket, before its size is known. */
 static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = m->sharding;
     s->strategy = mt_strategy_of(m);
@@ -7878,7 +7876,7 @@ static void mt_sharding_open(mt_model *m) {
     }
 }
 
-/* Room for whole buckets, where only shards stay: each buffer as large as the largest bucket that may take it. */
+/* Buffers for whole buckets: each has the size of the largest bucket of its kind. */
 static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
     mt_sharding *s = m->sharding;
     int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
@@ -7896,7 +7894,7 @@ static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
         }
 }
 
-/* Once there is memory: everything is zero, and moves on streams of its own where it is to overlap. */
+/* After allocation: zeroes all buckets and creates the streams for overlap. */
 static void mt_sharding_start(mt_model *m) {
     mt_sharding *s = m->sharding;
     const mt_options *o = m->options;
@@ -7935,7 +7933,7 @@ static mt_bucket_buffer *mt_buffer_find(mt_bucket_buffer *buffers, int64_t bucke
     return NULL;
 }
 
-/* The buffer for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
+/* The oldest buffer of the bucket's kind without users, or NULL. */
 static mt_bucket_buffer *mt_buffer_free(const mt_model *m, mt_bucket_buffer *buffers, int64_t bucket) {
     mt_bucket_kind kind = m->sharding->progress[bucket].kind;
     mt_bucket_buffer *oldest = NULL;
@@ -7953,7 +7951,7 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 
 /* ---- parameters */
 
-/* Begins to make a bucket's parameters whole and current, unless they are or are about to be. */
+/* Starts the all-gather of a bucket's parameters, unless they are current or already on their way. */
 static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
@@ -7961,7 +7959,7 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     if (b->strategy == MT_SHARD_PARAMS) {
         if (mt_buffer_find(s->param_buffers, bucket)) return;
         whole = mt_buffer_take(m, s->param_buffers, bucket)->memory;
-        mt_wait_stream(m, s->param_stream, m->stream); // who used the buffer has read it
+        mt_wait_stream(m, s->param_stream, m->stream); // the buffer's last user may be reading
     } else if (!s->progress[bucket].needs_gather) {
         return;
     }
@@ -7969,8 +7967,8 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
 }
 
-/* The bucket that is used after this one, or -1: calls go up in a forward and down in a backward, and turn at the ends.
- * A jump, such as to the embedding as output layer, is no direction. */
+/* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
+ * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. */
 static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
     int64_t distance = s->last_bucket < 0 ? 0 : bucket - s->last_bucket;
     if (distance == 1 || distance == -1) s->direction = distance;
@@ -7987,7 +7985,7 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     if (s->strategy == MT_NO_SHARD) return;
     mt_strategy strategy = m->buckets[bucket].strategy;
     if (strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
-    mt_wait_stream(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
+    mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below: waits for this bucket only
     if (strategy == MT_SHARD_PARAMS) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
         buffer->users++;
@@ -8003,11 +8001,11 @@ void mt_bucket_release(mt_model *m, int64_t bucket) {
     if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
         --mt_buffer_find(m->sharding->param_buffers, bucket)->users > 0)
         return;
-    m->buckets[bucket].params = NULL; // the buffer may still be read for the next use, but through acquire only
+    m->buckets[bucket].params = NULL; // the buffer keeps its values, and the next acquire may find them
     mt_bucket_bind(m, bucket);
 }
 
-/* Whatever reads parameters outside a step finds them current. */
+/* Gathers all parameters that a step outdated, for readers outside a step. */
 static void mt_params_gather_all(mt_model *m) {
     if (m->sharding->strategy == MT_NO_SHARD || m->sharding->strategy == MT_SHARD_PARAMS) return;
     for (int64_t i = 0; i < m->num_buckets; i++)
@@ -8015,19 +8013,19 @@ static void mt_params_gather_all(mt_model *m) {
     mt_wait_stream(m, m->stream, m->sharding->param_stream);
 }
 
-/* Before parameters or optimizer state are written, which always happens on m->stream: the reader's work comes first. A
- * gather does not count: it leaves this rank's own shard as it is. */
+/* Call before parameters or optimizer state are written (always on m->stream): waits for the reader's stream. A gather
+ * needs no such wait: it leaves this rank's own shard unchanged. */
 static void mt_wait_reader(mt_model *m) {
     if (m->reader) mt_wait_stream(m, m->stream, m->reader);
     m->reader = NULL;
 }
 
 void mt_model_set_reader(mt_model *m, mt_stream *reader) {
-    if (reader) mt_wait_reader(m); // one that was set before
+    if (reader) mt_wait_reader(m); // the previous reader
     m->reader = reader;
 }
 
-/* Before parameters are set, or after they were updated: what was gathered of them is void. */
+/* Call before parameters are set and after an update: invalidates gathered copies. */
 static void mt_params_changed(mt_model *m) {
     mt_sharding *s = m->sharding;
     mt_wait_reader(m);
@@ -8038,14 +8036,14 @@ static void mt_params_changed(mt_model *m) {
 
 /* ---- gradients */
 
-/* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
+/* True for a matrix whose gradient a product writes first; other gradients only accumulate. */
 static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param) {
     return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
-/* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
+/* Zeroes padding and the gradients that only accumulate; products overwrite the rest. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
-    int64_t start = 0; // of the stretch to zero
+    int64_t start = 0; // of the range to zero
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
         if (!mt_gradient_is_overwritten(m, param)) continue;
@@ -8055,7 +8053,7 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
-/* Tells products to add to the gradients of a bucket's weights, or to write them. */
+/* Selects for a bucket's weights: products add to the gradient, or overwrite it. */
 static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
@@ -8083,12 +8081,12 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     if (begins) mt_bucket_accumulate(m, bucket, false);
 }
 
-/* Begins the sum over ranks of what this rank has in the bucket's whole gradients. */
+/* Starts the reduction of a bucket's whole gradients over ranks. */
 static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
-    bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
+    bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard from earlier micro-batches
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
     if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, b->grads, b->count, m->stream);
     mt_wait_stream(m, s->grad_stream, m->stream);
@@ -8107,7 +8105,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
         if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
     } else {
         mt_wait_stream(m, m->stream,
-                       s->grad_stream); // all sums but the one that begins now: their buffers are free again
+                       s->grad_stream); // previous reductions: frees their buffers
         mt_bucket_reduce(m, bucket);
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
@@ -8119,21 +8117,21 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     progress->has_gradients = true;
 }
 
-/* Begins a step: no bucket has gradients. */
+/* Starts a step: no bucket has gradients. */
 static void mt_gradients_begin(mt_model *m) {
     mt_sharding *s = m->sharding;
     s->gathered_bucket = -1;
     for (int64_t i = 0; i < m->num_trained_buckets; i++) {
         s->progress[i].has_gradients = s->progress[i].reduced = false;
         if (!mt_splits_backward(m)) continue;
-        // a split backward reaches a bucket's parts in no order, so all of them add
+        // a split backward reaches a bucket's weights in any order, so all products accumulate
         m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
         mt_bucket_accumulate(m, i, true);
         s->progress[i].has_gradients = true;
     }
 }
 
-/* Afterwards every rank has the sum over all ranks: of its shard, or the same bits of the whole. */
+/* Completes all reductions: every rank has the sum over ranks of its shard, or identical bits of the whole bucket. */
 static void mt_gradients_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     for (int64_t i = 0; i < m->num_trained_buckets; i++) {
@@ -8141,10 +8139,10 @@ static void mt_gradients_finish(mt_model *m) {
         if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
     }
     mt_wait_stream(m, m->stream, s->grad_stream);
-    mt_wait_stream(m, m->stream, s->param_stream); // the update writes what a prefetch may still read
+    mt_wait_stream(m, m->stream, s->param_stream); // a prefetch may be reading shards that the update writes
 }
 
-/* This rank's part of the gradients of a run of parameters, [*begin, *begin + the result) of grad_shard. */
+/* This rank's part of the gradients of parameters first .. last: elements [*begin, *begin + result) of grad_shard. */
 static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const mt_param *last, int64_t *begin) {
     const mt_bucket *b = &m->buckets[first->bucket];
     int64_t end = mt_min(last->offset + last->rows * last->cols - b->shard_first, b->shard_count);
@@ -8152,7 +8150,7 @@ static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const m
     return mt_max(end - *begin, 0);
 }
 
-/* The group over which the model's ranks hold parts of a parameter's gradient, or NULL. */
+/* The group whose ranks hold partial sums of a parameter's gradient, or NULL. */
 static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
     if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
     bool in_parts =
@@ -8160,9 +8158,9 @@ static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *para
     return in_parts && m->grid->tensor.size > 1 ? &m->grid->tensor : NULL;
 }
 
-/* Adds what ranks of one model have of the same gradient: parameters that all tensor-parallel ranks hold but use on
- * their own rows or heads only, and the two copies of a word embedding that the last stage uses too. Neighbours travel
- * together. */
+/* Sums gradients over the ranks of one model replica: parameters that all tensor-parallel ranks hold and apply to their
+ * own rows or heads, and the copies of the word embedding on the first and last stage. Adjacent parameters share one
+ * all-reduce. */
 static void mt_gradients_finish_model(mt_model *m) {
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
@@ -8180,7 +8178,7 @@ static void mt_gradients_finish_model(mt_model *m) {
                            &m->grid->embedding, m->stream);
 }
 
-/* Parameters after an update of shards: gathered now, or each bucket before its first use. */
+/* After the optimizer's step: gathers parameters now, or with prefetching each bucket before its first use. */
 static void mt_params_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     mt_params_changed(m);
@@ -8202,7 +8200,7 @@ enum {
     MT_NUM_PLANS
 };
 
-/* What every rank has of all buckets: parameters and gradients whole or in shards, and its part of AdamW's state. */
+/* Memory of all buckets on this rank: parameters and gradients, whole or sharded, and its part of AdamW's state. */
 static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
@@ -8237,8 +8235,8 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     m->bytes[MT_PLAN_BUFFERS] = arena->used - start;
 }
 
-/* ==== §12b shards and wholes ====================================================================================== */
-/* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
+/* ==== §12b access to sharded values =============================================================================== */
+/* Initialisation and checkpoints work on whole parameters; these functions read and write this rank's part. */
 
 const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
     return &m->buckets[bucket];
@@ -8285,7 +8283,7 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
 
 /* ==== §13 optimizer =============================================================================================== */
 
-/* The share of the way from the lowest learning rate to the highest that is left at the end of a WSD schedule. */
+/* Decay of a WSD schedule: 1 at ratio 0; scales lr - min_lr. */
 static double mt_wsd_coefficient(mt_wsd_decay_style style, double ratio) {
     if (style == MT_WSD_LINEAR) return 1 - ratio;
     if (style == MT_WSD_COSINE) return 0.5 * (cos(M_PI * ratio) + 1);
@@ -8332,13 +8330,13 @@ int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
     int64_t consumed = 0;
     for (int64_t i = 0; i < iterations; i++) {
         int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // grown for good
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
         consumed += batch;
     }
     return consumed;
 }
 
-/* A part of the step, for the profile if there is one. */
+/* Phases of the step, for the profiler. */
 static void mt_phase_begin(mt_model *m, const char *name, int64_t micro_batch, int64_t chunk) {
     if (m->ops->phase_begin) m->ops->phase_begin(name, micro_batch, chunk, m->stream);
 }
@@ -8347,9 +8345,8 @@ static void mt_phase_end(mt_model *m) {
     if (m->ops->phase_end) m->ops->phase_end(m->stream);
 }
 
-/* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they check
- * the step alike. */
+/* sums[2] = squared norm of all gradients; replicated elements are counted on the first of their ranks. sums[3] = loss
+ * summed over all ranks: a non-finite value on any rank reaches every rank, so all ranks come to the same check. */
 static void mt_gradients_norm(mt_model *m) {
     m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
     for (int64_t i = 0, next; i < m->num_params; i = next) {
@@ -8366,7 +8363,7 @@ static void mt_gradients_norm(mt_model *m) {
     m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
-/* Finished gradients' norm and scale, and whether the step may update. */
+/* Gradient norm, clipping factor, and the check that allows the update. */
 static void mt_step_check_gradients(mt_model *m) {
     const mt_options *o = m->options;
     mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
@@ -8381,7 +8378,7 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The weights' update, where the step passed its check. */
+/* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
@@ -8411,47 +8408,46 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
 }
 
 /* ==== §14 the training step ======================================================================================= */
-/* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss
- * is a sum over tokens, divided once by the whole batch's count of unmasked tokens, so micro-batches and ranks do not
- * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
- */
+/* One step: zero gradients, run the schedule of forwards and backwards, sum over ranks, clip, update. Invariants: the
+ * loss is a sum over tokens, divided once by the number of unmasked tokens of the global batch, so micro-batches and
+ * ranks do not change it; the host waits for the device only to read metrics and to stay at most two steps ahead. */
 
-/* What a training step reports, as the device computed it. */
+/* Results of a training step, copied from the device. */
 typedef struct mt_step_result {
     mt_step_numbers numbers;
-    double losses[2];    // of mt_experts, and what follows
+    double losses[2];    // these fields: as in mt_experts
     float *loads, *kept; // [num_layers, E]
     int32_t *invalid;    // [num_layers] of this rank
 } mt_step_result;
 
-/* Steps that went wrong (§16). */
+/* Bad steps: not finite, or a loss spike. */
 typedef struct mt_bad_steps {
-    int64_t skipped, in_a_row; // updates not made; how many of the last ones
-    int64_t rewind;            // the step for which the run is about to go back; 0: none
-    int64_t rewound;           // the latest step for which it did
+    int64_t skipped, in_a_row; // skipped updates in total; consecutive ones up to now
+    int64_t rewind;            // bad step that requires a rewind; 0: none
+    int64_t rewound;           // bad step of the last rewind
 } mt_bad_steps;
 
-/* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
+/* A training step that was enqueued. There are two slots, so the host is at most two steps ahead of the device. */
 typedef struct mt_pending_step {
-    int64_t iteration; // 0: none that is still to be checked
-    mt_event *done;    // when its result has arrived; NULL where it always has
+    int64_t iteration; // 0: none left to check
+    mt_event *done;    // its result has arrived; NULL: the backend is synchronous
 } mt_pending_step;
 
-/* A model's training from step to step. */
+/* Training state that lasts over steps. */
 typedef struct mt_trainer {
     mt_action *actions; // of the schedule, for this rank
     int64_t max_actions;
     mt_bad_steps bad_steps;
-    int64_t num_steps; // so far; what is pending of a step is numbered by it
+    int64_t num_steps; // enqueued steps; step i uses slot i % 2
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
-    double unread_tokens, unread_seconds; // of the steps since metrics were read
-    double data_seconds;                  // of this step, in which it waited for samples
+    double unread_tokens, unread_seconds; // of the steps since metrics were last read
+    double data_seconds;                  // time of this step in which it waited for samples
 } mt_trainer;
 
-/* ---- what a step counts and reports */
+/* ---- counts and metrics of the experts */
 
-/* Before a step, and before the first forward: nothing is counted yet. */
+/* Zeroes the counters; called before each step and before the first forward. */
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = m->experts;
     if (m->options->num_experts == 0) return;
@@ -8462,20 +8458,18 @@ static void mt_experts_begin(mt_model *m) {
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* After a step: losses of all ranks, and loads of all tokens. */
+/* After a step's backwards: sums auxiliary losses and loads over all ranks. */
 static void mt_experts_finish(mt_model *m) {
     mt_experts *e = m->experts;
-    int64_t loads = 2 * e->num_layers * e->router.num_experts; // and those that were kept
+    int64_t loads = 2 * e->num_layers * e->router.num_experts; // `loads` and `kept`
     if (m->options->num_experts == 0) return;
     m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
-    if (e->num_layers == 0) return; // a stage of the pipeline may have none
+    if (e->num_layers == 0) return; // a pipeline stage may have no experts
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
 }
 
-static void mt_wait_reader(mt_model *m); // §12a
-
-/* After the step's check: the biases follow the loads, unless the step was bad. */
+/* Aux-loss-free balancing: updates the router biases from the loads; a bad step leaves them unchanged. */
 static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
@@ -8487,7 +8481,7 @@ static void mt_experts_update_biases(mt_model *m) {
     }
 }
 
-/* Enqueues the copies of what a step reports of its experts. */
+/* Enqueues the copies of the experts' results of a step. */
 static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
     mt_experts *e = m->experts;
     if (m->options->num_experts == 0) return;
@@ -8497,13 +8491,12 @@ static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
     m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* What a step reports of its experts. Stages of the pipeline have layers of their own; the other ranks have the same
- * numbers. */
+/* Metrics of the experts. Each pipeline stage adds its layers; all other ranks have equal numbers. */
 static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
     const mt_experts *e = m->experts;
     const mt_options *o = m->options;
     int64_t E = e->router.num_experts, layers = mt_num_expert_layers(o);
-    double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
+    double sums[3] = {0}, worst = 0; // imbalances, choices, kept choices
     if (layers == 0) return;
     for (int64_t layer = 0; layer < e->num_layers; layer++) {
         double total = 0, greatest = 0;
@@ -8525,8 +8518,8 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     metrics->dropped = 1 - sums[2] / sums[1];
 }
 
-/* The router in which a bad step began: of the first layer that has one whose logits are not finite, and of the first
- * rank that has it. Every rank calls it and writes the same; nothing where no router is to blame. */
+/* Describes the origin of a bad step: the first layer with a router logit that is not finite, on its first rank. Every
+ * rank calls this and writes the same text; `text` stays unchanged if all routers are finite. */
 static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
     const mt_group *world = &m->grid->world;
     double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
@@ -8548,13 +8541,13 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
              (long long)iteration, (long long)first % world->size, (long long)first / world->size, (long long)count);
 }
 
-/* Where micro-batches come from, and the tokens in those that the first stage had. */
+/* The source of micro-batches, and the number of tokens that the first stage has read. */
 typedef struct mt_source {
     mt_batch_source *read;
     void *context;
     mt_batch *batch;
     int64_t tokens;
-    bool training; // forwards are part of a step, not of an evaluation
+    bool training; // a training step; false: an evaluation
 } mt_source;
 
 /* The live micro-batch of an action. */
@@ -8583,7 +8576,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     return 0;
 }
 
-/* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
+/* remaining[num_chunks]: micro-batches of this step that have not run this kind of backward yet. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *at = mt_micro_batch_find(m, action);
     mt_pass p = mt_pass_begin(m, at);
@@ -8598,9 +8591,8 @@ static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *re
     if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
-/* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
- * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
- */
+/* Posts the receives of later actions while buffers are free: messages arrive during this action's computation, and
+ * senders find the buffers that they rely on (mt_model_links). next[direction]: first action not examined yet. */
 static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
     static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
     static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
@@ -8611,8 +8603,8 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
         }
 }
 
-/* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
- * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
+/* False in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
+ * Schedules with groups of more micro-batches than pipeline ranks need early receives in every step. */
 static bool mt_posts_receives_early(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
     bool is_warm = m->trainer->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
@@ -8623,15 +8615,14 @@ static bool mt_posts_receives_early(const mt_model *m) {
 static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     int rank = m->grid->pipeline.rank;
     int64_t count = mt_schedule_actions(NULL, schedule, rank);
-    if (count > m->trainer->max_actions) { // the first step, and where the batch ramp grows
+    if (count > m->trainer->max_actions) { // in the first step, and when the batch size ramps up
         m->trainer->actions = mt_realloc(m->trainer->actions, count * (int64_t)sizeof(mt_action));
         m->trainer->max_actions = count;
     }
     return mt_schedule_actions(m->trainer->actions, schedule, rank);
 }
 
-/* Runs this rank's list. Sends and receives are part of the forwards and backwards: a message is sent as soon as it is
- * computed, and awaited where it is needed. */
+/* Runs this rank's list of actions. Forwards and backwards include their sends and receives. */
 static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
     static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
                                          [MT_ACTION_BACKWARD] = "backward",
@@ -8661,7 +8652,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     return status;
 }
 
-/* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
+/* Sums loss and token count over all ranks: samples, sequence parts, and the stage with the loss. */
 static void mt_sums_finish(mt_model *m, bool training) {
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
@@ -8671,7 +8662,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
 }
 
-/* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
+/* Forwards and backwards of all micro-batches, and gradients summed over ranks; adds to `tokens`. */
 static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
@@ -8694,7 +8685,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     return 0;
 }
 
-/* Enqueues the copies of what a step reports. */
+/* Enqueues the copies of a step's results to the host. */
 static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->trainer->results[slot];
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
@@ -8705,7 +8696,7 @@ static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
 
 /* ---- bad steps */
 
-/* For people, on rank 0. */
+/* A warning on stderr of rank 0. */
 static void mt_step_warn(const mt_model *m, const char *format, ...) {
     if (m->grid->world.rank != 0) return;
     va_list arguments;
@@ -8716,12 +8707,12 @@ static void mt_step_warn(const mt_model *m, const char *format, ...) {
     va_end(arguments);
 }
 
-/* Of a sum and what it counts. */
+/* sums: loss and token count. */
 static double mt_mean_loss(const double sums[2]) {
     return sums[1] > 0 ? sums[0] / sums[1] : sums[0];
 }
 
-/* What is wrong with a step. */
+/* Describes the failed check of a step. */
 static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
     const mt_step_numbers *n = &result->numbers;
     double loss = mt_mean_loss(n->sums);
@@ -8734,7 +8725,7 @@ static void mt_step_describe(char text[160], int64_t iteration, const mt_step_re
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
 }
 
-/* Does with a bad step what --bad-step-policy says. */
+/* Applies --bad-step-policy to a bad step. */
 static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
     const mt_options *o = m->options;
     mt_bad_steps *bad = &m->trainer->bad_steps;
@@ -8755,26 +8746,26 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     return 0;
 }
 
-/* Waits for a slot's result, and checks it. */
+/* Waits for a slot's result and checks it. */
 static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     int64_t iteration = m->trainer->pending[slot].iteration;
     const mt_step_result *result = &m->trainer->results[slot];
     if (iteration == 0) return 0;
     m->ops->event_wait(m->trainer->pending[slot].done);
     m->trainer->pending[slot].iteration = 0;
-    if (m->trainer->bad_steps.rewind > 0) return 0; // it will be done again
+    if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
     if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
     m->trainer->bad_steps.in_a_row = 0;
     return 0;
 }
 
-/* Waits for all steps: the one before the last, then the last. */
+/* Waits for both pending steps, the older one first, and checks them. */
 static int mt_steps_check(mt_model *m, mt_error *error) {
     int older = (int)(m->trainer->num_steps % 2);
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* A step is bad that the caller is to go back for: nothing is under way when it does. */
+/* Completes all pending work and asks the caller to rewind to the last checkpoint. */
 static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
     m->ops->stream_wait(m->stream);
@@ -8791,7 +8782,7 @@ void mt_train_rewound(mt_model *m) {
     bad->rewound = bad->rewind, bad->rewind = 0;
 }
 
-/* ---- a bad step once more */
+/* ---- re-running a bad step */
 
 static mt_step_numbers mt_step_numbers_read(mt_model *m) {
     mt_step_numbers result;
@@ -8800,7 +8791,7 @@ static mt_step_numbers mt_step_numbers_read(mt_model *m) {
     return result;
 }
 
-/* "rank 2", "ranks 0 1 4 ...": those whose flag is set; returns how many. */
+/* Writes "rank 2" or "ranks 0 1 4 ...", the ranks with a flag > 0; returns their number. */
 static int mt_ranks_print(char text[160], const double *flags, int count) {
     int found = 0, length = 0;
     for (int i = 0; i < count; i++) found += flags[i] > 0;
@@ -8816,7 +8807,7 @@ static int mt_ranks_print(char text[160], const double *flags, int count) {
     return found;
 }
 
-/* Says, from both results of every rank, what kind of fault it was. */
+/* Classifies the fault as transient or repeatable, from both results of every rank. */
 static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_numbers *first,
                             const mt_step_numbers *second) {
     const mt_group *world = &m->grid->world;
@@ -8848,8 +8839,8 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-/* Gradients and their check. With --rerun-mode validate_results a bad step is done again, from the same
- * parameters and samples, and its second result takes the place of the first. */
+/* Gradients and their check. With --rerun-mode validate_results a bad step runs again with the same parameters and
+ * samples; its second result replaces the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
                        mt_batch *batch, int64_t *tokens, mt_error *error) {
     *tokens = 0;
@@ -8872,7 +8863,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int slot = (int)(m->trainer->num_steps % 2);
     int64_t tokens;
     m->trainer->data_seconds = 0;
-    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
+    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last, which used this slot
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_experts_update_biases(m);
@@ -8921,11 +8912,11 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
 }
 
 /* ==== §15 the model =============================================================================================== */
-/* Embedding, layers, output: memory laid out once, then forward, backward and decoding over it. Invariants: nothing is
- * allocated after mt_model_create but what a backend's graphs take; the code that lays memory out also plans it, by
- * running once over a counting arena. */
+/* Embedding, layers and output: memory planned once, then forward, backward and decoding. Invariants: after
+ * mt_model_create only graphs and the rows of experts allocate memory; the same code plans memory, in a counting arena,
+ * and assigns it. */
 
-/* The graph of a decode step of some number of sequences; captured in the second such step. */
+/* CUDA graph of a decode step for one number of sequences; captured in the second such step. */
 typedef struct mt_decode_graph {
     bool has_run;
     mt_graph *graph;
@@ -8933,10 +8924,10 @@ typedef struct mt_decode_graph {
 
 /* ==== §15a memory ================================================================================================= */
 
-/* Rows of logits that travel to the host at once. */
+/* Rows of logits in one copy to the host. */
 enum { MT_STAGED_ROWS = 16 };
 
-/* Logits need no memory of their own where nothing happens between a micro-batch's loss and its backward. */
+/* True if logits can share memory with scratch: the backward directly follows the loss of the same micro-batch. */
 static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
 }
@@ -8998,7 +8989,7 @@ static void mt_plan_layer(const mt_model *m, int64_t layer, mt_activations *a, m
     if (has_experts) mt_routing_allocate(m, a->routing, arena);
 }
 
-/* What context parallelism's attention is made for. */
+/* Sizes of context-parallel attention. */
 static mt_context_plan mt_model_context_plan(const mt_model *m) {
     return (mt_context_plan){.comm_type = m->options->cp_comm_type,
                              .a2a = &m->grid->context_a2a,
@@ -9012,7 +9003,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m) {
                              .train = m->plan.train};
 }
 
-/* An output; a head's unless its logits lie elsewhere. */
+/* Memory of an output with a head; without has_logits its logits share memory with scratch. */
 static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     out->norm.y = mt_arena_alloc(arena, R * m->C * size);
@@ -9023,7 +9014,7 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
     if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
 }
 
-/* What one module of multi-token prediction saves of a micro-batch. */
+/* Saved values of one module of multi-token prediction. */
 static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     a->embedded = mt_arena_alloc(arena, R * m->C * size);
@@ -9034,7 +9025,7 @@ static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out
     mt_plan_output(m, out, arena, true);
 }
 
-/* What one micro-batch saves on one chunk. */
+/* Saved values of one micro-batch on one chunk. */
 static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
     const mt_stage *stage = &m->stages[at->chunk];
     at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
@@ -9046,7 +9037,7 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena 
     for (int64_t i = 0; i < stage->num_mtp; i++) mt_plan_mtp(m, &at->mtp[i], &at->outputs[1 + i], arena);
 }
 
-/* What tensor and pipeline parallelism exchange. */
+/* Communication buffers of tensor and pipeline parallelism. */
 static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
@@ -9077,9 +9068,9 @@ static void mt_plan_latent_scratch(mt_model *m, mt_arena *arena) {
     m->scratch.dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
 }
 
-/* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
- * the last layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only
- * the gradients of the residual stream and of the norm. */
+/* Scratch of the layers. If logits share memory with it (mt_logits_overlap), they take the buffers that hold no value
+ * between the last layer's forward and its backward: only the output layer runs then, and it writes only dresidual and
+ * dnormed. */
 static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
@@ -9106,7 +9097,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     arena->used = mt_max(arena->used, end);
 }
 
-/* What operations share from one micro-batch to the next. */
+/* Buffers that all micro-batches share. */
 static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
     int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
@@ -9136,7 +9127,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     }
 }
 
-/* Lays out everything in the arena; with a counting arena, plans it. */
+/* Assigns memory to everything from the arena; a counting arena measures the sizes. */
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
     int64_t start = arena->used;
@@ -9169,12 +9160,12 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
 
 /* ==== §15b creation =============================================================================================== */
 
-/* Layers of which a micro-batch on a chunk may keep something, and the one that all share where nothing is kept. */
+/* Upper bound on sets of activations of a micro-batch on a chunk: its layers, modules, and one shared set. */
 static int64_t mt_num_saved_layers(const mt_model *m, int64_t chunk) {
     return m->stages[chunk].num_layers + m->stages[chunk].num_mtp + 1;
 }
 
-/* The rows of `rank_counts`, by which counts of the global batch are summed. */
+/* Row indices 0, 1, ... into rank_counts, for combine_rows. */
 static void mt_experts_fill_data_ranks(mt_model *m) {
     int64_t count = m->grid->data.size;
     if (!m->experts->data_ranks) return;
@@ -9185,7 +9176,7 @@ static void mt_experts_fill_data_ranks(mt_model *m) {
     free(numbers);
 }
 
-/* What the options say of experts, and which of them are here; after the stages. */
+/* The experts of this rank, from options and grid; after mt_model_stages. */
 static void mt_experts_open(mt_model *m, const mt_options *o) {
     mt_experts *e = m->experts;
     const mt_grid *grid = m->grid;
@@ -9259,7 +9250,7 @@ static void mt_experts_close(mt_model *m) {
     if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
 }
 
-/* This rank's share of every size. */
+/* Sizes of this rank's part of the model. */
 static void mt_model_shape(mt_model *m, const mt_options *o) {
     int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
     m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
@@ -9272,12 +9263,12 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
-    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
+    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // too few rows in generation
     m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
     m->max_rows = m->tp.max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
 }
 
-/* The chunks of this pipeline rank and the layers in them. */
+/* The chunks of this pipeline rank and their layers. */
 static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
@@ -9312,9 +9303,10 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-_Static_assert(offsetof(mt_linear, weight) == 0, "a weight that the table finds is its linear's first member");
+_Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight is the first member of its linear");
 
-/* Kinds and sizes of the linears, from the table; weights are bound later (§12). And the layers' slots. */
+/* Kinds and sizes of the linears, from the parameter table, and the slots of the layers. mt_bucket_bind sets the
+ * weights. */
 static void mt_model_linears(mt_model *m) {
     mt_linear *linear = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
@@ -9327,7 +9319,7 @@ static void mt_model_linears(mt_model *m) {
             if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->num_local;
             expert = param->expert;
         }
-        if (param->expert == expert) linear->N += param->rows; // of a grouped linear: one expert's
+        if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
     }
     for (int64_t i = 0; i < m->num_layers; i++) {
         m->layers[i].slots = mt_model_calloc(m, (int64_t)sizeof *m->layers[i].slots);
@@ -9335,7 +9327,7 @@ static void mt_model_linears(mt_model *m) {
     }
 }
 
-/* live[chunk] = how many micro-batches a step's list ever has between forward and backward; at least one. */
+/* live[chunk] = maximum number of micro-batches between forward and backward in a step; at least 1. */
 static void mt_model_count_live(const mt_model *m, int64_t *live) {
     const mt_options *o = m->options;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
@@ -9355,7 +9347,7 @@ static void mt_model_count_live(const mt_model *m, int64_t *live) {
     free(actions);
 }
 
-/* Room for so many micro-batches. */
+/* Allocates the records of all live micro-batches. */
 static void mt_model_micro_batches(mt_model *m) {
     int64_t *live = mt_calloc(m->num_chunks * 8);
     mt_model_count_live(m, live);
@@ -9374,8 +9366,9 @@ static void mt_model_micro_batches(mt_model *m) {
     m->batch_bytes = batch.used;
 }
 
-/* Channels to both neighbours, which form a ring where ranks have several chunks. Ranks open them in one order. A
- * sender and a receiver together hold as many messages as a schedule has under way (mt_timeline_create). */
+/* Opens the channels to both pipeline neighbours; with several chunks per rank they form a ring. All ranks open them in
+ * the same order. The buffers of sender and receiver together hold all messages in flight of a schedule
+ * (mt_timeline_create). */
 static void mt_model_links(mt_model *m) {
     const mt_group *pipeline = &m->grid->pipeline;
     int pp = pipeline->size, rank = pipeline->rank;
@@ -9438,7 +9431,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     return 0;
 }
 
-/* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
+/* The spans of a decode step's graph have the longest possible k_len, because a graph keeps its launch grids. */
 static void mt_decode_create(mt_model *m) {
     int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
     m->decode_graphs = mt_model_calloc(m, (m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
@@ -9447,7 +9440,7 @@ static void mt_decode_create(mt_model *m) {
         m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
 }
 
-/* Context parallelism, where ranks share sequences. */
+/* Context parallelism: attention and host batches. */
 static void mt_context_open(mt_model *m) {
     int64_t cp = m->grid->context.size;
     if (cp == 1) return;
@@ -9458,20 +9451,19 @@ static void mt_context_open(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
-/* What --tp-comm-overlap needs: a mailbox, and where in it the parts of a row are. */
+/* --tp-comm-overlap: opens the mailbox and computes the positions of each row's partial sums in it. */
 static int mt_tensor_open(mt_model *m, mt_error *error) {
     mt_tensor_parallel *tp = &m->tp;
     mt_error reason;
     int64_t ranks = tp->group->size, own = tp->group->rank;
     if (!tp->overlaps) return 0;
     int status = m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, &reason);
-    if (status != 0) mt_error_set(error, "--tp-comm-overlap cannot be: %.200s; leave it out", reason.text);
+    if (status != 0) mt_error_set(error, "--tp-comm-overlap is not possible: %.200s; leave it out", reason.text);
     if (mt_agree(&m->grid->world, status != 0, error) != 0) return -1;
     int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
     for (int64_t row = 0; row < tp->max_rows; row++)
         for (int64_t r = 0; r < ranks; r++)
-            part_rows[row * ranks + r] =
-                r == own ? -1 : (int32_t)(r * tp->max_rows + row); // its own stays in `partial`
+            part_rows[row * ranks + r] = r == own ? -1 : (int32_t)(r * tp->max_rows + row); // own part: in `partial`
     m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
     m->ops->stream_wait(m->stream);
     free(part_rows);
@@ -9487,7 +9479,7 @@ static void mt_mtp_open(mt_model *m) {
     m->mtp->weights = mt_model_calloc(m, tokens * 4);
 }
 
-/* This rank's part: its sizes, layers, parameters, buckets, micro-batches and links, without their memory. */
+/* This rank's part of the model: sizes, layers, parameters, buckets, micro-batches and links, without device memory. */
 static int mt_model_partition(mt_model *m, mt_error *error) {
     const mt_options *o = m->options;
     const mt_grid *grid = m->grid;
@@ -9516,7 +9508,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     return 0;
 }
 
-/* Streams, and what is in memory before the first pass. */
+/* Streams, and initial values of device memory. */
 static int mt_model_start(mt_model *m, mt_error *error) {
     bool deterministic = m->options->deterministic_mode;
     m->stream = m->tp.stream = m->ops->stream_create(m->workspace, m->workspace_bytes, deterministic);
@@ -9589,8 +9581,8 @@ int64_t mt_param_rows_stored(const mt_param *param) {
     return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
-/* Draws one run of a parameter's values, those that the part of its bucket has: bucket elements [at, at + n), of which
- * the first has index `first` in the whole parameter. */
+/* Draws initial values for bucket elements [at, at + n), as far as `part` holds them. Element `at` has index `first` in
+ * the whole parameter. */
 static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_part *part, int64_t at, int64_t n,
                               int64_t first) {
     int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
@@ -9602,11 +9594,11 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_part 
                           first + begin - at, mean, std, part->dtype, m->stream);
 }
 
-/* Draws what lies here of a parameter: each value by its index in the whole parameter, so that every layout begins
- * alike. */
+/* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
+ * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
     mt_part part = mt_bucket_part(m, param->bucket, state);
-    int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
+    int64_t rows = mt_param_rows_stored(param); // padding rows stay 0
     int64_t first = param->first_row * param->whole_cols + param->first_col;
     if (!part.data) return;
     if (param->cols == param->whole_cols)
@@ -9622,7 +9614,7 @@ void mt_model_init(mt_model *m) {
     for (int64_t i = 0; i < m->num_params; i++) {
         if (m->params[i].init == MT_INIT_ZEROS) continue;
         mt_param_init_state(m, &m->params[i], MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
+        if (m->dtype != MT_F32) // drawn again: a copy of the weights would be rounded
             mt_param_init_state(m, &m->params[i], MT_STATE_MASTER);
     }
 }
@@ -9633,7 +9625,7 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
-    mt_wait_reader(m); // the caller may
+    mt_wait_reader(m); // the caller may write
     mt_params_gather_all(m);
     *count = m->num_buckets;
     return m->buckets;
@@ -9693,7 +9685,7 @@ void mt_model_backward(mt_model *m) {
     mt_stage_backward(m, &m->last_forward);
 }
 
-/* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
+/* Broadcasts host memory of the last pipeline rank to its pipeline group. */
 static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_t bytes) {
     mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
 }
@@ -9737,7 +9729,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     if (logits) mt_logits_to_host(m, m->last_forward.at, logits, T);
 }
 
-/* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
+/* Writes the inputs of a decode pass to the host's block 0: always the same block, because graphs keep its address. */
 static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
     size_t T = (size_t)batch->num_tokens;
@@ -9752,12 +9744,12 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     }
 }
 
-/* Where the last chunk decodes. */
+/* The micro-batch of the last chunk in a decode pass. */
 static mt_micro_batch *mt_decode_output(mt_model *m) {
     return mt_micro_batch_free(m, m->num_chunks - 1);
 }
 
-/* From the host's block to `rows` rows of logits: the operations that a graph holds. */
+/* Computes `rows` rows of logits from the host's block: the operations of a decode graph. */
 static void mt_decode_pass(mt_model *m, int64_t rows) {
     mt_pass p;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
@@ -9768,15 +9760,15 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
         m->ops->memory_copy(at->device_batch, m->staged_batch[0], bytes, m->stream);
         mt_stage_forward(m, &p);
     }
-    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank has the logits
+    if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
     m->ops->gather_rows(m->scratch.block_out, p.at->outputs[0].hidden, p.batch->logit_rows, rows, m->C, m->C, m->C,
                         m->dtype, m->stream);
     p.T = p.tp.T = p.rows = p.tp.rows = rows;
     mt_output_forward(m, &p, m->scratch.block_out);
 }
 
-/* Whether a pass is a decode step: one token for each sequence. All steps of as many sequences run the same operations
- * on the same memory, whatever their lengths, unless the host waits for the loads of experts. */
+/* True for a decode step: one token per sequence. Steps with equal numbers of sequences run the same operations on the
+ * same memory, so a graph can replay them. Ungrouped experts cannot: the host waits for their loads. */
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || m->grid->world.size > 1) return false;
     if (m->experts->num_layers > 0 && !m->experts->grouped) return false;
@@ -9785,8 +9777,8 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t 
     return true;
 }
 
-/* Enqueuing a step's operations one by one takes longer than they do. From the second step on, once they have prepared
- * themselves, one graph holds them all. */
+/* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so from the second step on
+ * one graph launches all of them; the first step lets them initialise. */
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, int64_t num_rows) {
     int64_t T = batch->num_tokens;
     bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
@@ -9829,9 +9821,9 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
 }
 
 /* ==== §16 generation ============================================================================================== */
-/* From logits to new tokens. Invariants: a sequence's random draws depend on the seed, its id and the position, never
- * on the other sequences of the batch; a prefill and a decode step are the same operation, a forward of the tokens that
- * are not in the key/value cache yet. */
+/* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
+ * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
+ * not in the KV cache yet. */
 
 /* ---- sampling */
 
@@ -9840,12 +9832,12 @@ static double mt_token_weight(const float *logits, int32_t token, int32_t best, 
     return exp(((double)logits[token] - (double)logits[best]) / temperature);
 }
 
-/* True if token `a` comes before `b`: higher logit first, then lower id. */
+/* Order of tokens: higher logit first, then lower id. */
 static bool mt_token_before(const float *logits, int32_t a, int32_t b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
 }
 
-/* Restores a heap of tokens (a parent comes before its children) in which element i may belong further down. */
+/* Sifts element i down in a heap of tokens (a parent comes before its children). */
 static void mt_token_heap_sift(int32_t *heap, int64_t count, int64_t i, const float *logits) {
     int32_t token = heap[i];
     for (int64_t child; (child = 2 * i + 1) < count; i = child) {
@@ -9908,7 +9900,7 @@ int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sa
 
 /* ---- prompts */
 
-/* Checks prompt `id`, of a sequence of at most `context` tokens. */
+/* Checks prompt `id` for a sequence of at most `context` tokens. */
 static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context, const mt_options *o,
                            mt_error *error) {
     long long number = id + 1;

@@ -455,7 +455,7 @@ static void a_failed_mailbox_is_an_error_on_every_rank(void **state) {
     grid.world = world.world;
     if (mt_grid_build(&grid, &f.options, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(mt_model_create(&f.model, &f.options, &grid, &closed, &plan, &error), -1);
-    assert_string_equal(error.text, "--tp-comm-overlap cannot be: rank 1 has no peers; leave it out");
+    assert_string_equal(error.text, "--tp-comm-overlap is not possible: rank 1 has no peers; leave it out");
     close_trainee(&(trainee){.f = f, .grid = grid});
 }
 
