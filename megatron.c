@@ -935,37 +935,37 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
 }
 
 /* ==== §3 kernels in plain C ====================================================================================== */
-/* The definition of what each operation computes, forward and backward side by side. Elements are stored as fp32 or
- * bf16 and all arithmetic is fp32, with long sums in blocks or in fp64. Invariants: every output element has exactly
- * one task that writes it, and every sum a fixed order, so that results do not depend on the number of threads; an
+/* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
+ * fp32 or bf16, all arithmetic is fp32, and long sums are summed in blocks or in fp64. Invariants: exactly one task
+ * writes each output element and every sum has a fixed order, so results do not depend on the number of threads; an
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
  * calling thread. */
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
 #endif
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // without OpenMP its pragmas mean nothing, which is right
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // OpenMP's pragmas, in a build without OpenMP
 #ifdef __clang__
-#pragma GCC diagnostic ignored "-Wpass-failed" // a loop that did not become vector code is right, only slower
+#pragma GCC diagnostic ignored "-Wpass-failed" // a loop that was not vectorized is slower, not wrong
 #endif
 
-/* One prototype an operation, from the list that the table at the end is made of. */
+/* The prototype of each operation, from the lists that also make the table at the end of this section. */
 #define MT_CPU_PROTOTYPE(name, ...) static mt_##name##_fn mt_cpu_##name;
 MT_OPERATIONS(MT_CPU_PROTOTYPE)
 #undef MT_CPU_PROTOTYPE
 
 /* ==== §3a threads, elements, memory ============================================================================== */
-/* Rows are computed as floats. For fp32 a row is used where it lies; for bf16 it passes through scratch, so that one
- * body serves both: load what is read, open what is written, compute, close. */
+/* Rows are computed as floats: an fp32 row in place, a bf16 row in scratch. One body serves both types: mt_row_load for
+ * inputs, mt_row_open for outputs, compute, mt_row_close. */
 
 enum {
     MT_BLOCK = 1024,      // elements of one task of an elementwise operation, and of one partial sum
     MT_COLUMNS = 64,      // columns of one task of a reduction over rows
-    MT_PARALLEL = 1 << 14 // elements from which waking the other threads pays
+    MT_PARALLEL = 1 << 14 // elements below which one thread is faster than several
 };
 
-/* Scratch of the calling thread: it grows to the largest that was asked for and stays, so that a training step in its
- * stride allocates nothing. The next call may move it. */
+/* Scratch of the calling thread. It grows to the largest request and is kept, so later training steps allocate nothing.
+ * The next call may move it. */
 static float *mt_scratch_grow(int64_t floats) {
     static _Thread_local float *memory;
     static _Thread_local int64_t capacity;
@@ -977,7 +977,7 @@ static float *mt_scratch_grow(int64_t floats) {
     return memory;
 }
 
-/* The same shared out to the threads of a parallel region, `floats` for each. */
+/* The same, divided among the threads of a parallel region: `floats` for each. */
 typedef struct mt_scratch {
     float *memory;
     int64_t floats;
@@ -988,11 +988,11 @@ static mt_scratch mt_scratch_reserve(int64_t floats) {
 #ifdef MT_HAVE_OPENMP
     threads = omp_get_max_threads();
 #endif
-    floats = mt_divide_up(floats, 16) * 16; // whole cache lines: threads do not share one
+    floats = mt_divide_up(floats, 16) * 16; // whole cache lines, which threads do not share
     return (mt_scratch){mt_scratch_grow(threads * floats), floats};
 }
 
-/* The slice of the thread that asks. */
+/* The slice of the calling thread. */
 static float *mt_scratch_slice(mt_scratch scratch) {
 #ifdef MT_HAVE_OPENMP
     return scratch.memory + omp_get_thread_num() * scratch.floats;
@@ -1001,7 +1001,7 @@ static float *mt_scratch_slice(mt_scratch scratch) {
 #endif
 }
 
-/* The n elements of x from `offset` on, as floats to read. */
+/* The n elements of x from `offset` on, as floats. */
 static inline const float *mt_row_load(float *scratch, const void *x, int64_t offset, int64_t n, mt_dtype dtype) {
     if (dtype == MT_F32) return (const float *)x + offset;
     const uint16_t *bits = (const uint16_t *)x + offset;
@@ -1010,7 +1010,7 @@ static inline const float *mt_row_load(float *scratch, const void *x, int64_t of
     return scratch;
 }
 
-/* Where the row of y at `offset` is computed as floats; mt_row_close then puts it in place. */
+/* Memory in which the row of y at `offset` is computed as floats; mt_row_close stores it. */
 static inline float *mt_row_open(float *scratch, void *y, int64_t offset, mt_dtype dtype) {
     return dtype == MT_F32 ? (float *)y + offset : scratch;
 }
@@ -1022,7 +1022,7 @@ static inline void mt_row_close(void *y, int64_t offset, const float *row, int64
     for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_bf16(row[i]);
 }
 
-/* The greatest of x[n], -inf when n == 0; in lanes, since compilers do not reorder a maximum that could meet a NaN. */
+/* The maximum of x[n], -inf when n == 0. In lanes: compilers do not vectorize a maximum that may meet a NaN. */
 static inline float mt_row_max(const float *x, int64_t n) {
     enum { LANES = 16 };
     float lanes[LANES], max = -INFINITY;
@@ -1038,10 +1038,10 @@ static inline float mt_row_max(const float *x, int64_t n) {
     return max;
 }
 
-/* exp(x) to about one unit in the last place, without a branch, so that loops over it become vector code:
- * 2^n e^r with |r| <= ln(2) / 2 and Cephes' polynomial for e^r. Right at both infinities, at NaN and under 2^-126. */
+/* exp(x) to about one unit in the last place, without a branch, so that loops over it are vectorized: 2^n e^r with |r|
+ * <= ln(2) / 2 and Cephes' polynomial for e^r. Correct at both infinities, at NaN and below 2^-126. */
 static inline float mt_exp(float x) {
-    const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer that the low bits then hold
+    const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     x = x < -104.0f ? -104.0f : x;
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + shift, n = shifted - shift;
@@ -1057,17 +1057,17 @@ static inline float mt_exp(float x) {
         float value;
         uint32_t bits;
     } whole = {shifted}, low, high;
-    uint32_t power = whole.bits - 0x4b400000 + 256; // n + 256, in two halves: 2^n itself may overflow or be subnormal
+    uint32_t power = whole.bits - 0x4b400000 + 256; // n + 256, in two halves: 2^n may overflow or be subnormal
     low.bits = (power / 2 - 1) << 23;
     high.bits = (power - power / 2 - 1) << 23;
     return p * low.value * high.value;
 }
 
-/* Factors of dropout, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1): four neighbours
- * share one Philox counter, (low, high | index / 4), and take a word each. */
+/* Dropout factors, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1). Four consecutive
+ * indices use the four words of one Philox counter, (low, high | index / 4). */
 static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
                                int64_t first) {
-    enum { COUNTERS = 16 }; // drawn at once, as vector code
+    enum { COUNTERS = 16 }; // per vectorized loop
     uint32_t words[4 * COUNTERS];
     uint32_t threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
     float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
@@ -1085,10 +1085,10 @@ static int64_t mt_cpu_memory_available(void) {
 }
 
 static void *mt_cpu_memory_alloc(int64_t bytes) {
-    const int64_t page = 1 << 21; // huge pages spare the address translation that streaming through weights costs
+    const int64_t page = 1 << 21; // huge pages: fewer TLB misses while weights stream
     if (bytes < page) return mt_malloc(bytes);
     void *memory;
-    if (posix_memalign(&memory, (size_t)page, (size_t)bytes) != 0) return mt_malloc(bytes); // which says so
+    if (posix_memalign(&memory, (size_t)page, (size_t)bytes) != 0) return mt_malloc(bytes); // or ends
     madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
     return memory;
 }
@@ -1132,7 +1132,7 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
 }
 
 static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
-    (void)T, (void)C, (void)H, (void)D; // threads have scratch of their own
+    (void)T, (void)C, (void)H, (void)D; // each thread has its own scratch
     return 0;
 }
 
@@ -1175,16 +1175,16 @@ static int64_t mt_halve(int64_t n) {
     return mt_divide_up(n, 128) * 64;
 }
 
-/* Under OpenMP's threads the library must keep to one; to say so is not for them, who would say it all at once. */
+/* Sets OpenBLAS to one thread before the parallel region; workers must not set it concurrently. */
 static void mt_matmul_prepare(void) {
 #ifdef OPENBLAS_THREAD
     if (openblas_get_parallel() == OPENBLAS_THREAD && openblas_get_num_threads() > 1) openblas_set_num_threads(1);
 #endif
 }
 
-/* The library's product, cut into tiles that depend on the shape alone, each computed by one thread: left to itself the
- * library cuts by the number of threads, and its edges round differently from its middle. Under 2^18 products OpenBLAS
- * keeps to one thread anyway. */
+/* The library's product, in tiles that depend on the shape only, each computed by one thread. The library itself would
+ * tile by the number of threads, and the edges of its tiles round differently. Below 2^18 products OpenBLAS uses one
+ * thread anyway. */
 static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t rows = M, columns = N;
@@ -1216,8 +1216,8 @@ static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], const float *b, int6
     }
 }
 
-/* Sums products for MT_TILE rows of c and one panel of its columns, which fit in registers; a's rows lie a_row apart,
- * its columns a_column. Rows past `rows` repeat the last one. */
+/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Consecutive rows of a are a_row
+ * apart, columns a_column. Rows past `rows` repeat the last one. */
 static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_t a_row, int64_t a_column, int64_t rows,
                            float panel[MT_DEPTH][MT_PANEL], int64_t depth) {
     const float *a0 = a, *a1 = a + mt_min(1, rows - 1) * a_row, *a2 = a + mt_min(2, rows - 1) * a_row,
@@ -1239,7 +1239,7 @@ static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_
     memcpy(sums[3], s3, sizeof s3);
 }
 
-/* The product without a library: panels of b's columns by depths of K that stay in the first-level cache. */
+/* The product without a library: panels of b's columns by depths of K that fit in the first-level cache. */
 static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t a_row = a_transposed ? 1 : lda, a_column = a_transposed ? lda : 1;
@@ -1262,8 +1262,8 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
 }
 #endif
 
-/* The products of one row x[K] with four rows of weights, fp32 or bf16 as they are stored: four sums at a time keep the
- * adders busy while memory streams. */
+/* The products of one row x[K] with four rows of weights, stored as fp32 or bf16. Four independent sums hide the
+ * latency of additions. */
 static inline void mt_dot_four(float sums[4], const float *x, const void *const w[4], int64_t K, mt_dtype dtype) {
     float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
     if (dtype == MT_F32) {
@@ -1288,7 +1288,7 @@ static inline void mt_dot_four(float sums[4], const float *x, const void *const 
     sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
 }
 
-/* The product for a few rows, where reading b once is all the work: a gemm would pack it first. */
+/* The product for a few rows. It reads b once; a gemm would pack b first. */
 static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool b_transposed, bool accumulate) {
     for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc, 0, (size_t)N * sizeof *c);
@@ -1310,7 +1310,7 @@ static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M,
 }
 
 /* c[M, N] = a b, or += when accumulate, with a [M, K] ([K, M] when transposed) and b [K, N] ([N, K] when transposed);
- * ld* are the distances between rows as stored. */
+ * ld* are the distances between stored rows. */
 static void mt_matmul(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                       int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     if (M <= 4 && !a_transposed)
@@ -1319,7 +1319,7 @@ static void mt_matmul(float *c, const float *a, const float *b, int64_t M, int64
         mt_matmul_large(c, a, b, M, N, K, ldc, lda, ldb, a_transposed, b_transposed, accumulate);
 }
 
-/* A block of a matrix as floats: where it lies for fp32, converted into scratch for bf16. */
+/* A block of a matrix as floats: in place for fp32, converted into scratch for bf16. */
 typedef struct mt_matrix {
     const float *data;
     int64_t stride;
@@ -1333,7 +1333,7 @@ static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, i
     return (mt_matrix){scratch, columns};
 }
 
-/* Few rows, as in decoding: every weight is read once, by the thread that needs it. */
+/* Few rows, as in decoding: one thread reads each weight, once. */
 static void mt_linear_forward_small(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                     int64_t K, mt_dtype dtype) {
     int64_t size = mt_dtype_size(dtype);
@@ -1354,21 +1354,21 @@ static void mt_linear_forward_small(void *y, const void *x, const void *w, const
     }
 }
 
-/* How many of n tokens or features go into one matrix product: all in fp32; in bf16 what is worth converting at once.
- */
+/* Number of the n tokens or features in one matrix product: all in fp32; in bf16 one block, which is converted
+ * first. */
 static int64_t mt_linear_block(int64_t n, int64_t block, mt_dtype dtype) {
     return mt_max(1, dtype == MT_F32 ? n : mt_min(n, block));
 }
 
-/* Floats of scratch that a block of a matrix takes. */
+/* Floats of scratch for a block of a matrix. */
 static int64_t mt_matrix_scratch(int64_t rows, int64_t columns, mt_dtype dtype) {
     return dtype == MT_F32 ? 0 : rows * columns;
 }
 
-/* Rows that were computed in scratch, put in place at the stride of y. */
+/* Stores rows that were computed in scratch, at the stride of y. */
 static void mt_matrix_store(void *y, int64_t offset, const float *block, int64_t rows, int64_t columns, int64_t stride,
                             mt_dtype dtype) {
-    if (dtype == MT_F32) return; // they were computed in place
+    if (dtype == MT_F32) return; // computed in place
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
     for (int64_t r = 0; r < rows; r++) mt_row_close(y, offset + r * stride, block + r * columns, columns, dtype);
 }
@@ -1493,7 +1493,7 @@ static void mt_cpu_embedding_forward(void *out, const int32_t *ids, const void *
     }
 }
 
-/* sum[rows[t] - first] += from[t]. By columns, so that one thread sees all rows, in their order. */
+/* sum[rows[t] - first] += from[t]. Tasks are columns: one thread adds all rows, in order. */
 static void mt_add_rows_at(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C, int64_t first,
                            int64_t count, mt_dtype dtype) {
 #pragma omp parallel for if (T * C > MT_PARALLEL)
@@ -1538,8 +1538,8 @@ static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_str
     }
 }
 
-/* dw[C] += sum over rows of dy normalized, and db[C] += that of dy (db may be NULL), where normalized is
- * (x - mean) rstd; mean may be NULL. By columns, so that each sum has one order. */
+/* dw[C] += sum over rows of dy (x - mean) rstd, and db[C] += that of dy (db may be NULL); mean may be NULL: 0. Tasks
+ * are columns, so each sum has one order. */
 static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, int64_t x_stride, mt_dtype dtype) {
     int64_t H = a->H, C = a->C, rows = a->T * H;
 #pragma omp parallel for if (rows * C > MT_PARALLEL)
@@ -1741,9 +1741,10 @@ static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype
 }
 
 /* ==== §3e attention ============================================================================================== */
-/* Blocks of queries by blocks of keys, so that the scores of a long sequence are never held whole. The forward keeps a
- * running maximum and sum a query; the backward recomputes the probabilities from the saved lse. It runs in two halves,
- * so that each output has one owner: a task of the first owns rows of dq, a task of the second rows of dk and dv. */
+/* Blocks of queries by blocks of keys: the scores of a long sequence are never all in memory. The forward keeps a
+ * running maximum and sum per query; the backward recomputes the probabilities from the saved lse. The backward has two
+ * halves, so that each output has one owner: a task of the first half owns rows of dq, a task of the second rows of dk
+ * and dv. */
 
 enum { MT_QUERIES = 64, MT_KEYS = 128 };
 
@@ -1755,8 +1756,8 @@ typedef struct mt_attention_task {
     mt_dtype dtype;
 } mt_attention_task;
 
-/* Multiplies the probabilities p[rows, columns] of queries i0... and keys j0... by their dropout: query q_index at
- * (q_index, head << 48 | k_index / 4), word k_index % 4. */
+/* Multiplies the probabilities p[rows, columns] of queries i0... and keys j0... by their dropout factors: word k_index
+ * % 4 of Philox at (q_index, head << 48 | k_index / 4). */
 static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_t i0, int64_t j0, int64_t rows,
                                  int64_t columns) {
     const mt_attention *call = task->call;
@@ -1765,7 +1766,7 @@ static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_
     uint64_t high = (uint64_t)(call->first_head + task->head) << 48;
     for (int64_t j = 0, run; j < columns; j += run) {
         float factors[MT_KEYS];
-        for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // neighbours share counters
+        for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // these share counters
         for (int64_t i = 0; i < rows; i++) {
             mt_dropout_factors(factors, run, &call->dropout, (uint64_t)q_index[i], high, k_index[j]);
             for (int64_t r = 0; r < run; r++) p[i * columns + j + r] *= factors[r];
@@ -1780,14 +1781,14 @@ void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin
     if (*begin > *end) *begin = *end;
 }
 
-/* The queries [*begin, *end) of the span of which any may see a key in [j0, j1). */
+/* The queries [*begin, *end) of the span; all others see no key in [j0, j1). */
 static void mt_span_queries(const mt_span *span, int64_t window, int64_t j0, int64_t j1, int64_t *begin, int64_t *end) {
     int64_t shift = span->k_len - span->q_len;
     *begin = span->causal ? mt_max(0, j0 - shift) : 0;
     *end = window > 0 ? mt_min(span->q_len, j1 - 1 - shift + window) : span->q_len;
 }
 
-/* Most queries and most key rows of any span, the end of all key rows, and the products of queries and keys. */
+/* The most queries of a span, the end of all key rows, and the sum of q_len k_len. */
 typedef struct mt_spans_extent {
     int64_t max_queries, key_rows, products;
 } mt_spans_extent;
@@ -1803,7 +1804,7 @@ static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
     return extent;
 }
 
-/* The blocks of q, k, v of a task's head as floats. */
+/* Blocks of q, dout, k and v of a task's head, as floats. */
 static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
     const mt_attention *call = task->call;
     int64_t offset = (task->span->q_start + i0) * call->q_stride + task->head * call->head_size;
@@ -1830,8 +1831,8 @@ static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *ta
     return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
-/* Turns a query's scores p[columns], of which it sees [begin, end), into exp(scale score - max) for the greater of the
- * running max and theirs, and adds them to the running sum. Returns what to multiply by all that was summed before. */
+/* A step of the online softmax over a query's scores p[columns], of which it sees [begin, end): raises the running max,
+ * p = exp(scale score - max), adds p to the running sum. Returns the factor that rescales the sums so far. */
 static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_t end, float scale, float *max,
                                 float *sum) {
     float before = *max, top, total = 0;
@@ -1854,7 +1855,7 @@ static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_
     return factor;
 }
 
-/* One block of queries of one head: all of its keys, block by block. */
+/* One block of queries of one head, over all of its keys. */
 static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0, float *scratch) {
     const mt_attention *call = task->call;
     const mt_span *span = task->span;
@@ -1908,8 +1909,8 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
             }
 }
 
-/* For queries i0... and keys j0... of a task's head: ds[rows, columns], the gradient of scale q k^T, times scale, and
- * p[rows, columns], the probabilities after dropout, with which v was multiplied. */
+/* For queries i0... and keys j0... of a task's head: ds[rows, columns], scale times the gradient of scale q k^T, and
+ * p[rows, columns], the probabilities after dropout, the factors of v. */
 static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
                                          mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
                                          int64_t columns) {
@@ -1937,7 +1938,7 @@ static void mt_attention_backward_scores(float *p, float *ds, const mt_attention
     if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
 }
 
-/* row_dot = sum(out dout) of a block of queries: what the softmax's gradient subtracts. */
+/* row_dot = sum(out dout) of a block of queries, which the gradient of the softmax subtracts. */
 static void mt_attention_row_dot(const mt_attention_task *task, mt_matrix dout, int64_t i0, int64_t rows,
                                  float *scratch) {
     const mt_attention *call = task->call;
@@ -1982,7 +1983,8 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     }
 }
 
-/* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] what the queries of one span and head give its keys j0... */
+/* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] the gradients of keys j0... from the queries of one span and
+ * head. */
 static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_attention_task *task, int64_t j0,
                                        int64_t columns, float *scratch) {
     const mt_attention *call = task->call;
@@ -2002,8 +2004,8 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     }
 }
 
-/* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, over every span that has some of them and
- * every head of the group, in order. Rows in no span stay as they are. */
+/* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, summed over the spans with such rows and the
+ * heads of the group, in order. Rows in no span are not written. */
 static void mt_attention_backward_group(mt_attention_task *task, int64_t group, int64_t k0, float *scratch) {
     const mt_attention *call = task->call;
     int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
@@ -2107,7 +2109,7 @@ static inline float mt_sigmoid(float x) {
 }
 
 /* The normal distribution function, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit of Press et al., "Numerical recipes"
- * (erfcc), of relative error under 1.2e-7. */
+ * (erfcc), with a relative error below 1.2e-7. */
 static inline float mt_normal_cdf(float x) {
     float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 0.17087277f;
@@ -2305,7 +2307,7 @@ static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *
             for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
                 float e = mt_exp(x[i] - max);
                 block_sum += e;
-                block_weighted += e > 0 ? e * x[i] : 0.0f; // a logit of -inf weighs nothing
+                block_weighted += e > 0 ? e * x[i] : 0.0f; // exp(-inf) * -inf counts as 0
             }
             sum += block_sum;
             weighted += block_weighted;
@@ -2328,7 +2330,7 @@ static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *
         for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
         for (int64_t i = 0; i < n; i++) {
             const float *share = parts + i * part + t;
-            double scale = exp((double)share[0] - (double)max); // 0 for a share without any of the vocabulary
+            double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
             sum += scale * (double)share[T];
             target += (double)share[2 * T];
             if (row_weighted) weighted += scale * (double)share[3 * T];
@@ -2386,7 +2388,7 @@ static void mt_cpu_nll_loss(double *sums, float *dlogp, const float *logp, const
     }
 }
 
-/* The column of the greatest of x[n], the lowest among equals; -1 if one is not a number or the greatest not finite. */
+/* The column of the maximum of x[n], the lowest among equals; -1 if an element is NaN or the maximum is not finite. */
 static int32_t mt_row_argmax(const float *x, int64_t n) {
     int32_t best = 0;
     bool numbers = true;
@@ -2407,15 +2409,15 @@ static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t s
 }
 
 /* ==== §3h mixture of experts ===================================================================================== */
-/* A token's choices and weights depend on its own row alone, whoever its neighbours are, so that every layout of ranks
- * routes alike. Softmax and sigmoid keep the order of logits: where nothing is added to the scores, experts are chosen
- * by logits, which does not take scores that rounding made equal for equals. */
+/* Invariant: a token's choices and weights depend on its own row only, so all layouts of ranks route alike. Softmax and
+ * sigmoid keep the order of the logits: where nothing is added to the scores, experts are chosen by logits, because
+ * rounding can make different scores equal. */
 
-/* Every sum is over one token's row and one expert's, in the order of channels, however many rows there are. */
+/* Every sum runs over the channels in order, for any number of rows. */
 static void mt_cpu_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
                                  mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    enum { TOKENS = 16 }; // which share a read of the weights
+    enum { TOKENS = 16 }; // per read of the weights
     mt_scratch scratch = mt_scratch_reserve(mt_matrix_scratch(TOKENS, C, dtype));
 #pragma omp parallel for if (T * E * C > MT_PARALLEL)
     for (int64_t first = 0; first < T; first += TOKENS) {
@@ -2442,7 +2444,7 @@ static bool mt_row_is_finite(const float *x, int64_t n) {
     return finite;
 }
 
-/* Where the greatest of x[n] is, the first among equals. */
+/* The index of the maximum of x[n], the first among equals. */
 static int64_t mt_row_greatest(const float *x, int64_t n) {
     int64_t best = 0;
     for (int64_t i = 1; i < n; i++)
@@ -2450,7 +2452,7 @@ static int64_t mt_row_greatest(const float *x, int64_t n) {
     return best;
 }
 
-/* out[n] = softmax of x[n], which may be out; gives log(sum(exp(x))). */
+/* out[n] = softmax of x[n], which may be out; returns log(sum(exp(x))). */
 static double mt_row_softmax(float *out, const float *x, int64_t n) {
     float max = mt_row_max(x, n), sum = 0;
 #pragma omp simd
@@ -2460,15 +2462,15 @@ static double mt_row_softmax(float *out, const float *x, int64_t n) {
     return (double)max + log((double)sum);
 }
 
-/* x[n] divided by its sum, which keeps clear of zero. */
+/* Divides x[n] by its sum + 1e-20. */
 static void mt_row_normalize(float *x, int64_t n) {
     float sum = 0;
     for (int64_t i = 0; i < n; i++) sum += x[i];
     for (int64_t i = 0; i < n; i++) x[i] /= sum + 1e-20f;
 }
 
-/* keys[E] = -inf for the experts of all but the group_topk groups whose best group_best scores have the greatest
- * sums. spare is of 2 E. */
+/* keys[E] = -inf for experts outside the group_topk groups whose best group_best scores have the greatest sums. `spare`
+ * has 2 E floats. */
 static void mt_route_limit_groups(float *keys, const float *scores, float *spare, const mt_router *router) {
     int64_t E = router->num_experts, groups = router->num_groups, size = E / groups;
     int64_t best = router->group_best > 0 ? router->group_best : router->topk / router->group_topk;
@@ -2485,10 +2487,10 @@ static void mt_route_limit_groups(float *keys, const float *scores, float *spare
     }
     for (int64_t i = 0; i < router->group_topk; i++) sums[mt_row_greatest(sums, groups)] = -INFINITY;
     for (int64_t e = 0; e < E; e++)
-        if (sums[e / size] > -INFINITY) keys[e] = -INFINITY; // its group was left over
+        if (sums[e / size] > -INFINITY) keys[e] = -INFINITY; // its group was not chosen
 }
 
-/* experts[k] for finite logits[E]; slice is of 4 E. */
+/* experts[k] for finite logits[E]; `slice` has 4 E floats. */
 static void mt_route_choose(int32_t *experts, const float *logits, const float *bias, float *slice,
                             const mt_router *router) {
     int64_t E = router->num_experts;
@@ -2506,7 +2508,7 @@ static void mt_route_choose(int32_t *experts, const float *logits, const float *
     }
 }
 
-/* probs[k] of experts[k], not yet scaled; slice is of E. */
+/* probs[k] of experts[k], before the scaling; `slice` has E floats. */
 static void mt_route_weigh(float *probs, const int32_t *experts, const float *logits, float *slice,
                            const mt_router *router) {
     int64_t k = router->topk;
@@ -2543,8 +2545,8 @@ static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invali
     invalid[0] += wrong;
 }
 
-/* cost[T, E] = exp(logits - the row's greatest), which spares its overflow; guard[T] = 1e-8 divided by the same. A row
- * that is not finite has cost 0 and weighs nothing. Gives how many are. */
+/* cost[T, E] = exp(logits - max), with the maximum of each row against overflow; guard[T] = 1e-8 / exp(max). A row that
+ * is not finite has cost 0. Returns the number of finite rows. */
 static int64_t mt_sinkhorn_open(double *cost, double *guard, const float *logits, int64_t T, int64_t E) {
     int64_t tokens = 0;
 #pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
@@ -2559,8 +2561,8 @@ static int64_t mt_sinkhorn_open(double *cost, double *guard, const float *logits
     return tokens;
 }
 
-/* Factors weight[T] that give every row the sum 1 / tokens, then scale[E] that give every column 1 / E, which were
- * `old`. Gives their change on the mean. */
+/* One round: factors weight[T] for row sums of 1 / tokens, then scale[E], previously `old`, for column sums of 1 / E.
+ * Returns the mean change of scale. */
 static double mt_sinkhorn_round(double *scale, double *old, double *weight, const double *cost, const double *guard,
                                 int64_t tokens, int64_t T, int64_t E) {
     double change = 0;
@@ -2613,13 +2615,13 @@ static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *inval
     }
 }
 
-/* Probabilities q over some experts, with gradients g, give their logits q (g - sum(g q)); where they are sigmoids s
- * divided by their sum, times 1 - s; and a sigmoid alone gives g s (1 - s). */
+/* From probabilities q over some experts and their gradients g, the gradient of the logits: q (g - sum(g q)) for a
+ * softmax; the same times 1 - s for sigmoids s divided by their sum; g s (1 - s) for a single sigmoid. */
 static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                   int64_t T, const mt_router *router, mt_stream *stream) {
     (void)stream;
     int64_t E = router->num_experts, k = router->topk;
-    bool all = !router->sigmoid && router->pre_softmax; // experts take part that were not chosen
+    bool all = !router->sigmoid && router->pre_softmax; // the softmax includes experts that were not chosen
     mt_scratch scratch = mt_scratch_reserve(E + k);
 #pragma omp parallel for if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -2637,7 +2639,7 @@ static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int
     }
 }
 
-/* Each expert's share of a token; gives log(sum(exp(logits))). */
+/* The scores of a token for the auxiliary loss; returns log(sum(exp(logits))). */
 static double mt_route_shares(float *shares, const float *logits, const mt_router *router) {
     int64_t E = router->num_experts;
     double lse = mt_row_softmax(shares, logits, E);
@@ -2660,7 +2662,7 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
 static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
                                     int64_t T, const mt_router *router, mt_stream *stream) {
     (void)stream;
-    enum { TOKENS = 512 }; // whose rows are kept between the two passes
+    enum { TOKENS = 512 }; // rows kept between the two passes
     int64_t E = router->num_experts, k = router->topk;
     double *totals = (double *)mt_scratch_grow(2 * (2 * S * E + TOKENS) + 2 * TOKENS * E), *lse = totals + 2 * S * E;
     float *shares = (float *)(lse + TOKENS), *picked = shares + TOKENS * E;
@@ -2700,7 +2702,7 @@ static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, in
     }
 }
 
-/* The loss is a sum of shares times E counts / sum(counts): see route_backward. */
+/* The loss is a sum of scores times E counts / sum(counts); the gradient is as in mt_cpu_route_backward. */
 static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
                                      int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
                                      mt_stream *stream) {
@@ -2732,14 +2734,14 @@ static void mt_cpu_count_experts(float *loads, const int32_t *experts, int64_t n
         if (experts[i] >= 0) loads[experts[i]]++;
 }
 
-/* A choice in the queue for its expert. */
+/* A choice that competes for the capacity of its expert. */
 typedef struct mt_queued {
     int64_t token_index, choice;
     float prob;
     int32_t expert;
 } mt_queued;
 
-/* Expert by expert, first those that stay. No two compare equal, so that every sort gives the same order. */
+/* Orders choices by expert, then by priority. No two compare equal, so every sort gives the same order. */
 static int mt_queued_compare(const void *left, const void *right) {
     const mt_queued *a = left, *b = right;
     if (a->expert != b->expert) return a->expert < b->expert ? -1 : 1;
@@ -2768,8 +2770,8 @@ static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const floa
     }
 }
 
-/* Where the rows of an expert's first copy are in the order of rows; those of the next copy are `local` further. -1 for
- * an expert that is none of these. */
+/* The v (see mt_dispatch) of an expert's first copy; that of the next copy is `local` further. -1 for an expert out of
+ * range. */
 static int64_t mt_dispatch_place(int32_t expert, const mt_dispatch *d) {
     int64_t e = expert - d->first;
     if (expert < 0 || e < 0 || e >= d->count) return -1;
@@ -2782,7 +2784,7 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
     (void)stream;
     int64_t k = dispatch->topk, copies = dispatch->copies, places = dispatch->count * copies;
     int64_t capacity = dispatch->capacity;
-    int32_t *next = (int32_t *)mt_scratch_grow(places); // the row that the next choice takes
+    int32_t *next = (int32_t *)mt_scratch_grow(places); // next free row
     memset(next, 0, (size_t)places * sizeof *next);
     for (int64_t i = 0; i < T * k; i++) {
         int64_t place = mt_dispatch_place(experts[i], dispatch);
@@ -2798,7 +2800,7 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
         int64_t place = mt_dispatch_place(experts[i], dispatch);
         for (int64_t copy = 0; copy < copies; copy++) {
             int64_t v = place + copy * dispatch->num_local;
-            bool room = place >= 0 && next[v] < offsets[v + 1]; // more than fit would be another expert's rows
+            bool room = place >= 0 && next[v] < offsets[v + 1]; // rows past the capacity belong to the next expert
             int32_t row = room ? next[v]++ : -1;
             position[i * copies + copy] = row;
             if (room) choice[row] = (int32_t)i, token[row] = (int32_t)(i / k);
@@ -2809,7 +2811,7 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
 static void mt_cpu_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
                                   int64_t sources, int64_t local, int64_t M, mt_stream *stream) {
     (void)stream, (void)M;
-    int32_t *begins = (int32_t *)mt_scratch_grow(sources * local), row = 0; // where [source, expert] arrived
+    int32_t *begins = (int32_t *)mt_scratch_grow(sources * local), row = 0; // first row of [source, expert]
     for (int64_t i = 0; i < sources * local; i++) {
         begins[i] = row;
         row += counts[i];
@@ -2846,8 +2848,8 @@ static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *positi
     }
 }
 
-/* Whether threads take an expert each, rather than all of them share every product: the results are the same. */
-static bool mt_experts_apart(int64_t E) {
+/* True if each thread computes whole experts; false if all threads share every product. The results are the same. */
+static bool mt_threads_by_expert(int64_t E) {
     mt_matmul_prepare();
 #ifdef MT_HAVE_OPENMP
     return E >= 2 * omp_get_max_threads();
@@ -2862,9 +2864,9 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
 
 static void mt_cpu_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
                                           int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
-    bool apart = mt_experts_apart(E);
-    (void)M, (void)apart; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (apart)
+    bool by_expert = mt_threads_by_expert(E);
+    (void)M, (void)by_expert; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
         if (rows == 0) continue;
@@ -2876,9 +2878,9 @@ static void mt_cpu_grouped_linear_forward(void *y, const void *x, const void *w,
 static void mt_cpu_grouped_linear_backward_input(void *dx, const void *dy, const void *w, const int32_t *offsets,
                                                  int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
                                                  mt_stream *stream) {
-    bool apart = mt_experts_apart(E);
-    (void)M, (void)apart; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (apart)
+    bool by_expert = mt_threads_by_expert(E);
+    (void)M, (void)by_expert; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
         if (rows == 0) continue;
@@ -2890,9 +2892,9 @@ static void mt_cpu_grouped_linear_backward_input(void *dx, const void *dy, const
 static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, const void *x, const int32_t *offsets,
                                                   int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
                                                   mt_dtype dtype, mt_stream *stream) {
-    bool apart = mt_experts_apart(E);
-    (void)M, (void)apart; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (apart)
+    bool by_expert = mt_threads_by_expert(E);
+    (void)M, (void)by_expert; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
         if (rows == 0 && !accumulate) memset(dw + e * N * K, 0, (size_t)(N * K) * sizeof *dw);
@@ -2918,7 +2920,7 @@ static void mt_cpu_expert_swiglu_forward(void *y, const void *gate_up, const flo
     }
 }
 
-/* As swiglu_backward, for weight dy. */
+/* As swiglu_backward, with weight dy in place of dy. */
 static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
                                           const float *weights, int64_t M, int64_t F, mt_dtype dtype,
                                           mt_stream *stream) {
@@ -2995,7 +2997,7 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
     double sum = 0;
     for (int64_t e = 0; e < E; e++) sum += (double)loads[e];
     for (int64_t e = 0; e < E; e++) {
-        double missing = sum - (double)E * (double)loads[e]; // E times, which keeps whole numbers exact
+        double missing = sum - (double)E * (double)loads[e]; // times E: whole numbers stay exact
         bias[e] += missing > 0 ? rate : missing < 0 ? -rate : 0.0f;
     }
 }
@@ -3004,7 +3006,7 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
 
 static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
     (void)stream;
-    enum { PARTS = 256 }; // however many threads there are
+    enum { PARTS = 256 }; // for any number of threads
     double parts[PARTS] = {0};
     int64_t length = mt_divide_up(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
 #pragma omp parallel for if (n > MT_PARALLEL)
@@ -3029,7 +3031,7 @@ static void mt_cpu_accumulate(float *sum, const float *x, int64_t n, mt_stream *
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
                                   float clip, mt_stream *stream) {
     (void)stream;
-    double tokens = denominator[0] > 0 ? denominator[0] : 1.0; // a batch without unmasked tokens has no gradient
+    double tokens = denominator[0] > 0 ? denominator[0] : 1.0; // all tokens masked: no gradient
     double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? (double)clip / (size + 1e-6) : 1.0;
     norm[0] = (float)size;
     scale[0] = (float)((factor < 1.0 ? factor : 1.0) / tokens);
@@ -3078,7 +3080,7 @@ static void mt_cpu_adamw_step(void *param, float *master, float *m, float *v, co
     }
 }
 
-/* Two uniform words give two normal numbers (Box & Muller, "A note on the generation of random normal deviates"). */
+/* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
 static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
     double uniform0 = ((double)word0 + 0.5) * 0x1p-32, uniform1 = ((double)word1 + 0.5) * 0x1p-32;
     float radius = sqrtf(-2.0f * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586);
@@ -3086,7 +3088,7 @@ static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
     normal[1] = radius * sinf(angle);
 }
 
-/* The normal numbers first ... first + n - 1 of a key: number i is the (i % 4)th of counter i / 4. */
+/* Normal numbers first ... first + n - 1 of a key: number i is number i % 4 of counter i / 4. */
 static void mt_cpu_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
                                  mt_dtype dtype, mt_stream *stream) {
     (void)stream;
@@ -4185,7 +4187,7 @@ static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
 
 /* Sends `sent`[rows, C] to the rank at distance `step`: into its mailbox, which has `stride` rows per rank from row
  * `first` on. Runs on tp->comm, as all mailbox transfers. */
-static void mt_tensor_trade(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
+static void mt_mailbox_send(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
                             int step) {
     tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
                            mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
@@ -4198,7 +4200,7 @@ static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, i
         tp->ops->stream_follow(tp->comm, tp->stream);
     else
         tp->ops->stream_follow(tp->stream, tp->comm);
-    if (step + 1 < tp->group->size) mt_tensor_trade(tp, x, 0, tp->rows, C, step + 1);
+    if (step + 1 < tp->group->size) mt_mailbox_send(tp, x, 0, tp->rows, C, step + 1);
     *owner = mt_tensor_rank_after(tp, -step);
     return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
 }
@@ -4211,16 +4213,16 @@ static const void *mt_gather_own(const mt_tensor_parallel *tp, const void *x, in
 }
 
 /* The whole gather on tp->comm, overlapped with the caller's work. */
-static const void *mt_gather_beside(const mt_tensor_parallel *tp, const void *x, int64_t C) {
+static const void *mt_gather_overlapped(const mt_tensor_parallel *tp, const void *x, int64_t C) {
     if (!tp->overlaps) return mt_region_enter_forward(tp, x, C, tp->comm);
-    for (int step = 1; step < tp->group->size; step++) mt_tensor_trade(tp, x, 0, tp->rows, C, step);
+    for (int step = 1; step < tp->group->size; step++) mt_mailbox_send(tp, x, 0, tp->rows, C, step);
     return mt_gather_own(tp, x, C);
 }
 
 /* One step of the reduce-scatter: sends this rank's partial sums [rows, C] for the rank at distance `step`. */
 static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
     int64_t first = ((char *)tp->parts - (char *)tp->gathered) / mt_dtype_size(tp->dtype);
-    mt_tensor_trade(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
+    mt_mailbox_send(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
                     step);
 }
 
@@ -4232,7 +4234,7 @@ static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
 }
 
 /* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
-static void mt_scatter_beside(const mt_tensor_parallel *tp, void *dx, int64_t C) {
+static void mt_scatter_begin(const mt_tensor_parallel *tp, void *dx, int64_t C) {
     tp->ops->stream_follow(tp->comm, tp->stream);
     if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
     for (int step = 1; tp->overlaps && step < tp->group->size; step++) mt_scatter_step(tp, C, step);
@@ -4306,12 +4308,12 @@ static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
         tp->ops->stream_follow(tp->comm, tp->stream);
-        x = mt_gather_beside(tp, x, l->K);
+        x = mt_gather_overlapped(tp, x, l->K);
     }
     if (halves & MT_BACKWARD_INPUT)
         mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
-    if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_beside(tp, io->dx, l->K);
+    if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
     if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, io->dy, x, tp->T);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }

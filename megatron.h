@@ -73,7 +73,7 @@ void *mt_calloc(int64_t bytes);
 void *mt_realloc(void *memory, int64_t bytes);
 char *mt_strdup(const char *text);
 
-/* The smaller and the greater of two; and the number of blocks that cover n >= 0 elements. */
+/* The smaller and the greater of two. */
 static inline int64_t mt_min(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
@@ -760,10 +760,10 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
     OP(expert_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, loads, scale, E, rate, stream), float *bias,             \
        const float *loads, const float *scale, int64_t E, float rate, mt_stream *stream)
 
-/* The order of rows, for experts [first, first + count). `local` consecutive experts are on one rank, or on `copies`
- * ranks that share them, each of which receives every choice. Rows are sorted by v = ((e - first) / local copies +
- * copy) local + (e - first) % local, of which there are count copies. With capacity > 0 each v has room for that many
- * rows, else they are packed. */
+/* The order of rows, for experts [first, first + count). num_local consecutive experts are on one rank, or on `copies`
+ * ranks that share them and all receive every choice. Rows are sorted by v = ((e - first) / num_local copies + copy)
+ * num_local + (e - first) % num_local, 0 <= v < count copies. With capacity > 0 each v has room for that many rows,
+ * else rows are packed. */
 typedef struct mt_dispatch {
     int64_t topk, first, count, num_local, copies, capacity;
 } mt_dispatch;
@@ -1137,23 +1137,23 @@ typedef struct mt_ops {
  * mt_model_create calls it before it allocates anything. */
 int mt_options_check_limits(const mt_options *options, const mt_limits *limits, mt_error *error);
 
-/* The plain C backend: the definition of what each operation computes. Needs no start. */
+/* The plain C backend, which defines the result of each operation. It needs no set-up. */
 extern const mt_ops mt_cpu_ops;
 
-/* The CUDA backend on GPU `device` of this host; NULL with a reason where none answers or the build has no CUDA. */
+/* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
 
-/* The events of the CUDA backend, to time what is enqueued between two of them; only in builds with CUDA. The seconds
- * between two moments are known once the second has passed, which mt_cuda_event_seconds waits for. */
+/* Events of the CUDA backend, for timing; only in builds with CUDA. mt_cuda_event_seconds waits for `to` and returns
+ * the seconds between the two. */
 mt_event *mt_cuda_event_create(void);
 void mt_cuda_event_destroy(mt_event *event);
 void mt_cuda_event_record(mt_event *event, mt_stream *stream);
 double mt_cuda_event_seconds(const mt_event *from, const mt_event *to);
 
-/* Dense operations a second that NVIDIA states for this GPU's matrix products of a type; 0 for GPUs not listed. */
+/* NVIDIA's figure for this GPU's dense matrix products of a type, in operations per second; 0 for unlisted GPUs. */
 double mt_cuda_peak_flops(mt_dtype dtype);
 
-/* Floating-point operations a second of the CPU's matrix product, n^3, best of a few: the benchmarks' ceiling. */
+/* Floating-point operations per second of an n x n matrix product on the CPU, best of a few runs. */
 double mt_cpu_matmul_rate(int64_t n);
 
 /* ==== §4 the rank grid and its groups; §5 collectives ==============================================================

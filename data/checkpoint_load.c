@@ -701,7 +701,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     return status;
 }
 
-/* ---- which checkpoint: folders iter_NNNNNNN, of which latest_checkpointed_iteration.txt names the last */
+/* ---- which checkpoint: folders iter_NNNNNNN; latest_checkpointed_iteration.txt names the last one */
 
 int64_t mt_iteration_of(const char *name) {
     if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
@@ -890,8 +890,8 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, con
     return 0;
 }
 
-/* Loads one folder. *damaged: it differs from what was saved. If loading fails for another reason, such as the name of
- * a tensor, rank 0 first looks for damage in all files. */
+/* Loads one folder. *damaged: its files differ from the saved ones. If loading fails for another reason, such as the
+ * name of a tensor, rank 0 first looks for damage in all files. */
 static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
@@ -912,7 +912,7 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
     return status;
 }
 
-/* Clears the moments, of which a damaged checkpoint may have set some. */
+/* Clears the moments: a damaged checkpoint may have set some. */
 static void mt_optimizer_zero(mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);

@@ -855,7 +855,8 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
     free(latest);
     if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
     if (access(folder, W_OK) != 0) return mt_file_write_error(error, folder, "--save");
-    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // unknown: a write will tell
+    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0)
+        return 0; // unknown: a write will fail if there is too little
     double each = (double)mt_dtype_size(mt_model_dtype(m)), room = (double)disk.f_bavail * (double)disk.f_frsize;
     if (mt_saves_optimizer(m)) each += mt_model_dtype(m) == MT_F32 ? 8 : 12;
     double bytes = (double)mt_num_parameters(mt_model_options(m)) * each;
