@@ -531,7 +531,7 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_p
                                   int64_t *end) {
     const mt_bucket *b = mt_bucket_get(m, param->bucket);
     const mt_group *group = b->group;
-    mt_part part = mt_bucket_part(m, param->bucket, state);
+    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     if (!param->counted) return NULL;
     if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // by role and layer, so that ranks have equal shares
@@ -543,7 +543,7 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_p
         *end = mt_min(b->shard_first + b->shard_count - param->offset, rows * cols);
     }
     if (*begin >= *end) return NULL;
-    return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
+    return (const char *)shard.data + (param->offset + *begin - shard.first) * mt_dtype_size(shard.dtype);
 }
 
 /* memcpy with stores that bypass the caches, so that lines are not read before they are written. The C library does
