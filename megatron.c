@@ -2775,7 +2775,7 @@ static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const floa
 static int64_t mt_dispatch_place(int32_t expert, const mt_dispatch *d) {
     int64_t e = expert - d->first;
     if (expert < 0 || e < 0 || e >= d->count) return -1;
-    return e / d->local * d->copies * d->local + e % d->local;
+    return e / d->num_local * d->copies * d->num_local + e % d->num_local;
 }
 
 static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
@@ -2788,7 +2788,7 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
     memset(next, 0, (size_t)places * sizeof *next);
     for (int64_t i = 0; i < T * k; i++) {
         int64_t place = mt_dispatch_place(experts[i], dispatch);
-        for (int64_t copy = 0; place >= 0 && copy < copies; copy++) next[place + copy * dispatch->local]++;
+        for (int64_t copy = 0; place >= 0 && copy < copies; copy++) next[place + copy * dispatch->num_local]++;
     }
     offsets[0] = 0;
     for (int64_t v = 0; v < places; v++) {
@@ -2799,7 +2799,7 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
     for (int64_t i = 0; i < T * k; i++) {
         int64_t place = mt_dispatch_place(experts[i], dispatch);
         for (int64_t copy = 0; copy < copies; copy++) {
-            int64_t v = place + copy * dispatch->local;
+            int64_t v = place + copy * dispatch->num_local;
             bool room = place >= 0 && next[v] < offsets[v + 1]; // rows past the capacity belong to the next expert
             int32_t row = room ? next[v]++ : -1;
             position[i * copies + copy] = row;
@@ -4092,7 +4092,7 @@ static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
 
 /* Sends `sent`[rows, C] to the rank at distance `step`: into its mailbox, which has `stride` rows per rank from row
  * `first` on. Runs on tp->comm, as all mailbox transfers. */
-static void mt_tensor_trade(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
+static void mt_mailbox_send(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
                             int step) {
     tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
                            mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
@@ -4105,7 +4105,7 @@ static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, i
         tp->ops->stream_follow(tp->comm, tp->stream);
     else
         tp->ops->stream_follow(tp->stream, tp->comm);
-    if (step + 1 < tp->group->size) mt_tensor_trade(tp, x, 0, tp->rows, C, step + 1);
+    if (step + 1 < tp->group->size) mt_mailbox_send(tp, x, 0, tp->rows, C, step + 1);
     *owner = mt_tensor_rank_after(tp, -step);
     return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
 }
@@ -4118,16 +4118,16 @@ static const void *mt_gather_own(const mt_tensor_parallel *tp, const void *x, in
 }
 
 /* The whole gather on tp->comm, overlapped with the caller's work. */
-static const void *mt_gather_beside(const mt_tensor_parallel *tp, const void *x, int64_t C) {
+static const void *mt_gather_overlapped(const mt_tensor_parallel *tp, const void *x, int64_t C) {
     if (!tp->overlaps) return mt_region_enter_forward(tp, x, C, tp->comm);
-    for (int step = 1; step < tp->group->size; step++) mt_tensor_trade(tp, x, 0, tp->rows, C, step);
+    for (int step = 1; step < tp->group->size; step++) mt_mailbox_send(tp, x, 0, tp->rows, C, step);
     return mt_gather_own(tp, x, C);
 }
 
 /* One step of the reduce-scatter: sends this rank's partial sums [rows, C] for the rank at distance `step`. */
 static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
     int64_t first = ((char *)tp->parts - (char *)tp->gathered) / mt_dtype_size(tp->dtype);
-    mt_tensor_trade(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
+    mt_mailbox_send(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
                     step);
 }
 
@@ -4139,7 +4139,7 @@ static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
 }
 
 /* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
-static void mt_scatter_beside(const mt_tensor_parallel *tp, void *dx, int64_t C) {
+static void mt_scatter_begin(const mt_tensor_parallel *tp, void *dx, int64_t C) {
     tp->ops->stream_follow(tp->comm, tp->stream);
     if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
     for (int step = 1; tp->overlaps && step < tp->group->size; step++) mt_scatter_step(tp, C, step);
@@ -4208,18 +4208,19 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
 }
 
 /* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
-static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
+static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
-    if (parallel && (parts & MT_PART_WEIGHT)) {
+    if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
         tp->ops->stream_follow(tp->comm, tp->stream);
-        x = mt_gather_beside(tp, x, l->K);
+        x = mt_gather_overlapped(tp, x, l->K);
     }
-    if (parts & MT_PART_INPUT) mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
-    if (parallel && (parts & MT_PART_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
-    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_beside(tp, io->dx, l->K);
-    if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, io->dy, x, tp->T);
-    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_end(tp, io->dx, l->K);
+    if (halves & MT_BACKWARD_INPUT)
+        mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
+    if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
+    if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, io->dy, x, tp->T);
+    if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
 /* ---- row parallel: x[T, K], this rank's inputs -> y[rows, N], the sum over ranks */
@@ -4257,11 +4258,11 @@ static const void *mt_row_backward_input_in_steps(const mt_tensor_parallel *tp, 
 }
 
 /* Every rank computes the same dbias over all rows. */
-static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
-    bool in_steps = tp->overlaps && (parts & MT_PART_INPUT);
+static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+    bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
     const void *dy = in_steps ? mt_row_backward_input_in_steps(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
-    if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->T);
-    if ((parts & MT_PART_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->T);
+    if ((halves & MT_BACKWARD_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
 
 /* ---- grouped: rows sorted by expert, one weight per expert; one operation, or one per expert */
@@ -4347,7 +4348,7 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     }
 }
 
-void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
+void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
     const void *dy = io->dy;
     switch (l->kind) {
     case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
@@ -4356,28 +4357,28 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_lin
             dy = io->rounded;
         } // fallthrough
     case MT_LINEAR_REPLICATED:
-        if (parts & MT_PART_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
-        if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->rows);
+        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
+        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->rows);
         break;
     case MT_LINEAR_COLUMN:
-        mt_column_backward(tp, l, io, parts);
+        mt_column_backward(tp, l, io, halves);
         break;
     case MT_LINEAR_ROW:
-        mt_row_backward(tp, l, io, parts);
+        mt_row_backward(tp, l, io, halves);
         break;
     case MT_LINEAR_GROUPED:
-        if (parts & MT_PART_INPUT) mt_grouped_backward_input(tp, l, io);
-        if (parts & MT_PART_WEIGHT) mt_grouped_backward_weight(tp, l, io);
+        if (halves & MT_BACKWARD_INPUT) mt_grouped_backward_input(tp, l, io);
+        if (halves & MT_BACKWARD_WEIGHT) mt_grouped_backward_weight(tp, l, io);
         break;
     }
 }
 
 void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
-    mt_linear_backward(tp, l, io, MT_PART_INPUT);
+    mt_linear_backward(tp, l, io, MT_BACKWARD_INPUT);
 }
 
 void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
-    mt_linear_backward(tp, l, io, MT_PART_WEIGHT);
+    mt_linear_backward(tp, l, io, MT_BACKWARD_WEIGHT);
 }
 
 /* ==== §7a vocabulary-parallel embedding and loss ================================================================= */
@@ -4900,7 +4901,7 @@ typedef struct mt_batch_block {
 
 /* One forward or backward of one micro-batch: built once, then passed to every function below. */
 typedef struct mt_pass {
-    struct mt_micro_batch *at;   // its saved activations
+    struct mt_micro_batch *mb;   // its saved activations
     const mt_batch_block *batch; // its inputs, on the device
     mt_tensor_parallel tp;
     mt_stream *stream;
@@ -4911,7 +4912,7 @@ typedef struct mt_pass {
     bool training;           // dropout is on, and the forward adds to the step's statistics
     bool replay;             // a recomputed forward: it writes activations only
     bool decode;             // attention reads the KV cache
-    int parts;               // of the backward: MT_PART_*
+    int halves;              // of the backward to run: MT_BACKWARD_*
     bool last;               // the last backward of this chunk in this step
 } mt_pass;
 
@@ -5176,11 +5177,11 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
 }
 
-/* Backward of a linear in a layer; MT_PART_INPUT alone defers the weight's gradient. */
+/* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
 static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      mt_linear *linear, const mt_linear_io *io) {
-    mt_linear_backward(&p->tp, linear, io, p->parts);
-    if (p->parts == MT_PART_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
+    mt_linear_backward(&p->tp, linear, io, p->halves);
+    if (p->halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
 
 /* The weights' half of a split backward. */
@@ -5287,7 +5288,7 @@ static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, const mt_no
                                       const void *x) {
     mt_layer_scratch *s = &m->scratch;
     void *old = s->dresidual;
-    if (p->parts != MT_PART_BOTH) s->dresidual = s->dresidual_next, s->dresidual_next = old;
+    if (p->halves != MT_BACKWARD_BOTH) s->dresidual = s->dresidual_next, s->dresidual_next = old;
     mt_norm_backward(m, p, w, n, s->dresidual, old, x);
 }
 
@@ -5603,7 +5604,7 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
 static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
-    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->dattended}, p->parts);
+    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->dattended}, p->halves);
 
     mt_qkv_view d = mt_gradient_view(m, p);
     mt_attention call = mt_attention_call(m, p, w, a);
@@ -5620,7 +5621,7 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
         mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
     }
     mt_residual_norm_backward(m, p, &w->input_norm, &a->input_norm, a->input);
-    if (p->parts == MT_PART_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
+    if (p->halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
 }
 
 /* ==== §9e MLP ===================================================================================================== */
@@ -5662,7 +5663,7 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
     bool fused = m->options->openai_gelu;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
     if (fused) down.gelu_input = a->mlp_hidden;
-    mt_linear_backward(&p->tp, &w->down, &down, p->parts);
+    mt_linear_backward(&p->tp, &w->down, &down, p->halves);
     if (gates)
         m->ops->expert_swiglu_backward(s->dmlp_hidden, dgates, s->dmlp_active, a->mlp_hidden, gates, p->T, w->F,
                                        m->dtype, p->stream);
@@ -5966,7 +5967,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
                                   (float)o->moe_z_loss_coeff, &e->router, p->stream);
     mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
-                       MT_PART_BOTH);
+                       MT_BACKWARD_BOTH);
 }
 
 /* ---- the shared expert's gate: a router with a single expert and a sigmoid score, which scales the activation as the
@@ -5999,7 +6000,7 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
                            p->stream);
     mt_linear_backward(&p->tp, &w->shared_gate,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
-                       MT_PART_BOTH);
+                       MT_BACKWARD_BOTH);
     mt_add_to(m, p, m->scratch.dnormed, e->router_dx);
 }
 
@@ -6040,7 +6041,7 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
 static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = m->experts;
     int64_t k = e->router.topk, N = e->uses_allgather ? e->group->size * p->rows : p->rows, own = mt_own_offset(m, p);
-    mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .local = e->num_local};
+    mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
     dispatch.copies = m->grid->expert_tensor.size;
     if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
     if (e->uses_allgather) {
@@ -6048,7 +6049,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r)
         m->ops->all_gather(r->probs, r->probs + own, p->rows * k, MT_F32, e->group, p->stream);
         dispatch =
             (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->num_local, .count = e->num_local, .copies = 1};
-        dispatch.local = e->num_local;
+        dispatch.num_local = e->num_local;
     }
     int64_t num_destinations = dispatch.count * dispatch.copies;
     int64_t P = dispatch.capacity > 0 ? num_destinations * dispatch.capacity : N * k * dispatch.copies;
@@ -6235,7 +6236,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     }
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
-    mt_linear_backward(&p->tp, &w->expert_down, &down, MT_PART_BOTH);
+    mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
     if (m->experts->permute_fusion)
         m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
                                        p->stream);
@@ -6269,7 +6270,7 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     mt_routing *r = a->routing;
     mt_dispatch_exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
-    both.parts = MT_PART_BOTH;
+    both.halves = MT_BACKWARD_BOTH;
     if (w->F > 0)
         mt_mlp_backward(m, &both, w, a, dout, m->options->moe_shared_expert_gate ? r->gates : NULL, e->dgates);
     if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
@@ -6313,7 +6314,7 @@ static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt
     else
         mt_mlp_backward(m, p, w, a, dout, NULL, NULL);
     mt_residual_norm_backward(m, p, &w->mlp_norm, &a->mlp_norm, a->middle);
-    if (p->parts == MT_PART_INPUT && !has_experts) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
+    if (p->halves == MT_BACKWARD_INPUT && !has_experts) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
 }
 
 /* output[R, C] from the input and its norm, which are in `a`; and the next norm, if any. */
@@ -6448,7 +6449,7 @@ static int64_t mt_context_kv_width(const mt_context_plan *plan) {
 
 /* ---- memory */
 
-static void mt_context_layout_ring(mt_context *c, mt_arena *arena) {
+static void mt_context_plan_ring(mt_context *c, mt_arena *arena) {
     const mt_context_plan *p = &c->plan;
     int64_t size = mt_dtype_size(p->dtype), heads = p->num_heads / p->a2a->size, M = c->M;
     int64_t kv = mt_context_kv_width(p), widest = heads * mt_max(p->head_size, p->value_size);
@@ -6471,7 +6472,7 @@ static void mt_context_layout_ring(mt_context *c, mt_arena *arena) {
     c->dkv_part = mt_arena_alloc(arena, M * kv * size);
 }
 
-static void mt_context_layout_a2a(mt_context *c, mt_arena *arena) {
+static void mt_context_plan_a2a(mt_context *c, mt_arena *arena) {
     const mt_context_plan *p = &c->plan;
     int64_t size = mt_dtype_size(p->dtype), T = p->max_tokens; // M rows of 1 / A of the heads are T rows of all
     int64_t D = p->head_size, Dv = p->value_size, H = p->num_heads, G = p->num_groups;
@@ -6488,7 +6489,7 @@ static void mt_context_layout_a2a(mt_context *c, mt_arena *arena) {
     c->dv = mt_arena_alloc(arena, T * G * Dv * size);
 }
 
-static void mt_context_layout(mt_context *c, mt_arena *arena) {
+static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
     int64_t max_spans = c->plan.max_tokens / 2; // at least two tokens per span on a rank; one rank: one token
     if (c->plan.a2a->size * c->plan.ring->size == 1) max_spans = c->plan.max_tokens;
     c->M = c->plan.max_tokens * c->plan.a2a->size;
@@ -6497,14 +6498,14 @@ static void mt_context_layout(mt_context *c, mt_arena *arena) {
     c->rows = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
     c->spans = mt_arena_alloc(arena, MT_CONTEXT_LISTS * max_spans * (int64_t)sizeof(mt_span));
-    if (c->plan.ring->size > 1) mt_context_layout_ring(c, arena);
-    if (c->plan.a2a->size > 1) mt_context_layout_a2a(c, arena);
+    if (c->plan.ring->size > 1) mt_context_plan_ring(c, arena);
+    if (c->plan.a2a->size > 1) mt_context_plan_a2a(c, arena);
 }
 
 int64_t mt_context_bytes(const mt_context_plan *plan) {
     mt_context context = {.plan = *plan};
     mt_arena counting = {0};
-    mt_context_layout(&context, &counting);
+    mt_context_plan_memory(&context, &counting);
     return counting.used;
 }
 
@@ -6528,7 +6529,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     c->plan = *plan;
     c->ops = ops;
     mt_arena arena = {.base = memory, .capacity = mt_context_bytes(plan)};
-    mt_context_layout(c, &arena);
+    mt_context_plan_memory(c, &arena);
     c->host_rows = mt_malloc(c->N * 4);
     c->host_index = mt_malloc(c->N * 8);
     c->host_spans = mt_malloc(MT_CONTEXT_LISTS * plan->max_tokens * (int64_t)sizeof(mt_span));
@@ -6624,7 +6625,7 @@ static void mt_context_copy_rows(const mt_context *c, void *to, int64_t to_strid
     c->ops->gather_rows(to, from, c->identity, rows, width, to_stride, from_stride, c->plan.dtype, stream);
 }
 
-/* Keys and values of this rank, side by side, as they travel: [M, G D + G Dv]. */
+/* Packs keys and values of this rank into kv[0]: [M, G D + G Dv]. */
 static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt_stream *stream) {
     int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
     int64_t kv = k_width + v_width;
@@ -6993,7 +6994,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
                                    m->vocab_first, m->vocab_count, m->dtype, p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_PART_BOTH);
+    mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_BACKWARD_BOTH);
     mt_bucket_release(m, m->head_bucket);
 }
 
@@ -7017,10 +7018,10 @@ static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, b
 /* Layers [begin, end) of the chunk, from the first one's saved input to `output`. Each layer also computes the next
  * layer's input norm; the first layer's is computed here, so any range of layers can be replayed alone. */
 static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output) {
-    mt_layer *layers = m->layers + m->first_local[p->at->chunk];
+    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
-        mt_activations *a = &p->at->layers[m->plan.train ? i : 0], *after = m->plan.train ? a + 1 : a;
+        mt_activations *a = &p->mb->layers[m->plan.train ? i : 0], *after = m->plan.train ? a + 1 : a;
         mt_next_norm next = {0};
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
@@ -7115,19 +7116,19 @@ static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whol
 
 /* Index of module k's layer in the chunk. */
 static int64_t mt_mtp_index(const mt_model *m, const mt_pass *p, int64_t k) {
-    return m->stages[p->at->chunk].num_layers + k;
+    return m->stages[p->mb->chunk].num_layers + k;
 }
 static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
-    return &m->layers[m->first_local[p->at->chunk] + mt_mtp_index(m, p, k)];
+    return &m->layers[m->first_local[p->mb->chunk] + mt_mtp_index(m, p, k)];
 }
 
 /* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. */
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
-    const mt_mtp_activations *a = &p->at->mtp[k];
+    const mt_mtp_activations *a = &p->mb->mtp[k];
     mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(m, a->joined, half * m->C)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
-    norm.x = half ? p->at->outputs[k].norm.y : a->embedded; // output 0 is the main model's
+    norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
     norm.y_stride = norm.dy_stride = 2 * m->C;
     norm.dy = mt_at(m, m->mtp->djoined, half * m->C);
     norm.dx = half ? m->mtp->dhidden : m->scratch.dresidual;
@@ -7140,15 +7141,15 @@ static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
         m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
     }
-    mt_linear_io projection = {.x = p->at->mtp[k].joined, .y = out};
+    mt_linear_io projection = {.x = p->mb->mtp[k].joined, .y = out};
     mt_linear_forward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
 }
 
 /* Gradient of eh_proj's output in scratch.dresidual -> gradient of the hidden state in mtp.dhidden and of the embedding
  * in scratch.dresidual. */
 static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
-    mt_linear_io projection = {.x = p->at->mtp[k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
-    mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_PART_BOTH);
+    mt_linear_io projection = {.x = p->mb->mtp[k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
+    mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_BACKWARD_BOTH);
     for (int half = 1; half >= 0; half--) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
         m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
@@ -7159,9 +7160,9 @@ static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
 static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     for (int64_t k = 0; k < m->mtp->count; k++) {
         mt_layer *w = mt_mtp_layer(m, p, k);
-        mt_activations *a = &p->at->layers[mt_mtp_index(m, p, k)];
-        mt_output *out = &p->at->outputs[1 + k];
-        mt_embed_forward(m, p, p->at->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
+        mt_activations *a = &p->mb->layers[mt_mtp_index(m, p, k)];
+        mt_output *out = &p->mb->outputs[1 + k];
+        mt_embed_forward(m, p, p->mb->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
         mt_mtp_join_forward(m, p, k, a->input);
         mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
@@ -7180,13 +7181,13 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
     int64_t word = mt_word_bucket(m);
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
-        mt_output *out = &p->at->outputs[1 + k];
+        mt_output *out = &p->mb->outputs[1 + k];
         mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T);
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
-        mt_layer_backward(m, p, w, &p->at->layers[mt_mtp_index(m, p, k)]);
+        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)]);
         mt_mtp_join_backward(m, p, k);
         mt_layer_release(m, p, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
@@ -7234,45 +7235,45 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* A pass over a micro-batch on the device. The caller sets training, replay, decode, parts and last. */
-static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *at) {
-    mt_pass p = {.at = at, .batch = &at->batch, .tp = m->tp, .stream = m->stream, .T = at->T, .rows = at->rows};
-    p.tp.T = at->T, p.tp.rows = at->rows;
-    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
-    p.message_rows = at->rows;
-    p.parts = MT_PART_BOTH;
-    p.spans = (mt_spans){.host = at->host_spans, .device = at->batch.spans, .count = at->num_spans};
-    if (m->context && m->in_context != at) mt_context_load(m->context, &at->whole, m->stream);
-    m->in_context = at;
+/* A pass over a micro-batch on the device. The caller sets training, replay, decode, halves and last. */
+static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
+    mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
+    p.tp.T = mb->T, p.tp.rows = mb->rows;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
+    p.message_rows = mb->rows;
+    p.halves = MT_BACKWARD_BOTH;
+    p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
+    if (m->context && m->in_context != mb) mt_context_load(m->context, &mb->whole, m->stream);
+    m->in_context = mb;
     return p;
 }
 
 /* This rank's shard of a batch; with context parallelism saves spans and token indices of the whole batch for
  * attention. */
-static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch) {
+static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch) {
     mt_error error;
     const mt_group *group = &m->grid->context;
     if (!m->context) return batch;
     MT_CHECK(mt_batch_context_shard(&m->local_batch, batch, group->size, group->rank, &error) == 0); // it was checked
-    at->whole.num_tokens = batch->num_tokens, at->whole.num_spans = batch->num_spans;
-    memcpy(at->whole.token_index, batch->token_index, (size_t)batch->num_tokens * 8);
-    memcpy(at->whole.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
+    mb->whole.num_tokens = batch->num_tokens, mb->whole.num_spans = batch->num_spans;
+    memcpy(mb->whole.token_index, batch->token_index, (size_t)batch->num_tokens * 8);
+    memcpy(mb->whole.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
     m->in_context = NULL;
     return &m->local_batch;
 }
 
 /* Assigns a batch's arrays on the device; returns those in host block `staged`, for the caller to fill. */
-static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch, int staged) {
+static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
-    mt_arena on_device = {.base = at->device_batch, .capacity = m->batch_bytes};
+    mt_arena on_device = {.base = mb->device_batch, .capacity = m->batch_bytes};
     mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
-    at->batch = mt_batch_block_at(m, &on_device, T, num_spans);
-    at->T = T;
-    at->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
+    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans);
+    mb->T = T;
+    mb->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
     MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
-    at->num_spans = num_spans;
-    memcpy(at->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
+    mb->num_spans = num_spans;
+    memcpy(mb->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
     m->ops->event_wait(m->copied[staged]); // until the block's previous contents are copied
     return mt_batch_block_at(m, &on_host, T, num_spans);
@@ -7280,9 +7281,9 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
 
 /* Enqueues the copy of a micro-batch to the device and starts a pass over it. The caller may refill `whole` at once,
  * and load the next micro-batch while the device computes this one. */
-static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole, bool training) {
-    const mt_batch *batch = mt_share_batch(m, at, whole);
-    mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
+static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, bool training) {
+    const mt_batch *batch = mt_share_batch(m, mb, whole);
+    mt_batch_block block = mt_place_batch(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens;
     memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
     memcpy(block.tokens, batch->tokens, T * 4);
@@ -7293,11 +7294,11 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *wh
     memset(block.sequence, 0, T * 4);
     for (int64_t s = 0; s < batch->num_spans; s++)
         for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
-    if (training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
+    if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp->count * T) - (char *)block.spans;
-    m->ops->memory_copy(at->batch.spans, block.spans, bytes, m->stream);
+    m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
-    mt_pass p = mt_pass_begin(m, at);
+    mt_pass p = mt_pass_begin(m, mb);
     p.training = training;
     return p;
 }
@@ -7306,7 +7307,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *wh
 
 /* Final norm and logits of x[rows, C]. */
 static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
-    const mt_output *out = &p->at->outputs[0];
+    const mt_output *out = &p->mb->outputs[0];
     mt_bucket_acquire(m, m->output_bucket);
     mt_norm_forward(m, p, &m->outer.final_norm, &out->norm, x);
     mt_head_forward(m, p, out);
@@ -7316,8 +7317,8 @@ static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
 /* Logits and the loss of every token. */
 static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     MT_CHECK(p->T <= m->plan.max_logits);
-    mt_output_forward(m, p, p->at->outputs[0].hidden);
-    mt_head_loss(m, p, &p->at->outputs[0], p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->logp,
+    mt_output_forward(m, p, p->mb->outputs[0].hidden);
+    mt_head_loss(m, p, &p->mb->outputs[0], p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->logp,
                  p->training ? NULL : m->entropy);
     if (p->training) mt_mtp_forward(m, p);
 }
@@ -7325,7 +7326,7 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
 /* scratch.dresidual = the gradient of the last layer's output. A tied head's gradient is complete only when the
  * embedding has added its own. */
 static void mt_loss_backward(mt_model *m, const mt_pass *p) {
-    const mt_output *out = &p->at->outputs[0];
+    const mt_output *out = &p->mb->outputs[0];
     mt_mtp_backward(m, p);
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
@@ -7340,33 +7341,33 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
 
 /* The residual stream at the chunk's input. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
-    return m->stages[p->at->chunk].num_layers > 0 ? p->at->layers[0].input : p->at->outputs[0].hidden;
+    return m->stages[p->mb->chunk].num_layers > 0 ? p->mb->layers[0].input : p->mb->outputs[0].hidden;
 }
 
 /* Embedding, if the chunk has it, and layers. */
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
-    const mt_stage *stage = &m->stages[p->at->chunk];
+    const mt_stage *stage = &m->stages[p->mb->chunk];
     if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
-    mt_layers_forward(m, p, 0, stage->num_layers, p->at->outputs[0].hidden);
+    mt_layers_forward(m, p, 0, stage->num_layers, p->mb->outputs[0].hidden);
 }
 
 /* scratch.dresidual: gradient of the chunk's output in, gradient of its input out. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
-    const mt_stage *stage = &m->stages[p->at->chunk];
+    const mt_stage *stage = &m->stages[p->mb->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
-        mt_layer *w = &m->layers[m->first_local[p->at->chunk] + i];
-        mt_layer_acquire(m, w, true, p->parts == MT_PART_BOTH);
-        mt_layer_backward(m, p, w, &p->at->layers[i]);
-        mt_layer_release(m, p, w, true, p->parts == MT_PART_BOTH);
+        mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
+        mt_layer_backward(m, p, w, &p->mb->layers[i]);
+        mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
     }
     if (stage->embedding) mt_embed_backward(m, p, m->scratch.dresidual, p->batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
-    for (int64_t i = m->stages[p->at->chunk].num_layers - 1; i >= 0; i--) {
-        mt_layer *w = &m->layers[m->first_local[p->at->chunk] + i];
+    for (int64_t i = m->stages[p->mb->chunk].num_layers - 1; i >= 0; i--) {
+        mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
         mt_layer_acquire(m, w, false, true);
-        mt_layer_backward_weight(p, &p->at->layers[i]);
+        mt_layer_backward_weight(p, &p->mb->layers[i]);
         mt_layer_release(m, p, w, false, true);
     }
 }
@@ -7412,14 +7413,14 @@ static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const voi
 
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
-    const mt_stage *stage = &m->stages[p->at->chunk];
+    const mt_stage *stage = &m->stages[p->mb->chunk];
     if (!stage->embedding) mt_link_take(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
     mt_chunk_forward(m, p);
-    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->at->outputs[0].hidden);
+    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->mb->outputs[0].hidden);
 }
 
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
-    const mt_stage *stage = &m->stages[p->at->chunk];
+    const mt_stage *stage = &m->stages[p->mb->chunk];
     if (stage->loss)
         mt_loss_backward(m, p);
     else
@@ -7818,8 +7819,8 @@ static void mt_sharding_start(mt_model *m) {
         if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
         for (int state = 0; state < MT_NUM_STATES; state++) {
-            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
-            if (part.data) mt_part_write(m, &part, 0, NULL, b->count);
+            mt_shard shard = mt_bucket_shard(m, i, (mt_param_state)state);
+            if (shard.data) mt_shard_write(m, &shard, 0, NULL, b->count);
         }
         mt_bucket_bind(m, i);
     }
@@ -8147,21 +8148,21 @@ const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
     return &m->buckets[bucket];
 }
 
-mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_param_state state) {
+mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
     float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
     if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
-        return (mt_part){floats[state], b->shard_first, b->shard_count, MT_F32};
-    if (b->strategy == MT_SHARD_PARAMS) return (mt_part){b->param_shard, b->shard_first, b->shard_count, b->dtype};
-    return (mt_part){b->params, 0, b->count, b->dtype};
+        return (mt_shard){floats[state], b->shard_first, b->shard_count, MT_F32};
+    if (b->strategy == MT_SHARD_PARAMS) return (mt_shard){b->param_shard, b->shard_first, b->shard_count, b->dtype};
+    return (mt_shard){b->params, 0, b->count, b->dtype};
 }
 
-void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *from, int64_t n) {
-    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
-    int64_t size = mt_dtype_size(part->dtype);
+void mt_shard_write(mt_model *m, const mt_shard *shard, int64_t at, const void *from, int64_t n) {
+    int64_t begin = mt_max(at, shard->first), end = mt_min(at + n, shard->first + shard->count);
+    int64_t size = mt_dtype_size(shard->dtype);
     if (begin >= end) return;
     mt_params_changed(m);
-    void *to = (char *)part->data + (begin - part->first) * size;
+    void *to = (char *)shard->data + (begin - shard->first) * size;
     if (from)
         m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
     else
@@ -8171,17 +8172,17 @@ void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *fro
 const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state state) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
-    mt_part part = mt_bucket_part(m, bucket, state);
+    mt_shard shard = mt_bucket_shard(m, bucket, state);
     if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
         if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
         mt_wait_stream(m, m->stream, s->param_stream);
         return b->strategy == MT_SHARD_PARAMS ? mt_buffer_find(s->param_buffers, bucket)->memory : b->params;
     }
-    if (b->strategy == MT_NO_SHARD) return part.data;
+    if (b->strategy == MT_NO_SHARD) return shard.data;
     int buffer = mt_first_buffer[s->progress[bucket].kind];
     void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
-    m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, b->group, m->stream);
+    m->ops->all_gather(whole, shard.data, b->shard_count, MT_F32, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
     return whole;
 }
@@ -8465,16 +8466,16 @@ static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action)
 }
 
 static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
-    mt_micro_batch *at = mt_micro_batch_free(m, action->chunk);
+    mt_micro_batch *mb = mt_micro_batch_free(m, action->chunk);
     int64_t cp = m->grid->context.size;
     double begin = mt_time();
     if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->trainer->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
     if (action->chunk == 0) from->tokens += from->batch->num_tokens;
-    mt_pass p = mt_load_batch(m, at, from->batch, from->training);
+    mt_pass p = mt_load_batch(m, mb, from->batch, from->training);
     p.message_rows = m->max_rows;
-    if (p.training) at->index = action->micro_batch;
+    if (p.training) mb->index = action->micro_batch;
     mt_stage_forward(m, &p);
     if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
     m->last_forward = p;
@@ -8483,17 +8484,17 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
 
 /* remaining[num_chunks]: micro-batches of this step that have not run this kind of backward yet. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
-    mt_micro_batch *at = mt_micro_batch_find(m, action);
-    mt_pass p = mt_pass_begin(m, at);
+    mt_micro_batch *mb = mt_micro_batch_find(m, action);
+    mt_pass p = mt_pass_begin(m, mb);
     p.training = true;
     p.message_rows = m->max_rows;
-    p.parts = action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT;
+    p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
     p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
         mt_chunk_backward_weight(m, &p);
     else
         mt_stage_backward(m, &p);
-    if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
+    if (action->kind != MT_ACTION_BACKWARD_INPUT) mb->index = -1;
 }
 
 /* Posts the receives of later actions while buffers are free: messages arrive during this action's computation, and
@@ -8931,15 +8932,15 @@ static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out
 }
 
 /* Saved values of one micro-batch on one chunk. */
-static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
-    const mt_stage *stage = &m->stages[at->chunk];
-    at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
+static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
+    const mt_stage *stage = &m->stages[mb->chunk];
+    mb->device_batch = mt_arena_alloc(arena, m->batch_bytes);
     for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++)
-        mt_plan_layer(m, m->plan.train ? m->first_local[at->chunk] + i : -1, &at->layers[i], arena);
-    at->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
+        mt_plan_layer(m, m->plan.train ? m->first_local[mb->chunk] + i : -1, &mb->layers[i], arena);
+    mb->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
     if (!stage->loss) return;
-    mt_plan_output(m, &at->outputs[0], arena, !mt_logits_overlap(m));
-    for (int64_t i = 0; i < stage->num_mtp; i++) mt_plan_mtp(m, &at->mtp[i], &at->outputs[1 + i], arena);
+    mt_plan_output(m, &mb->outputs[0], arena, !mt_logits_overlap(m));
+    for (int64_t i = 0; i < stage->num_mtp; i++) mt_plan_mtp(m, &mb->mtp[i], &mb->outputs[1 + i], arena);
 }
 
 /* Communication buffers of tensor and pipeline parallelism. */
@@ -9258,12 +9259,12 @@ static void mt_model_micro_batches(mt_model *m) {
     mt_model_count_live(m, live);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) m->num_micro_batches += live[chunk];
     m->micro_batches = mt_model_calloc(m, m->num_micro_batches * (int64_t)sizeof(mt_micro_batch));
-    mt_micro_batch *at = m->micro_batches;
+    mt_micro_batch *mb = m->micro_batches;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
-        for (int64_t i = 0; i < live[chunk]; i++, at++) {
-            *at = (mt_micro_batch){.chunk = chunk, .index = -1};
-            at->layers = mt_model_calloc(m, mt_num_saved_layers(m, chunk) * (int64_t)sizeof(mt_activations));
-            at->host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
+        for (int64_t i = 0; i < live[chunk]; i++, mb++) {
+            *mb = (mt_micro_batch){.chunk = chunk, .index = -1};
+            mb->layers = mt_model_calloc(m, mt_num_saved_layers(m, chunk) * (int64_t)sizeof(mt_activations));
+            mb->host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
         }
     free(live);
     mt_arena batch = {0};
@@ -9488,29 +9489,29 @@ int64_t mt_param_rows_stored(const mt_param *param) {
 
 /* Draws initial values for bucket elements [at, at + n), as far as `part` holds them. Element `at` has index `first` in
  * the whole parameter. */
-static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_part *part, int64_t at, int64_t n,
+static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard *shard, int64_t at, int64_t n,
                               int64_t first) {
-    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
+    int64_t begin = mt_max(at, shard->first), end = mt_min(at + n, shard->first + shard->count);
     if (begin >= end) return;
     float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
     uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | (uint64_t)param->role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
-    m->ops->random_normal((char *)part->data + (begin - part->first) * mt_dtype_size(part->dtype), end - begin, key,
-                          first + begin - at, mean, std, part->dtype, m->stream);
+    m->ops->random_normal((char *)shard->data + (begin - shard->first) * mt_dtype_size(shard->dtype), end - begin, key,
+                          first + begin - at, mean, std, shard->dtype, m->stream);
 }
 
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
  * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
-    mt_part part = mt_bucket_part(m, param->bucket, state);
+    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0
     int64_t first = param->first_row * param->whole_cols + param->first_col;
-    if (!part.data) return;
+    if (!shard.data) return;
     if (param->cols == param->whole_cols)
-        mt_param_init_run(m, param, &part, param->offset, rows * param->cols, first);
+        mt_param_init_run(m, param, &shard, param->offset, rows * param->cols, first);
     else
         for (int64_t row = 0; row < rows; row++)
-            mt_param_init_run(m, param, &part, param->offset + row * param->cols, param->cols,
+            mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
                               first + row * param->whole_cols);
 }
 
@@ -9596,12 +9597,12 @@ static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_
 }
 
 /* Copies logits to the host as fp32, without the padding columns; every rank gets them. */
-static void mt_logits_to_host(mt_model *m, const mt_micro_batch *at, float *logits, int64_t rows) {
+static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logits, int64_t rows) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
     int ranks = m->grid->tensor.size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        const void *shares = mt_at(m, at->outputs[0].logits, first * V);
+        const void *shares = mt_at(m, mb->outputs[0].logits, first * V);
         if (ranks > 1) {
             m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
             shares = m->gathered_logits;
@@ -9631,7 +9632,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     m->ops->stream_wait(m->stream);
     if (logp) mt_broadcast_from_last_stage(m, logp, T * 4);
     if (entropy) mt_broadcast_from_last_stage(m, entropy, T * 4);
-    if (logits) mt_logits_to_host(m, m->last_forward.at, logits, T);
+    if (logits) mt_logits_to_host(m, m->last_forward.mb, logits, T);
 }
 
 /* Writes the inputs of a decode pass to the host's block 0: always the same block, because graphs keep its address. */
@@ -9658,15 +9659,15 @@ static mt_micro_batch *mt_decode_output(mt_model *m) {
 static void mt_decode_pass(mt_model *m, int64_t rows) {
     mt_pass p;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_micro_batch *at = mt_micro_batch_free(m, chunk);
-        p = mt_pass_begin(m, at);
+        mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
+        p = mt_pass_begin(m, mb);
         p.decode = true;
-        int64_t bytes = (char *)at->batch.labels - at->device_batch;
-        m->ops->memory_copy(at->device_batch, m->staged_batch[0], bytes, m->stream);
+        int64_t bytes = (char *)mb->batch.labels - mb->device_batch;
+        m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
         mt_stage_forward(m, &p);
     }
     if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
-    m->ops->gather_rows(m->scratch.block_out, p.at->outputs[0].hidden, p.batch->logit_rows, rows, m->C, m->C, m->C,
+    m->ops->gather_rows(m->scratch.block_out, p.mb->outputs[0].hidden, p.batch->logit_rows, rows, m->C, m->C, m->C,
                         m->dtype, m->stream);
     p.T = p.tp.T = p.rows = p.tp.rows = rows;
     mt_output_forward(m, &p, m->scratch.block_out);

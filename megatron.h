@@ -760,12 +760,12 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
     OP(expert_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, loads, scale, E, rate, stream), float *bias,             \
        const float *loads, const float *scale, int64_t E, float rate, mt_stream *stream)
 
-/* The order of rows, for experts [first, first + count). `local` consecutive experts are on one rank, or on `copies`
- * ranks that share them, each of which receives every choice. Rows are sorted by v = ((e - first) / local copies +
- * copy) local + (e - first) % local, of which there are count copies. With capacity > 0 each v has room for that many
- * rows, else they are packed. */
+/* The order of rows, for experts [first, first + count). num_local consecutive experts are on one rank, or on `copies`
+ * ranks that share them and all receive every choice. Rows are sorted by v = ((e - first) / num_local copies + copy)
+ * num_local + (e - first) % num_local, 0 <= v < count copies. With capacity > 0 each v has room for that many rows,
+ * else rows are packed. */
 typedef struct mt_dispatch {
-    int64_t topk, first, count, local, copies, capacity;
+    int64_t topk, first, count, num_local, copies, capacity;
 } mt_dispatch;
 
 #define MT_EXPERT_OPERATIONS(OP)                                                                                       \
@@ -1348,8 +1348,8 @@ typedef struct mt_linear_io {
     int64_t num_rows;
 } mt_linear_io;
 
-/* The halves of a backward: the gradient of the input, of the weights, or both. */
-enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
+/* The halves of a backward: gradient of the input, gradient of the weights, or both. */
+enum { MT_BACKWARD_INPUT = 1, MT_BACKWARD_WEIGHT = 2, MT_BACKWARD_BOTH = 3 };
 
 /* y from x. Communication of column- and row-parallel kinds is included: results are complete on tp->stream. */
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
@@ -1357,8 +1357,8 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, co
 void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
 /* dw and dbias from dy and x. */
 void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
-/* Both, or the `parts` asked for: communication of one half runs beside the product of the other. */
-void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int parts);
+/* Both, or the selected `halves`; the communication of one half overlaps the product of the other. */
+void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int halves);
 
 /* Numbers of T tokens whose labels have these log-probabilities under the logits. */
 typedef struct mt_token_values {
@@ -1752,26 +1752,24 @@ typedef enum mt_param_state {
     MT_NUM_STATES
 } mt_param_state;
 
-/* All `count` elements of one kind of a bucket's values, of the model's type for weights, else fp32, on the device:
- * gathered from the data group, whose ranks all call it, and valid until the next call. Not in a step: it may take the
- * gradients' place. */
+/* All `count` elements of one state of a bucket, on the device: weights in the model's type, others fp32. Collective
+ * over the data group; valid until the next call. Not during a step: it may overwrite gradients. */
 const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
 
-/* A bucket as it is now, for its layout: shard, group, strategy. Unlike mt_model_buckets it gathers nothing. */
+/* A bucket's sizes, shard, group and strategy. Unlike mt_model_buckets it gathers no parameters. */
 const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);
 
-/* The elements of one kind that this rank has: [first, first + count) of the bucket, at `data` (NULL: it keeps none).
- */
-typedef struct mt_part {
+/* This rank's elements of one state of a bucket: [first, first + count), at `data` (NULL: none on this rank). */
+typedef struct mt_shard {
     void *data;
     int64_t first, count;
     mt_dtype dtype;
-} mt_part;
-mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_param_state state);
+} mt_shard;
+mt_shard mt_bucket_shard(const mt_model *model, int64_t bucket, mt_param_state state);
 
-/* Sets elements [at, at + n) of the bucket, or those of them that the part has, from host memory of the part's type;
- * NULL: to zero. Enqueued on the model's stream; all that was gathered before is void. */
-void mt_part_write(mt_model *model, const mt_part *part, int64_t at, const void *from, int64_t n);
+/* Sets elements [at, at + n) of the bucket, as far as the shard holds them, from host memory of the shard's type; NULL:
+ * to zero. Enqueued on the model's stream; invalidates gathered copies. */
+void mt_shard_write(mt_model *model, const mt_shard *shard, int64_t at, const void *from, int64_t n);
 
 /* ==== §13 optimizer and §16 the training step ======================================================================
  */

@@ -1,4 +1,4 @@
-/* train.c: trains a GPT-family model. Options: ./train --help. What a step does is in megatron.c §16. */
+/* train.c: trains a GPT-family model. Options: ./train --help. A step: mt_train_step in megatron.c §16. */
 #include "megatron.h"
 
 #include "data/checkpoint.h"
@@ -34,7 +34,7 @@ typedef struct run {
     mt_batch batch;
     mt_run_state state;
     mt_report report;
-    int64_t saved; // the last checkpoint that was told to be in its place
+    int64_t saved; // iteration of the last checkpoint that was reported as saved
     double start;
 } run;
 
@@ -57,7 +57,7 @@ static void catch_signals(const mt_options *o) {
     sigaction(signals[o->exit_signal], &action, NULL);
 }
 
-/* Functions that fail fill an error; here is where it ends the program. */
+/* Ends the program with the error of a function that failed. */
 static void check(int status, const mt_error *error) {
     if (status != 0) mt_die("%s", error->text);
 }
@@ -67,8 +67,8 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     return mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
 }
 
-/* The tokenizer gives the vocabulary's size and the end of document, where nothing else does. A loaded model's own is
- * taken along, so that what is saved can speak. */
+/* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
+ * saved with the checkpoints, so that they can generate text. */
 static void open_tokenizer(run *r) {
     mt_options *o = &r->options;
     mt_error error;
@@ -164,7 +164,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
 }
 
 /* After each call of the saver, which may have put a checkpoint into its place. */
-static void tell_saved(run *r, int status, const mt_error *error) {
+static void report_saved(run *r, int status, const mt_error *error) {
     check(status, error);
     if (mt_saver_in_place(r->saver) == r->saved) return;
     r->saved = mt_saver_in_place(r->saver);
@@ -177,7 +177,7 @@ static bool save(run *r) {
     if (!r->options.save) return true;
     check(mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return false;
-    tell_saved(r, mt_saver_save(r->saver, &r->state, &error), &error);
+    report_saved(r, mt_saver_save(r->saver, &r->state, &error), &error);
     return true;
 }
 
@@ -203,26 +203,26 @@ static void train(run *r) {
     int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
     bool stop = false;
     while ((r->state.iteration < o->num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
-        tell_saved(r, mt_saver_poll(r->saver, &error), &error);
+        report_saved(r, mt_saver_poll(r->saver, &error), &error);
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
         bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
         bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);
-        bool told = timed || due; // then the device is idle when the step ends
+        bool reported = timed || due; // then the device is idle when the step ends
         if (timed) mt_profile_step_begin();
         int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
-                                   told ? &metrics : NULL, &error);
+                                   reported ? &metrics : NULL, &error);
         if (timed) mt_profile_step_end();
         if (traced) mt_trace_step_end();
         if (status == MT_REWIND) {
-            tell_saved(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
+            report_saved(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
             continue;
         }
         check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
-        if (told) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
-        if (told) check(mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics, &error), &error);
+        if (reported) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
+        if (reported) check(mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics, &error), &error);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
             validated = r->state.iteration;
@@ -281,7 +281,7 @@ int main(int argc, char **argv) {
     if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);
     catch_signals(&r.options);
     train(&r);
-    tell_saved(&r, mt_saver_finish(r.saver, &error), &error);
+    report_saved(&r, mt_saver_finish(r.saver, &error), &error);
     mt_report_close(&r.report);
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_loader_close(r.loaders[split]);
     mt_data_close(r.data);

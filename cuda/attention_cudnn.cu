@@ -1,8 +1,8 @@
 /* attention_cudnn.cu: attention by cuDNN, outside of the ladder.
  *
  * cuDNN gets the computation as a graph of small operations on tensors, most of them virtual (not in memory). It
- * recognises the pattern and runs one fused kernel. The graphs below are those that NVIDIA's cudnn-frontend builds for
- * scaled dot-product attention, written with the C interface. Each shape gets one plan, which is kept.
+ * recognises the pattern and runs one fused kernel. The graphs below are the ones that NVIDIA's cudnn-frontend builds
+ * for scaled dot-product attention, written with the C interface. Each shape gets one plan, which is kept.
  *
  * A call is served if its spans form a batch: of one length, one distance and one kind. cuDNN stores its log-sum-exp as
  * [B, H, S]; a small kernel transposes it to our [T, H] and back. Its backward sums the gradient of q in fp32 in the

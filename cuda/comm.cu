@@ -412,7 +412,7 @@ struct mt_cuda_mailbox {
     uint32_t sent[MT_MAILBOX_RANKS], received[MT_MAILBOX_RANKS];
 };
 
-/* What a rank sends to the others. */
+/* Sent by each rank to the others. */
 struct mt_mailbox_export {
     cudaIpcMemHandle_t handle;
     int64_t offset; // of the mailbox in its allocation

@@ -219,8 +219,8 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[4][4][4], uint32_t a_t
     }
 }
 
-/* Stores two neighbouring elements, of which `exist` are inside the matrix. If rows are a multiple of 16 bytes, both or
- * neither are. */
+/* Stores the first `exist` of two neighbouring elements: the ones inside the matrix. If rows are a multiple of 16
+ * bytes, `exist` is 0 or 2. */
 template <class Out, bool WIDE>
 __device__ __forceinline__ void store_pair(Out *to, float x, float y, int exist, bool accumulate) {
     if (exist > 0 && accumulate) x += mt_to_float(to[0]);

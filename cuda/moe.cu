@@ -755,8 +755,8 @@ extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32
     while (warps > 1 && warps * bins * 4 > max_shared_bytes) warps /= 2;
     MT_CHECK(bins * 4 <= max_shared_bytes && n < INT_MAX && M < INT_MAX);
     int64_t blocks = mt_divide_up(n, warps * per_warp);
-    dispatch_info s = {n,         dispatch->capacity,   (int)dispatch->topk,   (int)dispatch->first,
-                       (int)bins, (int)dispatch->local, (int)dispatch->copies, blocks};
+    dispatch_info s = {n,         dispatch->capacity,       (int)dispatch->topk,   (int)dispatch->first,
+                       (int)bins, (int)dispatch->num_local, (int)dispatch->copies, blocks};
     int32_t *before = (int32_t *)mt_cuda_workspace(stream, (blocks + 1) * bins * 4), *totals = before + blocks * bins;
     if (M > 0) {
         MT_CUDA(cudaMemsetAsync(choice, 0xff, (size_t)M * 4, on));

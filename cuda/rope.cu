@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(whole_threads, norm ? 6 : 8) rotate_whole_head
     }
 }
 
-/* Lanes for a head of D channels, R of which rotate; `all`: the other channels have lanes too. */
+/* Lanes for a head of D channels, R of them rotated; `all`: the other channels have lanes too. */
 static int64_t lanes_of_head(int64_t D, int64_t R, int64_t N, bool all) {
     int64_t units = R / 2 / N + (all ? mt_divide_up(D - R, 2 * N) : 0), lanes = 1;
     while (lanes < units) lanes *= 2;
@@ -246,7 +246,7 @@ extern "C" void mt_cuda_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_
 
 /* ---- norm and rotation of q and k -------------------------------------------------------------------------------- */
 
-/* Whether a head's units fit in a warp, as its norm needs. */
+/* True if a head's units fit in a warp, as its norm needs. */
 static bool warp_holds_head(mt_dtype dtype, bool wide, int64_t D, int64_t R) {
     return lanes_of_head(D, R, wide ? 16 / mt_dtype_size(dtype) : 1, true) <= 32;
 }

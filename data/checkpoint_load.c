@@ -482,7 +482,7 @@ static void mt_reader_return(mt_reader *r, float *memory, int64_t bytes) {
 typedef struct mt_target {
     const mt_param *param;
     const mt_tensor_info *tensor;
-    mt_part parts[2]; // either may have no data
+    mt_shard shards[2]; // either may have no data
     bool weights;
     float *transposed;  // this rank's part of a transposed tensor, until its last segment is read
     int64_t not_finite; // values of weights
@@ -512,9 +512,9 @@ static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_
 }
 
 /* The non-finite ones of values[n], whose bucket elements begin at `at`, that lie in a part. */
-static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
-    int64_t count = 0, end = mt_min(n, part->first + part->count - at);
-    for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
+static int64_t mt_count_not_finite(const mt_shard *shard, int64_t at, const float *values, int64_t n) {
+    int64_t count = 0, end = mt_min(n, shard->first + shard->count - at);
+    for (int64_t i = mt_max(shard->first - at, 0); i < end; i++) count += !isfinite(values[i]);
     return count;
 }
 
@@ -524,14 +524,14 @@ static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float 
     at += t->param->offset;
     for (int64_t done = 0, count; done < n; done += count) {
         count = mt_min(n - done, MT_STAGED);
-        if (t->weights) t->not_finite += mt_count_not_finite(&t->parts[0], at + done, values + done, count);
+        if (t->weights) t->not_finite += mt_count_not_finite(&t->shards[0], at + done, values + done, count);
         for (int k = 0; k < 2; k++) {
-            const mt_part *part = &t->parts[k];
-            if (!part->data) continue;
-            for (int64_t i = 0; part->dtype == MT_BF16 && i < count; i++)
+            const mt_shard *shard = &t->shards[k];
+            if (!shard->data) continue;
+            for (int64_t i = 0; shard->dtype == MT_BF16 && i < count; i++)
                 r->staged_bf16[i] = mt_f32_to_bf16(values[done + i]);
-            mt_part_write(m, part, at + done, part->dtype == MT_BF16 ? (const void *)r->staged_bf16 : values + done,
-                          count);
+            mt_shard_write(m, shard, at + done, shard->dtype == MT_BF16 ? (const void *)r->staged_bf16 : values + done,
+                           count);
         }
         mt_model_ops(m)->stream_wait(mt_model_stream(m)); // before the buffers are filled again
     }
@@ -568,10 +568,10 @@ static void mt_target_rows(const mt_target *t, int64_t *first, int64_t *end) {
     int64_t cols = t->param->cols, count = mt_param_rows_stored(t->param) * cols;
     *first = count, *end = 0;
     for (int k = 0; k < 2; k++) {
-        const mt_part *part = &t->parts[k];
-        int64_t begin = mt_max(part->first - t->param->offset, 0);
-        int64_t last = mt_min(part->first + part->count - t->param->offset, count);
-        if (!part->data || begin >= last) continue;
+        const mt_shard *shard = &t->shards[k];
+        int64_t begin = mt_max(shard->first - t->param->offset, 0);
+        int64_t last = mt_min(shard->first + shard->count - t->param->offset, count);
+        if (!shard->data || begin >= last) continue;
         *first = mt_min(*first, begin / cols), *end = mt_max(*end, mt_divide_up(last, cols));
     }
     if (*end == 0) *first = 0;
@@ -647,7 +647,7 @@ static void mt_target_finish(mt_reader *r, mt_target *t) {
         t->transposed = NULL;
     }
     for (int k = 0; k < 2; k++)
-        if (t->parts[k].data) mt_part_write(r->model, &t->parts[k], param->offset + stored, NULL, padding);
+        if (t->shards[k].data) mt_shard_write(r->model, &t->shards[k], param->offset + stored, NULL, padding);
 }
 
 /* Offset of the target's tensor in its file. */
@@ -750,9 +750,9 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
             mt_target *t = &targets[count++];
             *t = (mt_target){.param = &params[i], .weights = weights};
             t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
-            t->parts[0] = mt_bucket_part(m, params[i].bucket, (mt_param_state)state);
+            t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
-                t->parts[1] = mt_bucket_part(m, params[i].bucket, MT_STATE_MASTER);
+                t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
         }
     status = mt_targets_load(targets, count, set, m, sums, damaged, error);
     for (int64_t i = 0; i < count && status == 0; i++) mt_target_warn(m, &targets[i]);
@@ -761,7 +761,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     return status;
 }
 
-/* ---- which checkpoint: folders iter_NNNNNNN, of which latest_checkpointed_iteration.txt names the last */
+/* ---- which checkpoint: folders iter_NNNNNNN; latest_checkpointed_iteration.txt names the last one */
 
 int64_t mt_iteration_of(const char *name) {
     if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
@@ -950,8 +950,8 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, con
     return 0;
 }
 
-/* Loads one folder. *damaged: it differs from what was saved. If loading fails for another reason, such as the name of
- * a tensor, rank 0 first looks for damage in all files. */
+/* Loads one folder. *damaged: its files differ from the saved ones. If loading fails for another reason, such as the
+ * name of a tensor, rank 0 first looks for damage in all files. */
 static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
@@ -972,14 +972,14 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
     return status;
 }
 
-/* Clears the moments, of which a damaged checkpoint may have set some. */
+/* Clears the moments: a damaged checkpoint may have set some. */
 static void mt_optimizer_zero(mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
     for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
         for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && params[i].trained; state++) {
-            mt_part part = mt_bucket_part(m, params[i].bucket, (mt_param_state)state);
-            mt_part_write(m, &part, params[i].offset, NULL, params[i].rows * params[i].cols);
+            mt_shard shard = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
+            mt_shard_write(m, &shard, params[i].offset, NULL, params[i].rows * params[i].cols);
         }
 }
 

@@ -531,7 +531,7 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_p
                                   int64_t *end) {
     const mt_bucket *b = mt_bucket_get(m, param->bucket);
     const mt_group *group = b->group;
-    mt_part part = mt_bucket_part(m, param->bucket, state);
+    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     if (!param->counted) return NULL;
     if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // by role and layer, so that ranks have equal shares
@@ -543,7 +543,7 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_p
         *end = mt_min(b->shard_first + b->shard_count - param->offset, rows * cols);
     }
     if (*begin >= *end) return NULL;
-    return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
+    return (const char *)shard.data + (param->offset + *begin - shard.first) * mt_dtype_size(shard.dtype);
 }
 
 /* memcpy with stores that bypass the caches, so that lines are not read before they are written. The C library does
@@ -855,7 +855,8 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
     free(latest);
     if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
     if (access(folder, W_OK) != 0) return mt_file_write_error(error, folder, "--save");
-    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // unknown: a write will tell
+    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0)
+        return 0; // unknown: a write will fail if there is too little
     double each = (double)mt_dtype_size(mt_model_dtype(m)), room = (double)disk.f_bavail * (double)disk.f_frsize;
     if (mt_saves_optimizer(m)) each += mt_model_dtype(m) == MT_F32 ? 8 : 12;
     double bytes = (double)mt_num_parameters(mt_model_options(m)) * each;

@@ -327,7 +327,7 @@ int mt_indexed_writer_publish(mt_indexed_writer *writer, mt_error *error) {
 void mt_indexed_writer_close(mt_indexed_writer *writer) {
     if (!writer) return;
     mt_error ignored;
-    mt_new_file_close(&writer->bin, -1, &ignored); // what was not published
+    mt_new_file_close(&writer->bin, -1, &ignored); // unpublished files
     mt_new_file_close(&writer->idx, -1, &ignored);
     free(writer->lengths);
     free(writer->documents);

@@ -518,6 +518,6 @@ void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
     if (!file) return;
     mt_rank_profile_print(&own, 0, slowest_rank == 0 ? ", the slowest: it computes longest" : "", file);
     if (slowest_rank > 0) mt_rank_profile_print(&slowest, slowest_rank, ", the slowest: it computes longest", file);
-    fprintf(file, "over %d ranks a step takes %.3f to %.3f ms, of which they compute %.3f to %.3f ms\n", world->size,
+    fprintf(file, "over %d ranks a step takes %.3f to %.3f ms; they compute %.3f to %.3f ms\n", world->size,
             1e3 * least[0], 1e3 * most[0], 1e3 * least[1], 1e3 * most[1]);
 }

@@ -428,7 +428,7 @@ uint32_t mt_crc32c(const void *data, int64_t bytes) {
     return ~mt_crc_update(~0u, data, bytes);
 }
 
-/* The sum of a block is the exclusive or of what each part gives, so threads add atomically. */
+/* The sum of a block is the exclusive or of its parts' contributions, which threads add atomically. */
 void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
     const char *from = data;
     MT_CHECK(offset + bytes <= file->bytes);
@@ -557,7 +557,7 @@ int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
 int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes) {
     int64_t first = block * MT_SUM_BLOCK;
     return mt_error_set(error,
-                        "%s/%s: damaged: bytes %lld to %lld are not those that were saved (CRC-32C); take another "
+                        "%s/%s: damaged: bytes %lld to %lld differ from the saved ones (CRC-32C); take another "
                         "checkpoint",
                         folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
 }

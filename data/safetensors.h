@@ -72,7 +72,7 @@ typedef struct mt_checksums {
     int64_t count;
 } mt_checksums;
 
-/* Appends a file of which no bytes are added yet. */
+/* Appends a file, without any of its bytes. */
 mt_file_checksums *mt_checksums_append(mt_checksums *sums, const char *name, int64_t bytes);
 
 /* Adds bytes [offset, offset + bytes) of a file, each byte once, in any order and from any thread. A CRC is linear: the

@@ -26,7 +26,7 @@ void mt_trace_step_end(void);
 bool mt_trace_is_open(void);
 bool mt_trace_is_complete(void);
 
-/* Writes the file from what all ranks recorded, and closes the trace. Every rank calls it. */
+/* Writes the records of all ranks to the file, and closes the trace. Every rank calls it. */
 int mt_trace_write(mt_error *error);
 
 /* Seconds to add to this rank's `clock` for rank 0's, from the fastest of several round trips of a message (Cristian,

@@ -218,7 +218,7 @@ static void print_counted(const bench *b, double counted) {
     if (counted > 0)
         printf("%-30s %8.3f times\n", "bytes read by all ranks / saved", counted / b->bytes);
     else
-        printf("%-30s the system does not tell\n", "bytes read by all ranks");
+        printf("%-30s not reported by the system\n", "bytes read by all ranks");
 }
 
 /* With 0 rounds: for models that are too large to write often. */

@@ -231,7 +231,7 @@ static double aux_loss_backward(bench *b, const int64_t *n) {
 }
 
 static double dispatch_plan(bench *b, const int64_t *n) {
-    mt_dispatch dispatch = {.topk = n[2], .count = n[3], .local = n[3], .copies = 1};
+    mt_dispatch dispatch = {.topk = n[2], .count = n[3], .num_local = n[3], .copies = 1};
     int64_t M = n[0] * n[2];
     int32_t *offsets = mt_arena_alloc(&b->arena, (n[3] + 1) * 4), *position = mt_arena_alloc(&b->arena, M * 4);
     int32_t *choice = mt_arena_alloc(&b->arena, M * 4), *token = mt_arena_alloc(&b->arena, M * 4);
@@ -474,7 +474,7 @@ static void make_indices(bench *b) {
 
 /* Possible choices of a router with T tokens and k of E experts, and the CPU's order of their rows. */
 static void make_plan(bench *b, int64_t which, int64_t T, int64_t k, int64_t E) {
-    mt_dispatch dispatch = {.topk = k, .count = E, .local = E, .copies = 1};
+    mt_dispatch dispatch = {.topk = k, .count = E, .num_local = E, .copies = 1};
     int64_t M = T * k;
     int32_t *experts = mt_malloc(4 * M * 4), *position = experts + M, *token = position + M, *choice = token + M;
     int32_t *offsets = mt_malloc((E + 1) * 4);

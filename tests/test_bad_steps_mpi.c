@@ -139,10 +139,10 @@ static char *snapshot(trainee *t, int64_t *bytes) {
     *bytes = 0;
     for (int64_t i = 0; i < num_buckets; i++)
         for (int state = 0; state < MT_NUM_STATES; state++) {
-            mt_part part = mt_bucket_part(t->model, i, (mt_param_state)state);
-            int64_t size = part.data ? part.count * mt_dtype_size(part.dtype) : 0;
+            mt_shard shard = mt_bucket_shard(t->model, i, (mt_param_state)state);
+            int64_t size = shard.data ? shard.count * mt_dtype_size(shard.dtype) : 0;
             all = mt_realloc(all, *bytes + size + 1);
-            if (size > 0) memcpy(all + *bytes, part.data, (size_t)size);
+            if (size > 0) memcpy(all + *bytes, shard.data, (size_t)size);
             *bytes += size;
         }
     return all;

@@ -826,11 +826,11 @@ static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
             assert_says(&error, "damaged");
             f.options.load = f.options.save = folder;
             spoil(&f);
-            int told = dup(2), nowhere = open("/dev/null", O_WRONLY); // a warning each time
+            int standard_error = dup(2), nowhere = open("/dev/null", O_WRONLY); // a warning each time
             dup2(nowhere, 2);
             load(&f, &run, folder);
-            dup2(told, 2);
-            close(told), close(nowhere);
+            dup2(standard_error, 2);
+            close(standard_error), close(nowhere);
             assert_int_equal(run.iteration, 1);
             assert_same_model(&f, &before);
             snprintf(command, sizeof command, "cp %s/%s %s", at("whole"), names[k], path);

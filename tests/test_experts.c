@@ -701,7 +701,7 @@ static void assert_plan(const plan *p, const int32_t *experts, int64_t T, const 
             for (int64_t copy = 0; copy < d->copies; copy++) {
                 int64_t e = experts[i] - d->first;
                 if (experts[i] < 0 || e < 0 || e >= d->count) continue;
-                if (((e / d->local) * d->copies + copy) * d->local + e % d->local != v) continue;
+                if (((e / d->num_local) * d->copies + copy) * d->num_local + e % d->num_local != v) continue;
                 assert_int_equal(p->position[i * d->copies + copy], row);
                 assert_int_equal(p->choice[row], i);
                 assert_int_equal(p->token[row], i / k);
@@ -725,8 +725,8 @@ static void assert_plan(const plan *p, const int32_t *experts, int64_t T, const 
 static void dispatch_plans_follow_their_contract(void **state) {
     (void)state;
     for (int round = 0; round < 200; round++) {
-        mt_dispatch d = {.local = 1 + random_below(4), .copies = 1 + random_below(3)};
-        d.count = d.local * (1 + random_below(4)), d.first = random_below(5);
+        mt_dispatch d = {.num_local = 1 + random_below(4), .copies = 1 + random_below(3)};
+        d.count = d.num_local * (1 + random_below(4)), d.first = random_below(5);
         int64_t E = d.first + d.count + random_below(4), T = round % 7 ? 1 + random_below(40) : 1;
         d.topk = 1 + random_below(smaller(E, 4));
         d.capacity = round % 2 ? T + random_below(3) : 0; // a token chooses an expert at most once
@@ -741,7 +741,7 @@ static void choices_beyond_the_capacity_have_no_row(void **state) {
     (void)state;
     static const int32_t experts[5] = {1, 0, 1, 1, 1};
     static const int32_t position[5] = {2, 0, 3, -1, -1}, token[4] = {1, -1, 0, 2}, offsets[3] = {0, 2, 4};
-    mt_dispatch d = {.topk = 1, .count = 2, .local = 2, .copies = 1, .capacity = 2};
+    mt_dispatch d = {.topk = 1, .count = 2, .num_local = 2, .copies = 1, .capacity = 2};
     plan p = make_plan(experts, 5, 0, &d);
     assert_memory_equal(p.position, position, sizeof position);
     assert_memory_equal(p.token, token, sizeof token);
@@ -825,7 +825,7 @@ static void gather_and_combine_are_each_others_backward(void **state) {
     (void)state;
     enum { C = 20 };
     for (int round = 0; round < 20; round++) {
-        mt_dispatch d = {.topk = 2, .first = 1, .count = 4, .local = 2, .copies = 1 + round % 2};
+        mt_dispatch d = {.topk = 2, .first = 1, .count = 4, .num_local = 2, .copies = 1 + round % 2};
         int64_t T = 1 + random_below(50);
         d.capacity = round % 3 ? 0 : T;
         int32_t *experts = random_choices(T, 2, 6, false, true);
@@ -1082,7 +1082,7 @@ enum { LAYER_T = 23, LAYER_C = 12, LAYER_F = 8, LAYER_E = 6, LAYER_K = 2 };
 static void layer_forward(void *out, const void *x, const void *w1, const void *w2, const float *probs,
                           const int32_t *experts, int64_t capacity, int64_t spare, bool fused, mt_dtype dtype) {
     enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, K = LAYER_K };
-    mt_dispatch d = {.topk = K, .count = E, .local = E, .copies = 1, .capacity = capacity};
+    mt_dispatch d = {.topk = K, .count = E, .num_local = E, .copies = 1, .capacity = capacity};
     plan p = make_plan(experts, LAYER_T, spare, &d);
     int64_t M = p.rows, used = p.offsets[E], size = mt_dtype_size(dtype);
     char *rows = nans(M * C, dtype), *gate_up = nans(M * 2 * F, dtype), *y = nans(M * F, dtype);
@@ -1190,7 +1190,7 @@ static uint64_t hash_routing(mt_dtype dtype) {
 static uint64_t hash_experts(mt_dtype dtype) {
     enum { T = BITS_T, C = BITS_C, E = BITS_E, F = 48, K = 2 };
     random_state = 98;
-    mt_dispatch d = {.topk = K, .count = E, .local = E, .copies = 1};
+    mt_dispatch d = {.topk = K, .count = E, .num_local = E, .copies = 1};
     int32_t *experts = random_choices(T, K, E, true, true);
     plan p = make_plan(experts, T, 0, &d);
     int64_t M = p.rows, size = mt_dtype_size(dtype);

@@ -46,7 +46,7 @@ static void assert_refused(const char *header, int64_t data_bytes, const char *w
     free(image);
 }
 
-static void check_verdicts(const char *folder) {
+static void check_names(const char *folder) {
     DIR *directory = opendir(folder);
     assert_non_null(directory);
     int accepted = 0, refused = 0;
@@ -69,12 +69,12 @@ static void check_verdicts(const char *folder) {
     assert_true(accepted >= 8 && refused >= 17);
 }
 
-static void every_file_gets_the_verdict_in_its_name(void **state) {
+static void every_file_is_accepted_or_refused_as_its_name_says(void **state) {
     (void)state;
-    check_verdicts("tests/golden/safetensors");
+    check_names("tests/golden/safetensors");
 }
 
-static void every_shared_file_gets_the_verdict_in_its_name(void **state) {
+static void every_shared_file_is_accepted_or_refused_as_its_name_says(void **state) {
     (void)state;
     const char *shared = getenv("MT_SHARED");
     char folder[512];
@@ -83,7 +83,7 @@ static void every_shared_file_gets_the_verdict_in_its_name(void **state) {
         print_message("skipped: %s is absent\n", folder);
         skip();
     }
-    check_verdicts(folder);
+    check_names(folder);
 }
 
 static void tensors_are_found_by_name_with_their_shape_and_bytes(void **state) {
@@ -325,8 +325,8 @@ static void folders_without_safetensors_say_what_to_do(void **state) {
 int main(void) {
 #define FOLDER_TEST(test) cmocka_unit_test_setup_teardown(test, make_root, remove_root)
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_file_gets_the_verdict_in_its_name),
-        cmocka_unit_test(every_shared_file_gets_the_verdict_in_its_name),
+        cmocka_unit_test(every_file_is_accepted_or_refused_as_its_name_says),
+        cmocka_unit_test(every_shared_file_is_accepted_or_refused_as_its_name_says),
         cmocka_unit_test(tensors_are_found_by_name_with_their_shape_and_bytes),
         cmocka_unit_test(what_a_header_may_not_say_is_refused_in_words),
         cmocka_unit_test(duplicate_names_are_refused),

@@ -153,8 +153,8 @@ static void table_of_communication_sums_to_the_step(void **state) {
         else if (sscanf(line, "  %31[a-z ] %lf %lf %lf %lf%%", name, &calls, &total, &exposed, &share) == 5) {
             assert_true(exposed <= total + 0.001 && calls > 0 && share <= 100);
             sum += exposed;
-        } else if (sscanf(line, "over %d ranks a step takes %lf to %lf ms, of which they compute %lf to", &ranks,
-                          &least, &most, &computing) == 4)
+        } else if (sscanf(line, "over %d ranks a step takes %lf to %lf ms; they compute %lf to", &ranks, &least, &most,
+                          &computing) == 4)
             assert_true(least <= most && computing < most && whole <= most + 0.001 && whole >= least - 0.001);
     }
     if (grid.world.rank == 0) assert_true((tables == 1 || tables == 2) && ranks == RANKS);

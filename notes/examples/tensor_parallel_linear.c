@@ -57,8 +57,8 @@ int main(int argc, char **argv) {
 
     /* The backward goes the other way: dy is whole on every rank, and dx is summed over the ranks. */
     forward(&tp, &column, &row);
-    mt_linear_backward(&tp, &row, &(mt_linear_io){.x = hidden, .dy = dy, .dx = dhidden}, MT_PART_BOTH);
-    mt_linear_backward(&tp, &column, &(mt_linear_io){.x = x, .dy = dhidden, .dx = dx}, MT_PART_BOTH);
+    mt_linear_backward(&tp, &row, &(mt_linear_io){.x = hidden, .dy = dy, .dx = dhidden}, MT_BACKWARD_BOTH);
+    mt_linear_backward(&tp, &column, &(mt_linear_io){.x = x, .dy = dhidden, .dx = dx}, MT_BACKWARD_BOTH);
 
     double worst = 0;
     for (int owner = 0; owner < ranks; owner++) // one rank after another changes its weights
