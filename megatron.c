@@ -5374,27 +5374,14 @@ static float mt_attention_scale(const mt_options *o) {
 /* The attention call of a layer, with the operands of the forward; the backward adds its own. */
 static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_qkv_view view = mt_saved_view(m, p, a);
-    return (mt_attention){.num_heads = m->H,
-                          .num_groups = m->G,
-                          .head_size = m->D,
-                          .value_size = m->Dv,
-                          .q = view.q,
-                          .k = view.k,
-                          .v = view.v,
-                          .out = a->attended,
-                          .lse = a->lse,
-                          .q_stride = view.qk_stride,
-                          .k_stride = view.qk_stride,
-                          .v_stride = view.v_stride,
-                          .out_stride = m->H * m->Dv,
-                          .spans = p->spans,
-                          .window = m->options->window_size,
-                          .scale = mt_attention_scale(m->options),
-                          .dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION),
-                          .first_head = m->grid->tensor.rank * m->H,
-                          .backend = m->options->attention_backend,
-                          .q_index = p->batch->token_index,
-                          .k_index = p->batch->token_index};
+    mt_attention call = {.num_heads = m->H, .num_groups = m->G, .head_size = m->D, .value_size = m->Dv};
+    call.q = view.q, call.k = view.k, call.v = view.v, call.out = a->attended, call.lse = a->lse;
+    call.q_stride = call.k_stride = view.qk_stride, call.v_stride = view.v_stride, call.out_stride = m->H * m->Dv;
+    call.spans = p->spans, call.window = m->options->window_size, call.scale = mt_attention_scale(m->options);
+    call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
+    call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
+    call.backend = m->options->attention_backend;
+    return call;
 }
 
 /* RoPE for the tokens from `first_row` on. */
