@@ -3458,49 +3458,6 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
     return 0;
 }
 
-/* Appends ranks to a line as runs: "3", "0-3", or "0-24:8" for every eighth. Returns the new length. */
-static int mt_grid_write_members(char *line, int length, int room, const int *members, int count) {
-    for (int i = 0, next; i < count; i = next) {
-        int step = i + 1 < count ? members[i + 1] - members[i] : 1;
-        for (next = i + 1; next < count && members[next] - members[next - 1] == step;) next++;
-        if (next - i == 2 && step > 1) next--; // two ranks that are not adjacent form no run
-        length += snprintf(line + length, (size_t)mt_max(0, room - length), "%s%d", i > 0 ? "," : "", members[i]);
-        if (next - i == 1) continue;
-        length += snprintf(line + length, (size_t)mt_max(0, room - length), "-%d", members[next - 1]);
-        if (step > 1) length += snprintf(line + length, (size_t)mt_max(0, room - length), ":%d", step);
-    }
-    return length;
-}
-
-void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
-    enum { WIDTH = 68 };
-    int world = grid->world.size, *members = mt_malloc(world * (int64_t)sizeof(int));
-    mt_grid_shape shape = mt_grid_shape_of(options, world);
-    fprintf(file, "%-16s %5s %6s  ranks (0-6:2 is 0,2,4,6)\n", "group", "size", "groups");
-    for (int kind = 0; kind < MT_NUM_GROUP_KINDS; kind++) {
-        char line[WIDTH + 1] = "";
-        int length = 0, groups = 0, size = 1;
-        for (int rank = 0; rank < world; rank++) {
-            char text[WIDTH + 1];
-            int count = mt_grid_members(members, &shape, kind, rank);
-            if (members[0] != rank || count == 1) continue; // each group once, at its first rank
-            int added = mt_grid_write_members(text, 0, sizeof text, members, count);
-            groups++, size = count;
-            if (length >= WIDTH - 3) continue; // the line is full
-            if (length + added + 1 > WIDTH - 4 || added >= WIDTH)
-                length = WIDTH - 3, strcat(line, " ...");
-            else
-                length += snprintf(line + length, sizeof line - (size_t)length, "%s%s", length ? " " : "", text);
-        }
-        const char *name = mt_grid_group((mt_grid *)grid, kind)->name;
-        if (groups == 0)
-            fprintf(file, "%-16s %5d\n", name, 1);
-        else
-            fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
-    }
-    free(members);
-}
-
 /* The first group with the same members, or NULL. Such groups share a communicator. */
 static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
     const mt_group *group = mt_grid_group(grid, kind);
@@ -4000,58 +3957,6 @@ static void mt_cpu_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t co
 
 static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
     free(mailbox);
-}
-
-/* ---- memory shared by the ranks of a host */
-
-void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes) {
-    *shared = (mt_host_memory){.host = {.name = "host", .size = 1}};
-#ifdef MT_HAVE_MPI
-    if (world->size > 1) {
-        MPI_Comm *comm = mt_malloc(sizeof *comm);
-        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
-        MPI_Comm_size(*comm, &shared->host.size);
-        MPI_Comm_rank(*comm, &shared->host.rank);
-        shared->host.comm = comm;
-    }
-    if (shared->host.size > 1) {
-        MPI_Aint size;
-        int unit;
-        MPI_Win *window = mt_malloc(sizeof *window);
-        mt_mpi_check(MPI_Win_allocate_shared(shared->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
-                                             mt_mpi_comm(&shared->host), &shared->memory, window),
-                     "MPI_Win_allocate_shared", &shared->host);
-        MPI_Win_shared_query(*window, 0, &size, &unit, &shared->memory);
-        MPI_Win_lock_all(MPI_MODE_NOCHECK, *window);
-        shared->window = window;
-    }
-#else
-    (void)world;
-#endif
-    if (shared->host.size == 1) shared->memory = mt_cpu_memory_alloc(bytes);
-}
-
-void mt_host_memory_barrier(mt_host_memory *shared) {
-#ifdef MT_HAVE_MPI
-    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
-    mt_barrier(&shared->host);
-    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
-#else
-    (void)shared;
-#endif
-}
-
-void mt_host_memory_close(mt_host_memory *shared) {
-    if (shared->host.size == 1) mt_cpu_memory_free(shared->memory);
-#ifdef MT_HAVE_MPI
-    if (shared->window) {
-        MPI_Win_unlock_all(*(MPI_Win *)shared->window);
-        MPI_Win_free(shared->window);
-    }
-    if (shared->host.comm) MPI_Comm_free(shared->host.comm);
-    free(shared->window);
-    free(shared->host.comm);
-#endif
 }
 
 /* ---- agreement on errors */

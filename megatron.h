@@ -1228,9 +1228,6 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
  * ends the job if one operation takes more than options->distributed_timeout_seconds. */
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 
-/* Prints one line per kind of group. */
-void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file);
-
 /* Undoes mt_grid_build and mt_backend_open; the grid may then be built for other options. Streams and channels must be
  * closed. Every rank calls it. */
 void mt_grid_clear(mt_grid *grid);
@@ -1263,17 +1260,6 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error);
  * a device goes by channels, or to ranks of one host by mailboxes (§3). */
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
-
-/* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
- * before a barrier are seen by all ranks after it. */
-typedef struct mt_host_memory {
-    mt_group host;
-    char *memory; // [bytes]
-    void *window; // of MPI; NULL for one rank
-} mt_host_memory;
-void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes);
-void mt_host_memory_barrier(mt_host_memory *shared);
-void mt_host_memory_close(mt_host_memory *shared);
 
 /* Called around an operation that may wait for other ranks: the watchdog measures the time between begin and end. Pairs
  * do not nest. mt_watch_note records the operation enqueued last on a device, for its message. `group` may be NULL; the

@@ -14,6 +14,9 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#ifdef MT_HAVE_MPI
+#include <mpi.h>
+#endif
 
 /* ---- which tensors a model takes */
 
@@ -220,10 +223,67 @@ typedef struct mt_slots {
     int64_t uses[MT_SLOTS];  // segments that all ranks are done with
 } mt_slots;
 
+/* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
+ * before a barrier are seen by all ranks after it. */
+typedef struct host_memory {
+    mt_group host;
+    char *memory; // [bytes]
+    void *window; // of MPI; NULL for one rank
+} host_memory;
+
+static void host_memory_open(host_memory *shared, const mt_group *world, int64_t bytes) {
+    *shared = (host_memory){.host = {.name = "host", .size = 1}};
+#ifdef MT_HAVE_MPI
+    if (world->size > 1) {
+        MPI_Comm *comm = mt_malloc(sizeof *comm);
+        MPI_Comm_split_type(*(MPI_Comm *)world->comm, MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
+        MPI_Comm_size(*comm, &shared->host.size);
+        MPI_Comm_rank(*comm, &shared->host.rank);
+        shared->host.comm = comm;
+    }
+    if (shared->host.size > 1) {
+        MPI_Aint size;
+        int unit;
+        MPI_Win *window = mt_malloc(sizeof *window);
+        MT_CHECK(MPI_Win_allocate_shared(shared->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
+                                         *(MPI_Comm *)shared->host.comm, &shared->memory, window) == MPI_SUCCESS);
+        MPI_Win_shared_query(*window, 0, &size, &unit, &shared->memory);
+        MPI_Win_lock_all(MPI_MODE_NOCHECK, *window);
+        shared->window = window;
+    }
+#else
+    (void)world;
+#endif
+    if (shared->host.size == 1) shared->memory = mt_malloc(bytes);
+}
+
+static void host_memory_barrier(host_memory *shared) {
+#ifdef MT_HAVE_MPI
+    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
+    mt_barrier(&shared->host);
+    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
+#else
+    (void)shared;
+#endif
+}
+
+static void host_memory_close(host_memory *shared) {
+    if (shared->host.size == 1) free(shared->memory);
+#ifdef MT_HAVE_MPI
+    if (shared->window) {
+        MPI_Win_unlock_all(*(MPI_Win *)shared->window);
+        MPI_Win_free(shared->window);
+    }
+    if (shared->host.comm) MPI_Comm_free(shared->host.comm);
+    free(shared->window);
+    free(shared->host.comm);
+#endif
+}
+
 typedef struct mt_reader {
     mt_model *model;
     const mt_checksums *sums; // NULL: nothing is checked
-    mt_host_memory shared;    // slots, then window
+    host_memory shared;       // slots, then window
     mt_slots *slots;
     char *window;            // [MT_SLOTS, MT_SEGMENT]
     float *spare[MT_SPARES]; // buffers for transposed tensors
@@ -258,23 +318,23 @@ static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) 
     _Static_assert(sizeof(mt_slots) <= MT_DIRECT && MT_SEGMENT % MT_SUM_BLOCK == 0, "layout of the shared memory");
     *r = (mt_reader){.model = m, .sums = sums, .descriptor = -1, .direct = -1};
     r->staged = mt_malloc(MT_STAGED * 4), r->staged_bf16 = mt_malloc(MT_STAGED * 2);
-    mt_host_memory_open(&r->shared, &mt_model_grid(m)->world, bytes);
+    host_memory_open(&r->shared, &mt_model_grid(m)->world, bytes);
     r->slots = (mt_slots *)mt_align_direct(r->shared.memory); // mapped by pages: the same offset on every rank
     r->window = (char *)r->slots + MT_DIRECT;
     if (r->shared.host.rank == 0) mt_slots_init(r->slots);
-    mt_host_memory_barrier(&r->shared);
+    host_memory_barrier(&r->shared);
 }
 
 static void mt_reader_close(mt_reader *r) {
     for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
     free(r->staged);
     free(r->staged_bf16);
-    mt_host_memory_barrier(&r->shared);
+    host_memory_barrier(&r->shared);
     if (r->shared.host.rank == 0) {
         pthread_mutex_destroy(&r->slots->lock);
         pthread_cond_destroy(&r->slots->changed);
     }
-    mt_host_memory_close(&r->shared);
+    host_memory_close(&r->shared);
 }
 
 static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
@@ -381,7 +441,7 @@ static int mt_reader_begin(mt_reader *r, const mt_safetensors_file *file, pthrea
         mt_error_set(&error, "%s: cannot be read: %s; check the disk", file->path, strerror(errno));
         mt_reader_fail(r, &error, false);
     }
-    mt_host_memory_barrier(&r->shared); // all ranks are done with the file before
+    host_memory_barrier(&r->shared); // all ranks are done with the file before
     if (r->shared.host.rank == 0) {
         mt_slots *slots = r->slots;
         slots->claimed = 0;
@@ -389,7 +449,7 @@ static int mt_reader_begin(mt_reader *r, const mt_safetensors_file *file, pthrea
         memset(slots->taken, 0, sizeof slots->taken);
         memset(slots->uses, 0, sizeof slots->uses);
     }
-    mt_host_memory_barrier(&r->shared);
+    host_memory_barrier(&r->shared);
     for (int i = 0; i < count; i++)
         if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0) mt_die("cannot start a thread; raise ulimit -u");
     return count;

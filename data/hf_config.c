@@ -126,7 +126,7 @@ enum {
     NULLABLE = 4, // null is the option's 0
     NONZERO = 8,  // written unless it is 0
     PLAIN = 16,   // a flag of the struct that is no option
-    FIXED = 32,   // no option: `absent` lists the words that are supported, of which the first is written
+    FIXED = 32,   // no option: `absent` lists the supported words; the first is written
     READ = 64,    // read only
     WRITE = 128,  // written only
     OWN = 256,    // an option under its own name; its range is checked at the end, for 0 is often "not given"

@@ -352,3 +352,48 @@ int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_
     mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text.text);
     return report->metrics ? end_line(report, error) : 0;
 }
+
+/* ---- the grid of ranks */
+
+/* Appends ranks to a line as runs: "3", "0-3", or "0-24:8" for every eighth. Returns the new length. */
+static int write_members(char *line, int length, int room, const int *members, int count) {
+    for (int i = 0, next; i < count; i = next) {
+        int step = i + 1 < count ? members[i + 1] - members[i] : 1;
+        for (next = i + 1; next < count && members[next] - members[next - 1] == step;) next++;
+        if (next - i == 2 && step > 1) next--; // two ranks far apart are no run
+        length += snprintf(line + length, (size_t)mt_max(0, room - length), "%s%d", i > 0 ? "," : "", members[i]);
+        if (next - i == 1) continue;
+        length += snprintf(line + length, (size_t)mt_max(0, room - length), "-%d", members[next - 1]);
+        if (step > 1) length += snprintf(line + length, (size_t)mt_max(0, room - length), ":%d", step);
+    }
+    return length;
+}
+
+void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
+    enum { WIDTH = 68 };
+    int world = grid->world.size, *members = mt_malloc(world * (int64_t)sizeof(int));
+    mt_grid_shape shape = mt_grid_shape_of(options, world);
+    fprintf(file, "%-16s %5s %6s  ranks (0-6:2 is 0,2,4,6)\n", "group", "size", "groups");
+    for (int kind = 0; kind < MT_NUM_GROUP_KINDS; kind++) {
+        char line[WIDTH + 1] = "";
+        int length = 0, groups = 0, size = 1;
+        for (int rank = 0; rank < world; rank++) {
+            char text[WIDTH + 1];
+            int count = mt_grid_members(members, &shape, kind, rank);
+            if (members[0] != rank || count == 1) continue; // each group once, at its first rank
+            int added = write_members(text, 0, sizeof text, members, count);
+            groups++, size = count;
+            if (length >= WIDTH - 3) continue; // the line is full
+            if (length + added + 1 > WIDTH - 4 || added >= WIDTH)
+                length = WIDTH - 3, strcat(line, " ...");
+            else
+                length += snprintf(line + length, sizeof line - (size_t)length, "%s%s", length ? " " : "", text);
+        }
+        const char *name = mt_grid_group((mt_grid *)grid, kind)->name;
+        if (groups == 0)
+            fprintf(file, "%-16s %5d\n", name, 1);
+        else
+            fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
+    }
+    free(members);
+}

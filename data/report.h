@@ -44,6 +44,9 @@ int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_
 /* Prints a line on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Prints one line per kind of group. */
+void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file);
+
 #ifdef __cplusplus
 }
 #endif

@@ -10,7 +10,7 @@
 /* ---- simulated time. Invariant: messages of one rank in one direction are received in the order in which they were
  * sent, so a queue is two counters and the times at which they moved. */
 
-/* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 those that it sends backward. */
+/* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 its messages backward. */
 typedef struct mt_queues {
     int64_t in_flight, capacity;
     int64_t *sent, *received;   // [2 pp]

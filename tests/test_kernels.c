@@ -873,7 +873,7 @@ static void accumulate_rows_adds_the_rows_of_the_spans_alone(void **state) {
     }
 }
 
-/* y = a + b, in place as well, and rows added at their numbers, of which -1 is none. */
+/* y = a + b, in place as well, and rows added at their numbers; -1: none. */
 static void sums_of_elements_and_of_rows_match_float64(void **state) {
     (void)state;
     enum { ROWS = 37, WIDTH = 70, SUMS = 5 };
