@@ -3806,7 +3806,7 @@ static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype
     mt_cpu_exchange_all("all_to_all", out, in, count * mt_dtype_size(dtype), count * mt_dtype_size(dtype), group);
 }
 
-static int64_t mt_sum_before(const int64_t *counts, int end) {
+static int64_t mt_prefix_sum(const int64_t *counts, int end) {
     int64_t sum = 0;
     for (int i = 0; i < end; i++) sum += counts[i];
     return sum;
@@ -3819,15 +3819,15 @@ static void mt_cpu_all_to_all_v(void *out, const int64_t *out_counts, const void
     int64_t width = mt_dtype_size(dtype);
     MT_CHECK(out_counts[rank] == in_counts[rank]);
     if (out != in)
-        memmove((char *)out + mt_sum_before(out_counts, rank) * width,
-                (const char *)in + mt_sum_before(in_counts, rank) * width, (size_t)(in_counts[rank] * width));
+        memmove((char *)out + mt_prefix_sum(out_counts, rank) * width,
+                (const char *)in + mt_prefix_sum(in_counts, rank) * width, (size_t)(in_counts[rank] * width));
     if (group->size == 1) return;
 #ifdef MT_HAVE_MPI
     mt_watch_begin("all_to_all_v", group->name);
     for (int step = 1; step < group->size; step++) {
         int to = (rank + step) % group->size, from = (rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + mt_sum_before(in_counts, to) * width,
-                        in_counts[to] * width, to, (char *)out + mt_sum_before(out_counts, from) * width,
+        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + mt_prefix_sum(in_counts, to) * width,
+                        in_counts[to] * width, to, (char *)out + mt_prefix_sum(out_counts, from) * width,
                         out_counts[from] * width, from);
     }
     mt_watch_end();
@@ -4245,8 +4245,8 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
 }
 
 /* dx from dy[rows, N], one rank's rows at a time; returns dy of all rows. */
-static const void *mt_row_backward_input_in_steps(const mt_tensor_parallel *tp, const mt_linear *l,
-                                                  const mt_linear_io *io) {
+static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp, const mt_linear *l,
+                                                    const mt_linear_io *io) {
     for (int step = 0, owner; step < tp->group->size; step++) {
         const void *piece = mt_gather_step(tp, io->dy, l->N, step, &owner);
         mt_product_backward_input(tp, l, mt_rows_of_rank(tp, io->dx, owner, l->K), piece,
@@ -4260,7 +4260,8 @@ static const void *mt_row_backward_input_in_steps(const mt_tensor_parallel *tp, 
 /* Every rank computes the same dbias over all rows. */
 static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
     bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
-    const void *dy = in_steps ? mt_row_backward_input_in_steps(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
+    const void *dy =
+        in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
     if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->T);
     if ((halves & MT_BACKWARD_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
@@ -5675,7 +5676,7 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
 /* M rows for the experts of this rank, sorted by expert, and their intermediate results. */
 typedef struct mt_expert_rows {
     void *memory;                     // own allocation if M depends on the data; NULL: in the arena
-    int64_t capacity;                 // room for so many rows
+    int64_t capacity;                 // allocated rows
     void *input;                      // [M, C]
     float *weights;                   // [M] probabilities
     void *hidden;                     // [M, 2F]
@@ -7060,7 +7061,7 @@ static void mt_mtp_roll(mt_batch *rolled) {
 
 /* weights of the tokens' losses: the module's share of the scaling factor. Rolling removes labels, so the remaining
  * ones count more: each sequence then has the same weight as in the main loss. */
-static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whole, const mt_batch *rolled) {
+static void mt_mtp_loss_weights(const mt_model *m, float *weights, const mt_batch *whole, const mt_batch *rolled) {
     double factor = m->options->mtp_loss_scaling_factor / (double)m->mtp->count;
     memset(weights, 0, (size_t)whole->num_tokens * 4);
     for (int64_t s = 0; s < whole->num_spans; s++) {
@@ -7087,7 +7088,7 @@ static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whol
     rolled->num_tokens = whole->num_tokens, rolled->num_spans = whole->num_spans;
     for (int64_t k = 0; k < m->mtp->count; k++) {
         mt_mtp_roll(rolled);
-        mt_mtp_weigh(m, m->mtp->weights, whole, rolled);
+        mt_mtp_loss_weights(m, m->mtp->weights, whole, rolled);
         mt_batch part = *rolled;
         part.loss_mask = m->mtp->weights, part.positions = whole->positions, part.token_index = whole->token_index;
         if (m->context) {
@@ -7143,7 +7144,7 @@ static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
     }
 }
 
-/* All modules, after the main model's output. */
+/* Runs all modules, after the main model's output. */
 static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     for (int64_t k = 0; k < m->mtp->count; k++) {
         mt_layer *w = mt_mtp_layer(m, p, k);
@@ -7237,7 +7238,7 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
 
 /* This rank's shard of a batch; with context parallelism saves spans and token indices of the whole batch for
  * attention. */
-static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch) {
+static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch) {
     mt_error error;
     const mt_group *group = &m->grid->context;
     if (!m->context) return batch;
@@ -7250,7 +7251,7 @@ static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *mb, const mt_
 }
 
 /* Assigns a batch's arrays on the device; returns those in host block `staged`, for the caller to fill. */
-static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, int staged) {
+static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
     mt_arena on_device = {.base = mb->device_batch, .capacity = m->batch_bytes};
@@ -7269,8 +7270,8 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *mb, const mt_b
 /* Enqueues the copy of a micro-batch to the device and starts a pass over it. The caller may refill `whole` at once,
  * and load the next micro-batch while the device computes this one. */
 static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, bool training) {
-    const mt_batch *batch = mt_share_batch(m, mb, whole);
-    mt_batch_block block = mt_place_batch(m, mb, batch, !m->staged);
+    const mt_batch *batch = mt_shard_batch(m, mb, whole);
+    mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens;
     memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
     memcpy(block.tokens, batch->tokens, T * 4);
@@ -7382,7 +7383,7 @@ static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
 }
 
 /* to[rows, C] = the oldest message not taken yet. */
-static void mt_link_take(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
+static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
     if (link->started == link->finished) mt_link_start(m, link, p->message_rows);
     int64_t k = link->finished++ % link->num_buffers;
     m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
@@ -7401,7 +7402,7 @@ static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const voi
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
-    if (!stage->embedding) mt_link_take(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
+    if (!stage->embedding) mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
     mt_chunk_forward(m, p);
     if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->mb->outputs[0].hidden);
 }
@@ -7411,7 +7412,7 @@ static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     if (stage->loss)
         mt_loss_backward(m, p);
     else
-        mt_link_take(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.dresidual);
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.dresidual);
     mt_chunk_backward(m, p);
     if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
 }
@@ -8054,7 +8055,7 @@ static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *para
 /* Sums gradients over the ranks of one model replica: parameters that all tensor-parallel ranks hold and apply to their
  * own rows or heads, and the copies of the word embedding on the first and last stage. Adjacent parameters share one
  * all-reduce. */
-static void mt_gradients_finish_model(mt_model *m) {
+static void mt_gradients_reduce_model(mt_model *m) {
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
         const mt_group *group = mt_gradient_group(m, param);
@@ -8572,7 +8573,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     if (m->reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
     mt_sums_finish(m, true);
     mt_gradients_finish(m);
-    mt_gradients_finish_model(m);
+    mt_gradients_reduce_model(m);
     mt_experts_finish(m);
     mt_phase_end(m);
     return 0;
@@ -8619,19 +8620,19 @@ static void mt_step_describe(char text[160], int64_t iteration, const mt_step_re
 }
 
 /* Applies --bad-step-policy to a bad step. */
-static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
+static int mt_step_handle_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
     const mt_options *o = m->options;
     mt_bad_steps *bad = &m->trainer->bad_steps;
     char what[160];
     mt_step_describe(what, iteration, result);
     if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (o->bad_step_policy == MT_BAD_STEP_STOP)
-        return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
+        return mt_error_set(error, "%s; lower --lr or check the data (nothing was saved since)", what);
     bad->skipped++;
     if (++bad->in_a_row > o->max_bad_steps_in_a_row)
         return mt_error_set(error,
-                            "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or look "
-                            "at the data",
+                            "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or check "
+                            "the data",
                             what, (long long)o->max_bad_steps_in_a_row);
     bool goes_back = o->bad_step_policy == MT_BAD_STEP_REWIND && iteration > bad->rewound;
     if (goes_back && bad->rewind == 0) bad->rewind = iteration;
@@ -8647,7 +8648,7 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     m->ops->event_wait(m->trainer->pending[slot].done);
     m->trainer->pending[slot].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
-    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
     m->trainer->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -8713,14 +8714,15 @@ static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_
     }
     mt_all_reduce_sum(world, differs, 2 * (int64_t)world->size, MT_F64);
     if (mt_ranks_print(names, differs, world->size) > 0)
-        mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
+        mt_step_warn(m, "iteration %lld ran again: a transient fault, %s had a different result; %s",
                      (long long)iteration, names,
-                     second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second one counts" : "it is bad too");
+                     second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second result is used"
+                                                                     : "the second result is bad too");
     else if (mt_ranks_print(names, not_finite, world->size) > 0)
-        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
+        mt_step_warn(m, "iteration %lld ran again: a repeatable fault, every rank had the same result; not finite: %s",
                      (long long)iteration, names);
     else
-        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same",
+        mt_step_warn(m, "iteration %lld ran again: a repeatable fault, every rank had the same result",
                      (long long)iteration);
     free(differs);
 }
@@ -9628,7 +9630,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     size_t T = (size_t)batch->num_tokens;
     MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= batch->num_tokens);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_batch_block block = mt_place_batch(m, mt_micro_batch_free(m, chunk), batch, 0);
+        mt_batch_block block = mt_batch_block_open(m, mt_micro_batch_free(m, chunk), batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
         memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));

@@ -1830,9 +1830,9 @@ typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_er
  * then every call returns MT_REWIND. A step that is bad again after it was rewound for is skipped, and so are those
  * before it.
  *
- * With options->rerun_mode "validate_results" the host waits for every step, and one that is bad is done again from the
- * same parameters: another result on some rank is a transient fault, which is named, and what counts is the second
- * result; the same result on all ranks is repeatable. */
+ * With options->rerun_mode "validate_results" the host waits for every step and runs a bad step again with the same
+ * parameters. A different result on some rank is a transient fault: a warning names the rank, and the second result is
+ * used. The same result on all ranks is a repeatable fault. */
 enum { MT_REWIND = 1 };
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);

@@ -1228,7 +1228,7 @@ static void train_with_a_poisoned_router(bool reads) {
         if (step < 1 && status != 0) mt_die("%s", error.text);
     }
     if (status == 0 || strcmp(error.text, "iteration 2: rank 3: the router of layer 2 had 64 tokens whose logits are "
-                                          "not finite; lower --lr or look at the data (nothing was saved since)") != 0)
+                                          "not finite; lower --lr or check the data (nothing was saved since)") != 0)
         report_row(4, PP "2" EP "2", status == 0 ? "no error names the router" : error.text);
     trainee_close(&t);
 }

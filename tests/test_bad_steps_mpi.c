@@ -502,8 +502,8 @@ static void a_transient_fault_is_repaired_and_its_rank_named(void **state) {
                 if (step(&t, &metrics, &error) != 0) mt_die("%s", error.text);
             }
             capture_end(text);
-            assert_printed(text, "iteration 5 was done again: a transient fault, rank 2 got another result; the second "
-                                 "one counts");
+            assert_printed(text, "iteration 5 ran again: a transient fault, rank 2 had a different result; the "
+                                 "second result is used");
             assert_int_equal(metrics.skipped, 0);
             char *got = snapshot(&t, &bytes);
             trainee_close(&t);
@@ -529,7 +529,7 @@ static void a_repeatable_fault_is_reported_and_left_to_the_policy(void **state) 
             if (step(&t, &metrics, &error) != 0) mt_die("%s", error.text);
         }
         capture_end(text);
-        assert_printed(text, "iteration 5 was done again: a repeatable fault, every rank got the same");
+        assert_printed(text, "iteration 5 ran again: a repeatable fault, every rank had the same result");
         if (!spikes) assert_printed(text, "not finite: rank 1\n");
         assert_printed(text, "this step makes no update");
         assert_int_equal(metrics.skipped, 1);

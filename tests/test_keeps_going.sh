@@ -85,7 +85,7 @@ repeatable_bad_steps_are_rerun_and_skipped_and_then_end_the_run() {
     # shellcheck disable=SC2086
     $MPIRUN -np 2 "$train" $small $wild --bad-step-policy skip --rerun-mode validate_results >"$work/out" \
         2>"$work/err" </dev/null && return 1
-    [ "$(grep -c 'was done again: a repeatable fault, every rank got the same' "$work/err")" = 4 ] &&
+    [ "$(grep -c 'ran again: a repeatable fault, every rank had the same result' "$work/err")" = 4 ] &&
         [ "$(grep -c 'this step makes no update$' "$work/err")" = 3 ] &&
         [ "$(grep -c '^error: .*after 3 bad steps in a row' "$work/err")" -ge 1 ] && ! grep -q transient "$work/err"
 }
