@@ -443,7 +443,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     return 0;
 }
 
-/* The data-parallel ranks: those that the model's split leaves over. */
+/* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
 static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
     int64_t model = tp * pp * cp, groups = o->num_query_groups;
@@ -616,7 +616,7 @@ static int mt_options_derive_order(mt_options *o, mt_error *error) {
         {vp > 1 && *group < pp,
          "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least --pipeline-model-parallel-size %lld",
          {*group, pp}},
-        {*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS, // messages in flight, of which each end holds half
+        {*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS, // messages in flight; each end holds half of them
          "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than --pipeline-model-parallel-size "
          "%lld + %lld: more messages would be in flight than fit",
          {*group, pp, 2 * MT_CHANNEL_TICKETS - 1}},
@@ -1831,7 +1831,7 @@ static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *ta
     return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
-/* A step of the online softmax over a query's scores p[columns], of which it sees [begin, end): raises the running max,
+/* A step of the online softmax over a query's scores p[columns], [begin, end) of them visible: raises the running max,
  * p = exp(scale score - max), adds p to the running sum. Returns the factor that rescales the sums so far. */
 static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_t end, float scale, float *max,
                                 float *sum) {
@@ -4430,7 +4430,7 @@ typedef struct mt_layer {
     int64_t expert_bucket;  // -1: an MLP, no experts
     int64_t moe_index;      // among this rank's layers with experts
     int64_t F;              // width here of the MLP or the shared expert; 0: none
-    struct mt_slots *slots; // what its forward saves
+    struct mt_slots *slots; // saved by its forward
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
@@ -4554,7 +4554,8 @@ static int mt_names_of(const mt_options *o) {
                                              : MT_NAMES_LLAMA;
 }
 
-/* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
+/* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
+ */
 typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
 
 /* Kinds of parameters. */

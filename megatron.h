@@ -10,7 +10,7 @@
  * in mt_error.
  *
  * megatron.c compiles without any of these macros and then computes on one CPU thread of one rank. Each of them adds a
- * library; `make` defines those that it finds, and this header does not depend on them.
+ * library; `make` defines the macros of the libraries that it finds. This header does not depend on them.
  *
  *   MT_HAVE_MPI       several ranks, started by mpirun, and their collectives on CPUs. Link MPI (mpicc --showme:link).
  *   MT_HAVE_BLAS      matrix products on the CPU by cblas_sgemm (plain C loops otherwise). Link -lopenblas.
@@ -218,8 +218,8 @@ typedef enum mt_schedule_kind {
     MT_SCHEDULE_ZB_H1,
     MT_SCHEDULE_FORWARD_ONLY // not an option: scoring and generation
 } mt_schedule_kind;
-/* What data-parallel ranks share out: nothing; the optimizer's state; also gradients; also parameters (Rajbhandari et
- * al., "ZeRO", stages 0 to 3). */
+/* State divided among data-parallel ranks: nothing; the optimizer's state; also gradients; also parameters (Rajbhandari
+ * et al., "ZeRO", stages 0 to 3). */
 typedef enum mt_strategy { MT_NO_SHARD, MT_SHARD_OPTIM, MT_SHARD_GRADS, MT_SHARD_PARAMS } mt_strategy;
 typedef enum mt_tokenizer_type {
     MT_TOKENIZER_AUTO, // the one in the --load folder
@@ -360,7 +360,7 @@ typedef struct mt_options {
 
 /* Derives values that were not given and checks every rule between values; mt_options_finish (data/options.h) calls it
  * after its checks of text. `world_size` is the number of ranks. May be called again after a change. Afterwards
- * add_qkv_bias, attention_output_bias and mlp_bias tell which linear layers have biases. */
+ * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
 int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
 /* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
@@ -1271,15 +1271,15 @@ void mt_watch_note(const char *operation, const char *group);
 /* ==== §6 conjugate regions; §7 linear ==============================================================================
  */
 
-/* Tensor parallelism over one micro-batch: T tokens, of which this rank has `rows` rows of hidden states outside the
- * regions: all T, or with sequence parallelism T / group size. A group of one needs no buffers. */
+/* Tensor parallelism over one micro-batch: T tokens. Outside the regions this rank has `rows` rows of
+ * hidden states: all T, or with sequence parallelism T / group size. A group of one needs no buffers. */
 typedef struct mt_tensor_parallel {
     const mt_ops *ops;
     const mt_group *group;
     mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
     mt_dtype dtype;           // of activations and weights
     bool sequence_parallel;
-    bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next travel
+    bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next ones are sent
     int64_t T, rows;
     /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
     void *gathered, *partial;
@@ -1373,8 +1373,8 @@ void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const i
                                 int64_t first, int64_t count);
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count);
-/* Vocabulary-parallel cross-entropy: fills `values` of labels[T] from logits[T, stride], of which this rank has columns
- * [first, first + count) of the vocabulary. Scratch: stats[4, T]; with several ranks tp->loss_parts. Its backward,
+/* Vocabulary-parallel cross-entropy: fills `values` of labels[T] from logits[T, stride], columns [first, first + count)
+ * of the vocabulary on this rank. Scratch: stats[4, T]; with several ranks tp->loss_parts. Its backward,
  * cross_entropy_backward, needs no communication. */
 void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
                                     const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
@@ -1558,13 +1558,13 @@ void mt_batch_free(mt_batch *batch);
  * spans that are not whole causal sequences one after another. */
 int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error);
 
-/* What rank `rank` of a ring computes in the step in which it has the keys of rank `source`: one span a sequence of
+/* The work of rank `rank` of a ring in the step in which it has the keys of rank `source`: one span per sequence of
  * `whole`, with rows of its own shard and of the source's. Returns num_spans. Over all sources each query meets each
  * key that it sees once, and every rank has the same work in every step. */
 int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
                       int64_t source);
 
-/* What the attention of a rank is made for. The context group is a2a->size x ring->size ranks, neighbours in a2a: for
+/* The plan of a rank's attention. The context group is a2a->size x ring->size ranks, neighbours in a2a: for
  * p2p and all_gather `a2a` is a group of one and `ring` the context group, for a2a it is the other way round. Both
  * outlive the context; heads and groups divide by a2a->size. */
 typedef struct mt_context_plan {
@@ -1587,7 +1587,7 @@ int64_t mt_context_bytes(const mt_context_plan *plan);
 mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, void *memory, mt_stream *stream);
 void mt_context_destroy(mt_context *context);
 
-/* Makes a micro-batch, of which this rank computes its mt_batch_context_shard, the one that the next calls work on. */
+/* Sets the micro-batch of the next calls; this rank computes its mt_batch_context_shard. */
 void mt_context_load(mt_context *context, const mt_batch *whole, mt_stream *stream);
 
 /* attention_forward over the whole sequences of the loaded micro-batch. q, k and v are the T rows of this rank;
@@ -1599,7 +1599,7 @@ void mt_context_attention_backward(mt_context *context, const mt_attention *a, m
 
 typedef struct mt_model mt_model;
 
-/* What a model is made for: its memory is planned from this. */
+/* The sizes from which a model's memory is planned. */
 typedef struct mt_model_plan {
     int64_t max_tokens;   // tokens of the largest micro-batch or prefill
     int64_t max_logits;   // rows of logits held at once
@@ -1646,8 +1646,8 @@ void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
  * Between a forward and its backward. */
 void mt_model_replay(mt_model *model);
 
-/* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens, and
- * what multi-token prediction adds to it. */
+/* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens, plus
+ * the losses of multi-token prediction. */
 void mt_model_backward(mt_model *model);
 
 /* Results of the last forward, host copies of the device's: loss (the negative log-probability of the label) and
@@ -1795,7 +1795,7 @@ typedef struct mt_run_state {
 /* Modules of multi-token prediction at most. */
 enum { MT_MAX_MTP_LAYERS = 8 };
 
-/* What a step reports; sums and norms over the whole job. */
+/* The metrics of a step; sums and norms over the whole job. */
 typedef struct mt_metrics {
     double loss;                          // mean over unmasked tokens
     double mtp_losses[MT_MAX_MTP_LAYERS]; // of each module, as --mtp-loss-scaling-factor weighs them
