@@ -140,7 +140,7 @@ static constexpr int backward_packs = 4;
 
 /* With p = exp(x - lse): dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy. Reads and writes each
  * logit: 4 bytes in bf16, 8 in fp32. */
-template <class T, int N>
+template <class T, int N, bool ENTROPY>
 __global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_t *labels, const float *lse,
                                        const float *entropy, const float *dlogp, const float *dentropy, int stride,
                                        int64_t first_label, int count, int blocks_per_row) {
@@ -154,7 +154,7 @@ __global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_
 #pragma unroll
     for (int k = 0; k < K; k++)
         if (first + k * step < stride) packs[k] = mt_load<N>(logits + first + k * step);
-    float log_sum = lse[row], scale = -dlogp[row], dh = dentropy ? dentropy[row] : 0, h = dentropy ? entropy[row] : 0;
+    float log_sum = lse[row], scale = -dlogp[row], dh = ENTROPY ? dentropy[row] : 0, h = ENTROPY ? entropy[row] : 0;
 #pragma unroll
     for (int k = 0; k < K; k++) {
         int c = first + k * step;
@@ -163,7 +163,7 @@ __global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_
         for (int i = 0; i < N; i++) {
             float p = mt_exp(out.value[i] - log_sum), d = p * scale;
             if (c + i == target) d -= scale;
-            if (dh != 0 && p > 0) d -= dh * p * (out.value[i] - log_sum + h);
+            if (ENTROPY && p > 0) d -= dh * p * (out.value[i] - log_sum + h);
             out.value[i] = c + i < count ? d : 0;
         }
         mt_store(dlogits + c, mt_from_float<T>(out));
@@ -179,7 +179,8 @@ extern "C" void mt_cuda_cross_entropy_backward(void *dlogits, const void *logits
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(stride, N), backward_packs);
-        cross_entropy_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
+        auto kernel = dentropy ? cross_entropy_backward<E, N, true> : cross_entropy_backward<E, N, false>;
+        kernel<<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
             (E *)dlogits, (const E *)logits, labels, lse, entropy, dlogp, dentropy, (int)stride, first, (int)count,
             grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
