@@ -1531,7 +1531,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
 /* Rows that lie here of a parameter, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
 
-/* ==== §9 layer; §10 model ==========================================================================================
+/* ==== §9 layers; §15 the model ====================================================================================
  */
 
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
@@ -1771,7 +1771,7 @@ mt_shard mt_bucket_shard(const mt_model *model, int64_t bucket, mt_param_state s
  * to zero. Enqueued on the model's stream; invalidates gathered copies. */
 void mt_shard_write(mt_model *model, const mt_shard *shard, int64_t at, const void *from, int64_t n);
 
-/* ==== §13 optimizer and §16 the training step ======================================================================
+/* ==== §13 optimizer; §14 the training step ========================================================================
  */
 
 /* The run's learning rate and weight decay after `consumed_samples` samples (Megatron's OptimizerParamScheduler). */
@@ -1851,7 +1851,7 @@ void mt_train_rewound(mt_model *model);
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
 
-/* ==== §15 generation ===============================================================================================
+/* ==== §16 generation ==============================================================================================
  */
 
 /* How a token is sampled: temperature 0 is greedy; top_k 0 and top_p 1 keep every token. */

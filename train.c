@@ -1,4 +1,4 @@
-/* train.c: trains a GPT-family model. Options: ./train --help. A step: mt_train_step in megatron.c §16. */
+/* train.c: trains a GPT-family model. Options: ./train --help. A step: mt_train_step in megatron.c §14. */
 #include "megatron.h"
 
 #include "data/checkpoint.h"
