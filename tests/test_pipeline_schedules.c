@@ -2,6 +2,7 @@
  */
 #include "../data/options.h"
 #include "../data/timeline.h"
+#include "folder.h"
 
 #include <fcntl.h>
 #include <jansson.h>
@@ -552,9 +553,8 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
     (void)state;
     mt_options options;
     mt_error error;
-    char text[4096] = "", folder[] = "/tmp/mt_test_schedule_XXXXXX", pipe[64];
-    assert_non_null(mkdtemp(folder));
-    snprintf(pipe, sizeof pipe, "%s/pipe", folder);
+    char text[4096] = "";
+    const char *pipe = at("pipe");
     assert_int_equal(
         open_pipeline(&options, "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 2", &error), 0);
     FILE *file = tmpfile();
@@ -582,7 +582,7 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
     int reader = open(pipe, O_RDONLY | O_NONBLOCK); // a pipe is written to, not replaced
     assert_int_equal(mt_schedule_print(&options, file, &error), 0);
     assert_true(read(reader, text, 5) == 5 && memcmp(text, "<svg ", 5) == 0);
-    close(reader), fclose(file), unlink(pipe), rmdir(folder);
+    close(reader), fclose(file);
     options.global_batch_size = 1 << 30;
     assert_int_equal(mt_schedule_print(&options, stdout, &error), -1);
     assert_non_null(strstr(error.text, "--print-schedule draws at most a million forwards"));
@@ -594,10 +594,9 @@ static void schedule_is_drawn_into_a_file(void **state) {
     (void)state;
     mt_options options;
     mt_error error;
-    char path[] = "/tmp/mt_test_schedule_XXXXXX", text[16384] = "";
-    int boxes = 0, file = mkstemp(path);
-    assert_true(file >= 0);
-    close(file);
+    char text[16384] = "";
+    const char *path = at("schedule.svg");
+    int boxes = 0;
     assert_int_equal(open_pipeline(&options,
                                    "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 3 "
                                    "--pipeline-schedule zb-h1",
@@ -612,9 +611,8 @@ static void schedule_is_drawn_into_a_file(void **state) {
     assert_non_null(svg);
     assert_true(fread(text, 1, sizeof text - 1, svg) > 0);
     fclose(svg);
-    unlink(path);
     assert_true(strncmp(text, "<svg ", 5) == 0 && strcmp(text + strlen(text) - 7, "</svg>\n") == 0);
-    for (const char *at = text; (at = strstr(at, "fill-opacity")); at++) boxes++;
+    for (const char *box = text; (box = strstr(box, "fill-opacity")); box++) boxes++;
     assert_int_equal(boxes, 2 * 3 * 3); // ranks, micro-batches; forward and two parts of a backward
     mt_options_free(&options);
 }
@@ -634,8 +632,8 @@ int main(void) {
         cmocka_unit_test(layout_strings_equal_megatron),
         cmocka_unit_test(layouts_that_cannot_be_are_refused),
         cmocka_unit_test(schedules_that_cannot_be_are_refused),
-        cmocka_unit_test(schedule_prints_as_drawn_by_hand),
-        cmocka_unit_test(schedule_is_drawn_into_a_file),
+        cmocka_unit_test_setup_teardown(schedule_prints_as_drawn_by_hand, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(schedule_is_drawn_into_a_file, make_root, remove_root),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
