@@ -7691,8 +7691,9 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
 
 /* The mt_weight that points to a parameter. NULL if the parameter continues the previous one: both form one operand. */
 static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
+    if (param->continues) return NULL;
     char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
-    return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
+    return (mt_weight *)(void *)(fields + param->field);
 }
 
 /* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
