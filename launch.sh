@@ -12,7 +12,8 @@
 # The number of ranks is a multiple of the tensor, pipeline and context sizes, and divides --global-batch-size evenly
 # into micro-batches, so that training continues as it would with all ranks. After two failures in a row without a new
 # checkpoint it takes the next smaller number. On SIGTERM and SIGINT it sends SIGUSR1, which mpirun passes on, and train
-# saves and ends. MPIRUN="mpirun --bind-to none" replaces the command that starts ranks.
+# saves and ends. MPIRUN="mpirun --bind-to none" replaces the command that starts ranks. An mpirun that stays for 5 s
+# after its last process has ended is killed: Open MPI 4.1's does not end if a rank dies while it connects to it.
 set -u
 ranks='' hostfile='' limit=3 pause=5
 
@@ -146,10 +147,29 @@ start() {
     # shellcheck disable=SC2086
     ${MPIRUN:-mpirun} ${hostfile:+--hostfile "$work/hosts"} -np "$number" "$@" --exit-signal "$signal" </dev/null &
     job=$!
+    end_if_abandoned $job &
+    watch=$!
     while :; do # a signal interrupts the wait
         wait $job
         result=$?
-        kill -0 $job 2>/dev/null || return $result
+        kill -0 $job 2>/dev/null || break
+    done
+    kill $watch 2>/dev/null
+    wait $watch 2>/dev/null
+    return $result
+}
+
+# end_if_abandoned JOB: kills the process JOB once it has had children and has had none for 5 s.
+end_if_abandoned() {
+    trap - TERM INT
+    had_children='' alone=0
+    while sleep 1 >/dev/null 2>&1 && kill -0 "$1" 2>/dev/null; do
+        if ps -A -o ppid= -o stat= | grep -q "^ *$1 *[^Z ]"; then
+            had_children=yes alone=0
+        elif [ -n "$had_children" ] && alone=$((alone + 1)) && [ $alone -ge 5 ]; then
+            say "${MPIRUN:-mpirun} has not ended 5 s after its last process: killed"
+            kill -KILL "$1"
+        fi
     done
 }
 

@@ -181,6 +181,28 @@ an_unreachable_host_is_left_out() {
         [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 5 ]
 }
 
+# The command that replaces mpirun starts one process and then waits for ever; every other start works.
+an_mpirun_that_outlives_its_ranks_is_killed() {
+    mkfifo "$work/fifo"
+    cat >"$work/stuck" <<'SH'
+#!/bin/sh
+work=$1
+shift
+if ! [ -e "$work/was_stuck" ]; then
+    : >"$work/was_stuck"
+    sleep 2
+    read -r line <"$work/fifo"
+fi
+exec $REAL_MPIRUN "$@"
+SH
+    chmod +x "$work/stuck"
+    # shellcheck disable=SC2086
+    REAL_MPIRUN=$MPIRUN MPIRUN="$work/stuck $work" timeout 60 ./launch.sh -n 2 --pause 0 "$train" $small \
+        --train-iters 5 --save "$work/save" >"$work/out" 2>"$work/err" </dev/null || return 1
+    grep -q 'launch: .* has not ended 5 s after its last process: killed' "$work/err" &&
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 5 ]
+}
+
 restarts_without_progress_end() {
     # shellcheck disable=SC2086
     ./launch.sh -n 2 --pause 0 --max-restarts 2 "$train" $small --train-iters 5 --save "$work/save" --lr nonsense \
@@ -217,7 +239,7 @@ for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mp
     repeatable_bad_steps_are_rerun_and_skipped_and_then_end_the_run \
     a_run_rewinds_to_its_checkpoint_and_skips_a_repeated_bad_step \
     a_run_that_loses_ranks_repeatedly_has_the_same_losses a_rank_that_always_fails_is_left_out \
-    an_unreachable_host_is_left_out restarts_without_progress_end \
+    an_unreachable_host_is_left_out an_mpirun_that_outlives_its_ranks_is_killed restarts_without_progress_end \
     a_signal_to_the_launcher_saves_and_ends_the_run the_launcher_refuses_runs_that_it_cannot_restart; do
     check $name $name
 done
