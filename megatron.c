@@ -4184,12 +4184,17 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
     if (gelu_input) ops->gelu_backward(dx, dx, gelu_input, T * l->K, true, tp->dtype, tp->stream);
 }
 
-/* dw = dy^T x, or += once this step has a gradient; dbias += column sums of dy. */
-static void mt_product_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const void *dy, const void *x,
-                                       int64_t T) {
-    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, l->weight.accumulate, tp->dtype,
-                                    tp->stream);
-    l->weight.accumulate = true;
+/* True if a product adds to dw, which holds a gradient afterwards. */
+static bool mt_weight_accumulates(const mt_weight *weight) {
+    bool accumulates = weight->has_gradient && *weight->has_gradient;
+    if (weight->has_gradient) *weight->has_gradient = true;
+    return accumulates;
+}
+
+/* dw = dy^T x, or += when accumulate; dbias += column sums of dy. */
+static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const void *dy, const void *x,
+                                       int64_t T, bool accumulate) {
+    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, accumulate, tp->dtype, tp->stream);
 }
 
 /* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
@@ -4208,7 +4213,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
 }
 
 /* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
-static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
@@ -4219,7 +4224,8 @@ static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const
         mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, io->dy, x, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT)
+        mt_product_backward_weight(tp, l, io->dy, x, tp->T, mt_weight_accumulates(&l->weight));
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
@@ -4258,11 +4264,12 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
 }
 
 /* Every rank computes the same dbias over all rows. */
-static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
     const void *dy =
         in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT)
+        mt_product_backward_weight(tp, l, dy, io->x, tp->T, mt_weight_accumulates(&l->weight));
     if ((halves & MT_BACKWARD_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
 
@@ -4279,7 +4286,6 @@ static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear
     int64_t first = io->host_offsets[i], size = l->N * l->K;
     mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
     if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
-    expert.weight.accumulate = l->weight.accumulate;
     *count = io->host_offsets[i + 1] - first;
     *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
     own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
@@ -4312,19 +4318,19 @@ static void mt_grouped_backward_input(const mt_tensor_parallel *tp, const mt_lin
     }
 }
 
-static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    bool accumulate = mt_weight_accumulates(&l->weight);
     if (!io->host_offsets)
         tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
-                                                l->num_experts, l->weight.accumulate, tp->dtype, tp->stream);
+                                                l->num_experts, accumulate, tp->dtype, tp->stream);
     for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
         if (count > 0)
-            mt_product_backward_weight(tp, &expert, own.dy, own.x, count);
-        else if (!l->weight.accumulate) // the expert has no rows
+            mt_product_backward_weight(tp, &expert, own.dy, own.x, count, accumulate);
+        else if (!accumulate) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
-    l->weight.accumulate = true;
 }
 
 /* ---- the three functions */
@@ -4349,7 +4355,7 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     }
 }
 
-void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     const void *dy = io->dy;
     switch (l->kind) {
     case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
@@ -4359,7 +4365,8 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_lin
         } // fallthrough
     case MT_LINEAR_REPLICATED:
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
-        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->rows);
+        if (halves & MT_BACKWARD_WEIGHT)
+            mt_product_backward_weight(tp, l, dy, io->x, tp->rows, mt_weight_accumulates(&l->weight));
         break;
     case MT_LINEAR_COLUMN:
         mt_column_backward(tp, l, io, halves);
@@ -4374,11 +4381,11 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_lin
     }
 }
 
-void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_linear_backward(tp, l, io, MT_BACKWARD_INPUT);
 }
 
-void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_linear_backward(tp, l, io, MT_BACKWARD_WEIGHT);
 }
 
@@ -5085,7 +5092,7 @@ typedef struct mt_normed {
 
 /* A product whose weight gradient a split backward computes later. */
 typedef struct mt_deferred {
-    mt_linear *linear;
+    const mt_linear *linear;
     const void *x, *dy;
 } mt_deferred;
 
@@ -5167,10 +5174,10 @@ static void mt_slots_allocate(const mt_slots *list, void *base, mt_arena *arena)
  * extra memory. */
 
 /* Defers the gradient of a weight: copies dy to the linear's stash slot. */
-static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, mt_linear *linear,
-                            const void *x, const void *dy) {
+static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                            const mt_linear *linear, const void *x, const void *dy) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
-    size_t offset = (size_t)((char *)linear - (char *)w);
+    size_t offset = (size_t)((const char *)linear - (const char *)w);
     while (slot < end && slot->stash_of != offset) slot++;
     MT_CHECK(slot < end && a->num_deferred < MT_MAX_DEFERRED);
     void *stash = mt_slot_read(a, slot);
@@ -5180,8 +5187,8 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt
 }
 
 /* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
-static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     mt_linear *linear, const mt_linear_io *io) {
+static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                     const mt_linear *linear, const mt_linear_io *io) {
     mt_linear_backward(&p->tp, linear, io, p->halves);
     if (p->halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
@@ -7670,6 +7677,7 @@ typedef struct mt_sharding {
     bool prefetches;
     mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
     mt_bucket_progress *progress;     // [num_buckets]
+    bool *has_gradient;               // [num_params] of mt_weight: products add to the gradient
     int64_t age;                      // number of takes; the clock of mt_bucket_buffer.age
     int64_t last_bucket, direction;   // last acquired bucket; 1: forward order, -1: backward order
     const mt_bucket_buffer *reducing; // its reduction may be running
@@ -7705,8 +7713,8 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         if (!weight) continue;
         weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
-        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
-            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
+        weight->has_gradient = &m->sharding->has_gradient[i];
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.lm_head.weight = *weight; // tied
     }
 }
 
@@ -7757,6 +7765,7 @@ static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = m->sharding;
     s->strategy = mt_strategy_of(m);
     s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
+    s->has_gradient = mt_model_calloc(m, m->num_params * (int64_t)sizeof *s->has_gradient);
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
@@ -7937,9 +7946,10 @@ static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param)
     return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
-/* Zeroes padding and the gradients that only accumulate; products overwrite the rest. */
+/* Discards a bucket's gradients: zeroes padding and gradients that only accumulate; products overwrite the others. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     int64_t start = 0; // of the range to zero
+    memset(m->sharding->has_gradient + b->first_param, false, (size_t)b->num_params);
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
         if (!mt_gradient_is_overwritten(m, param)) continue;
@@ -7947,16 +7957,6 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
         start = param->offset + param->rows * param->cols;
     }
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
-}
-
-/* Selects for a bucket's weights: products add to the gradient, or overwrite it. */
-static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
-    const mt_bucket *b = &m->buckets[bucket];
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        mt_weight *weight = mt_param_weight(m, &m->params[i]);
-        if (weight) weight->accumulate = accumulate;
-    }
-    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
 }
 
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
@@ -7974,7 +7974,6 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
         mt_bucket_bind(m, bucket);
     }
     if (begins) mt_bucket_zero_gradients(m, b);
-    if (begins) mt_bucket_accumulate(m, bucket, false);
 }
 
 /* Starts the reduction of a bucket's whole gradients over ranks. */
@@ -8022,7 +8021,7 @@ static void mt_gradients_begin(mt_model *m) {
         if (!mt_splits_backward(m)) continue;
         // a split backward reaches a bucket's weights in any order, so all products accumulate
         m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
-        mt_bucket_accumulate(m, i, true);
+        memset(s->has_gradient + m->buckets[i].first_param, true, (size_t)m->buckets[i].num_params);
         s->progress[i].has_gradients = true;
     }
 }
@@ -8503,7 +8502,7 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
  * Schedules with groups of more micro-batches than pipeline ranks need early receives in every step. */
 static bool mt_posts_receives_early(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
-    bool is_warm = m->trainer->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
+    bool is_warm = m->trainer->num_steps > 0 || !m->ops->on_device;
     return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
@@ -9297,8 +9296,8 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
             error,
             "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
             "take a smaller model",
-            (double)needed / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
-            (double)available / (1 << 30), m->plan.train ? "--seq-length" : "--max-new-tokens");
+            (double)needed / (1 << 30), m->ops->on_device ? "GPU" : "machine", (double)available / (1 << 30),
+            m->plan.train ? "--seq-length" : "--max-new-tokens");
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
     m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
