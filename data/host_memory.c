@@ -54,7 +54,7 @@ static int64_t left_in_group(const control_files *files, const char *root, const
 }
 
 /* The least that the limits of a control group and of the groups around it leave. In a container the path may be the
- * host's, of which only the end or nothing is mounted here: what is not found has no limit. */
+ * host's, and groups on it may be missing here: a group that is not found has no limit. */
 static int64_t left_in_groups(const control_files *files, const char *root, char *group) {
     int64_t left = INT64_MAX;
     for (;;) {
