@@ -3,6 +3,7 @@
 
 #include "data/checkpoint.h"
 #include "data/dataset.h"
+#include "data/host_memory.h"
 #include "data/options.h"
 #include "data/profile.h"
 #include "data/report.h"
@@ -149,6 +150,7 @@ static void open_model(run *r) {
     int64_t tokens = o->micro_batch_size * o->seq_length;
     int64_t here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
+    plan.host_memory = mt_host_memory_available("");
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
     check(mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);

@@ -158,8 +158,7 @@ void mt_data_close(mt_data *data);
 /* NULL if the split has size 0 or was omitted. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
 
-/* Prints a warning for every split that was omitted, and for every one that is shorter than a sequence, with what to do
- * about it. */
+/* Prints a warning and its remedy for every split that was omitted, and for every one shorter than a sequence. */
 void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file);
 
 /* ---- the parts of mt_data_open, for callers that build datasets themselves ----------------------------------------

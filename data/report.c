@@ -427,8 +427,7 @@ static void print_model(const mt_options *o, FILE *file) {
     fprintf(file, "%s model: %lld layer%s, hidden size %lld, ", mt_hf_family_name(o->hf_family),
             (long long)o->num_layers, o->num_layers == 1 ? "" : "s", (long long)o->hidden_size);
     if (mt_num_expert_layers(o) > 0)
-        fprintf(file, "%lld experts of which a token visits %lld, ", (long long)o->num_experts,
-                (long long)o->moe_router_topk);
+        fprintf(file, "%lld experts with top-%lld routing, ", (long long)o->num_experts, (long long)o->moe_router_topk);
     fprintf(file, "%s parameters", print_count(parameters, (double)mt_num_parameters(o)));
 }
 

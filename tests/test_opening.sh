@@ -67,8 +67,8 @@ train_says_the_grid() {
     $(mpirun_here) -np 4 "$train" $shape --mock-data --vocab-size 64 --tensor-model-parallel-size 2 --bf16 \
         --swiglu --disable-bias-linear --sequence-parallel --num-experts 4 --moe-router-topk 2 \
         --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 >"$work/out" 2>"$work/err" </dev/null || return 1
-    says '^Device: CPU in bf16, 4 ranks with 1 thread each: TP 2 x PP 1 x CP 1 x DP 2; experts: ETP 1 x EP 2 x EDP 2.$' \
-        "$work/out" && says ' 4 experts of which a token visits 2, ' "$work/out"
+    says '^Device: CPU in bf16, 4 ranks with 1 thread each: TP 2 x PP 1 x CP 1 x DP 2; experts: ' "$work/out" &&
+        says '; experts: ETP 1 x EP 2 x EDP 2.$' "$work/out" && says ' 4 experts with top-2 routing, ' "$work/out"
 }
 
 infer_says_what_it_runs_on_standard_error() {
