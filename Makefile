@@ -308,7 +308,10 @@ if [ -z "$$missing" ]; then echo "all packages are installed"; exit; fi; \
 root=; [ "$$(id -u)" = 0 ] || root=sudo; \
 apt="$$root env DEBIAN_FRONTEND=noninteractive apt-get -q"; \
 echo "installing:$$missing"; \
-$$apt update && $$apt install -y --no-install-recommends $$missing && rm -f build/*/config.mk
+mkdir -p build; \
+{ $$apt update && $$apt install -y --no-install-recommends $$missing; } >build/apt.log 2>&1 </dev/null || \
+	{ tail -n 20 build/apt.log >&2; exit 1; }; \
+rm -f build/*/config.mk
 endef
 
 deps:
