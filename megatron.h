@@ -252,7 +252,7 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA, BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS)    \
     X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA, BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS)               \
     X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL, BLOCK | EXPERTS,                                              \
-      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                                     \
+      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                          \
     X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, BLOCK | EXPERTS | SHARED | GATE,                       \
       OTHER | QK_NORM | OUT_BIAS | MLP_BIAS)                                                                           \
     X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM,                                 \
@@ -835,7 +835,7 @@ typedef struct mt_dispatch {
     OP(grouped_bias_forward, mt_work_bytes(2 * M * N, dtype), (y, bias, offsets, M, N, E, dtype, stream), void *y,     \
        const void *bias, const int32_t *offsets, int64_t M, int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream)   \
     /* dbias[E, N] += column sums of dy over each expert's rows, in fp32. */                                           \
-    OP(grouped_bias_backward, mt_work_bytes(M * N, dtype), (dbias, dy, offsets, M, N, E, dtype, stream), float *dbias, \
+    OP(grouped_bias_backward, mt_work_bytes(M *N, dtype), (dbias, dy, offsets, M, N, E, dtype, stream), float *dbias,  \
        const void *dy, const int32_t *offsets, int64_t M, int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream)     \
     /* y[M, C] = weights[M] x[M, C]; y may be x. The activation's weights replace it where possible. */                \
     OP(scale_rows_forward, mt_work_bytes(2 * M * C, dtype), (y, x, weights, M, C, dtype, stream), void *y,             \

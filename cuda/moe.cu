@@ -903,8 +903,8 @@ extern "C" void mt_cuda_grouped_bias_forward(void *y, const void *bias, const in
 
 static constexpr int bias_rows = 16; // rows that a block reads at once
 
-/* dbias += column sums of an expert's rows (blockIdx.y), for 32 N columns. Every bias_rows-th row is summed by one warp,
- * then the warps' sums in order. Reads dy: 2 bytes per element in bf16, 4 in fp32. */
+/* dbias += column sums of an expert's rows (blockIdx.y), for 32 N columns. Every bias_rows-th row is summed by one
+ * warp, then the warps' sums in order. Reads dy: 2 bytes per element in bf16, 4 in fp32. */
 template <class T, int N>
 __global__ void grouped_bias_backward(float *dbias, const T *dy, const int32_t *offsets, int width) {
     __shared__ float sums[bias_rows][32 * N];
