@@ -3,8 +3,8 @@
  *   usage: fuzz_layouts SECONDS SEED [NUMBER]
  *
  * A configuration is drawn from the table below by its number and the seed: a model, a layout of ranks, and often a
- * second layout, on which the run resumes from a checkpoint of the first. All metrics that do not measure time or memory
- * must equal those of one rank up to rounding. A configuration that train refuses in one line counts as refused.
+ * second layout, on which the run resumes from a checkpoint of the first. All metrics that do not measure time or
+ * memory must equal those of one rank up to rounding. A configuration that train refuses in one line counts as refused.
  * Anything else is a failure: other numbers, a crash, a hang, a checkpoint that is not accepted. A failure is shrunk:
  * options are left out as long as the rest fails, and the commands of the rest are printed.
  *
