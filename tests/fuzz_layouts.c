@@ -51,7 +51,9 @@ static const row model_rows[] = {
     {15, "", "", "RAMP"}, // the batch grows; see words_of
     {100, "", "", "--micro-batch-size 1;--micro-batch-size 1;--micro-batch-size 2;--micro-batch-size 3"},
     {100, "", "", "--num-layers 4;--num-layers 2;--num-layers 3;--num-layers 4;--num-layers 5;--num-layers 6"},
-    {20, "", "", LATENT "12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7;" LATENT "5"},
+    {20, "", "",
+     LATENT "12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7;" LATENT
+            "5 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 9"},
     {50, "latent", "", "--q-lora-rank 10;--q-lora-rank 40"},
     {100, "latent", "", "--hidden-size 32 --num-attention-heads 8;--hidden-size 28 --num-attention-heads 4"},
     {100, "", "latent",
