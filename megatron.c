@@ -430,14 +430,19 @@ static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *er
 /* Vocabulary, positions and sequence length. */
 static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
+    bool converts = mt_options_converts(o);
     int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
     const mt_rule rules[] = {
         {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
         {o->seq_length == 0 && o->score, "--seq-length is missing: --score needs it"},
-        {o->seq_length == 0 && trains, "--seq-length is missing"},
+        {o->seq_length == 0 && trains && !converts, "--seq-length is missing"},
     };
     if (MT_CHECK_RULES(rules, error)) return -1;
     o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
+    if (o->seq_length == 0 && converts) { // a few tokens, which the context ranks can split
+        o->seq_length = 2 * o->tensor_model_parallel_size * o->context_parallel_size * (1 + o->mtp_num_layers);
+        if (o->max_position_embeddings > 0) o->seq_length = mt_min(o->seq_length, o->max_position_embeddings);
+    }
     if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
     if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
     if (o->seq_length > o->max_position_embeddings && (learned || trains))
@@ -457,7 +462,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--ffn-hidden-size", o->ffn_hidden_size, tensor, tp},
+        {"--ffn-hidden-size", o->moe_layers && !strchr(o->moe_layers, '0') ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
         {"--seq-length", o->seq_length,
          "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
@@ -3174,6 +3179,23 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     MPI_Comm_free(&host);
 #else
     (void)world;
+#endif
+}
+
+/* The number of ranks on this host, the bytes that they need together, and the fewest that one of them found available;
+ * every rank of `world` calls it with its own numbers. */
+static void mt_host_total(const mt_group *world, int *ranks, int64_t *needed, int64_t *available) {
+    *ranks = 1;
+#ifdef MT_HAVE_MPI
+    if (!world->comm) return;
+    MPI_Comm host;
+    MPI_Comm_split_type(*(MPI_Comm *)world->comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+    MPI_Comm_size(host, ranks);
+    MPI_Allreduce(MPI_IN_PLACE, needed, 1, MPI_INT64_T, MPI_SUM, host);
+    MPI_Allreduce(MPI_IN_PLACE, available, 1, MPI_INT64_T, MPI_MIN, host);
+    MPI_Comm_free(&host);
+#else
+    (void)world, (void)needed, (void)available;
 #endif
 }
 
@@ -9254,7 +9276,6 @@ static void mt_model_micro_batches(mt_model *m) {
         for (int64_t i = 0; i < live[chunk]; i++, mb++) {
             *mb = (mt_micro_batch){.chunk = chunk, .index = -1};
             mb->layers = mt_model_calloc(m, mt_num_saved_layers(m, chunk) * (int64_t)sizeof(mt_activations));
-            mb->host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
         }
     free(live);
     mt_arena batch = {0};
@@ -9285,19 +9306,36 @@ static void mt_model_links(mt_model *m) {
         }
 }
 
+/* Compares the bytes that this rank needs with those of its GPU, or the bytes of all ranks of a host with the host's.
+ * Every rank gets the same answer. */
+static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *error) {
+    bool cpu = !m->ops->on_device;
+    const double gib = 1 << 30;
+    const char *fewer = m->plan.train ? "--seq-length" : "--max-new-tokens";
+    int64_t available = cpu && m->plan.host_memory > 0 ? m->plan.host_memory : m->ops->memory_available();
+    int ranks = 1;
+    if (cpu) mt_host_total(&m->grid->world, &ranks, &needed, &available);
+    bool refused = needed > available;
+    if (refused && ranks == 1)
+        mt_error_set(error,
+                     "the model needs %.1f GiB of memory and the %s has %.1f GiB available; lower --micro-batch-size "
+                     "or %s, or take a smaller model",
+                     (double)needed / gib, cpu ? "machine" : "GPU", (double)available / gib, fewer);
+    else if (refused)
+        mt_error_set(error,
+                     "the %d ranks of a machine need %.1f GiB of memory together and it has %.1f GiB available; start "
+                     "fewer ranks on it, lower --micro-batch-size or %s, or take a smaller model",
+                     ranks, (double)needed / gib, (double)available / gib, fewer);
+    return mt_agree(&m->grid->world, refused, error);
+}
+
 static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_plan_memory(m, &counting);
-    int64_t available = m->ops->memory_available();
     m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
-    int64_t needed = counting.used + m->bytes[MT_PLAN_EXPERTS];
-    if (needed > available)
-        return mt_error_set(
-            error,
-            "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
-            "take a smaller model",
-            (double)needed / (1 << 30), m->ops->on_device ? "GPU" : "machine", (double)available / (1 << 30),
-            m->plan.train ? "--seq-length" : "--max-new-tokens");
+    if (mt_model_check_memory(m, counting.used + m->bytes[MT_PLAN_EXPERTS], error) != 0) return -1;
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
     m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));

@@ -1607,6 +1607,7 @@ typedef struct mt_model_plan {
     int64_t max_logits;   // rows of logits held at once
     int64_t cache_rows;   // key/value cache rows a layer; 0: none
     int64_t max_position; // positions that tokens may have (rotary tables)
+    int64_t host_memory;  // on the CPU: bytes that all ranks of this host may use together; 0: the machine's memory
     bool train;           // gradients, optimizer state and saved activations
 } mt_model_plan;
 

@@ -529,6 +529,27 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     return config.failed ? -1 : 0;
 }
 
+/* True if a given value means another model than the weights are of. A list of layers can be written in several ways,
+ * and the width of the MLP has no meaning where every layer has experts of a given width. */
+static bool mt_option_differs(const mt_options *options, const mt_options *shape, const mt_option *row) {
+    mt_error ignored;
+    int64_t count = shape->num_experts > 0 ? shape->num_layers : 0;
+    char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
+    bool differs = strcmp(given, theirs) != 0;
+    if (differs && count > 0 && row->offset == MT_AT(moe_layer_freq)) {
+        char *asked = mt_layer_freq_expand(given, count, false, &ignored);
+        char *stored = mt_layer_freq_expand(theirs, count, false, &ignored);
+        differs = !asked || !stored || strcmp(asked, stored) != 0;
+        free(asked), free(stored);
+    } else if (differs && count > 0 && row->offset == MT_AT(ffn_hidden_size)) {
+        char *stored = mt_layer_freq_expand(shape->moe_layer_freq, count, false, &ignored);
+        differs = !stored || strchr(stored, '0') || !MT_GIVEN(options, moe_ffn_hidden_size);
+        free(stored);
+    }
+    free(given), free(theirs);
+    return differs;
+}
+
 /* Weights were trained with one value of these options; another value that the user gave is an error. */
 static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
                                     mt_error *error) {
@@ -536,13 +557,12 @@ static int mt_options_check_weights(const mt_options *options, const mt_options 
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !mt_options_gave(options, row->offset)) continue;
         if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
+        if (!mt_option_differs(options, shape, row)) continue;
         char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
-        int result = 0;
-        if (strcmp(given, theirs) != 0)
-            result = mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out",
-                                  row->name, given, theirs, path);
+        mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out", row->name,
+                     given, theirs, path);
         free(given), free(theirs);
-        if (result) return result;
+        return -1;
     }
     return 0;
 }
