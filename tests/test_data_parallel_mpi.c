@@ -354,7 +354,7 @@ static void late_memory_copy(void *to, const void *from, int64_t bytes, mt_strea
 static mt_ops late_ops(void) {
     mt_ops late = mt_cpu_ops;
     own_thread = pthread_self();
-    late.name = "late"; // disables special cases for the CPU
+    late.on_device = true; // disables special cases for the CPU
     late.all_reduce = late_all_reduce, late.all_gather = late_all_gather, late.reduce_scatter = late_reduce_scatter;
     late.accumulate = late_accumulate, late.stream_wait_stream = late_wait_stream, late.memory_copy = late_memory_copy;
     late.stream_create = late_create, late.stream_destroy = late_destroy;
