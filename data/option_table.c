@@ -225,8 +225,8 @@ const mt_option mt_option_table[] = {
      "with --sequence-parallel: overlap tensor-parallel communication with matrix products, rank by rank; GPUs of one "
      "host"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
-     "how context-parallel ranks exchange keys and values; p2p: round a ring; all_gather: all at once; a2a: trade "
-     "tokens for heads; a2a+p2p: a2a within groups, p2p between them"},
+     "how context-parallel ranks exchange keys and values; p2p: round a ring; all_gather: all at once; a2a: "
+     "exchange tokens for heads; a2a+p2p: a2a within groups, p2p between them"},
     {"hierarchical-context-parallel-sizes", MT_INTS, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
      NULL, "A2A RING", "a2a+p2p: ranks of an a2a group, and number of groups in the ring",
      .needs = "cp-comm-type a2a+p2p"},
@@ -357,7 +357,7 @@ const mt_option mt_option_table[] = {
     {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, "auto", MT_TOKENIZER_TYPES,
      "type of tokenizer; auto: the one in the --load folder"},
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH",
-     "the tokenizer's file or folder",
+     "the tokenizer's file or folder, or ORG/NAME in the cache of Hugging Face",
      .needs = "tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer"},
     {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
      "single: samples in order, once; cyclic: a new shuffle every epoch"},
@@ -389,9 +389,9 @@ const mt_option mt_option_table[] = {
     {"trace-last-step", MT_INT, MT_AT(trace_last_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "last step to trace (default: the one after the first)", .needs = "trace"},
     {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
-     "load model and weights from a Hugging Face folder or from a folder of --save"},
+     "load model and weights from a Hugging Face folder, a folder of --save, or ORG/NAME in the cache of Hugging Face"},
     {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "take the model from a config.json, with random weights"},
+     "take the model from a config.json, or that of ORG/NAME in the cache of Hugging Face, with random weights"},
     {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints into this folder"},
     {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps between checkpoints (default: one at the end)", .needs = "save"},
