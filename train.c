@@ -160,7 +160,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
     check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
     *consumed += micro_batches * from.stride;
-    check(mt_report_evaluation(&r->report, &r->state, name, loss, &error), &error);
+    mt_report_evaluation(&r->report, &r->state, name, loss);
 }
 
 /* After each call of the saver, which may have put a checkpoint into its place. */
@@ -221,8 +221,8 @@ static void train(run *r) {
         }
         check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
-        if (reported) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
-        if (reported) check(mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics, &error), &error);
+        if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
+        if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
             validated = r->state.iteration;
@@ -273,6 +273,7 @@ int main(int argc, char **argv) {
     check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
     check(mt_options_agree(&r.options, &r.grid.world, &error), &error);
     check(mt_grid_build(&r.grid, &r.options, &error), &error);
+    check(mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
     if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
     if (r.grid.world.rank == 0 && r.grid.world.size > 1) mt_grid_print(&r.grid, &r.options, stdout);
     if (r.options.num_iterations > 0) open_data(&r);

@@ -911,7 +911,9 @@ static int mt_trainer_agrees(const char *path, const char *option, int64_t then,
                         path, option, (long long)then, (long long)now);
 }
 
-static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *path, mt_error *error) {
+/* Reads the run's state into `state`, and the loss's running average into `average`, which older files lack. */
+static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
+                           mt_error *error) {
     const mt_options *o = mt_model_options(m);
     int64_t version, seed, seq_length;
     json_t *json = mt_json_read(path, error);
@@ -920,6 +922,10 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
     if (status == 0) status = mt_trainer_int(json, #field, path, &state->field, error);
     MT_RUN_STATE_FIELDS(MT_READ_STATE)
 #undef MT_READ_STATE
+    if (status == 0 && json_object_get(json, "loss_average")) {
+        average->mean = json_number_value(json_object_get(json, "loss_average"));
+        status = mt_trainer_int(json, "loss_average_steps", path, &average->steps, error);
+    }
     if (status == 0) status = mt_trainer_int(json, "seed", path, &seed, error);
     if (status == 0) status = mt_trainer_int(json, "seq_length", path, &seq_length, error);
     json_decref(json);
@@ -942,8 +948,10 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, con
     mt_broadcast(world, &continues, sizeof continues, 0); // rank 0's folder decides
     if (!mt_model_get_plan(m)->train || o->finetune || !continues) return 0;
     char *path = mt_path_join(folder, "trainer.json");
-    int status = mt_agree(world, mt_trainer_read(m, state, path, error) != 0, error);
+    mt_loss_average average = {0};
+    int status = mt_agree(world, mt_trainer_read(m, state, &average, path, error) != 0, error);
     free(path);
+    if (status == 0) mt_train_set_loss_average(m, &average);
     if (status != 0 || !o->no_load_optim)
         return status == 0 ? mt_stem_load(m, folder, "optimizer", sums, damaged, error) : status;
     state->optimizer_step = 0; // like the moments
@@ -998,7 +1006,7 @@ static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder
 }
 
 bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && strcmp(options->load, options->save) == 0;
+    return options->load && options->save && mt_path_same(options->load, options->save);
 }
 
 /* mt_checkpoint_resolve on rank 0, for all ranks: between the calls of two ranks a save could publish another latest.
@@ -1103,7 +1111,8 @@ int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_e
     const mt_options *o = mt_model_options(m);
     const mt_group *world = &mt_model_grid(m)->world;
     if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded
-    bool saved = o->save && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
+    bool replaces = o->overwrite && saver && mt_saver_in_place(saver) < 0; // the folder still holds another run's
+    bool saved = o->save && !replaces && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
     mt_broadcast(world, &saved, sizeof saved, 0);
     if (!saved && !o->load)
         return mt_error_set(error,

@@ -574,6 +574,29 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
     return result;
 }
 
+int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *path,
+                           mt_error *error) {
+    mt_options shape;
+    mt_options_default(&shape);
+    int status = mt_config_read(&shape, json, bytes, path, error);
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (row->name && row->origin != MT_OF_RUN && mt_options_gave(options, row->offset))
+            mt_option_copy(&shape, options, row); // sizes may derive from it
+    mt_options_derive_sizes(&shape);
+    for (const mt_option *row = mt_option_table; row->help && status == 0; row++) {
+        if (!row->name || row->origin == MT_OF_RUN || mt_options_gave(options, row->offset)) continue;
+        char *ours = mt_option_text(&shape, row), *theirs = mt_option_text(options, row);
+        if (strcmp(ours, theirs) != 0)
+            status = mt_error_set(error,
+                                  "--hf-config %s: has --%s %.60s, but the model of --load %s has %.60s; leave "
+                                  "--hf-config out, or name another folder",
+                                  path, row->name, ours, options->load, theirs);
+        free(ours), free(theirs);
+    }
+    mt_options_free(&shape);
+    return status;
+}
+
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error) {
     return mt_options_take_shape(options, json, bytes, path, false, error);
 }

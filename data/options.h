@@ -9,8 +9,7 @@ extern "C" {
 #endif
 
 /* Sets defaults, then reads the YAML file of --config, then the command line, which takes precedence, and with --load
- * or
- * --hf-config the model of config.json. `--help` prints and exits with 0. No option is derived and no rule between
+ * or --hf-config the model of config.json. `--help` prints and exits with 0. No option is derived and no rule between
  * options is checked yet: the caller starts the ranks, sets vocab_size from its tokenizer if it is 0, and calls
  * mt_options_finish. Free the options also after an error. */
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
@@ -40,8 +39,12 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
  * messages. */
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
 
+/* The folder that options->load means: itself, its latest checkpoint, or, if the run continues in options->save and the
+ * latest is damaged, the one before. To free; NULL with error. */
+char *mt_options_load_folder(const mt_options *options, mt_error *error);
+
 /* Takes the model's shape from config.json of the folder options->load, or from the file options->hf_config, for
- * options that were not given. mt_options_parse does this itself. */
+ * options that were not given. If both are there, they must agree. mt_options_parse does this itself. */
 int mt_options_read_shape(mt_options *options, mt_error *error);
 
 /* config.json of finished options, to free: transformers and this program load it; only this program loads the family
