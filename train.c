@@ -26,6 +26,7 @@ typedef struct run {
     mt_options options;
     mt_grid grid;
     mt_tokenizer *tokenizer;
+    char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
@@ -67,6 +68,17 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     return mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
 }
 
+/* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
+static void take_tokenizer(run *r, char *folder) {
+    mt_error error;
+    mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
+    r->tokenizer_folder = folder;
+    if (mt_tokenizer_open_folder(&r->tokenizer, folder, &error) == 0) return;
+    if (r->options.save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
+    r->tokenizer = NULL;
+}
+
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
  * saved with the checkpoints, so that they can generate text. */
 static void open_tokenizer(run *r) {
@@ -75,12 +87,9 @@ static void open_tokenizer(run *r) {
     if (o->tokenizer_type)
         check(mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error), &error);
     else if (o->load) {
-        char *folder = mt_checkpoint_resolve(o->load, &error);
-        if (folder && mt_tokenizer_open_folder(&r->tokenizer, folder, &error) != 0) {
-            if (o->save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
-            r->tokenizer = NULL;
-        }
-        free(folder);
+        char *folder = mt_options_load_folder(o, &error);
+        check(folder ? 0 : -1, &error);
+        take_tokenizer(r, folder);
     }
     if (!r->tokenizer) return;
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
@@ -124,6 +133,21 @@ static void open_data(run *r) {
     }
 }
 
+/* If the checkpoint that the tokenizer came from is damaged, all is taken from the one before. */
+static void load(run *r) {
+    char *found;
+    mt_error error;
+    int64_t eod = r->data_config.eod_id;
+    check(mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error), &error);
+    if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
+        free(found);
+        return;
+    }
+    take_tokenizer(r, found);
+    if (r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
+        mt_die("%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
+}
+
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     const run *r = context;
     return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
@@ -141,7 +165,7 @@ static void open_model(run *r) {
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
     if (o->load)
-        check(mt_checkpoint_load(r->model, &r->state, o->load, &error), &error);
+        load(r);
     else
         mt_model_init(r->model);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
@@ -291,6 +315,7 @@ int main(int argc, char **argv) {
     mt_model_destroy(r.model);
     print_profile(&r);
     mt_tokenizer_close(r.tokenizer);
+    free(r.tokenizer_folder);
     mt_options_free(&r.options);
     mt_grid_stop(&r.grid);
     return 0;

@@ -12,7 +12,6 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #ifdef MT_HAVE_MPI
 #include <mpi.h>
@@ -761,138 +760,6 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     return status;
 }
 
-/* ---- which checkpoint: folders iter_NNNNNNN; latest_checkpointed_iteration.txt names the last one */
-
-int64_t mt_iteration_of(const char *name) {
-    if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
-    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
-    return strtoll(name + 5, NULL, 10);
-}
-
-static int mt_iterations_add(const char *folder, const char *name, void *context) {
-    mt_iterations *found = context;
-    int64_t number = mt_iteration_of(name);
-    (void)folder;
-    if (number < 0) return 0;
-    found->numbers = mt_realloc(found->numbers, (found->count + 1) * 8);
-    found->numbers[found->count++] = number;
-    return 0;
-}
-
-static int mt_number_descending(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x < y) - (x > y);
-}
-
-mt_iterations mt_iterations_list(const char *folder) {
-    mt_iterations found = {0};
-    mt_folder_visit(folder, mt_iterations_add, &found);
-    if (found.count > 0) qsort(found.numbers, (size_t)found.count, 8, mt_number_descending);
-    return found;
-}
-
-char *mt_iteration_path(const char *folder, int64_t number) {
-    char name[64];
-    snprintf(name, sizeof name, "iter_%07lld", (long long)number);
-    return mt_path_join(folder, name);
-}
-
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
-    mt_checksums sums;
-    if (mt_checksums_read(&sums, folder, error) != 0) return -1;
-    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
-    bool has_sums = sums.count > 0;
-    mt_checksums_free(&sums);
-    if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
-    char *path = mt_path_join(folder, "trainer.json");
-    json_t *json = mt_json_read(path, error);
-    if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
-        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
-                              json ? "its checksums.json is not there" : "it is no JSON");
-    json_decref(json);
-    free(path);
-    return status;
-}
-
-/* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
-static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_file_read(path, 64, &bytes, error);
-    if (!text) return -1;
-    char *end = text;
-    long long iteration = isdigit((unsigned char)*text) ? strtoll(text, &end, 10) : -1;
-    while (isspace((unsigned char)*end)) end++;
-    bool is_number = iteration >= 0 && iteration <= 999999999 && end == text + bytes;
-    free(text);
-    if (is_number) return iteration;
-    return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
-}
-
-char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
-    struct stat status;
-    bool found = stat(folder, &status) == 0;
-    if (!found || !S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
-                     found ? "is a file, not a folder" : strerror(errno));
-        return NULL;
-    }
-    if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
-        if (mt_folder_has(folder, "config.json")) return mt_strdup(folder);
-        mt_error_set(error,
-                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
-                     "folder, or one that --save wrote",
-                     folder);
-        return NULL;
-    }
-    char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");
-    int64_t iteration = mt_checkpoint_latest(path, error);
-    free(path);
-    if (iteration < 0) return NULL;
-    path = mt_iteration_path(folder, iteration);
-    if (mt_folder_has(path, "config.json")) return path;
-    mt_error_set(error,
-                 "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
-                 "write the number of a whole iter_NNNNNNN in it",
-                 path, (long long)iteration);
-    free(path);
-    return NULL;
-}
-
-/* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
- * tensors. -1 with error if there is none: that of the earliest one, or that there are none. */
-static int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
-    mt_iterations found = mt_iterations_list(folder);
-    int64_t number = -1;
-    mt_error_set(error, "%s: holds no checkpoint; begin anew, or name another folder", folder);
-    for (int64_t i = 0; i < found.count && number < 0; i++) {
-        if (found.numbers[i] >= before) continue;
-        char *path = mt_iteration_path(folder, found.numbers[i]);
-        if (mt_folder_has(path, "config.json") && mt_checkpoint_verify(path, false, error) == 0)
-            number = found.numbers[i];
-        free(path);
-    }
-    free(found.numbers);
-    return number;
-}
-
-bool mt_checkpoint_exists(const char *folder) {
-    mt_iterations found = mt_iterations_list(folder);
-    free(found.numbers);
-    return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
-           mt_folder_has(folder, "config.json");
-}
-
-char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
-    mt_error damage;
-    char *path = mt_checkpoint_resolve(folder, &damage);
-    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
-    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
-    free(path);
-    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
-    if (number < 0) *error = damage;
-    return number < 0 ? NULL : mt_iteration_path(folder, number);
-}
-
 /* ---- resuming: a run continues bit for bit */
 
 /* Reads a whole number >= 0 of trainer.json. */
@@ -937,30 +804,68 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }
 
-/* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. */
-static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, const mt_checksums *sums, bool *damaged,
-                       mt_error *error) {
+/* A checkpoint of --save, unlike a Hugging Face folder, must have the run's state and the optimizer's: without them
+ * training would begin anew in silence. */
+static int mt_run_check(const char *folder, bool has_state, bool has_optimizer, bool *damaged, mt_error *error) {
+    const char *name = strrchr(folder, '/') ? strrchr(folder, '/') + 1 : folder;
+    *damaged = !has_state && mt_iteration_of(name) >= 0;
+    if (*damaged)
+        return mt_error_set(error,
+                            "%s: damaged: its trainer.json is not there; take another checkpoint, or begin anew from "
+                            "these weights by --finetune",
+                            folder);
+    if (!has_state || has_optimizer) return 0;
+    return mt_error_set(
+        error,
+        "%s: was saved without the optimizer's state; continue with a new optimizer by --no-load-optim, "
+        "or begin anew from these weights by --finetune",
+        folder);
+}
+
+/* Clears the moments: a damaged checkpoint, or the steps before a rewind, may have set some. */
+static void mt_optimizer_zero(mt_model *m) {
+    int64_t num_params;
+    const mt_param *params = mt_model_params(m, &num_params);
+    for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
+        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && params[i].trained; state++) {
+            mt_shard shard = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
+            mt_shard_write(m, &shard, params[i].offset, NULL, params[i].rows * params[i].cols);
+        }
+}
+
+/* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. `own`: it is this
+ * run's checkpoint, to which --finetune and --no-load-optim do not apply. */
+static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, bool own, const mt_checksums *sums,
+                       bool *damaged, mt_error *error) {
     const mt_options *o = mt_model_options(m);
     const mt_group *world = &mt_model_grid(m)->world;
+    mt_loss_average average = {0};
+    if (!mt_model_get_plan(m)->train) return 0;
+    bool no_optimizer = o->no_load_optim && !own, has_state = mt_folder_has(folder, "trainer.json");
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
-    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || o->no_load_optim);
+    bool continues = has_state && (own || !o->finetune), begins = o->finetune && !own;
+    int status = world->rank == 0 && !begins
+                     ? mt_run_check(folder, has_state, has_optimizer || no_optimizer, damaged, error)
+                     : 0;
+    if (mt_agree(world, status != 0, error) != 0) return -1;
     mt_broadcast(world, &continues, sizeof continues, 0); // rank 0's folder decides
-    if (!mt_model_get_plan(m)->train || o->finetune || !continues) return 0;
-    char *path = mt_path_join(folder, "trainer.json");
-    mt_loss_average average = {0};
-    int status = mt_agree(world, mt_trainer_read(m, state, &average, path, error) != 0, error);
-    free(path);
-    if (status == 0) mt_train_set_loss_average(m, &average);
-    if (status != 0 || !o->no_load_optim)
-        return status == 0 ? mt_stem_load(m, folder, "optimizer", sums, damaged, error) : status;
+    if (continues) {
+        char *path = mt_path_join(folder, "trainer.json");
+        status = mt_agree(world, mt_trainer_read(m, state, &average, path, error) != 0, error);
+        free(path);
+    }
+    mt_train_set_loss_average(m, &average);
+    if (status == 0 && continues && !no_optimizer) return mt_stem_load(m, folder, "optimizer", sums, damaged, error);
+    mt_optimizer_zero(m);
     state->optimizer_step = 0; // like the moments
-    return 0;
+    return status;
 }
 
 /* Loads one folder. *damaged: its files differ from the saved ones. If loading fails for another reason, such as the
  * name of a tensor, rank 0 first looks for damage in all files. */
-static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
+static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool own, bool *damaged,
+                          mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
     *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
@@ -968,7 +873,7 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
     if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
     const mt_checksums *checked = sums.count > 0 ? &sums : NULL;
     if (status == 0) status = mt_stem_load(m, folder, "model", checked, damaged, error);
-    if (status == 0) status = mt_run_load(m, state, folder, checked, damaged, error);
+    if (status == 0) status = mt_run_load(m, state, folder, own, checked, damaged, error);
     if (status != 0 && checked) {
         mt_error found;
         if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
@@ -978,17 +883,6 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
     mt_broadcast(world, damaged, sizeof *damaged, 0);
     mt_checksums_free(&sums);
     return status;
-}
-
-/* Clears the moments: a damaged checkpoint may have set some. */
-static void mt_optimizer_zero(mt_model *m) {
-    int64_t num_params;
-    const mt_param *params = mt_model_params(m, &num_params);
-    for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
-        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && params[i].trained; state++) {
-            mt_shard shard = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
-            mt_shard_write(m, &shard, params[i].offset, NULL, params[i].rows * params[i].cols);
-        }
 }
 
 /* Reports the damage of a checkpoint; returns the iteration of the one before, the same on every rank, or -1. */
@@ -1005,10 +899,6 @@ static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder
     return number;
 }
 
-bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && mt_path_same(options->load, options->save);
-}
-
 /* mt_checkpoint_resolve on rank 0, for all ranks: between the calls of two ranks a save could publish another latest.
  * *number: the iteration, or -1 for a folder that is no checkpoint's. */
 static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
@@ -1021,6 +911,11 @@ static int mt_checkpoint_choose(const mt_group *world, const char *folder, char 
     if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
     mt_broadcast(world, &is_latest, sizeof is_latest, 0);
     mt_broadcast(world, number, sizeof *number, 0);
+    if (world->rank == 0 && is_latest && !mt_folder_has(folder, "latest_checkpointed_iteration.txt"))
+        fprintf(stderr,
+                "warning: %s: has no latest_checkpointed_iteration.txt; going on from iteration %lld, the newest whole "
+                "checkpoint there\n",
+                folder, (long long)*number);
     *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
     bool sees = mt_folder_has(*path, "config.json");
     if (!sees)
@@ -1029,16 +924,18 @@ static int mt_checkpoint_choose(const mt_group *world, const char *folder, char 
     return mt_agree(world, !sees, error);
 }
 
-int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+int mt_checkpoint_load_found(mt_model *m, mt_run_state *state, const char *folder, bool own, char **found,
+                             mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
-    const mt_options *o = mt_model_options(m);
-    bool falls_back = mt_options_falls_back(o) && strcmp(folder, o->load) == 0, damaged = false;
+    bool falls_back =
+        own || (mt_options_falls_back(mt_model_options(m)) && mt_path_same(folder, mt_model_options(m)->load));
+    bool damaged = false;
     char *path;
     int64_t number;
     int status = mt_checkpoint_choose(world, folder, &path, &number, error);
     *state = (mt_run_state){0};
     if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
-    if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
+    if (status == 0) status = mt_folder_load(m, state, path, own, &damaged, error);
     while (status != 0 && damaged && falls_back && number >= 0) {
         number = mt_checkpoint_fall_back(world, folder, number, error);
         if (number < 0) break;
@@ -1046,10 +943,17 @@ int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_
         path = mt_iteration_path(folder, number);
         *state = (mt_run_state){0};
         mt_optimizer_zero(m);
-        status = mt_folder_load(m, state, path, &damaged, error);
+        status = mt_folder_load(m, state, path, own, &damaged, error);
     }
-    free(path);
+    if (status == 0 && found)
+        *found = path;
+    else
+        free(path);
     return status;
+}
+
+int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+    return mt_checkpoint_load_found(m, state, folder, false, NULL, error);
 }
 
 /* ---- a folder in one call */
@@ -1103,24 +1007,4 @@ void mt_hf_close(mt_hf *hf) {
     mt_grid_clear(hf->grid);
     mt_options_free(&hf->options);
     free(hf);
-}
-
-/* ---- going back */
-
-int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
-    const mt_group *world = &mt_model_grid(m)->world;
-    if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded
-    bool replaces = o->overwrite && saver && mt_saver_in_place(saver) < 0; // the folder still holds another run's
-    bool saved = o->save && !replaces && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
-    mt_broadcast(world, &saved, sizeof saved, 0);
-    if (!saved && !o->load)
-        return mt_error_set(error,
-                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
-                            "go back to; lower --save-interval",
-                            (long long)mt_train_bad_iteration(m));
-    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
-    mt_train_rewound(m);
-    if (world->rank == 0) fprintf(stderr, "warning: went back to iteration %lld\n", (long long)state->iteration);
-    return 0;
 }

@@ -92,10 +92,10 @@ int mt_file_write(const char *path, const void *data, int64_t bytes, const char 
 /* ---- locks */
 
 /* Opens FOLDER/NAME and takes a lock on it that ends with this process or when the descriptor is closed. Returns a
- * descriptor, or -1 with an error that names the holder's process and host. This is a lock of fcntl, which NFS version 3
- * (with its lock daemon) and version 4, Lustre (mounted with flock) and GPFS keep for all hosts; a server frees it when
- * the holder's host is gone. Where the file system has no locks, the call warns on standard error and succeeds: a second
- * holder is then not noticed. The file stays, as removing it could leave two holders with a file each. */
+ * descriptor, or -1 with an error that names the holder's process and host. This is a lock of fcntl, which NFS version
+ * 3 (with its lock daemon) and version 4, Lustre (mounted with flock) and GPFS keep for all hosts; a server frees it
+ * when the holder's host is gone. Where the file system has no locks, the call warns on standard error and succeeds: a
+ * second holder is then not noticed. The file stays, as removing it could leave two holders with a file each. */
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error);
 
 /* ---- JSON */

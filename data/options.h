@@ -58,6 +58,9 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
  * it, after mt_options_finish. */
 int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);
 
+/* True for a run that loads from its own --save: it continues from an older checkpoint if the last one is damaged. */
+bool mt_options_falls_back(const mt_options *options);
+
 /* The "model_type" of a family; and the family of a name, or MT_HF_UNKNOWN. */
 const char *mt_hf_family_name(mt_hf_family family);
 mt_hf_family mt_hf_family_find(const char *name);

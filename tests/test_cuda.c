@@ -944,8 +944,8 @@ static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
                                                   {300, 1000, 100, 999, 2000, 1},
                                                   {5, 5003, 0, 5003, 5003, 1},
                                                   {0}};
-static const int64_t guard_shapes[][MAX_SIZES] = {{1, 4, 0, 0}, {9, 4, 1, 0},       {9, 4, 1000000, 0},
-                                                  {3, 4, 1, 0}, {5, 4, 1000000, 1}, {5, 4, 1000000, 0, 1}, {0}};
+static const int64_t guard_shapes[][MAX_SIZES] = {
+    {1, 4, 0, 0}, {9, 4, 1, 0}, {9, 4, 1000000, 0}, {3, 4, 1, 0}, {5, 4, 1000000, 1}, {5, 4, 1000000, 0, 1}, {0}};
 static const int64_t scale_shapes[][MAX_SIZES] = {{50}, {1000}, {-1}, {0}};
 static const int64_t attention_shapes[][MAX_SIZES] = {
     {1, 1, 1, 8, 8, 0, ONE, 0},         {7, 1, 1, 16, 16, 0, ONE, 0},     {100, 4, 2, 64, 64, 0, ONE, 0},
