@@ -99,6 +99,13 @@ static void open_tokenizer(run *r) {
                (long long)vocab_size, (long long)o->vocab_size);
 }
 
+/* Every rank must have the same tokenizer, or none. */
+static int agree_on_tokenizer(const run *r, mt_error *error) {
+    const char *name = "tokenizer";
+    uint64_t print = mt_tokenizer_fingerprint(r->tokenizer);
+    return mt_fingerprints_agree(&print, &name, 1, &r->grid.world, error);
+}
+
 static void open_data(run *r) {
     static const char *const names[MT_NUM_SPLITS] = {"training", "validation", "test"};
     const mt_options *o = &r->options;
@@ -122,6 +129,7 @@ static void open_data(run *r) {
     config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
     config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
     check(mt_data_open(&r->data, config, &error), &error);
+    check(mt_data_agree(r->data, &r->grid.world, &error), &error);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
         if (!dataset && config->sizes[split] > 0 && r->grid.world.rank == 0)
@@ -296,6 +304,7 @@ int main(int argc, char **argv) {
     open_tokenizer(&r);
     check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
     check(mt_options_agree(&r.options, &r.grid.world, &error), &error);
+    check(agree_on_tokenizer(&r, &error), &error);
     check(mt_grid_build(&r.grid, &r.options, &error), &error);
     check(mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
     if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);

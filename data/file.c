@@ -231,6 +231,45 @@ int mt_file_write(const char *path, const void *data, int64_t bytes, const char 
     return mt_new_file_close(&file, mt_new_file_write(&file, data, bytes, error), error);
 }
 
+/* ---- what ranks must have in common */
+
+/* Mixes bytes into a hash, eight at a time: xor, then an odd multiplier (Steele and others, "Fast splittable
+ * pseudorandom number generators"). */
+static uint64_t mt_hash_add(uint64_t hash, const char *bytes, int64_t size) {
+    for (int64_t i = 0; i < size; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, bytes + i, (size_t)mt_min(8, size - i));
+        hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+uint64_t mt_contents_fingerprint(const void *bytes, int64_t size, bool whole) {
+    enum { PIECE = 4096, PIECES = 256 };
+    uint64_t hash = (uint64_t)size + 1;
+    if (whole || size <= PIECE * PIECES) return mt_hash_add(hash, bytes, size);
+    for (int64_t i = 0; i < PIECES; i++)
+        hash = mt_hash_add(hash, (const char *)bytes + (int64_t)((double)(size - PIECE) / (PIECES - 1) * (double)i),
+                           PIECE);
+    return hash;
+}
+
+int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int64_t count, const mt_group *world,
+                          mt_error *error) {
+    int64_t differs = 0;
+    if (world->size == 1 || count == 0) return 0;
+    uint64_t *theirs = mt_malloc(count * 8);
+    memcpy(theirs, prints, (size_t)count * 8);
+    mt_broadcast(world, theirs, count * 8, 0);
+    while (differs < count && theirs[differs] == prints[differs]) differs++;
+    if (differs < count)
+        mt_error_set(error, "rank %d has another %s than rank 0; give every rank the same files", world->rank,
+                     names[differs]);
+    free(theirs);
+    return mt_agree(world, differs < count, error);
+}
+
 /* ---- locks */
 
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error) {

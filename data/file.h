@@ -89,6 +89,17 @@ int mt_new_file_close(mt_new_file *file, int status, mt_error *error);
 /* Writes a whole file by these two. */
 int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error);
 
+/* ---- what ranks must have in common */
+
+/* A hash of a file's contents: of its size, and of 256 pieces of 4 KiB at even distances, the first and the last among
+ * them; of all bytes, in a file of up to 1 MiB or with `whole`. */
+uint64_t mt_contents_fingerprint(const void *bytes, int64_t size, bool whole);
+
+/* If a fingerprint of a rank differs from rank 0's, all ranks return an error with that rank and the name that belongs
+ * to it. `count` is the same on all ranks. Every rank calls it. */
+int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int64_t count, const mt_group *world,
+                          mt_error *error);
+
 /* ---- locks */
 
 /* Opens FOLDER/NAME and takes a lock on it that ends with this process or when the descriptor is closed. Returns a
