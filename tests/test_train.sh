@@ -217,7 +217,8 @@ metrics_of_another_run_stay_and_those_of_this_run_continue() {
     small_run --train-iters 6 --load "$work/four" --metrics "$work/m.jsonl" || return 1
     head -n "$(wc -l <"$work/want.jsonl")" "$work/m.jsonl" | cmp - "$work/want.jsonl" || return 1
     [ "$(metric "$work/m.jsonl" lm_loss | wc -l)" = 6 ] && ! grep -v '^{.*}$' "$work/m.jsonl" || return 1
-    small_run --train-iters 2 --metrics "$work/m.jsonl" --overwrite && [ "$(metric "$work/m.jsonl" lm_loss | wc -l)" = 2 ]
+    small_run --train-iters 2 --metrics "$work/m.jsonl" --overwrite &&
+        [ "$(metric "$work/m.jsonl" lm_loss | wc -l)" = 2 ]
 }
 
 # The command of the README, once more, and as it says with --load.
@@ -229,7 +230,8 @@ the_same_command_continues_by_load() {
     same_command() {
         "$train" --hf-config data/configs/tiny-llama.json --vocab-size 257 --tokenizer-type ByteLevel \
             --data-path "$work/my_text_document" --split 95,5,0 --seq-length 16 --micro-batch-size 1 \
-            --global-batch-size 2 --lr 1e-3 --eval-iters 0 --device cpu --save "$work/my" --metrics "$work/my.jsonl" "$@"
+            --global-batch-size 2 --lr 1e-3 --eval-iters 0 --device cpu --save "$work/my" \
+            --metrics "$work/my.jsonl" "$@"
     }
     same_command --train-iters 2 >"$work/out" 2>"$work/err" &&
         refused 'my: holds checkpoints of another run, up to iteration 2; continue that run by --load' \
@@ -247,7 +249,8 @@ ranks_with_different_data_are_named() {
     [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || return 0
     mkdir "$work/here" "$work/there"
     cp "$golden/llama/tokens.i32" "$work/here/t.i32" && cp "$golden/llama/tokens.i32" "$work/there/t.i32" &&
-        chmod u+w "$work/there/t.i32" && printf '\001' | dd of="$work/there/t.i32" bs=1 seek=400 conv=notrunc 2>"$work/err"
+        chmod u+w "$work/there/t.i32" || return 1
+    printf '\001' | dd of="$work/there/t.i32" bs=1 seek=400 conv=notrunc 2>"$work/err"
     printf 'one\ntwo\nthree\nfour\n%.0s' 1 2 3 4 5 6 7 8 9 >"$work/here/x.txt"
     sed 's/two/TWO/' "$work/here/x.txt" >"$work/there/x.txt"
     for side in here there; do
@@ -266,7 +269,8 @@ ranks_with_different_data_are_named() {
     for data in '--tokens-file t.i32 --vocab-size 512' '--data-path x_text_document --tokenizer-type ByteLevel'; do
         # shellcheck disable=SC2086
         both $data && return 1
-        says "^error: rank 1 has another $(echo "$data" | cut -d ' ' -f 2) than rank 0; give every rank the same files" "$work/err" || return 1
+        says "^error: rank 1 has another $(echo "$data" | cut -d ' ' -f 2) than rank 0; give every rank" "$work/err" ||
+            return 1
     done
 }
 
