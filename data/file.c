@@ -273,7 +273,7 @@ int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int6
 /* ---- locks */
 
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error) {
-    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET}; // the whole file
+    struct flock lock = {.l_type = F_WRLCK}; // from the start of the file to its end
     char host[256] = "", text[300] = "";
     char *path = mt_path_join(folder, name);
     int descriptor = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666), status = 0;
