@@ -5,6 +5,7 @@
 
 #include "checkpoint.h"
 #include "file.h"
+#include "hf_cache.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -339,7 +340,15 @@ static int mt_options_read_json(mt_options *options, const char *path, bool has_
     return status;
 }
 
+/* Models named ORG/NAME, where the local cache of Hugging Face has them. */
+static int mt_options_find_models(mt_options *o, mt_error *error) {
+    if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
+    return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
+}
+
 int mt_options_read_shape(mt_options *options, mt_error *error) {
+    if (mt_options_find_models(options, error) != 0) return -1;
     char *folder = options->load ? mt_options_load_folder(options, error) : NULL;
     if (options->load && !folder) return -1;
     if (folder && mt_options_converts(options)) mt_options_take_run(options, folder);
