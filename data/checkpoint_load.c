@@ -800,7 +800,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     if (version > MT_TRAINER_VERSION)
         return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
                             (long long)version);
-    if (state->consumed_train_samples == 0) return 0; // converted weights: the order of samples begins here
+    if (state->iteration == 0) return 0; // converted weights: the order of samples begins here
     if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }
