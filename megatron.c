@@ -8680,14 +8680,14 @@ void mt_train_rewound(mt_model *m) {
 mt_loss_average mt_train_loss_average(mt_model *m) {
     double guard[MT_GUARD_NUMBERS];
     m->ops->memory_copy(guard, m->numbers->guard, sizeof guard, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     return (mt_loss_average){guard[MT_GUARD_AVERAGE], (int64_t)guard[MT_GUARD_STEPS]};
 }
 
 void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
     double guard[MT_GUARD_NUMBERS] = {[MT_GUARD_AVERAGE] = average->mean, [MT_GUARD_STEPS] = (double)average->steps};
     m->ops->memory_copy(m->numbers->guard, guard, sizeof guard, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
 }
 
 /* ---- re-running a bad step */
