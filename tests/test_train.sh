@@ -257,6 +257,8 @@ ranks_with_different_data_are_named() {
         "${train%/train}/data/preprocess" --input "$work/$side/x.txt" --output-prefix "$work/$side/x" \
             --tokenizer-type ByteLevel --append-eod >"$work/out" 2>"$work/err" || return 1
     done
+    cp tests/golden/tokenizer/bytelevel.json "$work/here/t.json" &&
+        { cat "$work/here/t.json" && echo; } >"$work/there/t.json" || return 1
     # both ARGUMENTS...: rank 0 in here, rank 1 in there.
     both() {
         # shellcheck disable=SC2086,SC2016
@@ -272,6 +274,8 @@ ranks_with_different_data_are_named() {
         says "^error: rank 1 has another $(echo "$data" | cut -d ' ' -f 2) than rank 0; give every rank" "$work/err" ||
             return 1
     done
+    both --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json && return 1
+    says '^error: rank 1 has another tokenizer than rank 0; give every rank' "$work/err"
 }
 
 # steps_of FILE: prints the iterations of a trace.
