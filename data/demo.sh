@@ -47,7 +47,6 @@ value() {
 
 # 1. Text: notes, and the comments of the code without their stars. A blank line ends a document.
 mkdir -p "$model/data"
-rm -f "$model/metrics.jsonl"
 : >"$log"
 {
     for file in *.md notes/*.md; do cat "$file" && echo; done
@@ -96,7 +95,7 @@ run $launch "$bin/train" $layout \
     --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 20)) \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval $((iterations > 5 ? iterations / 5 : 1)) --eval-iters 4 \
-    --save "$model" --metrics "$model/metrics.jsonl"
+    --save "$model" --metrics "$model/metrics.jsonl" --overwrite
 head -n 1 "$model/metrics.jsonl" >"$model/data/first"
 echo "3. training: Llama on $ranks, $iterations iterations in $(($(date +%s) - began)) s," \
     "loss $(value "$model/data/first" lm_loss | cut -c1-4) to $(value "$model/metrics.jsonl" lm_loss | cut -c1-4)," \
