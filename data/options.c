@@ -58,7 +58,7 @@ static mt_ints *mt_option_ints(const mt_options *options, const mt_option *row) 
 }
 
 static bool mt_option_is_list(const mt_option *row) {
-    return row->type == MT_LIST || row->type == MT_INTS;
+    return row->type == MT_LIST || row->type == MT_INTS || row->type == MT_SET;
 }
 
 static void mt_strings_free(mt_strings *strings) {
@@ -71,6 +71,7 @@ static void mt_strings_free(mt_strings *strings) {
 static void mt_option_clear(mt_options *options, const mt_option *row) {
     if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
+    if (row->type == MT_SET) *mt_option_choice(options, row) = 0;
 }
 
 static void mt_strings_add(mt_strings *strings, const char *text) {
@@ -121,6 +122,17 @@ static char *mt_choice_text(const char *choices, unsigned index) {
     return text;
 }
 
+/* The members of a set of "a|b|c", to free. */
+static char *mt_set_text(const char *members, unsigned set) {
+    char *all = mt_calloc((int64_t)strlen(members) + 1), *end = all;
+    for (unsigned i = 0; set >> i; i++) {
+        char *member = mt_choice_text(members, i);
+        if (set >> i & 1) end += sprintf(end, end > all ? " %s" : "%s", member);
+        free(member);
+    }
+    return all;
+}
+
 char *mt_option_text(const mt_options *options, const mt_option *row) {
     char text[32] = "";
     switch (row->type) {
@@ -138,6 +150,8 @@ char *mt_option_text(const mt_options *options, const mt_option *row) {
         return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
     case MT_CHOICE:
         return mt_choice_text(row->values, *mt_option_choice(options, row));
+    case MT_SET:
+        return mt_set_text(row->values, *mt_option_choice(options, row));
     case MT_INTS:
     case MT_LIST:
         break;
@@ -180,6 +194,7 @@ void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row
         mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
         break;
     case MT_CHOICE:
+    case MT_SET:
         *mt_option_choice(to, row) = *mt_option_choice(from, row);
         break;
     case MT_INTS:
@@ -210,7 +225,8 @@ static bool mt_option_is_default(const mt_options *options, const mt_option *row
     }
     if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
     if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
-    if (row->type == MT_CHOICE) return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
+    if (row->type == MT_CHOICE || row->type == MT_SET)
+        return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
     return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
 }
 
@@ -253,6 +269,21 @@ static bool mt_parse_real(const char *text, double *value) {
     return *end == 0 && isfinite(*value);
 }
 
+/* Adds members to a set, separated by commas or blanks. */
+static int mt_set_add(unsigned *set, const mt_option *row, const char *text, const char *where, mt_error *error) {
+    char *words = mt_strdup(text), *rest = NULL;
+    int status = 0;
+    for (char *word = strtok_r(words, ", ", &rest); word && !status; word = strtok_r(NULL, ", ", &rest)) {
+        int member = mt_choice_index(row->values, word);
+        if (member < 0)
+            status = mt_error_set(error, "%s expects some of %s, got '%.100s'", where, row->values, word);
+        else
+            *set |= 1u << member;
+    }
+    free(words);
+    return status;
+}
+
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true = strcmp(text, "true") == 0;
     int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
@@ -276,6 +307,9 @@ int mt_option_set(mt_options *options, const mt_option *row, const char *text, c
         if (choice < 0)
             return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
         *mt_option_choice(options, row) = (unsigned)choice;
+        break;
+    case MT_SET:
+        if (mt_set_add(mt_option_choice(options, row), row, text, where, error)) return -1;
         break;
     case MT_STRING:
         if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
