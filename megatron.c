@@ -274,6 +274,73 @@ static int mt_rules_check(const mt_rule *rules, size_t count, mt_error *error) {
 
 #define MT_CHECK_RULES(rules, error) mt_rules_check(rules, sizeof rules / sizeof *rules, error)
 
+/* `a` must be a multiple of `b`; messages show both with their names. */
+typedef struct mt_multiple {
+    const char *a_name;
+    int64_t a;
+    const char *b_name;
+    int64_t b;
+} mt_multiple;
+
+static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
+    for (size_t i = 0; i < count; i++)
+        if (rows[i].a % rows[i].b != 0)
+            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
+                                rows[i].b_name, (long long)rows[i].b);
+    return 0;
+}
+
+#define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
+
+/* Rules of two values: with `a`, `b` must hold, or must not. */
+#define MT_NEEDS(a_name, a, b_name, b)                                                                                 \
+    { (a) && !(b), a_name " needs " b_name }
+#define MT_EXCLUDES(a_name, a, b_name, b)                                                                              \
+    { (a) && (b), a_name " and " b_name " exclude each other; leave one out" }
+
+/* Values that cannot go together, wherever they come from. The columns of data/option_table.c are about options that
+ * were given: one without effect unless another is given, or two that say the same. */
+static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_error *error) {
+    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, trains = program != MT_PROGRAM_INFER;
+    bool yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN, linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
+    bool factor = o->rope_scaling_factor > 0 || o->rotary_seq_len_interpolation_factor > 0;
+    bool rope = o->position_embedding_type == MT_POSITION_ROPE, rms = o->normalization == MT_RMSNORM;
+    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, mtp = trains && o->mtp_num_layers > 0;
+    bool experts = o->num_experts > 0, sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
+    const mt_rule rules[] = {
+        MT_EXCLUDES("--swiglu", o->swiglu, "--openai-gelu", o->openai_gelu),
+        MT_NEEDS("--multi-latent-attention", o->multi_latent_attention,
+                 "--normalization RMSNorm and --position-embedding-type rope", rms && rope),
+        MT_NEEDS("--rope-scaling-type", o->rope_scaling_type != MT_ROPE_SCALING_NONE, "--position-embedding-type rope",
+                 rope),
+        MT_NEEDS("--rope-scaling-type linear and yarn", linear || yarn, "--rope-scaling-factor", factor),
+        MT_NEEDS("--rope-scaling-type yarn", yarn, "--original-max-position-embeddings",
+                 o->original_max_position_embeddings > 0),
+        MT_NEEDS("--mtp-num-layers", mtp, "--normalization RMSNorm", rms),
+        MT_NEEDS("--mtp-num-layers", mtp, "--position-embedding-type rope or none", !learned),
+        MT_EXCLUDES("--mtp-num-layers, whose backward is not split,", mtp, "--pipeline-schedule zb-h1",
+                    o->pipeline_schedule == MT_SCHEDULE_ZB_H1),
+        MT_NEEDS("--num-experts", experts, "--swiglu: experts have gates", o->swiglu),
+        MT_NEEDS("--num-experts", experts, "--disable-bias-linear: experts have no biases",
+                 !o->mlp_bias && !o->add_bias_linear),
+        MT_NEEDS("--moe-router-pre-softmax", experts && o->moe_router_pre_softmax,
+                 "--moe-router-score-function softmax", !sigmoid),
+        MT_NEEDS("--moe-router-enable-expert-bias", experts && o->moe_router_enable_expert_bias,
+                 "--moe-router-score-function sigmoid", sigmoid),
+        MT_NEEDS("--sequence-parallel", o->sequence_parallel,
+                 "--tensor-model-parallel-size of 2 or more; raise it or leave the flag out",
+                 o->tensor_model_parallel_size > 1),
+        MT_NEEDS("--tp-comm-overlap", o->tp_comm_overlap, "--sequence-parallel, whose communication it overlaps",
+                 o->sequence_parallel),
+        MT_NEEDS("--overlap-param-gather", o->overlap_param_gather, "--overlap-grad-reduce", o->overlap_grad_reduce),
+        MT_NEEDS("--attention-backend cudnn", cudnn, "--bf16", o->bf16),
+        MT_EXCLUDES("--attention-backend cudnn, whose backward does not repeat bit for bit,", cudnn && trains,
+                    "--deterministic-mode", o->deterministic_mode),
+        MT_EXCLUDES("--attention-backend cudnn", cudnn, "--window-size", o->window_size > 0),
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
 /* ==== §2a sizes, positions, lengths ============================================================================== */
 
 void mt_options_derive_sizes(mt_options *o) {
@@ -290,36 +357,30 @@ void mt_options_derive_sizes(mt_options *o) {
 /* Sizes and biases of the model. */
 static int mt_options_derive_model(mt_options *o, mt_error *error) {
     int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
-    bool latent = o->multi_latent_attention, rope = o->position_embedding_type == MT_POSITION_ROPE;
     const mt_rule before[] = {
-        {o->num_layers == 0, "--num-layers is missing: give the model's shape by its options, --hf-config or --load"},
         {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
         {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
         {!o->group_query_attention && groups > 0 && groups != heads,
          "--num-query-groups %lld needs --group-query-attention",
          {groups}},
-        {latent && (o->normalization != MT_RMSNORM || !rope),
-         "--multi-latent-attention needs --normalization RMSNorm and --position-embedding-type rope"},
-        {heads > 0 && o->kv_channels == 0 && !latent && C % heads != 0,
-         "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
-         {C, heads}},
     };
     if (MT_CHECK_RULES(before, error)) return -1;
+    const mt_multiple multiples[] = {
+        {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
+         o->kv_channels == 0 && !o->multi_latent_attention ? heads : 1},
+        {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     mt_options_derive_sizes(o);
     if (o->add_bias_linear) {
         o->attention_output_bias = o->mlp_bias = true;
-        o->add_qkv_bias = !latent; // as in Megatron
+        o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
     }
-    const mt_rule after[] = {
-        {o->ffn_hidden_size == 0, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it", {C}},
-        {heads % o->num_query_groups != 0,
-         "--num-attention-heads %lld must be a multiple of --num-query-groups %lld",
-         {heads, o->num_query_groups}},
-        {o->swiglu && o->openai_gelu, "--swiglu and --openai-gelu exclude each other; leave one out"},
-    };
+    if (o->ffn_hidden_size == 0)
+        return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
+                            (long long)C);
     double attention = (double)heads * (double)o->kv_channels, mlp = (double)o->ffn_hidden_size;
     double parameters = (double)o->num_layers * (double)C * (4 * attention + 3 * mlp);
-    if (MT_CHECK_RULES(after, error)) return -1;
     if (parameters <= 1e15) return 0;
     return mt_error_set(error,
                         "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
@@ -335,11 +396,7 @@ static double mt_yarn_mscale(double factor, double mscale) {
 /* RoPE: its channels, and the numbers of its scaling. */
 static int mt_options_derive_rope(mt_options *o, mt_error *error) {
     bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
-    bool linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
-    if (o->position_embedding_type != MT_POSITION_ROPE) {
-        if (!linear && !llama3 && !yarn) return 0;
-        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope");
-    }
+    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
     int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
     if (o->multi_latent_attention) channels = latent;
     if (o->multi_latent_attention && latent % 2 != 0)
@@ -351,13 +408,6 @@ static int mt_options_derive_rope(mt_options *o, mt_error *error) {
         o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
     if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
     if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
-    const mt_rule rules[] = {
-        {linear && o->rope_scaling_factor == 0, "--rope-scaling-type linear needs --rope-scaling-factor"},
-        {yarn && o->rope_scaling_factor == 0, "--rope-scaling-type yarn needs --rope-scaling-factor"},
-        {yarn && o->original_max_position_embeddings == 0,
-         "--rope-scaling-type yarn needs --original-max-position-embeddings"},
-    };
-    if (MT_CHECK_RULES(rules, error)) return -1;
     if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
         return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
                             o->rope_low_freq_factor, o->rope_high_freq_factor);
@@ -372,45 +422,42 @@ static int mt_options_derive_rope(mt_options *o, mt_error *error) {
 /* Multi-token prediction; generation and scoring do without it. */
 static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *error) {
     if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
-    if (o->mtp_num_layers == 0) return 0;
-    const mt_rule rules[] = {
-        {o->normalization != MT_RMSNORM, "--mtp-num-layers needs --normalization RMSNorm"},
-        {o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE,
-         "--mtp-num-layers needs --position-embedding-type rope or none, which is learned_absolute"},
-        {o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
-         "--mtp-num-layers does not split its backward: leave out --pipeline-schedule zb-h1"},
-        {o->seq_length > 0 && o->seq_length <= o->mtp_num_layers,
-         "--mtp-num-layers %lld must be less than --seq-length %lld",
-         {o->mtp_num_layers, o->seq_length}},
-    };
-    return MT_CHECK_RULES(rules, error);
+    if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
+    return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
+                        (long long)o->mtp_num_layers, (long long)o->seq_length);
 }
 
 /* Recomputation: defaults and refusals are Megatron's, except that full recomputation without a method is uniform. */
 static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
-    if (o->recompute_activations || o->moe_layer_recompute) o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;
-    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL, selective = !full && o->recompute_granularity;
-    if (selective && o->recompute_modules == 0) o->recompute_modules = MT_MODULE_CORE_ATTN;
+    bool shorthand = o->recompute_activations || o->moe_layer_recompute;
+    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL, distributes = o->distribute_saved_activations;
+    const mt_rule rules[] = {
+        MT_EXCLUDES("--recompute-activations", o->recompute_activations, "--recompute-granularity full", full),
+        MT_EXCLUDES("--moe-layer-recompute", o->moe_layer_recompute, "--recompute-granularity full", full),
+        MT_NEEDS("--moe-layer-recompute", o->moe_layer_recompute, "--num-experts", o->num_experts > 0),
+        MT_NEEDS("--recompute-method", o->recompute_method, "--recompute-granularity full", full),
+        MT_NEEDS("--recompute-num-layers", o->recompute_num_layers, "--recompute-granularity full", full),
+        MT_NEEDS("--recompute-modules", o->recompute_modules, "--recompute-granularity selective",
+                 shorthand || o->recompute_granularity == MT_RECOMPUTE_SELECTIVE),
+        MT_NEEDS("--recompute-modules moe_act", o->recompute_modules & MT_MODULE_MOE_ACT, "--moe-grouped-gemm",
+                 o->moe_grouped_gemm),
+        MT_NEEDS("--recompute-modules mla_up_proj", o->recompute_modules & MT_MODULE_MLA_UP_PROJ,
+                 "--multi-latent-attention", o->multi_latent_attention),
+        MT_NEEDS("--distribute-saved-activations", distributes, "--recompute-granularity full", full),
+        MT_NEEDS("--distribute-saved-activations", distributes, "--tensor-model-parallel-size",
+                 o->tensor_model_parallel_size > 1),
+        MT_EXCLUDES("--distribute-saved-activations", distributes, "--sequence-parallel", o->sequence_parallel),
+    };
+    const mt_multiple multiples[] = {{"--distribute-saved-activations: --hidden-size", distributes ? o->hidden_size : 0,
+                                      "--tensor-model-parallel-size", o->tensor_model_parallel_size}};
+    if (MT_CHECK_RULES(rules, error) || MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    if (shorthand) o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;
     if (o->moe_layer_recompute) o->recompute_modules |= MT_MODULE_MOE;
+    bool selective = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE;
+    if (selective && o->recompute_modules == 0) o->recompute_modules = MT_MODULE_CORE_ATTN;
     if (full && o->recompute_method == MT_RECOMPUTE_DEFAULT) o->recompute_method = MT_RECOMPUTE_UNIFORM;
     if (full && o->recompute_num_layers == 0) o->recompute_num_layers = 1;
-    const mt_rule rules[] = {
-        {!full && (o->recompute_method || o->recompute_num_layers || o->distribute_saved_activations),
-         "--recompute-method, --recompute-num-layers and --distribute-saved-activations need "
-         "--recompute-granularity full"},
-        {!selective && o->recompute_modules, "--recompute-modules needs --recompute-granularity selective"},
-        {(o->recompute_modules & MT_MODULE_MOE_ACT) && o->num_experts > 0 && !o->moe_grouped_gemm,
-         "--recompute-modules moe_act excludes --no-moe-grouped-gemm"},
-        {(o->recompute_modules & MT_MODULE_MLA_UP_PROJ) && !o->multi_latent_attention,
-         "--recompute-modules mla_up_proj needs --multi-latent-attention"},
-        {o->distribute_saved_activations && (o->tensor_model_parallel_size == 1 || o->sequence_parallel),
-         "--distribute-saved-activations needs --tensor-model-parallel-size above 1 without --sequence-parallel, which "
-         "distributes them already"},
-        {o->distribute_saved_activations && o->hidden_size % o->tensor_model_parallel_size != 0,
-         "--distribute-saved-activations: --hidden-size %lld must be a multiple of --tensor-model-parallel-size %lld",
-         {o->hidden_size, o->tensor_model_parallel_size}},
-    };
-    return MT_CHECK_RULES(rules, error);
+    return 0;
 }
 
 /* Vocabulary, positions and sequence length. */
@@ -436,14 +483,6 @@ static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error
 /* ==== §2b ranks and experts ====================================================================================== */
 /* How ranks split the model, sequences and the batch. */
 
-/* `a` must be a multiple of `b`; messages show both with their names. */
-typedef struct mt_multiple {
-    const char *a_name;
-    int64_t a;
-    const char *b_name;
-    int64_t b;
-} mt_multiple;
-
 /* Everything that ranks split evenly. */
 static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
@@ -463,11 +502,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
          "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
          o->num_experts > 0 ? ep * etp * pp : 1},
     };
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        if (rows[i].a % rows[i].b != 0)
-            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
-                                rows[i].b_name, (long long)rows[i].b);
-    return 0;
+    return MT_CHECK_MULTIPLES(rows, error);
 }
 
 /* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
@@ -479,10 +514,6 @@ static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_erro
          "--tensor-model-parallel-size %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are "
          "%lld ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
          {tp, pp, cp, model, world_size}},
-        {o->sequence_parallel && tp == 1,
-         "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; raise it or leave the flag out"},
-        {o->tp_comm_overlap && !o->sequence_parallel,
-         "--tp-comm-overlap needs --sequence-parallel, whose communication it overlaps"},
     };
     if (MT_CHECK_RULES(rules, error) || mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / model;
@@ -518,12 +549,8 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
     bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
     const mt_rule rules[] = {
         {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
-        {sigmoid && pre_softmax, "--moe-router-pre-softmax needs --moe-router-score-function softmax"},
         {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
-                                             "chosen expert is always 1, so that the "
-                                             "router would not learn"},
-        {!sigmoid && o->moe_router_enable_expert_bias,
-         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"},
+                                             "chosen expert is 1 and teaches nothing"},
         {groups > 0 && (E % groups != 0 || group_topk > groups || group_topk > k),
          "--moe-router-num-groups %lld must divide --num-experts %lld and be at least --moe-router-group-topk %lld, "
          "which must be at most --moe-router-topk %lld",
@@ -548,15 +575,11 @@ static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error
     if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = tp;
     if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
         o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
-    const mt_rule rules[] = {
-        {!o->swiglu, "--num-experts needs --swiglu: experts have gates"},
-        {o->mlp_bias, "--num-experts needs --disable-bias-linear: experts have no biases"},
-        {program != MT_PROGRAM_INFER && tp > 1 && !o->sequence_parallel,
-         "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each rank routes tokens of "
-         "its own",
-         {tp}},
-    };
-    return MT_CHECK_RULES(rules, error) || mt_options_check_router(o, error) ? -1 : 0;
+    if (program == MT_PROGRAM_INFER || tp == 1 || o->sequence_parallel) return mt_options_check_router(o, error);
+    return mt_error_set(error,
+                        "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each rank "
+                        "routes tokens of its own",
+                        (long long)tp);
 }
 
 /* Context parallelism: the ranks that trade tokens for heads, and the layouts that a sliding window allows. With one
@@ -595,17 +618,13 @@ static int mt_options_derive_stages(mt_options *o, mt_error *error) {
     int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
     int64_t layers = o->num_layers + extra, *vp = &o->num_virtual_stages_per_pipeline_rank;
     int64_t stages = o->pipeline_letters ? mt_pipeline_layout_count(o->pipeline_letters) : pp;
-    if (stages % pp != 0)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
-                            "--pipeline-model-parallel-size %lld",
-                            (long long)stages, (long long)pp);
-    if (!o->pipeline_letters && per_stage > 0 && layers % (pp * per_stage) != 0)
-        return mt_error_set(error,
-                            "--num-layers %lld%s must be a multiple of --pipeline-model-parallel-size %lld times "
-                            "--num-layers-per-virtual-pipeline-stage %lld",
-                            (long long)o->num_layers, extra ? " and the layers that --account-for-* adds" : "",
-                            (long long)pp, (long long)per_stage);
+    const mt_multiple multiples[] = {
+        {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
+        {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
+         "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
+         o->pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     if (o->pipeline_letters)
         *vp = stages / pp;
     else if (per_stage > 0)
@@ -628,12 +647,8 @@ static int mt_options_derive_order(mt_options *o, mt_error *error) {
     const mt_rule rules[] = {
         {kind == MT_SCHEDULE_INTERLEAVED && vp == 1,
          "--pipeline-schedule interleaved needs several virtual stages: give --num-virtual-stages-per-pipeline-rank"},
-        {kind == MT_SCHEDULE_1F1B && vp > 1,
-         "--pipeline-schedule 1f1b has one stage per rank, but there are %lld: leave it out, or leave out "
-         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
-         {vp}},
-        {kind == MT_SCHEDULE_ZB_H1 && vp > 1,
-         "--pipeline-schedule zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
+        {kind != MT_SCHEDULE_INTERLEAVED && vp > 1,
+         "--pipeline-schedule 1f1b or zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
          "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
          {vp}},
         {kind == MT_SCHEDULE_ZB_H1 && pp == 1,
@@ -708,9 +723,6 @@ static int mt_options_derive_batches(mt_options *o, mt_error *error) {
 
 /* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
 static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
-    if (o->num_layers == 0)
-        return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
-                                   "--load");
     if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
     int64_t stages = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
     mt_stage *unused = mt_calloc(stages * (int64_t)sizeof *unused);
@@ -810,7 +822,6 @@ static int mt_options_derive_sharding(mt_options *o, mt_error *error) {
         {o->overlap_param_gather && *strategy == MT_NO_SHARD,
          "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy other than "
          "no_shard, with which every rank has all parameters"},
-        {o->overlap_param_gather && !o->overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce"},
         {*strategy >= MT_SHARD_GRADS && o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
          "--pipeline-schedule zb-h1 accumulates gradients in two parts and needs them whole between the two: take "
          "--data-parallel-sharding-strategy optim, which does not shard gradients, or another schedule"},
@@ -825,17 +836,10 @@ enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS 
 /* Limits of cuDNN's attention; the CPU has one implementation. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
     int64_t D = o->kv_channels, Dv = o->v_head_dim;
-    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, unfused = o->attention_backend == MT_ATTENTION_UNFUSED;
-    bool cpu = o->device == MT_DEVICE_CPU, trains = program != MT_PROGRAM_INFER, latent = o->multi_latent_attention;
-    bool deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
+    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, latent = o->multi_latent_attention;
+    bool trains = program != MT_PROGRAM_INFER,
+         deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
     const mt_rule rules[] = {
-        {unfused && cpu, "--attention-backend unfused needs --device cuda; leave it out"},
-        {cudnn && cpu, "--attention-backend cudnn needs --device cuda; leave it out"},
-        {cudnn && !o->bf16, "--attention-backend cudnn needs --bf16"},
-        {cudnn && trains && o->deterministic_mode,
-         "--attention-backend cudnn and --deterministic-mode exclude each other: its backward does not repeat bit for "
-         "bit; use flash"},
-        {cudnn && o->window_size > 0, "--attention-backend cudnn has no --window-size; use flash"},
         {cudnn && latent && Dv != D && !deepseek,
          "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
          "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
@@ -869,8 +873,12 @@ static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error
 
 int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
+    if (o->num_layers == 0)
+        return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
+                                   "--load");
     o->data_parallel_size = world_size;
     if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
+    if (mt_options_check_pairs(o, program, error)) return -1;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_derive_recompute(o, error)) return -1;
@@ -895,13 +903,11 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
-    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, unfused = o->attention_backend == MT_ATTENTION_UNFUSED;
     bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
     bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
     const mt_rule rules[] = {
-        {l->one_attention && cudnn, "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
-        {l->one_attention && unfused,
-         "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out"},
+        {l->one_attention && o->attention_backend >= MT_ATTENTION_CUDNN,
+         "--attention-backend cudnn and unfused need a GPU, and this run is on the CPU; leave it out"},
         {!latent && mt_exceeds(D, l->head_channels),
          "--kv-channels is %lld, and attention on this device takes heads of at most %lld channels",
          {D, l->head_channels}},
@@ -4212,12 +4218,17 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
     if (gelu_input) ops->gelu_backward(dx, dx, gelu_input, T * l->K, true, tp->dtype, tp->stream);
 }
 
-/* dw = dy^T x, or += once this step has a gradient; dbias += column sums of dy. */
-static void mt_product_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const void *dy, const void *x,
-                                       int64_t T) {
-    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, l->weight.accumulate, tp->dtype,
-                                    tp->stream);
-    l->weight.accumulate = true;
+/* True if a product adds to dw, which holds a gradient afterwards. */
+static bool mt_weight_accumulates(const mt_weight *weight) {
+    bool accumulates = weight->has_gradient && *weight->has_gradient;
+    if (weight->has_gradient) *weight->has_gradient = true;
+    return accumulates;
+}
+
+/* dw = dy^T x, or += when accumulate; dbias += column sums of dy. */
+static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const void *dy, const void *x,
+                                       int64_t T, bool accumulate) {
+    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, accumulate, tp->dtype, tp->stream);
 }
 
 /* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
@@ -4236,7 +4247,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
 }
 
 /* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
-static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
@@ -4247,7 +4258,8 @@ static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const
         mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, io->dy, x, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT)
+        mt_product_backward_weight(tp, l, io->dy, x, tp->T, mt_weight_accumulates(&l->weight));
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
@@ -4286,11 +4298,12 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
 }
 
 /* Every rank computes the same dbias over all rows. */
-static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
     const void *dy =
         in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT)
+        mt_product_backward_weight(tp, l, dy, io->x, tp->T, mt_weight_accumulates(&l->weight));
     if ((halves & MT_BACKWARD_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
 
@@ -4307,7 +4320,6 @@ static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear
     int64_t first = io->host_offsets[i], size = l->N * l->K;
     mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
     if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
-    expert.weight.accumulate = l->weight.accumulate;
     *count = io->host_offsets[i + 1] - first;
     *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
     own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
@@ -4340,19 +4352,19 @@ static void mt_grouped_backward_input(const mt_tensor_parallel *tp, const mt_lin
     }
 }
 
-static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    bool accumulate = mt_weight_accumulates(&l->weight);
     if (!io->host_offsets)
         tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
-                                                l->num_experts, l->weight.accumulate, tp->dtype, tp->stream);
+                                                l->num_experts, accumulate, tp->dtype, tp->stream);
     for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
         if (count > 0)
-            mt_product_backward_weight(tp, &expert, own.dy, own.x, count);
-        else if (!l->weight.accumulate) // the expert has no rows
+            mt_product_backward_weight(tp, &expert, own.dy, own.x, count, accumulate);
+        else if (!accumulate) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
-    l->weight.accumulate = true;
 }
 
 /* ---- the three functions */
@@ -4377,7 +4389,7 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     }
 }
 
-void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     const void *dy = io->dy;
     switch (l->kind) {
     case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
@@ -4387,7 +4399,8 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_lin
         } // fallthrough
     case MT_LINEAR_REPLICATED:
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
-        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->rows);
+        if (halves & MT_BACKWARD_WEIGHT)
+            mt_product_backward_weight(tp, l, dy, io->x, tp->rows, mt_weight_accumulates(&l->weight));
         break;
     case MT_LINEAR_COLUMN:
         mt_column_backward(tp, l, io, halves);
@@ -4402,11 +4415,11 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_lin
     }
 }
 
-void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_linear_backward(tp, l, io, MT_BACKWARD_INPUT);
 }
 
-void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_linear_backward(tp, l, io, MT_BACKWARD_WEIGHT);
 }
 
@@ -5122,7 +5135,7 @@ typedef struct mt_normed {
 
 /* A product whose weight gradient a split backward computes later. */
 typedef struct mt_deferred {
-    mt_linear *linear;
+    const mt_linear *linear;
     const void *x, *dy;
 } mt_deferred;
 
@@ -5248,8 +5261,8 @@ static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_
 }
 
 /* Defers the gradient of a weight: copies dy to the linear's stash slot. */
-static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, mt_linear *linear,
-                            const void *x, const void *dy) {
+static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                            const mt_linear *linear, const void *x, const void *dy) {
     MT_CHECK(a->num_deferred < MT_MAX_DEFERRED);
     void *stash = mt_slot_read(a, mt_stash_slot(w, linear));
     int64_t rows = linear->kind == MT_LINEAR_COLUMN ? p->T : p->rows;
@@ -5258,8 +5271,8 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt
 }
 
 /* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
-static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     mt_linear *linear, const mt_linear_io *io) {
+static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                     const mt_linear *linear, const mt_linear_io *io) {
     int halves = mt_layer_linear_halves(p, w, a, linear, io->x);
     mt_linear_backward(&p->tp, linear, io, halves);
     if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
@@ -7884,6 +7897,7 @@ typedef struct mt_sharding {
     bool prefetches;
     mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
     mt_bucket_progress *progress;     // [num_buckets]
+    bool *has_gradient;               // [num_params] of mt_weight: products add to the gradient
     int64_t age;                      // number of takes; the clock of mt_bucket_buffer.age
     int64_t last_bucket, direction;   // last acquired bucket; 1: forward order, -1: backward order
     const mt_bucket_buffer *reducing; // its reduction may be running
@@ -7919,8 +7933,8 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         if (!weight) continue;
         weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
-        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
-            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
+        weight->has_gradient = &m->sharding->has_gradient[i];
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.lm_head.weight = *weight; // tied
     }
 }
 
@@ -7971,6 +7985,7 @@ static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = m->sharding;
     s->strategy = mt_strategy_of(m);
     s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
+    s->has_gradient = mt_model_calloc(m, m->num_params * (int64_t)sizeof *s->has_gradient);
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
@@ -8151,9 +8166,10 @@ static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param)
     return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
-/* Zeroes padding and the gradients that only accumulate; products overwrite the rest. */
+/* Discards a bucket's gradients: zeroes padding and gradients that only accumulate; products overwrite the others. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     int64_t start = 0; // of the range to zero
+    memset(m->sharding->has_gradient + b->first_param, false, (size_t)b->num_params);
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
         if (!mt_gradient_is_overwritten(m, param)) continue;
@@ -8161,16 +8177,6 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
         start = param->offset + param->rows * param->cols;
     }
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
-}
-
-/* Selects for a bucket's weights: products add to the gradient, or overwrite it. */
-static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
-    const mt_bucket *b = &m->buckets[bucket];
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        mt_weight *weight = mt_param_weight(m, &m->params[i]);
-        if (weight) weight->accumulate = accumulate;
-    }
-    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
 }
 
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
@@ -8188,7 +8194,6 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
         mt_bucket_bind(m, bucket);
     }
     if (begins) mt_bucket_zero_gradients(m, b);
-    if (begins) mt_bucket_accumulate(m, bucket, false);
 }
 
 /* Starts the reduction of a bucket's whole gradients over ranks. */
@@ -8236,7 +8241,7 @@ static void mt_gradients_begin(mt_model *m) {
         if (!mt_splits_backward(m)) continue;
         // a split backward reaches a bucket's weights in any order, so all products accumulate
         m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
-        mt_bucket_accumulate(m, i, true);
+        memset(s->has_gradient + m->buckets[i].first_param, true, (size_t)m->buckets[i].num_params);
         s->progress[i].has_gradients = true;
     }
 }
@@ -8717,7 +8722,7 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
  * Schedules with groups of more micro-batches than pipeline ranks need early receives in every step. */
 static bool mt_posts_receives_early(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
-    bool is_warm = m->trainer->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
+    bool is_warm = m->trainer->num_steps > 0 || !m->ops->on_device;
     return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
@@ -9568,8 +9573,8 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
             error,
             "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
             "take a smaller model",
-            (double)needed / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
-            (double)available / (1 << 30), m->plan.train ? "--seq-length" : "--max-new-tokens");
+            (double)needed / (1 << 30), m->ops->on_device ? "GPU" : "machine", (double)available / (1 << 30),
+            m->plan.train ? "--seq-length" : "--max-new-tokens");
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
     m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));

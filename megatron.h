@@ -1155,6 +1155,7 @@ typedef void mt_phase_end_fn(mt_stream *stream);
 
 typedef struct mt_ops {
     const char *name; // "cpu", "cuda"
+    bool on_device;   // operations run beside the host, on memory of a device; else at once, on the host's memory
     mt_limits limits;
 #define MT_OPERATION_FIELD(name, ...) mt_##name##_fn *name;
     MT_ALL_OPERATIONS(MT_OPERATION_FIELD)
@@ -1339,12 +1340,13 @@ void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void 
 void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C);
 void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C);
 
-/* A parameter as the model's code sees it: its values and their gradient, NULL where the model has none.
- * `accumulate`: dw holds a gradient of this step, to which products add; else they write it. */
+/* A parameter as the model's code sees it: its values and their gradient, NULL where the model has none. has_gradient
+ * points to a flag of the gradient's owner: while it is false, the next product overwrites dw and sets the flag;
+ * afterwards products add to dw. NULL: every product overwrites dw. */
 typedef struct mt_weight {
     void *w;
     float *dw;
-    bool accumulate;
+    bool *has_gradient;
 } mt_weight;
 
 /* How ranks share a weight and what its products take. */
@@ -1384,11 +1386,11 @@ enum { MT_BACKWARD_INPUT = 1, MT_BACKWARD_WEIGHT = 2, MT_BACKWARD_BOTH = 3 };
 /* y from x. Communication of column- and row-parallel kinds is included: results are complete on tp->stream. */
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
 /* dx from dy. */
-void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
 /* dw and dbias from dy and x. */
-void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
 /* Both, or the selected `halves`; the communication of one half overlaps the product of the other. */
-void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int halves);
+void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io, int halves);
 
 /* Numbers of T tokens whose labels have these log-probabilities under the logits. */
 typedef struct mt_token_values {

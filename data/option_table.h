@@ -61,6 +61,19 @@ double *mt_option_real(const mt_options *options, const mt_option *row);
 char **mt_option_string(const mt_options *options, const mt_option *row);
 unsigned *mt_option_choice(const mt_options *options, const mt_option *row);
 
+/* True for an option of several words. Empties a list; nothing for other options. */
+bool mt_option_is_list(const mt_option *row);
+void mt_option_clear(mt_options *options, const mt_option *row);
+
+/* True if an option has its default. */
+bool mt_option_is_default(const mt_options *options, const mt_option *row);
+
+/* Replaces a string of the options by a copy of `text`, which may be NULL or the string itself. */
+void mt_string_set(char **string, const char *text);
+
+/* Reads a plain decimal; strtoll alone would accept leading blanks. False if `text` is none. */
+bool mt_parse_int(const char *text, int64_t *value);
+
 /* Sets a value from its text and marks the option as given; `where` names it in messages. Appends to a list. */
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error);
 

@@ -1499,6 +1499,39 @@ static void argmax_is_the_first_maximum_and_needs_numbers(void **state) {
     assert_memory_equal(ids, expected, sizeof ids);
 }
 
+/* dw of linears that share a flag: the first product overwrites what dw holds, every later one adds to it. Without a
+ * flag each product overwrites. Experts without rows count as products: their gradient becomes 0. */
+static void the_first_product_of_a_step_overwrites_a_gradient(void **state) {
+    enum { T = 6, N = 3, K = 4, E = 3 };
+    const mt_group alone = {.size = 1};
+    const mt_tensor_parallel tp = {.ops = ops, .group = &alone, .dtype = MT_F32, .T = T, .rows = T};
+    const int32_t offsets[E + 1] = {0, 4, 4, T}; // the second expert has no rows
+    float x[T * K], dy[T * N], once[E * N * K], dw[E * N * K];
+    (void)state;
+    ops->random_normal(x, T * K, 1, 0, 0, 1, MT_F32, NULL);
+    ops->random_normal(dy, T * N, 2, 0, 0, 1, MT_F32, NULL);
+    for (int kind = MT_LINEAR_REPLICATED; kind <= MT_LINEAR_GROUPED + 1; kind++) { // the last: one product an expert
+        int64_t size = kind >= MT_LINEAR_GROUPED ? E * N * K : N * K;
+        bool has_gradient = false;
+        mt_linear first = {.weight = {.dw = once}, .N = N, .K = K, .num_experts = E}, second;
+        mt_linear_io io = {.x = x, .dy = dy, .offsets = offsets, .num_rows = T};
+        first.kind = kind >= MT_LINEAR_GROUPED ? MT_LINEAR_GROUPED : (mt_linear_kind)kind;
+        if (kind > MT_LINEAR_GROUPED) io.host_offsets = offsets;
+        for (int i = 0; i < E * N * K; i++) once[i] = dw[i] = 1000;
+        for (int i = 0; i < 2; i++) mt_linear_backward_weight(&tp, &first, &io);
+        first.weight = (mt_weight){.dw = dw, .has_gradient = &has_gradient};
+        second = first;
+        for (int uses = 1; uses <= 3; uses++) {
+            mt_linear_backward_weight(&tp, uses == 2 ? &second : &first, &io);
+            assert_true(has_gradient);
+            for (int64_t i = 0; i < size; i++)
+                if (fabsf(dw[i] - (float)uses * once[i]) > 1e-4f || fabsf(once[i]) > 100)
+                    fail_msg("kind %d, %d uses: dw[%lld] is %g, once %g", kind, uses, (long long)i, (double)dw[i],
+                             (double)once[i]);
+        }
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(philox_gives_the_known_answers_of_random123),
@@ -1524,6 +1557,7 @@ int main(void) {
         cmocka_unit_test(nll_loss_sums_under_its_weights),
         cmocka_unit_test(argmax_is_the_first_maximum_and_needs_numbers),
         cmocka_unit_test(accumulate_adds_every_element_once),
+        cmocka_unit_test(the_first_product_of_a_step_overwrites_a_gradient),
         cmocka_unit_test(squared_norm_sums_in_float64),
         cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
         cmocka_unit_test(step_guard_refuses_what_is_not_finite_and_what_spikes),

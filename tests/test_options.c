@@ -314,7 +314,8 @@ static void values_out_of_range_are_refused(void **state) {
 static void shapes_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error("--mock-data --train-iters 1 --lr 1 --seq-length 8 --vocab-size 9", "--num-layers is missing");
-    expect_error(RUN "--num-attention-heads 5", "--hidden-size 64 must be a multiple of --num-attention-heads 5");
+    expect_error(RUN "--num-attention-heads 5",
+                 "--hidden-size 64 must be a multiple of --num-attention-heads (without --kv-channels) = 5");
     expect_error(RUN "--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention");
     expect_error(RUN "--group-query-attention --num-query-groups 3",
                  "--num-attention-heads 4 must be a multiple of --num-query-groups 3");
@@ -335,6 +336,34 @@ static void shapes_that_cannot_be_are_refused(void **state) {
     expect_error(
         "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --train-iters 1 --lr 1",
         "the vocabulary is unknown");
+}
+
+/* A program that fills the struct itself and links megatron.c alone meets the same rules. */
+static void rules_between_values_hold_without_the_table(void **state) {
+    (void)state;
+    static const struct {
+        const char *set[5], *expected;
+    } cases[] = {
+        {{"swiglu", "true", "openai-gelu", "true"}, "--swiglu and --openai-gelu exclude each other"},
+        {{"rope-scaling-type", "llama3"}, "--rope-scaling-type needs --position-embedding-type rope"},
+        {{"num-query-groups", "3", "group-query-attention", "true"}, "must be a multiple of --num-query-groups 3"},
+        {{"hidden-size", "66"}, "--hidden-size 66 must be a multiple of --num-attention-heads"},
+        {{"tp-comm-overlap", "true"}, "--tp-comm-overlap needs --sequence-parallel"},
+        {{"overlap-param-gather", "true"}, "--overlap-param-gather needs --overlap-grad-reduce"},
+        {{"attention-backend", "cudnn"}, "--attention-backend cudnn needs --bf16"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_options options;
+        mt_error error;
+        expect_good(&options, RUN);
+        for (const char *const *at = cases[i].set; *at; at += 2)
+            assert_int_equal(mt_options_set(&options, at[0], at[1], &error), 0);
+        memset(options.given, 0, sizeof options.given);
+        if (strcmp(cases[i].set[0], "hidden-size") == 0) options.kv_channels = 0;
+        assert_int_equal(mt_options_derive(&options, MT_PROGRAM_LIBRARY, 1, &error), -1);
+        if (!strstr(error.text, cases[i].expected)) fail_msg("%s: %s", cases[i].set[0], error.text);
+        mt_options_free(&options);
+    }
 }
 
 static void latent_attention_that_cannot_be_is_refused(void **state) {
@@ -576,12 +605,11 @@ static void attention_backends_that_cannot_serve_are_refused(void **state) {
         mt_options_free(&options);
     }
     expect_error(RUN "--attention-backend fast", "--attention-backend expects auto|flash|cudnn|unfused, got 'fast'");
-    expect_error(RUN "--attention-backend unfused --device cpu", "--attention-backend unfused needs --device cuda");
-    expect_error(FOR_CUDNN "--device cpu", "--attention-backend cudnn needs --device cuda");
     expect_error(FOR_CUDNN "--bf16=false", "--attention-backend cudnn needs --bf16");
     expect_error(FOR_CUDNN "--attention-dropout 0.25", "cudnn needs --attention-dropout 0, which is 0.25");
-    expect_error(FOR_CUDNN "--deterministic-mode", "cudnn and --deterministic-mode exclude each other");
-    expect_error(FOR_CUDNN "--window-size 64", "cudnn has no --window-size");
+    expect_error(FOR_CUDNN "--deterministic-mode",
+                 "does not repeat bit for bit, and --deterministic-mode exclude each other");
+    expect_error(FOR_CUDNN "--window-size 64", "cudnn and --window-size exclude each other");
     expect_error(FOR_CUDNN "--kv-channels 20", "a multiple of 8 channels, at most 128, and --kv-channels is 20");
     expect_error(FOR_CUDNN "--kv-channels 136", "a multiple of 8 channels, at most 128, and --kv-channels is 136");
     expect_error(FOR_CUDNN "--seq-length 200", "--seq-length that is a multiple of 128, not 200");
@@ -1395,7 +1423,7 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "experts");
     check_limits(RUN "--attention-backend unfused", &none, NULL);
     check_limits(RUN "--attention-backend unfused", &mt_cpu_ops.limits,
-                 "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");
+                 "--attention-backend cudnn and unfused need a GPU, and this run is on the CPU; leave it out");
 }
 
 static void a_model_asks_its_backend_for_limits(void **state) {
@@ -1425,6 +1453,7 @@ int main(void) {
         cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
         cmocka_unit_test(values_out_of_range_are_refused),
         cmocka_unit_test(shapes_that_cannot_be_are_refused),
+        cmocka_unit_test(rules_between_values_hold_without_the_table),
         cmocka_unit_test(latent_attention_that_cannot_be_is_refused),
         cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
         cmocka_unit_test(layouts_that_cannot_be_are_refused),
