@@ -5985,16 +5985,17 @@ static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, mt_expert_
 static void mt_layer_rows_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
     mt_expert_rows *shared = mt_recompute_buffer_of(m, w)->rows;
     mt_expert_rows_plan plan = {.M = r->num_rows, .layer = w, .residency = MT_KEEP};
+    mt_slots slots = {.count = 0};
     if (mt_expert_rows_fixed(m)) return; // they are in the arena
     mt_expert_rows_reserve(m, &r->rows, plan);
-    plan.residency = MT_RECOMPUTE;
-    mt_expert_rows_reserve(m, shared, plan);
-    mt_slots slots = {.count = 0};
     mt_expert_rows_slots(m, &slots, 0, 0, false);
     mt_slots_place(m, &slots, w);
-    for (const mt_slot *slot = slots.slots; slot < slots.slots + slots.count; slot++)
-        if (slot->residency == MT_RECOMPUTE)
-            memcpy((char *)&r->rows + slot->field, (const char *)shared + slot->field, sizeof(void *));
+    plan.residency = MT_RECOMPUTE;
+    for (const mt_slot *slot = slots.slots; slot < slots.slots + slots.count; slot++) {
+        if (slot->residency != MT_RECOMPUTE) continue;
+        mt_expert_rows_reserve(m, shared, plan); // for the first such slot
+        memcpy((char *)&r->rows + slot->field, (const char *)shared + slot->field, sizeof(void *));
+    }
 }
 
 static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
