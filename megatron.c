@@ -308,7 +308,6 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, mtp = trains && o->mtp_num_layers > 0;
     bool experts = o->num_experts > 0, sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
     const mt_rule rules[] = {
-        MT_EXCLUDES("--swiglu", o->swiglu, "--openai-gelu", o->openai_gelu),
         MT_NEEDS("--multi-latent-attention", o->multi_latent_attention,
                  "--normalization RMSNorm and --position-embedding-type rope", rms && rope),
         MT_NEEDS("--rope-scaling-type", o->rope_scaling_type != MT_ROPE_SCALING_NONE, "--position-embedding-type rope",
@@ -343,9 +342,28 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
 
 /* ==== §2a sizes, positions, lengths ============================================================================== */
 
+#define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
+const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
+
+/* True if the option of an activation is set. */
+static bool mt_options_selects(const mt_options *o, int activation) {
+    size_t field = mt_activation_rows[activation].field;
+    return field > 0 && *(const bool *)((const char *)o + field);
+}
+
+mt_activation mt_options_activation(const mt_options *o) {
+    int activation = MT_NUM_ACTIVATIONS - 1;
+    while (activation > 0 && !mt_options_selects(o, activation)) activation--;
+    return (mt_activation)activation;
+}
+
+static bool mt_options_gated(const mt_options *o) {
+    return mt_activation_rows[mt_options_activation(o)].gated;
+}
+
 void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
-        o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
+        o->ffn_hidden_size = mt_options_gated(o) ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
     if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
     if (o->multi_latent_attention) {
         o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
@@ -376,6 +394,11 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
         o->attention_output_bias = o->mlp_bias = true;
         o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
     }
+    mt_activation activation = mt_options_activation(o);
+    for (int other = 0; other < (int)activation; other++)
+        if (mt_options_selects(o, other))
+            return mt_error_set(error, "%s and %s exclude each other; leave one out",
+                                mt_activation_rows[activation].option, mt_activation_rows[other].option);
     if (o->ffn_hidden_size == 0)
         return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
                             (long long)C);
@@ -463,14 +486,19 @@ static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
 /* Vocabulary, positions and sequence length. */
 static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
+    bool converts = mt_options_converts(o);
     int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
     const mt_rule rules[] = {
         {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
         {o->seq_length == 0 && o->score, "--seq-length is missing: --score needs it"},
-        {o->seq_length == 0 && trains, "--seq-length is missing"},
+        {o->seq_length == 0 && trains && !converts, "--seq-length is missing"},
     };
     if (MT_CHECK_RULES(rules, error)) return -1;
     o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
+    if (o->seq_length == 0 && converts) { // a few tokens, which the context ranks can split
+        o->seq_length = 2 * o->tensor_model_parallel_size * o->context_parallel_size * (1 + o->mtp_num_layers);
+        if (o->max_position_embeddings > 0) o->seq_length = mt_min(o->seq_length, o->max_position_embeddings);
+    }
     if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
     if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
     if (o->seq_length > o->max_position_embeddings && (learned || trains))
@@ -490,7 +518,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--ffn-hidden-size", o->ffn_hidden_size, tensor, tp},
+        {"--ffn-hidden-size", o->moe_layers && !strchr(o->moe_layers, '0') ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
         {"--seq-length", o->seq_length,
          "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
@@ -582,7 +610,7 @@ static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error
                         (long long)tp);
 }
 
-/* Context parallelism: the ranks that trade tokens for heads, and the layouts that a sliding window allows. With one
+/* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
  * context rank --cp-comm-type has no effect, as in Megatron. */
 static int mt_options_derive_context(mt_options *o, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
@@ -956,14 +984,14 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
     double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
     double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = (double)mt_num_expert_layers(o);
+    double matrices = mt_options_gated(o) ? 3 : 2, mlp = matrices * C * F, experts = (double)mt_num_expert_layers(o);
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
-    double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
+    double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
     double output = C * (double)o->padded_vocab_size;
     double layers = (double)o->num_layers * (projections + attention) + mlps;
     bool sparse = o->moe_layers && o->moe_layers[o->num_layers - 1] == '1';
-    double module = 2 * C * C + projections + attention + (sparse ? 3 * C * visited : mlp) + output;
+    double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
@@ -1179,7 +1207,7 @@ static void mt_cpu_stream_destroy(mt_stream *stream) {
     (void)stream;
 }
 
-static void mt_cpu_stream_wait(mt_stream *stream) {
+static void mt_cpu_stream_synchronize(mt_stream *stream) {
     (void)stream;
 }
 
@@ -1195,7 +1223,7 @@ static void mt_cpu_event_record(mt_event *event, mt_stream *stream) {
     (void)event, (void)stream;
 }
 
-static void mt_cpu_event_wait(mt_event *event) {
+static void mt_cpu_event_synchronize(mt_event *event) {
     (void)event;
 }
 
@@ -2159,98 +2187,106 @@ static inline float mt_normal_cdf(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-/* gelu(x) = x cdf(x). The approximation (1 + tanh(u)) / 2 of cdf is sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
- */
+/* Each activation f as a f(x) and its slope as a f'(x), multiplied from the left. gelu(x) = x cdf(x), with slope
+ * cdf(x) + x density(x). The approximation (1 + tanh(u)) / 2 of cdf is s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715
+ * x^3); its slope is s + x s (1 - s) 2 u'. silu(x) = x sigmoid(x). */
+static inline float mt_gelu(float a, float x) {
+    return a * x * mt_normal_cdf(x);
+}
+
+static inline float mt_gelu_slope(float a, float x) {
+    float density = 0.39894228f * mt_exp(-0.5f * x * x);
+    return a * (mt_normal_cdf(x) + x * density);
+}
+
 static inline float mt_gelu_u2(float x) {
     return 1.59576912f * (x + 0.044715f * x * x * x);
 }
 
-static void mt_cpu_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
-                                mt_stream *stream) {
+static inline float mt_gelu_tanh(float a, float x) {
+    return a * x * mt_sigmoid(mt_gelu_u2(x));
+}
+
+static inline float mt_gelu_tanh_slope(float a, float x) {
+    float s = mt_sigmoid(mt_gelu_u2(x)), slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * x * x);
+    return a * (s + x * s * (1.0f - s) * slope);
+}
+
+static inline float mt_silu(float a, float x) {
+    return a * x * mt_sigmoid(x);
+}
+
+static inline float mt_silu_slope(float a, float x) {
+    float s = mt_sigmoid(x);
+    return a * s * (1.0f + x * (1.0f - s));
+}
+
+/* The loops over n elements of a row: y = weight f(x) up; dx, dup and sum(dy f(x) up). No `up` unless gated. */
+#define MT_CPU_ACTIVATION(name, f, gated, ...)                                                                         \
+    static void mt_##f##_row(float *y, const float *x, const float *up, float weight, int64_t n) {                     \
+        _Pragma("omp simd") for (int64_t i = 0; i < n; i++) y[i] =                                                     \
+            weight * (gated ? mt_##f(1, x[i]) * up[i] : mt_##f(1, x[i]));                                              \
+    }                                                                                                                  \
+    static float mt_##f##_row_backward(float *dx, float *dup, const float *dy, const float *x, const float *up,        \
+                                       float weight, int64_t n) {                                                      \
+        float sum = 0;                                                                                                 \
+        _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < n; i++) {                                       \
+            float in = x[i], u = gated ? up[i] : 1, d = weight * dy[i];                                                \
+            sum += dy[i] * (mt_##f(1, in) * u);                                                                        \
+            dx[i] = mt_##f##_slope(d * u, in);                                                                         \
+            if (gated) dup[i] = mt_##f(d, in);                                                                         \
+        }                                                                                                              \
+        return sum;                                                                                                    \
+    }
+#define MT_CPU_ACTIVATION_ROW(name, f, ...) {mt_##f##_row, mt_##f##_row_backward},
+
+MT_ACTIVATIONS(MT_CPU_ACTIVATION)
+
+static const struct {
+    void (*forward)(float *y, const float *x, const float *up, float weight, int64_t n);
+    float (*backward)(float *dx, float *dup, const float *dy, const float *x, const float *up, float weight, int64_t n);
+} mt_cpu_activations[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_CPU_ACTIVATION_ROW)};
+
+static void mt_cpu_activation_forward(void *y, const void *x, const float *weights, int64_t T, int64_t F,
+                                      mt_activation activation, mt_dtype dtype, mt_stream *stream) {
+    bool gated = mt_activation_rows[activation].gated;
+    int64_t blocks = mt_divide_up(F, MT_BLOCK), width = gated ? 2 * F : F;
     (void)stream;
-#pragma omp parallel for if (n > MT_PARALLEL)
-    for (int64_t block = 0; block < n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
-        int64_t count = mt_min(MT_BLOCK, n - block);
-        const float *in = mt_row_load(x_scratch, x, block, count, dtype);
-        float *out = mt_row_open(y_scratch, y, block, dtype);
-        if (tanh_approximation) {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) out[i] = in[i] * mt_sigmoid(mt_gelu_u2(in[i]));
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) out[i] = in[i] * mt_normal_cdf(in[i]);
-        }
-        mt_row_close(y, block, out, count, dtype);
+#pragma omp parallel for if (T * F > MT_PARALLEL)
+    for (int64_t i = 0; i < T * blocks; i++) {
+        float scratch[3][MT_BLOCK];
+        int64_t t = i / blocks, f = i % blocks * MT_BLOCK, n = mt_min(MT_BLOCK, F - f);
+        const float *in = mt_row_load(scratch[0], x, t * width + f, n, dtype);
+        const float *up = gated ? mt_row_load(scratch[1], x, t * width + F + f, n, dtype) : NULL;
+        float *out = mt_row_open(scratch[2], y, t * F + f, dtype);
+        mt_cpu_activations[activation].forward(out, in, up, weights ? weights[t] : 1, n);
+        mt_row_close(y, t * F + f, out, n, dtype);
     }
 }
 
-/* d(x cdf(x)) = cdf(x) + x density(x); for the approximation, with s = sigmoid(2 u), s + x s (1 - s) 2 u'. */
-static void mt_cpu_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
-                                 mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                       int64_t T, int64_t F, mt_activation activation, mt_dtype dtype,
+                                       mt_stream *stream) {
+    bool gated = mt_activation_rows[activation].gated;
+    int64_t width = gated ? 2 * F : F;
     (void)stream;
-#pragma omp parallel for if (n > MT_PARALLEL)
-    for (int64_t block = 0; block < n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], dy_scratch[MT_BLOCK], dx_scratch[MT_BLOCK];
-        int64_t count = mt_min(MT_BLOCK, n - block);
-        const float *in = mt_row_load(x_scratch, x, block, count, dtype);
-        const float *d = mt_row_load(dy_scratch, dy, block, count, dtype);
-        float *out = mt_row_open(dx_scratch, dx, block, dtype);
-        if (tanh_approximation) {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) {
-                float s = mt_sigmoid(mt_gelu_u2(in[i]));
-                float slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * in[i] * in[i]);
-                out[i] = d[i] * (s + in[i] * s * (1.0f - s) * slope);
-            }
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) {
-                float density = 0.39894228f * mt_exp(-0.5f * in[i] * in[i]);
-                out[i] = d[i] * (mt_normal_cdf(in[i]) + in[i] * density);
-            }
-        }
-        mt_row_close(dx, block, out, count, dtype);
-    }
-}
-
-static void mt_cpu_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
-                                  mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(3 * F);
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *gate = mt_row_load(slice, gate_up, t * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, t * 2 * F + F, F, dtype);
-        float *out = mt_row_open(slice + 2 * F, y, t * F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) out[f] = gate[f] * mt_sigmoid(gate[f]) * up[f];
-        mt_row_close(y, t * F, out, F, dtype);
-    }
-}
-
-/* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). */
-static void mt_cpu_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
-                                   mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(5 * F);
-#pragma omp parallel for if (T * F > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *gate = mt_row_load(slice, gate_up, t * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, t * 2 * F + F, F, dtype);
-        const float *d = mt_row_load(slice + 2 * F, dy, t * F, F, dtype);
-        float *dgate = mt_row_open(slice + 3 * F, dgate_up, t * 2 * F, dtype);
-        float *dup = mt_row_open(slice + 4 * F, dgate_up, t * 2 * F + F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) {
-            float g = gate[f], u = up[f], s = mt_sigmoid(g);
-            dgate[f] = d[f] * u * s * (1.0f + g * (1.0f - s));
-            dup[f] = d[f] * g * s;
+        float scratch[5][MT_BLOCK];
+        double dweight = 0;
+        for (int64_t f = 0; f < F; f += MT_BLOCK) {
+            int64_t n = mt_min(MT_BLOCK, F - f), at = t * width + f;
+            const float *in = mt_row_load(scratch[0], x, at, n, dtype);
+            const float *up = gated ? mt_row_load(scratch[1], x, at + F, n, dtype) : NULL;
+            const float *d = mt_row_load(scratch[2], dy, t * F + f, n, dtype);
+            float *out = mt_row_open(scratch[3], dx, at, dtype);
+            float *dup = gated ? mt_row_open(scratch[4], dx, at + F, dtype) : NULL;
+            dweight +=
+                (double)mt_cpu_activations[activation].backward(out, dup, d, in, up, weights ? weights[t] : 1, n);
+            mt_row_close(dx, at, out, n, dtype);
+            if (gated) mt_row_close(dx, at + F, dup, n, dtype);
         }
-        mt_row_close(dgate_up, t * 2 * F, dgate, F, dtype);
-        mt_row_close(dgate_up, t * 2 * F + F, dup, F, dtype);
+        if (dweights) dweights[t] = (float)dweight;
     }
 }
 
@@ -2938,54 +2974,6 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
     }
 }
 
-static void mt_cpu_expert_swiglu_forward(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
-                                         mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(3 * F);
-#pragma omp parallel for if (M * F > MT_PARALLEL)
-    for (int64_t m = 0; m < M; m++) {
-        float *slice = mt_scratch_slice(scratch), weight = weights[m];
-        const float *gate = mt_row_load(slice, gate_up, m * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, m * 2 * F + F, F, dtype);
-        float *out = mt_row_open(slice + 2 * F, y, m * F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) out[f] = weight * (gate[f] * mt_sigmoid(gate[f]) * up[f]);
-        mt_row_close(y, m * F, out, F, dtype);
-    }
-}
-
-/* As swiglu_backward, with weight dy in place of dy. */
-static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
-                                          const float *weights, int64_t M, int64_t F, mt_dtype dtype,
-                                          mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(5 * F);
-#pragma omp parallel for if (M * F > MT_PARALLEL)
-    for (int64_t m = 0; m < M; m++) {
-        float *slice = mt_scratch_slice(scratch), weight = weights[m];
-        const float *gate = mt_row_load(slice, gate_up, m * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, m * 2 * F + F, F, dtype);
-        const float *d = mt_row_load(slice + 2 * F, dy, m * F, F, dtype);
-        float *dgate = mt_row_open(slice + 3 * F, dgate_up, m * 2 * F, dtype);
-        float *dup = mt_row_open(slice + 4 * F, dgate_up, m * 2 * F + F, dtype);
-        double dweight = 0;
-        for (int64_t block = 0; block < F; block += MT_BLOCK) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t f = block; f < mt_min(block + MT_BLOCK, F); f++) {
-                float g = gate[f], u = up[f], s = mt_sigmoid(g);
-                sum += d[f] * (g * s * u);
-                dgate[f] = weight * d[f] * u * s * (1.0f + g * (1.0f - s));
-                dup[f] = weight * d[f] * g * s;
-            }
-            dweight += (double)sum;
-        }
-        dweights[m] = (float)dweight;
-        mt_row_close(dgate_up, m * 2 * F, dgate, F, dtype);
-        mt_row_close(dgate_up, m * 2 * F + F, dup, F, dtype);
-    }
-}
-
 static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
     (void)stream;
@@ -3208,6 +3196,23 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     MPI_Comm_free(&host);
 #else
     (void)world;
+#endif
+}
+
+/* The number of ranks on this host, the bytes that they need together, and the fewest that one of them found available;
+ * every rank of `world` calls it with its own numbers. */
+static void mt_host_total(const mt_group *world, int *ranks, int64_t *needed, int64_t *available) {
+    *ranks = 1;
+#ifdef MT_HAVE_MPI
+    if (!world->comm) return;
+    MPI_Comm host;
+    MPI_Comm_split_type(*(MPI_Comm *)world->comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+    MPI_Comm_size(host, ranks);
+    MPI_Allreduce(MPI_IN_PLACE, needed, 1, MPI_INT64_T, MPI_SUM, host);
+    MPI_Allreduce(MPI_IN_PLACE, available, 1, MPI_INT64_T, MPI_MIN, host);
+    MPI_Comm_free(&host);
+#else
+    (void)world, (void)needed, (void)available;
 #endif
 }
 
@@ -3889,7 +3894,7 @@ static void mt_cpu_broadcast(void *buffer, int64_t count, mt_dtype dtype, int ro
     mt_broadcast(group, buffer, count * mt_dtype_size(dtype), root);
 }
 
-static void mt_cpu_stream_follow(mt_stream *stream, mt_stream *other) {
+static void mt_cpu_stream_wait_stream(mt_stream *stream, mt_stream *other) {
     (void)stream, (void)other; // operations are complete when they return
 }
 
@@ -3975,13 +3980,13 @@ static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void
     return 0;
 }
 
-static void mt_cpu_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
-                                 mt_dtype dtype, int to, int from, mt_stream *stream) {
+static void mt_cpu_mailbox_exchange(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
+                                    mt_dtype dtype, int to, int from, mt_stream *stream) {
     (void)stream;
     int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
 #ifdef MT_HAVE_MPI
-    mt_watch_begin("mailbox_trade", mailbox->group->name);
+    mt_watch_begin("mailbox_exchange", mailbox->group->name);
     mt_mpi_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
     mt_watch_end();
 #else
@@ -4128,17 +4133,17 @@ static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
  * `first` on. Runs on tp->comm, as all mailbox transfers. */
 static void mt_mailbox_send(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
                             int step) {
-    tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
-                           mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
+    tp->ops->mailbox_exchange(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
+                              mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
 }
 
 /* Gathers x[rows, C] of all ranks in t steps. Each step returns the rows of one rank, `owner`, while those of the next
  * rank are in transfer. Step 0 returns x itself; later steps return rows of `gathered`. */
 static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, int64_t C, int step, int *owner) {
     if (step == 0)
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
     else
-        tp->ops->stream_follow(tp->stream, tp->comm);
+        tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (step + 1 < tp->group->size) mt_mailbox_send(tp, x, 0, tp->rows, C, step + 1);
     *owner = mt_tensor_rank_after(tp, -step);
     return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
@@ -4168,13 +4173,13 @@ static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
 /* After all steps: out[rows, C] = the fp32 sum of this rank's part and all received parts. */
 static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
     const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
-    tp->ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->stream_wait_stream(tp->stream, tp->comm);
     tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
 }
 
 /* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
 static void mt_scatter_begin(const mt_tensor_parallel *tp, void *dx, int64_t C) {
-    tp->ops->stream_follow(tp->comm, tp->stream);
+    tp->ops->stream_wait_stream(tp->comm, tp->stream);
     if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
     for (int step = 1; tp->overlaps && step < tp->group->size; step++) mt_scatter_step(tp, C, step);
 }
@@ -4182,7 +4187,7 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
     if (tp->overlaps)
         mt_scatter_sum(tp, dx, C);
     else
-        tp->ops->stream_follow(tp->stream, tp->comm);
+        tp->ops->stream_wait_stream(tp->stream, tp->comm);
 }
 
 /* ==== §7 linear ================================================================================================== */
@@ -4203,7 +4208,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         return;
     }
     ops->linear_forward(y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu) ops->gelu_forward(gelu, y, T * l->N, true, tp->dtype, tp->stream);
+    if (gelu) ops->activation_forward(gelu, y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
 }
 
 /* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
@@ -4215,7 +4220,9 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
         return;
     }
     ops->linear_backward_input(dx, dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu_input) ops->gelu_backward(dx, dx, gelu_input, T * l->K, true, tp->dtype, tp->stream);
+    if (gelu_input)
+        ops->activation_backward(dx, NULL, dx, gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH, tp->dtype,
+                                 tp->stream);
 }
 
 /* True if a product adds to dw, which holds a gradient afterwards. */
@@ -4251,12 +4258,12 @@ static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l,
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
         x = mt_gather_overlapped(tp, x, l->K);
     }
     if (halves & MT_BACKWARD_INPUT)
         mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
-    if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
+    if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
     if (halves & MT_BACKWARD_WEIGHT)
         mt_product_backward_weight(tp, l, io->dy, x, tp->T, mt_weight_accumulates(&l->weight));
@@ -4278,7 +4285,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
         mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
                            mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
         if (step == tp->group->size) break; // this rank's own
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
         mt_scatter_step(tp, l->N, step);
     }
     mt_scatter_sum(tp, io->y, l->N);
@@ -4293,7 +4300,7 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
                                   io->gelu_input ? mt_rows_of_rank(tp, io->gelu_input, owner, l->K) : NULL, tp->rows);
     }
     const void *dy = mt_gather_own(tp, io->dy, l->N);
-    tp->ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->stream_wait_stream(tp->stream, tp->comm);
     return dy;
 }
 
@@ -4571,7 +4578,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(EXPERTS, has_experts, "--num-experts")                                                                           \
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
     X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
-    X(SWIGLU, o->swiglu, "--swiglu")                                                                                   \
+    X(GATED, mt_options_gated(o), "--swiglu")                                                                          \
     X(MTP, layer >= o->num_layers, "--mtp-num-layers")
 
 #define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
@@ -4588,15 +4595,11 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
-/* Families of Hugging Face with names of their own; all others have Llama's. */
+/* The columns of tensor names, and each family's. */
 enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
 
-static int mt_names_of(const mt_options *o) {
-    return o->hf_family == MT_HF_GPT2        ? MT_NAMES_GPT2
-           : o->hf_family == MT_HF_MIXTRAL   ? MT_NAMES_MIXTRAL
-           : o->hf_family == MT_HF_QWEN2_MOE ? MT_NAMES_QWEN2_MOE
-                                             : MT_NAMES_LLAMA;
-}
+#define MT_HF_FAMILY_NAMES(family, model_type, class, names, ...) MT_NAMES_##names,
+static const int mt_names_of[MT_NUM_HF_FAMILIES] = {MT_NAMES_LLAMA, MT_HF_FAMILIES(MT_HF_FAMILY_NAMES)};
 
 /* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
  */
@@ -4684,10 +4687,10 @@ static const mt_role_row mt_role_rows[] = {
              "attn.c_attn.weight"),
     MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
     /* MLP, or shared expert and router */
-    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(SWIGLU), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
     MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
     MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
-    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(SWIGLU), 0,
+    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
             "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
     MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
              NULL, NULL, "mlp.shared_expert.up_proj.weight"),
@@ -4720,8 +4723,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
              "attn.c_attn.bias"),
     MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
-    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(SWIGLU), 0,
-            "mlp.gate_proj.bias"),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.gate_proj.bias"),
     MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
     MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
@@ -4900,7 +4902,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
     mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .names = mt_names_of(options)};
+    mt_param_table table = {.options = options, .names = mt_names_of[options->hf_family]};
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = options->num_layers + options->mtp_num_layers;
@@ -5059,7 +5061,7 @@ struct mt_model {
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
 static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *other) {
-    if (stream != other) m->ops->stream_follow(stream, other);
+    if (stream != other) m->ops->stream_wait_stream(stream, other);
 }
 
 /* Zeroed host memory that lives as long as the model. */
@@ -5116,7 +5118,7 @@ static void mt_rope_tables(mt_model *model) {
     }
     model->ops->memory_copy(model->rope_cos, cosines, count * 4, model->stream);
     model->ops->memory_copy(model->rope_sin, sines, count * 4, model->stream);
-    model->ops->stream_wait(model->stream);
+    model->ops->stream_synchronize(model->stream);
     free(cosines);
     free(sines);
 }
@@ -5728,7 +5730,7 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
 
 /* Outputs of fc1 for a width F: gate and up, or up alone. */
 static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
-    return m->options->swiglu ? 2 * F : F;
+    return mt_options_gated(m->options) ? 2 * F : F;
 }
 
 /* F: width of the MLP or of the shared expert; 0: none. */
@@ -5743,19 +5745,15 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shar
 }
 
 /* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
- * output. Activation: SwiGLU, scaled by gates[T] for a shared expert with
- * a gate; GELU; or with --openai-gelu its tanh approximation, fused into fc1. */
+ * output. gates[T] scale a shared expert's activation, or NULL. fc1 computes the tanh approximation of GELU itself. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates,
                            bool replay) {
-    bool fused = m->options->openai_gelu;
+    mt_activation activation = mt_options_activation(m->options);
+    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
-    if (gates)
-        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, m->dtype, p->stream);
-    else if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
-    else if (!fused)
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (!fused)
+        m->ops->activation_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, activation, m->dtype, p->stream);
     if (replay) return;
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
@@ -5765,17 +5763,14 @@ static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
                             const float *gates, float *dgates, int halves) {
     mt_layer_scratch *s = &m->scratch;
-    bool fused = m->options->openai_gelu;
+    mt_activation activation = mt_options_activation(m->options);
+    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
     if (fused) down.gelu_input = a->mlp_hidden;
     mt_linear_backward(&p->tp, &w->down, &down, halves);
-    if (gates)
-        m->ops->expert_swiglu_backward(s->dmlp_hidden, dgates, s->dmlp_active, a->mlp_hidden, gates, p->T, w->F,
-                                       m->dtype, p->stream);
-    else if (m->options->swiglu)
-        m->ops->swiglu_backward(s->dmlp_hidden, s->dmlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
-    else if (!fused)
-        m->ops->gelu_backward(s->dmlp_hidden, s->dmlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (!fused)
+        m->ops->activation_backward(s->dmlp_hidden, gates ? dgates : NULL, s->dmlp_active, a->mlp_hidden, gates, p->T,
+                                    w->F, activation, m->dtype, p->stream);
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
 }
@@ -6149,7 +6144,7 @@ static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
     int64_t size = e->group->size, rank = e->group->rank, local = e->num_local, stride = e->num_destinations + 1;
     m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
     m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
-    m->ops->stream_wait(p->stream);
+    m->ops->stream_synchronize(p->stream);
     r->num_rows = 0;
     for (int64_t other = 0; other < size; other++) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
@@ -6169,7 +6164,7 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
     r->num_rows = size * local * capacity;
     for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
     if (e->host_counts[0] == capacity) return;
-    m->ops->stream_wait(p->stream); // for the copy of the previous host_counts
+    m->ops->stream_synchronize(p->stream); // for the copy of the previous host_counts
     for (int64_t i = 0; i < size * local; i++) e->host_counts[i] = (int32_t)capacity;
     m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
@@ -6194,7 +6189,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     r->num_rows = r->num_choices = P;
     if (e->uses_allgather || (e->group->size == 1 && !e->grouped)) {
         m->ops->memory_copy(e->host_offsets, r->offsets, (num_destinations + 1) * 4, p->stream);
-        m->ops->stream_wait(p->stream);
+        m->ops->stream_synchronize(p->stream);
         if (e->uses_allgather) r->num_rows = e->host_offsets[num_destinations];
         if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(num_destinations + 1) * 4);
     } else if (e->group->size > 1) {
@@ -6345,11 +6340,8 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 /* rows.active = activation(rows.hidden). */
 static void mt_expert_active_forward(mt_model *m, const mt_pass *p, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows;
-    if (m->experts->permute_fusion)
-        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, r->num_rows, m->experts->F, m->dtype,
-                                      p->stream);
-    else
-        m->ops->swiglu_forward(rows->active, rows->hidden, r->num_rows, m->experts->F, m->dtype, p->stream);
+    m->ops->activation_forward(rows->active, rows->hidden, m->experts->permute_fusion ? rows->weights : NULL,
+                               r->num_rows, m->experts->F, mt_options_activation(m->options), m->dtype, p->stream);
 }
 
 /* mt_expert_output = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
@@ -6382,11 +6374,10 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
-    if (m->experts->permute_fusion)
-        m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
-                                       p->stream);
-    else
-        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, p->stream);
+    bool scaled = m->experts->permute_fusion;
+    m->ops->activation_backward(d->hidden, scaled ? d->weights : NULL, d->active, rows->hidden,
+                                scaled ? rows->weights : NULL, M, F, mt_options_activation(m->options), m->dtype,
+                                p->stream);
     fc1.dy = d->hidden, fc1.dx = mt_expert_output(m);
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
@@ -6716,7 +6707,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     c->host_spans = mt_malloc(MT_CONTEXT_LISTS * plan->max_tokens * (int64_t)sizeof(mt_span));
     for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
     ops->memory_copy(c->identity, c->host_rows, c->M * 4, stream);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
     mt_context_open_ring(c);
     return c;
 }
@@ -7479,7 +7470,7 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     mb->num_spans = num_spans;
     memcpy(mb->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
-    m->ops->event_wait(m->copied[staged]); // until the block's previous contents are copied
+    m->ops->event_synchronize(m->copied[staged]); // until the block's previous contents are copied
     return mt_batch_block_at(m, &on_host, T, num_spans);
 }
 
@@ -8867,7 +8858,7 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     int64_t iteration = m->trainer->pending[slot].iteration;
     const mt_step_result *result = &m->trainer->results[slot];
     if (iteration == 0) return 0;
-    m->ops->event_wait(m->trainer->pending[slot].done);
+    m->ops->event_synchronize(m->trainer->pending[slot].done);
     m->trainer->pending[slot].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
     if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
@@ -8884,7 +8875,7 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
 /* Completes all pending work and asks the caller to rewind to the last checkpoint. */
 static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     return MT_REWIND;
 }
 
@@ -8903,7 +8894,7 @@ void mt_train_rewound(mt_model *m) {
 static mt_step_numbers mt_step_numbers_read(mt_model *m) {
     mt_step_numbers result;
     m->ops->memory_copy(&result, m->numbers, (int64_t)sizeof result, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     return result;
 }
 
@@ -9023,7 +9014,7 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
     mt_sums_finish(m, false);
     m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     *loss = mt_mean_loss(sums);
     return 0;
 }
@@ -9312,7 +9303,7 @@ static void mt_experts_fill_data_ranks(mt_model *m) {
     int32_t *numbers = mt_malloc(count * 4);
     for (int64_t i = 0; i < count; i++) numbers[i] = (int32_t)i;
     m->ops->memory_copy(m->experts->data_ranks, numbers, count * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     free(numbers);
 }
 
@@ -9532,7 +9523,6 @@ static void mt_model_micro_batches(mt_model *m) {
         for (int64_t i = 0; i < live[chunk]; i++, mb++) {
             *mb = (mt_micro_batch){.chunk = chunk, .index = -1};
             mb->layers = mt_model_calloc(m, mt_num_saved_layers(m, chunk) * (int64_t)sizeof(mt_activations));
-            mb->host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
         }
     free(live);
     mt_arena batch = {0};
@@ -9563,19 +9553,36 @@ static void mt_model_links(mt_model *m) {
         }
 }
 
+/* Compares the bytes that this rank needs with those of its GPU, or the bytes of all ranks of a host with the host's.
+ * Every rank gets the same answer. */
+static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *error) {
+    bool cpu = !m->ops->on_device;
+    const double gib = 1 << 30;
+    const char *fewer = m->plan.train ? "--seq-length" : "--max-new-tokens";
+    int64_t available = cpu && m->plan.host_memory > 0 ? m->plan.host_memory : m->ops->memory_available();
+    int ranks = 1;
+    if (cpu) mt_host_total(&m->grid->world, &ranks, &needed, &available);
+    bool refused = needed > available;
+    if (refused && ranks == 1)
+        mt_error_set(error,
+                     "the model needs %.1f GiB of memory and the %s has %.1f GiB available; lower --micro-batch-size "
+                     "or %s, or take a smaller model",
+                     (double)needed / gib, cpu ? "machine" : "GPU", (double)available / gib, fewer);
+    else if (refused)
+        mt_error_set(error,
+                     "the %d ranks of a machine need %.1f GiB of memory together and it has %.1f GiB available; start "
+                     "fewer ranks on it, lower --micro-batch-size or %s, or take a smaller model",
+                     ranks, (double)needed / gib, (double)available / gib, fewer);
+    return mt_agree(&m->grid->world, refused, error);
+}
+
 static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_plan_memory(m, &counting);
-    int64_t available = m->ops->memory_available();
     m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
-    int64_t needed = counting.used + m->bytes[MT_PLAN_EXPERTS];
-    if (needed > available)
-        return mt_error_set(
-            error,
-            "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
-            "take a smaller model",
-            (double)needed / (1 << 30), m->ops->on_device ? "GPU" : "machine", (double)available / (1 << 30),
-            m->plan.train ? "--seq-length" : "--max-new-tokens");
+    if (mt_model_check_memory(m, counting.used + m->bytes[MT_PLAN_EXPERTS], error) != 0) return -1;
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
     m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
@@ -9639,7 +9646,7 @@ static int mt_tensor_open(mt_model *m, mt_error *error) {
         for (int64_t r = 0; r < ranks; r++)
             part_rows[row * ranks + r] = r == own ? -1 : (int32_t)(r * tp->max_rows + row); // own part: in `partial`
     m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     free(part_rows);
     return 0;
 }
@@ -9877,7 +9884,7 @@ static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logi
             shares = m->gathered_logits;
         }
         m->ops->memory_copy(m->staged_logits, shares, ranks * count * V * size, m->stream);
-        m->ops->stream_wait(m->stream);
+        m->ops->stream_synchronize(m->stream);
         for (int64_t t = 0; t < count; t++)
             for (int64_t rank = 0; rank < ranks; rank++) {
                 const char *row = (const char *)m->staged_logits + (rank * count + t) * V * size;
@@ -9898,7 +9905,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
         MT_CHECK(!m->last_forward.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     if (logp) mt_broadcast_from_last_stage(m, logp, T * 4);
     if (entropy) mt_broadcast_from_last_stage(m, entropy, T * 4);
     if (logits) mt_logits_to_host(m, m->last_forward.mb, logits, T);
@@ -9978,7 +9985,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
     if (num_rows == 0)
-        m->ops->stream_wait(m->stream);
+        m->ops->stream_synchronize(m->stream);
     else
         mt_logits_to_host(m, mt_decode_output(m), logits, num_rows);
 }
@@ -9991,7 +9998,7 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     const void *logits = mt_decode_output(m)->outputs[0].logits;
     m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
     m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 

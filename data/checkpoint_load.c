@@ -532,7 +532,7 @@ static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float 
             mt_shard_write(m, shard, at + done, shard->dtype == MT_BF16 ? (const void *)r->staged_bf16 : values + done,
                            count);
         }
-        mt_model_ops(m)->stream_wait(mt_model_stream(m)); // before the buffers are filled again
+        mt_model_ops(m)->stream_synchronize(mt_model_stream(m)); // before the buffers are filled again
     }
 }
 
@@ -794,6 +794,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
     if (version > MT_TRAINER_VERSION)
         return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
                             (long long)version);
+    if (state->consumed_train_samples == 0) return 0; // converted weights: the order of samples begins here
     if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }

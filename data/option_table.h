@@ -95,6 +95,10 @@ int mt_options_check_ranges(const mt_options *options, mt_program program, mt_er
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value);
 
+/* A value of --moe-layer-freq as a letter per layer, '1' with experts and '0' without; to free. NULL with error. A list
+ * that may be longer is cut off. */
+char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error);
+
 /* The letters of moe_layers as a value of --moe-layer-freq, ([0]*3+[1]*58); to free. */
 char *mt_layer_freq_print(const char *layers);
 

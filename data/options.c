@@ -5,6 +5,7 @@
 
 #include "checkpoint.h"
 #include "file.h"
+#include "hf_cache.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -292,11 +293,39 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* A conversion keeps the seed and the sequence length of the run that saved the folder, unless they are given. The
+ * loader reports what is wrong with trainer.json. */
+static void mt_options_take_run(mt_options *o, const char *folder) {
+    static const struct {
+        const char *key;
+        size_t offset;
+    } rows[] = {{"seed", MT_AT(seed)}, {"seq_length", MT_AT(seq_length)}};
+    char *path = mt_path_join(folder, "trainer.json");
+    mt_error ignored;
+    json_t *json = mt_json_read(path, &ignored);
+    for (size_t i = 0; json && i < sizeof rows / sizeof *rows; i++) {
+        const mt_option *row = mt_option_of(rows[i].offset);
+        const json_t *value = json_object_get(json, rows[i].key);
+        bool good = json_is_integer(value) && mt_option_in_range(row, json_number_value(value));
+        if (good && !mt_options_gave(o, row->offset)) *mt_option_int(o, row) = json_integer_value(value);
+    }
+    json_decref(json);
+    free(path);
+}
+
 bool mt_options_falls_back(const mt_options *options) {
     return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
+/* Models named ORG/NAME, where the local cache of Hugging Face has them. */
+static int mt_options_find_models(mt_options *o, mt_error *error) {
+    if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
+    return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
+}
+
 int mt_options_read_shape(mt_options *options, mt_error *error) {
+    if (mt_options_find_models(options, error) != 0) return -1;
     if (!options->load && !options->hf_config) return 0;
     if (options->load && options->hf_config)
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
@@ -306,6 +335,7 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
                  : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
                                                   : mt_checkpoint_resolve(options->load, error);
     if (!path) return -1;
+    if (mt_options_converts(options)) mt_options_take_run(options, path);
     if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
     char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
@@ -417,27 +447,43 @@ static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) 
     return count;
 }
 
-/* moe_layers from --moe-layer-freq: every N-th layer, or a list. */
-static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
-    if (o->num_experts == 0 || o->num_layers == 0) return 0;
+char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error) {
     int64_t every = 0;
-    const int64_t most = mt_max(o->num_layers, 4096);
-    mt_string_set(&o->moe_layers, NULL);
-    o->moe_layers = mt_calloc(most + 1);
-    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
-    int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
-    if (listed > o->num_layers && !MT_GIVEN(o, moe_layer_freq)) { // of config.json, for a model with fewer layers
-        o->moe_layers[listed = o->num_layers] = 0;
-        char *text = mt_layer_freq_print(o->moe_layers);
-        mt_string_set(&o->moe_layer_freq, text);
-        free(text);
+    const int64_t most = mt_max(num_layers, 4096);
+    char *layers = mt_calloc(most + 1);
+    bool is_number = mt_parse_int(text, &every);
+    for (int64_t i = 0; is_number && every > 0 && i < num_layers; i++) layers[i] = i % every ? '0' : '1';
+    int64_t listed = is_number ? num_layers : mt_layer_freq_parse(text, layers, most);
+    if (is_number ? every > 0 : listed == num_layers || (listed > num_layers && may_be_longer)) {
+        layers[num_layers] = 0;
+        return layers;
     }
-    if (is_number ? every > 0 : listed == o->num_layers) return 0;
-    return mt_error_set(error,
-                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                        "([0]*1+[1]*%lld), got '%.100s'",
-                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
+    free(layers);
+    mt_error_set(error,
+                 "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
+                 "([0]*1+[1]*%lld), got '%.100s'",
+                 (long long)num_layers, (long long)num_layers - 1, text);
+    return NULL;
+}
+
+/* moe_layers from --moe-layer-freq. A model of config.json that is given fewer layers keeps the first ones, and is a
+ * dense model if none of these has experts. */
+static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
+    bool given = MT_GIVEN(o, moe_layer_freq);
+    mt_string_set(&o->moe_layers, NULL);
+    if (o->num_experts == 0 || o->num_layers == 0) return 0;
+    o->moe_layers = mt_layer_freq_expand(o->moe_layer_freq, o->num_layers, !given, error);
+    if (!o->moe_layers) return -1;
+    bool dense = !strchr(o->moe_layers, '1');
+    if (dense && given)
+        return mt_error_set(error, "--moe-layer-freq %.100s gives no layer experts; leave out --num-experts",
+                            o->moe_layer_freq);
+    if (dense) o->num_experts = 0;
+    char *text = dense ? mt_strdup("1") : mt_layer_freq_print(o->moe_layers);
+    if (!given && !isdigit((unsigned char)*o->moe_layer_freq)) mt_string_set(&o->moe_layer_freq, text);
+    free(text);
+    if (dense) mt_string_set(&o->moe_layers, NULL);
+    return 0;
 }
 
 static int mt_options_finish_trace(mt_options *o, mt_error *error) {
