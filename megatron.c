@@ -3094,7 +3094,9 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
     mt_guard_check check = MT_STEP_PASSED;
-    if (rules->finite && !isfinite(loss))
+    if (tokens[0] == 0)
+        check = MT_NO_TOKENS;
+    else if (rules->finite && !isfinite(loss))
         check = MT_LOSS_NOT_FINITE;
     else if (rules->finite && !isfinite(norm[0]))
         check = MT_NORM_NOT_FINITE;
@@ -8862,9 +8864,9 @@ static void mt_step_warn(const mt_model *m, const char *format, ...) {
     va_end(arguments);
 }
 
-/* sums: loss and token count. */
+/* sums: loss and token count. NaN without tokens. */
 static double mt_mean_loss(const double sums[2]) {
-    return sums[1] > 0 ? sums[0] / sums[1] : sums[0];
+    return sums[1] == 0 ? NAN : sums[0] / sums[1];
 }
 
 /* Describes the failed check of a step. */
@@ -8909,7 +8911,13 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     m->ops->event_synchronize(m->trainer->pending[slot].done);
     m->trainer->pending[slot].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
-    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
+    mt_guard_check check = (mt_guard_check)result->numbers.guard[MT_GUARD_CHECK];
+    if (check == MT_NO_TOKENS) {
+        m->trainer->bad_steps.skipped++;
+        mt_step_warn(m, "iteration %lld: every token is masked; this step makes no update", (long long)iteration);
+        return 0;
+    }
+    if (check != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
     m->trainer->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -8933,8 +8941,20 @@ int64_t mt_train_bad_iteration(const mt_model *m) {
 
 void mt_train_rewound(mt_model *m) {
     mt_bad_steps *bad = &m->trainer->bad_steps;
-    m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
     bad->rewound = bad->rewind, bad->rewind = 0;
+}
+
+mt_loss_average mt_train_loss_average(mt_model *m) {
+    double guard[MT_GUARD_NUMBERS];
+    m->ops->memory_copy(guard, m->numbers->guard, sizeof guard, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    return (mt_loss_average){guard[MT_GUARD_AVERAGE], (int64_t)guard[MT_GUARD_STEPS]};
+}
+
+void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
+    double guard[MT_GUARD_NUMBERS] = {[MT_GUARD_AVERAGE] = average->mean, [MT_GUARD_STEPS] = (double)average->steps};
+    m->ops->memory_copy(m->numbers->guard, guard, sizeof guard, m->stream);
+    m->ops->stream_synchronize(m->stream);
 }
 
 /* ---- re-running a bad step */
@@ -9004,7 +9024,7 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
     mt_step_check_gradients(m);
     if (!m->reruns) return 0;
     mt_step_numbers first = mt_step_numbers_read(m), second;
-    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
+    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_check_gradients(m);

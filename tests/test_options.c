@@ -532,7 +532,8 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
     expect_error(RUN "--tokenizer-type ByteLevel --tokenizer-model t", "which is ByteLevel");
     expect_error(RUN "--save-interval 3", "--save-interval needs --save");
     expect_error(RUN "--finetune", "--finetune needs --load");
-    expect_error(RUN "--load x --hf-config y", "--load and --hf-config exclude each other");
+    expect_error(RUN "--load x --save x --overwrite", "--load x continues the run that --overwrite would replace");
+    expect_error(RUN "--save x --auto-resume --overwrite", "--overwrite and --auto-resume exclude each other");
     expect_error(RUN "--load /nowhere", "/nowhere: No such file or directory");
     expect_error(RUN "--hf-config /tmp", "/tmp: cannot be read: it is a folder");
     expect_error(RUN "--config /nowhere.yaml", "/nowhere.yaml: cannot be read");
@@ -1353,6 +1354,30 @@ static void options_win_over_a_shape_but_not_over_weights(void **state) {
                  "--max-position-embeddings is 128, but the weights have 64");
 }
 
+/* A resumed command may still name the model that it began with. */
+static void the_model_of_hf_config_must_be_that_of_load(void **state) {
+    (void)state;
+    mt_options options;
+    static const char *const names[] = {"gpt2", "llama", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3"};
+    char line[400];
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        snprintf(line, sizeof line,
+                 "--load tests/golden/hf/%s --hf-config tests/golden/hf/%s/config.json --mock-data --seq-length 8 "
+                 "--train-iters 1 --lr 1",
+                 names[i], names[i]);
+        expect_good(&options, line);
+        mt_options_free(&options);
+    }
+    expect_error(
+        "--load tests/golden/hf/llama --hf-config tests/golden/hf/qwen3/config.json --mock-data --seq-length 8 "
+        "--train-iters 1 --lr 1",
+        "--hf-config tests/golden/hf/qwen3/config.json: has --");
+    expect_error(
+        "--load tests/golden/hf/llama --hf-config tests/golden/hf/qwen3/config.json --mock-data --seq-length 8 "
+        "--train-iters 1 --lr 1",
+        "but the model of --load tests/golden/hf/llama has");
+}
+
 static void the_latest_checkpoint_of_a_folder_is_described(void **state) {
     (void)state;
     mt_options options;
@@ -1869,6 +1894,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(recomputation_follows_megatron),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
+    cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),
     cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
     cmocka_unit_test(rope_is_read_in_both_forms),
     cmocka_unit_test(windows_are_read_where_every_layer_has_one),
