@@ -64,7 +64,7 @@ deps() {
 make_deps_prints_one_line() {
     deps 0 && [ ! -s "$work/err" ] && [ "$(wc -l <"$work/out")" = 1 ] && says '^installing: ' "$work/out" || return 1
     if deps 1; then return 1; fi
-    says 'Get:1 noise update' "$work/err"
+    says 'Get:1 noise -q update' "$work/err"
 }
 
 : >"$work/empty"
