@@ -2,12 +2,12 @@
  *
  * Contents
  *   §1   checks, arenas, random numbers
- *   §2   options: the struct's rules
+ *   §2   options
  *   §2a  sizes, positions, lengths
  *   §2b  ranks and experts
  *   §2c  stages, batches, schedules
  *   §2d  operation counts
- *   §3   kernels in plain C
+ *   §3   kernels
  *   §3a  threads, elements, memory
  *   §3b  linear layers
  *   §3c  embedding and norms
@@ -238,7 +238,7 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
     return (uint64_t)words[0] << 32 | words[1];
 }
 
-/* ==== §2 options: the struct's rules ============================================================================= */
+/* ==== §2 options ================================================================================================== */
 /* One flat struct describes a run. This section derives values that were left open and holds the rules between values;
  * data/options.c reads and writes the struct as text (command line, YAML, config.json, --help) and checks ranges.
  * Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be called again. */
@@ -939,7 +939,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §3 kernels in plain C ====================================================================================== */
+/* ==== §3 kernels ================================================================================================== */
 /* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
  * fp32 or bf16, all arithmetic is fp32, and long sums are summed in blocks or in fp64. Invariants: exactly one task
  * writes each output element and every sum has a fixed order, so results do not depend on the number of threads; an
@@ -2770,14 +2770,14 @@ static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const floa
     for (int64_t i = 0; i < count * k; i++) kept[i] = -1;
     for (int64_t i = 0; i < n; i++) {
         before = i > 0 && queue[i].expert == queue[i - 1].expert ? before + 1 : 0;
-        int64_t place = queue[i].choice - first * k;
-        if (before < capacity && place >= 0 && place < count * k) kept[place] = queue[i].expert;
+        int64_t at = queue[i].choice - first * k;
+        if (before < capacity && at >= 0 && at < count * k) kept[at] = queue[i].expert;
     }
 }
 
-/* The v (see mt_dispatch) of an expert's first copy; that of the next copy is `local` further. -1 for an expert out of
- * range. */
-static int64_t mt_dispatch_place(int32_t expert, const mt_dispatch *d) {
+/* The destination (see mt_dispatch) of an expert's first copy; the next copy's is num_local further. -1 for an expert
+ * out of range. */
+static int64_t mt_dispatch_destination(int32_t expert, const mt_dispatch *d) {
     int64_t e = expert - d->first;
     if (expert < 0 || e < 0 || e >= d->count) return -1;
     return e / d->num_local * d->copies * d->num_local + e % d->num_local;
@@ -2787,26 +2787,26 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
                                  const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
                                  mt_stream *stream) {
     (void)stream;
-    int64_t k = dispatch->topk, copies = dispatch->copies, places = dispatch->count * copies;
+    int64_t k = dispatch->topk, copies = dispatch->copies, destinations = dispatch->count * copies;
     int64_t capacity = dispatch->capacity;
-    int32_t *next = (int32_t *)mt_scratch_grow(places); // next free row
-    memset(next, 0, (size_t)places * sizeof *next);
+    int32_t *next = (int32_t *)mt_scratch_grow(destinations); // next free row
+    memset(next, 0, (size_t)destinations * sizeof *next);
     for (int64_t i = 0; i < T * k; i++) {
-        int64_t place = mt_dispatch_place(experts[i], dispatch);
-        for (int64_t copy = 0; place >= 0 && copy < copies; copy++) next[place + copy * dispatch->num_local]++;
+        int64_t first = mt_dispatch_destination(experts[i], dispatch);
+        for (int64_t copy = 0; first >= 0 && copy < copies; copy++) next[first + copy * dispatch->num_local]++;
     }
     offsets[0] = 0;
-    for (int64_t v = 0; v < places; v++) {
-        offsets[v + 1] = offsets[v] + (capacity > 0 ? (int32_t)capacity : next[v]);
-        next[v] = offsets[v];
+    for (int64_t d = 0; d < destinations; d++) {
+        offsets[d + 1] = offsets[d] + (capacity > 0 ? (int32_t)capacity : next[d]);
+        next[d] = offsets[d];
     }
     for (int64_t m = 0; m < M; m++) choice[m] = token[m] = -1;
     for (int64_t i = 0; i < T * k; i++) {
-        int64_t place = mt_dispatch_place(experts[i], dispatch);
+        int64_t first = mt_dispatch_destination(experts[i], dispatch);
         for (int64_t copy = 0; copy < copies; copy++) {
-            int64_t v = place + copy * dispatch->num_local;
-            bool room = place >= 0 && next[v] < offsets[v + 1]; // rows past the capacity belong to the next expert
-            int32_t row = room ? next[v]++ : -1;
+            int64_t d = first + copy * dispatch->num_local;
+            bool room = first >= 0 && next[d] < offsets[d + 1]; // rows past the capacity belong to the next expert
+            int32_t row = room ? next[d]++ : -1;
             position[i * copies + copy] = row;
             if (room) choice[row] = (int32_t)i, token[row] = (int32_t)(i / k);
         }
@@ -5230,13 +5230,13 @@ static bool mt_uses_layernorm(const mt_model *m) {
 
 /* ==== §9c norms and the residual stream =========================================================================== */
 
-/* Dropout at one place of one layer; places have independent keys. */
+/* The dropouts of a layer; each has a key of its own. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
-static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int place) {
-    double rate = place == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
-    uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
+static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
+    double rate = which == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
+    uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + which);
     return (mt_dropout){.p = p->training ? rate : 0,
                         .key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_DROPOUT, index)};
 }
@@ -5289,8 +5289,8 @@ typedef struct mt_next_norm {
 /* out = residual + dropout(scratch.block_out), then the next norm of out (w NULL: none); one operation if the backend
  * has it. */
 static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
-                                int place, mt_next_norm next) {
-    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+                                int which, mt_next_norm next) {
+    mt_dropout dropout = mt_model_dropout(m, p, number, which);
     const int64_t *index = p->batch->token_index + p->first_row;
     const void *x = m->scratch.block_out;
     if (next.w && m->ops->residual_norm_forward) {
@@ -5304,9 +5304,9 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
 }
 
 /* Returns the gradient of a block's output: scratch.dresidual, or with dropout scratch.block_out. */
-static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int which) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+    mt_dropout dropout = mt_model_dropout(m, p, number, which);
     if (dropout.p == 0) return s->dresidual;
     m->ops->dropout_add_backward(s->block_out, s->dresidual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
                                  &dropout, m->dtype, p->stream);
