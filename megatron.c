@@ -308,7 +308,6 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, mtp = trains && o->mtp_num_layers > 0;
     bool experts = o->num_experts > 0, sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
     const mt_rule rules[] = {
-        MT_EXCLUDES("--swiglu", o->swiglu, "--openai-gelu", o->openai_gelu),
         MT_NEEDS("--multi-latent-attention", o->multi_latent_attention,
                  "--normalization RMSNorm and --position-embedding-type rope", rms && rope),
         MT_NEEDS("--rope-scaling-type", o->rope_scaling_type != MT_ROPE_SCALING_NONE, "--position-embedding-type rope",
@@ -343,9 +342,28 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
 
 /* ==== §2a sizes, positions, lengths ============================================================================== */
 
+#define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
+const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
+
+/* True if the option of an activation is set. */
+static bool mt_options_selects(const mt_options *o, int activation) {
+    size_t field = mt_activation_rows[activation].field;
+    return field > 0 && *(const bool *)((const char *)o + field);
+}
+
+mt_activation mt_options_activation(const mt_options *o) {
+    int activation = MT_NUM_ACTIVATIONS - 1;
+    while (activation > 0 && !mt_options_selects(o, activation)) activation--;
+    return (mt_activation)activation;
+}
+
+static bool mt_options_gated(const mt_options *o) {
+    return mt_activation_rows[mt_options_activation(o)].gated;
+}
+
 void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
-        o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
+        o->ffn_hidden_size = mt_options_gated(o) ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
     if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
     if (o->multi_latent_attention) {
         o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
@@ -376,6 +394,11 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
         o->attention_output_bias = o->mlp_bias = true;
         o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
     }
+    mt_activation activation = mt_options_activation(o);
+    for (int other = 0; other < (int)activation; other++)
+        if (mt_options_selects(o, other))
+            return mt_error_set(error, "%s and %s exclude each other; leave one out",
+                                mt_activation_rows[activation].option, mt_activation_rows[other].option);
     if (o->ffn_hidden_size == 0)
         return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
                             (long long)C);
@@ -927,14 +950,14 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
     double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
     double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = (double)mt_num_expert_layers(o);
+    double matrices = mt_options_gated(o) ? 3 : 2, mlp = matrices * C * F, experts = (double)mt_num_expert_layers(o);
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
-    double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
+    double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
     double output = C * (double)o->padded_vocab_size;
     double layers = (double)o->num_layers * (projections + attention) + mlps;
     bool sparse = o->moe_layers && o->moe_layers[o->num_layers - 1] == '1';
-    double module = 2 * C * C + projections + attention + (sparse ? 3 * C * visited : mlp) + output;
+    double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
@@ -2130,98 +2153,106 @@ static inline float mt_normal_cdf(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-/* gelu(x) = x cdf(x). The approximation (1 + tanh(u)) / 2 of cdf is sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
- */
+/* Each activation f as a f(x) and its slope as a f'(x), multiplied from the left. gelu(x) = x cdf(x), with slope
+ * cdf(x) + x density(x). The approximation (1 + tanh(u)) / 2 of cdf is s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715
+ * x^3); its slope is s + x s (1 - s) 2 u'. silu(x) = x sigmoid(x). */
+static inline float mt_gelu(float a, float x) {
+    return a * x * mt_normal_cdf(x);
+}
+
+static inline float mt_gelu_slope(float a, float x) {
+    float density = 0.39894228f * mt_exp(-0.5f * x * x);
+    return a * (mt_normal_cdf(x) + x * density);
+}
+
 static inline float mt_gelu_u2(float x) {
     return 1.59576912f * (x + 0.044715f * x * x * x);
 }
 
-static void mt_cpu_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
-                                mt_stream *stream) {
+static inline float mt_gelu_tanh(float a, float x) {
+    return a * x * mt_sigmoid(mt_gelu_u2(x));
+}
+
+static inline float mt_gelu_tanh_slope(float a, float x) {
+    float s = mt_sigmoid(mt_gelu_u2(x)), slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * x * x);
+    return a * (s + x * s * (1.0f - s) * slope);
+}
+
+static inline float mt_silu(float a, float x) {
+    return a * x * mt_sigmoid(x);
+}
+
+static inline float mt_silu_slope(float a, float x) {
+    float s = mt_sigmoid(x);
+    return a * s * (1.0f + x * (1.0f - s));
+}
+
+/* The loops over n elements of a row: y = weight f(x) up; dx, dup and sum(dy f(x) up). No `up` unless gated. */
+#define MT_CPU_ACTIVATION(name, f, gated, ...)                                                                         \
+    static void mt_##f##_row(float *y, const float *x, const float *up, float weight, int64_t n) {                     \
+        _Pragma("omp simd") for (int64_t i = 0; i < n; i++) y[i] =                                                     \
+            weight * (gated ? mt_##f(1, x[i]) * up[i] : mt_##f(1, x[i]));                                              \
+    }                                                                                                                  \
+    static float mt_##f##_row_backward(float *dx, float *dup, const float *dy, const float *x, const float *up,        \
+                                       float weight, int64_t n) {                                                      \
+        float sum = 0;                                                                                                 \
+        _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < n; i++) {                                       \
+            float in = x[i], u = gated ? up[i] : 1, d = weight * dy[i];                                                \
+            sum += dy[i] * (mt_##f(1, in) * u);                                                                        \
+            dx[i] = mt_##f##_slope(d * u, in);                                                                         \
+            if (gated) dup[i] = mt_##f(d, in);                                                                         \
+        }                                                                                                              \
+        return sum;                                                                                                    \
+    }
+#define MT_CPU_ACTIVATION_ROW(name, f, ...) {mt_##f##_row, mt_##f##_row_backward},
+
+MT_ACTIVATIONS(MT_CPU_ACTIVATION)
+
+static const struct {
+    void (*forward)(float *y, const float *x, const float *up, float weight, int64_t n);
+    float (*backward)(float *dx, float *dup, const float *dy, const float *x, const float *up, float weight, int64_t n);
+} mt_cpu_activations[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_CPU_ACTIVATION_ROW)};
+
+static void mt_cpu_activation_forward(void *y, const void *x, const float *weights, int64_t T, int64_t F,
+                                      mt_activation activation, mt_dtype dtype, mt_stream *stream) {
+    bool gated = mt_activation_rows[activation].gated;
+    int64_t blocks = mt_divide_up(F, MT_BLOCK), width = gated ? 2 * F : F;
     (void)stream;
-#pragma omp parallel for if (n > MT_PARALLEL)
-    for (int64_t block = 0; block < n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
-        int64_t count = mt_min(MT_BLOCK, n - block);
-        const float *in = mt_row_load(x_scratch, x, block, count, dtype);
-        float *out = mt_row_open(y_scratch, y, block, dtype);
-        if (tanh_approximation) {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) out[i] = in[i] * mt_sigmoid(mt_gelu_u2(in[i]));
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) out[i] = in[i] * mt_normal_cdf(in[i]);
-        }
-        mt_row_close(y, block, out, count, dtype);
+#pragma omp parallel for if (T * F > MT_PARALLEL)
+    for (int64_t i = 0; i < T * blocks; i++) {
+        float scratch[3][MT_BLOCK];
+        int64_t t = i / blocks, f = i % blocks * MT_BLOCK, n = mt_min(MT_BLOCK, F - f);
+        const float *in = mt_row_load(scratch[0], x, t * width + f, n, dtype);
+        const float *up = gated ? mt_row_load(scratch[1], x, t * width + F + f, n, dtype) : NULL;
+        float *out = mt_row_open(scratch[2], y, t * F + f, dtype);
+        mt_cpu_activations[activation].forward(out, in, up, weights ? weights[t] : 1, n);
+        mt_row_close(y, t * F + f, out, n, dtype);
     }
 }
 
-/* d(x cdf(x)) = cdf(x) + x density(x); for the approximation, with s = sigmoid(2 u), s + x s (1 - s) 2 u'. */
-static void mt_cpu_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
-                                 mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                       int64_t T, int64_t F, mt_activation activation, mt_dtype dtype,
+                                       mt_stream *stream) {
+    bool gated = mt_activation_rows[activation].gated;
+    int64_t width = gated ? 2 * F : F;
     (void)stream;
-#pragma omp parallel for if (n > MT_PARALLEL)
-    for (int64_t block = 0; block < n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], dy_scratch[MT_BLOCK], dx_scratch[MT_BLOCK];
-        int64_t count = mt_min(MT_BLOCK, n - block);
-        const float *in = mt_row_load(x_scratch, x, block, count, dtype);
-        const float *d = mt_row_load(dy_scratch, dy, block, count, dtype);
-        float *out = mt_row_open(dx_scratch, dx, block, dtype);
-        if (tanh_approximation) {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) {
-                float s = mt_sigmoid(mt_gelu_u2(in[i]));
-                float slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * in[i] * in[i]);
-                out[i] = d[i] * (s + in[i] * s * (1.0f - s) * slope);
-            }
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) {
-                float density = 0.39894228f * mt_exp(-0.5f * in[i] * in[i]);
-                out[i] = d[i] * (mt_normal_cdf(in[i]) + in[i] * density);
-            }
-        }
-        mt_row_close(dx, block, out, count, dtype);
-    }
-}
-
-static void mt_cpu_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
-                                  mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(3 * F);
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *gate = mt_row_load(slice, gate_up, t * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, t * 2 * F + F, F, dtype);
-        float *out = mt_row_open(slice + 2 * F, y, t * F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) out[f] = gate[f] * mt_sigmoid(gate[f]) * up[f];
-        mt_row_close(y, t * F, out, F, dtype);
-    }
-}
-
-/* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). */
-static void mt_cpu_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
-                                   mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(5 * F);
-#pragma omp parallel for if (T * F > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *gate = mt_row_load(slice, gate_up, t * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, t * 2 * F + F, F, dtype);
-        const float *d = mt_row_load(slice + 2 * F, dy, t * F, F, dtype);
-        float *dgate = mt_row_open(slice + 3 * F, dgate_up, t * 2 * F, dtype);
-        float *dup = mt_row_open(slice + 4 * F, dgate_up, t * 2 * F + F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) {
-            float g = gate[f], u = up[f], s = mt_sigmoid(g);
-            dgate[f] = d[f] * u * s * (1.0f + g * (1.0f - s));
-            dup[f] = d[f] * g * s;
+        float scratch[5][MT_BLOCK];
+        double dweight = 0;
+        for (int64_t f = 0; f < F; f += MT_BLOCK) {
+            int64_t n = mt_min(MT_BLOCK, F - f), at = t * width + f;
+            const float *in = mt_row_load(scratch[0], x, at, n, dtype);
+            const float *up = gated ? mt_row_load(scratch[1], x, at + F, n, dtype) : NULL;
+            const float *d = mt_row_load(scratch[2], dy, t * F + f, n, dtype);
+            float *out = mt_row_open(scratch[3], dx, at, dtype);
+            float *dup = gated ? mt_row_open(scratch[4], dx, at + F, dtype) : NULL;
+            dweight +=
+                (double)mt_cpu_activations[activation].backward(out, dup, d, in, up, weights ? weights[t] : 1, n);
+            mt_row_close(dx, at, out, n, dtype);
+            if (gated) mt_row_close(dx, at + F, dup, n, dtype);
         }
-        mt_row_close(dgate_up, t * 2 * F, dgate, F, dtype);
-        mt_row_close(dgate_up, t * 2 * F + F, dup, F, dtype);
+        if (dweights) dweights[t] = (float)dweight;
     }
 }
 
@@ -2906,54 +2937,6 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
         if (rows == 0) continue;
         mt_cpu_linear_backward_weight(dw + e * N * K, NULL, mt_rows_from(dy, begin, N, dtype),
                                       mt_rows_from(x, begin, K, dtype), rows, N, K, accumulate, dtype, stream);
-    }
-}
-
-static void mt_cpu_expert_swiglu_forward(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
-                                         mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(3 * F);
-#pragma omp parallel for if (M * F > MT_PARALLEL)
-    for (int64_t m = 0; m < M; m++) {
-        float *slice = mt_scratch_slice(scratch), weight = weights[m];
-        const float *gate = mt_row_load(slice, gate_up, m * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, m * 2 * F + F, F, dtype);
-        float *out = mt_row_open(slice + 2 * F, y, m * F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) out[f] = weight * (gate[f] * mt_sigmoid(gate[f]) * up[f]);
-        mt_row_close(y, m * F, out, F, dtype);
-    }
-}
-
-/* As swiglu_backward, with weight dy in place of dy. */
-static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
-                                          const float *weights, int64_t M, int64_t F, mt_dtype dtype,
-                                          mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(5 * F);
-#pragma omp parallel for if (M * F > MT_PARALLEL)
-    for (int64_t m = 0; m < M; m++) {
-        float *slice = mt_scratch_slice(scratch), weight = weights[m];
-        const float *gate = mt_row_load(slice, gate_up, m * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, m * 2 * F + F, F, dtype);
-        const float *d = mt_row_load(slice + 2 * F, dy, m * F, F, dtype);
-        float *dgate = mt_row_open(slice + 3 * F, dgate_up, m * 2 * F, dtype);
-        float *dup = mt_row_open(slice + 4 * F, dgate_up, m * 2 * F + F, dtype);
-        double dweight = 0;
-        for (int64_t block = 0; block < F; block += MT_BLOCK) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t f = block; f < mt_min(block + MT_BLOCK, F); f++) {
-                float g = gate[f], u = up[f], s = mt_sigmoid(g);
-                sum += d[f] * (g * s * u);
-                dgate[f] = weight * d[f] * u * s * (1.0f + g * (1.0f - s));
-                dup[f] = weight * d[f] * g * s;
-            }
-            dweight += (double)sum;
-        }
-        dweights[m] = (float)dweight;
-        mt_row_close(dgate_up, m * 2 * F, dgate, F, dtype);
-        mt_row_close(dgate_up, m * 2 * F + F, dup, F, dtype);
     }
 }
 
@@ -4191,7 +4174,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         return;
     }
     ops->linear_forward(y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu) ops->gelu_forward(gelu, y, T * l->N, true, tp->dtype, tp->stream);
+    if (gelu) ops->activation_forward(gelu, y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
 }
 
 /* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
@@ -4203,7 +4186,9 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
         return;
     }
     ops->linear_backward_input(dx, dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu_input) ops->gelu_backward(dx, dx, gelu_input, T * l->K, true, tp->dtype, tp->stream);
+    if (gelu_input)
+        ops->activation_backward(dx, NULL, dx, gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH, tp->dtype,
+                                 tp->stream);
 }
 
 /* True if a product adds to dw, which holds a gradient afterwards. */
@@ -4556,7 +4541,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(EXPERTS, has_experts, "--num-experts")                                                                           \
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
     X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
-    X(SWIGLU, o->swiglu, "--swiglu")                                                                                   \
+    X(GATED, mt_options_gated(o), "--swiglu")                                                                          \
     X(MTP, layer >= o->num_layers, "--mtp-num-layers")
 
 #define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
@@ -4573,15 +4558,11 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
-/* Families of Hugging Face with names of their own; all others have Llama's. */
+/* The columns of tensor names, and each family's. */
 enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
 
-static int mt_names_of(const mt_options *o) {
-    return o->hf_family == MT_HF_GPT2        ? MT_NAMES_GPT2
-           : o->hf_family == MT_HF_MIXTRAL   ? MT_NAMES_MIXTRAL
-           : o->hf_family == MT_HF_QWEN2_MOE ? MT_NAMES_QWEN2_MOE
-                                             : MT_NAMES_LLAMA;
-}
+#define MT_HF_FAMILY_NAMES(family, model_type, class, names, ...) MT_NAMES_##names,
+static const int mt_names_of[MT_NUM_HF_FAMILIES] = {MT_NAMES_LLAMA, MT_HF_FAMILIES(MT_HF_FAMILY_NAMES)};
 
 /* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
  */
@@ -4669,10 +4650,10 @@ static const mt_role_row mt_role_rows[] = {
              "attn.c_attn.weight"),
     MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
     /* MLP, or shared expert and router */
-    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(SWIGLU), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
     MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
     MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
-    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(SWIGLU), 0,
+    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
             "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
     MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
              NULL, NULL, "mlp.shared_expert.up_proj.weight"),
@@ -4705,8 +4686,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
              "attn.c_attn.bias"),
     MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
-    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(SWIGLU), 0,
-            "mlp.gate_proj.bias"),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.gate_proj.bias"),
     MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
     MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
@@ -4885,7 +4865,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
     mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .names = mt_names_of(options)};
+    mt_param_table table = {.options = options, .names = mt_names_of[options->hf_family]};
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = options->num_layers + options->mtp_num_layers;
@@ -5646,7 +5626,7 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
 
 /* Outputs of fc1 for a width F: gate and up, or up alone. */
 static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
-    return m->options->swiglu ? 2 * F : F;
+    return mt_options_gated(m->options) ? 2 * F : F;
 }
 
 /* F: width of the MLP or of the shared expert; 0: none. */
@@ -5658,18 +5638,15 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
     MT_SLOT(s, mlp_active, T, F, m->dtype);
 }
 
-/* scratch.block_out = down(activation(fc1(mlp_norm))). Activation: SwiGLU, scaled by gates[T] for a shared expert with
- * a gate; GELU; or with --openai-gelu its tanh approximation, fused into fc1. */
+/* scratch.block_out = down(activation(fc1(mlp_norm))). gates[T] scale a shared expert's activation, or NULL. fc1
+ * computes the tanh approximation of GELU itself. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates) {
-    bool fused = m->options->openai_gelu;
+    mt_activation activation = mt_options_activation(m->options);
+    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
-    if (gates)
-        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, m->dtype, p->stream);
-    else if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
-    else if (!fused)
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (!fused)
+        m->ops->activation_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, activation, m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
 
@@ -5678,17 +5655,14 @@ static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
                             const float *gates, float *dgates) {
     mt_layer_scratch *s = &m->scratch;
-    bool fused = m->options->openai_gelu;
+    mt_activation activation = mt_options_activation(m->options);
+    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
     if (fused) down.gelu_input = a->mlp_hidden;
     mt_linear_backward(&p->tp, &w->down, &down, p->halves);
-    if (gates)
-        m->ops->expert_swiglu_backward(s->dmlp_hidden, dgates, s->dmlp_active, a->mlp_hidden, gates, p->T, w->F,
-                                       m->dtype, p->stream);
-    else if (m->options->swiglu)
-        m->ops->swiglu_backward(s->dmlp_hidden, s->dmlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
-    else if (!fused)
-        m->ops->gelu_backward(s->dmlp_hidden, s->dmlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (!fused)
+        m->ops->activation_backward(s->dmlp_hidden, gates ? dgates : NULL, s->dmlp_active, a->mlp_hidden, gates, p->T,
+                                    w->F, activation, m->dtype, p->stream);
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
 }
@@ -6232,10 +6206,8 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     fc1.x = rows->input, fc1.y = rows->hidden;
     down.x = rows->active, down.y = e->permute_fusion ? mt_expert_output(m) : rows->output;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    if (e->permute_fusion)
-        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, p->stream);
-    else
-        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, p->stream);
+    m->ops->activation_forward(rows->active, rows->hidden, e->permute_fusion ? rows->weights : NULL, M, F,
+                               mt_options_activation(m->options), m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!e->permute_fusion)
         m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
@@ -6255,11 +6227,10 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
-    if (m->experts->permute_fusion)
-        m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
-                                       p->stream);
-    else
-        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, p->stream);
+    bool scaled = m->experts->permute_fusion;
+    m->ops->activation_backward(d->hidden, scaled ? d->weights : NULL, d->active, rows->hidden,
+                                scaled ? rows->weights : NULL, M, F, mt_options_activation(m->options), m->dtype,
+                                p->stream);
     fc1.dy = d->hidden, fc1.dx = mt_expert_output(m);
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }

@@ -73,6 +73,39 @@ static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
     return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
 }
 
+/* The format of a checkpoint of Megatron-LM, as its --ckpt-format names it; NULL if a folder holds none. */
+static const char *mt_megatron_format(const char *folder) {
+    if (mt_folder_has(folder, ".metadata") || mt_folder_has(folder, "common.pt")) return "torch_dist";
+    if (mt_folder_has(folder, "mp_rank_00") || mt_folder_has(folder, "mp_rank_00_000")) return "torch";
+    return NULL;
+}
+
+/* Refuses an iter_NNNNNNN of Megatron-LM, or a folder with one that its tracker names ("release" for weights alone).
+ * Megatron-LM writes a tracker of the same name as this program's. */
+static int mt_megatron_refuse(const char *folder, mt_error *error) {
+    int64_t bytes;
+    mt_error ignored;
+    char *tracker = mt_path_join(folder, "latest_checkpointed_iteration.txt");
+    char *text = mt_file_read(tracker, 64, &bytes, &ignored), name[40] = "release";
+    if (text && isdigit((unsigned char)*text)) snprintf(name, sizeof name, "iter_%07lld", strtoll(text, NULL, 10));
+    char *path = mt_megatron_format(folder) ? mt_strdup(folder) : mt_path_join(folder, name);
+    const char *format = mt_megatron_format(path);
+    int status = 0;
+    if (format)
+        status = mt_error_set(
+            error,
+            "%s: a checkpoint of Megatron-LM (--ckpt-format %s); checkpoints here are Hugging Face folders: convert it "
+            "%swith Megatron Bridge, examples/conversion/convert_checkpoints.py export --hf-model ORG/NAME "
+            "--megatron-path %s --hf-path OUT, and give --load OUT",
+            path, format,
+            strcmp(format, "torch") == 0
+                ? "to torch_dist with Megatron-LM's --ckpt-convert-format and --ckpt-convert-save, then "
+                : "",
+            path);
+    free(tracker), free(text), free(path);
+    return status;
+}
+
 char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     struct stat status;
     bool found = stat(folder, &status) == 0;
@@ -81,8 +114,10 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
                      found ? "is a file, not a folder" : strerror(errno));
         return NULL;
     }
+    bool has_config = mt_folder_has(folder, "config.json");
+    if (!has_config && mt_megatron_refuse(folder, error) != 0) return NULL;
     if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
-        if (mt_folder_has(folder, "config.json")) return mt_strdup(folder);
+        if (has_config) return mt_strdup(folder);
         mt_error_set(error,
                      "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
                      "folder, or one that --save wrote",

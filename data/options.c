@@ -5,6 +5,7 @@
 
 #include "checkpoint.h"
 #include "file.h"
+#include "hf_cache.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -316,7 +317,15 @@ bool mt_options_falls_back(const mt_options *options) {
     return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
+/* Models named ORG/NAME, where the local cache of Hugging Face has them. */
+static int mt_options_find_models(mt_options *o, mt_error *error) {
+    if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
+    return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
+}
+
 int mt_options_read_shape(mt_options *options, mt_error *error) {
+    if (mt_options_find_models(options, error) != 0) return -1;
     if (!options->load && !options->hf_config) return 0;
     if (options->load && options->hf_config)
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
