@@ -305,11 +305,14 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
     bool yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN, linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
     bool factor = o->rope_scaling_factor > 0 || o->rotary_seq_len_interpolation_factor > 0;
     bool rope = o->position_embedding_type == MT_POSITION_ROPE, rms = o->normalization == MT_RMSNORM;
+    bool latent = o->multi_latent_attention;
+    int64_t heads = mt_max(o->num_attention_heads, 1);
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, mtp = trains && o->mtp_num_layers > 0;
     bool experts = o->num_experts > 0, sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
     const mt_rule rules[] = {
-        MT_NEEDS("--multi-latent-attention", o->multi_latent_attention,
-                 "--normalization RMSNorm and --position-embedding-type rope", rms && rope),
+        MT_NEEDS("--multi-latent-attention", latent, "--normalization RMSNorm and --position-embedding-type rope",
+                 rms && rope),
+        MT_EXCLUDES("--multi-latent-attention", latent, "--num-query-groups", o->num_query_groups % heads != 0),
         MT_NEEDS("--rope-scaling-type", o->rope_scaling_type != MT_ROPE_SCALING_NONE, "--position-embedding-type rope",
                  rope),
         MT_NEEDS("--rope-scaling-type linear and yarn", linear || yarn, "--rope-scaling-factor", factor),
@@ -364,7 +367,8 @@ static bool mt_options_gated(const mt_options *o) {
 void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
         o->ffn_hidden_size = mt_options_gated(o) ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
-    if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
+    bool one_group = o->group_query_attention && !MT_GIVEN(o, num_query_groups);
+    if (o->num_query_groups == 0) o->num_query_groups = one_group ? 1 : o->num_attention_heads;
     if (o->multi_latent_attention) {
         o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
         o->qk_layernorm = true;
@@ -378,8 +382,8 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
     const mt_rule before[] = {
         {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
         {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
-        {!o->group_query_attention && groups > 0 && groups != heads,
-         "--num-query-groups %lld needs --group-query-attention",
+        {MT_GIVEN(o, group_query_attention) && !o->group_query_attention && groups > 0 && groups != heads,
+         "--num-query-groups %lld needs --group-query-attention, which is false",
          {groups}},
     };
     if (MT_CHECK_RULES(before, error)) return -1;

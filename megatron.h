@@ -49,9 +49,10 @@ extern "C" {
 /* The version of the library that is linked: its MT_VERSION. */
 const char *mt_version(void);
 
-/* One line for the user: what went wrong, where, and what to do. Parsers fill it and return -1; they never exit. */
+/* For the user: what went wrong, where, and what to do; one line, or a line per reason where many options are refused.
+ * Parsers fill it and return -1; they never exit. */
 typedef struct mt_error {
-    char text[1024];
+    char text[4096];
 } mt_error;
 
 /* Fills `error` as printf does and returns -1, so that a parser can `return mt_error_set(error, ...)`. */
