@@ -1162,6 +1162,34 @@ static void golden_configs_are_read_as_their_families_are(void **state) {
     "1 "                                                                                                               \
     "--ffn-hidden-size 16 --lr 1 --swiglu --disable-bias-linear --ffn-hidden-size 16 --num-experts 8 "
 
+static void experts_have_the_matrices_and_biases_of_their_activation(void **state) {
+    (void)state;
+    static const struct {
+        const char *words;
+        int64_t matrices, biases; // of an expert; biases in widths of an expert, besides C
+    } cases[] = {{"", 2, 1}, {"--openai-gelu ", 2, 1}, {"--swiglu ", 3, 2}};
+    for (int k = 0; k < 6; k++) {
+        int64_t parameters[2], C = 0, F = 5, L = 0, T = 0, added;
+        double flops[2];
+        for (int more = 0; more < 2; more++) {
+            char line[512];
+            mt_options o;
+            snprintf(line, sizeof line, RUN "%s%s--moe-ffn-hidden-size 5 --num-experts %d --moe-router-topk %d",
+                     cases[k / 2].words, k % 2 ? "--disable-bias-linear " : "", more ? 7 : 4, more ? 3 : 2);
+            expect_good(&o, line);
+            parameters[more] = mt_num_parameters(&o), flops[more] = mt_flops(&o, 1);
+            C = o.hidden_size, L = o.num_layers, T = o.seq_length;
+            mt_options_free(&o);
+        }
+        added = cases[k / 2].matrices * C * F + C; // a row of the router too
+        if (k % 2 == 0) added += cases[k / 2].biases * F + C;
+        assert_int_equal(parameters[1] - parameters[0], 3 * L * added);
+        assert_true(flops[1] - flops[0] == 6.0 * (double)(T * L * cases[k / 2].matrices * C * F));
+    }
+    expect_error(RUN "--num-experts 4 --moe-shared-expert-intermediate-size 8",
+                 "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases");
+}
+
 static void layers_with_experts_are_counted_or_listed(void **state) {
     (void)state;
     static const char *const words[][2] = {{"1", "1111"},       {"2", "1010"},         {"([0]*1+[1]*3)", "0111"},
@@ -1545,6 +1573,11 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--add-qkv-bias " GATED, "qwen2_moe");
     expect_round_trip(LIKE_LLAMA "--moe-router-pre-softmax --moe-layer-freq ([1]*1+[0]*1) " GATED, "qwen2_moe");
     expect_round_trip(LIKE_LLAMA "--qk-layernorm " GATED, "megatron");
+    expect_round_trip(RUN "--num-experts 4", "megatron"); // GELU and biases, which no family's experts have
+    expect_round_trip(RUN "--num-experts 4 --openai-gelu --disable-bias-linear", "megatron");
+    expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --num-experts 4",
+                      "megatron");
+    expect_round_trip(LIKE_LLAMA "--num-experts 4", "mixtral");
     expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope", "llama");
     expect_round_trip(RUN "--swiglu --position-embedding-type rope --rotary-percent 0.5", "megatron");
     expect_round_trip(RUN "--position-embedding-type none --disable-bias-linear --window-size 3", "megatron");
@@ -1774,6 +1807,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
     cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
     cmocka_unit_test(golden_configs_are_read_as_their_families_are),
+    cmocka_unit_test(experts_have_the_matrices_and_biases_of_their_activation),
     cmocka_unit_test(layers_with_experts_are_counted_or_listed),
     cmocka_unit_test(a_model_cut_to_its_dense_layers_is_dense),
     cmocka_unit_test(layers_without_an_mlp_do_not_split_its_width),
