@@ -281,6 +281,26 @@ const mt_option mt_option_table[] = {
     {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gather the parameters of a layer during the forward of the one before"},
 
+    {.help = "recomputation"},
+    {"recompute-granularity", MT_CHOICE, MT_AT(recompute_granularity), MT_TRAIN, MT_OF_RUN, "none",
+     "none|full|selective",
+     "compute activations again in the backward instead of keeping them; full: whole layers, from their input; "
+     "selective: --recompute-modules"},
+    {"recompute-method", MT_CHOICE, MT_AT(recompute_method), MT_TRAIN, MT_OF_RUN, NULL, "default|uniform|block",
+     "full recomputation; uniform (the default): units of --recompute-num-layers layers keep their input; block: the "
+     "first --recompute-num-layers layers of each stage keep theirs, the others keep all"},
+    {"recompute-num-layers", MT_INT, MT_AT(recompute_num_layers), MT_TRAIN, MT_OF_RUN, NULL, "[1,10000]",
+     "uniform: layers of a unit; block: recomputed layers of a stage (default: 1)"},
+    {"recompute-modules", MT_SET, MT_AT(recompute_modules), MT_TRAIN, MT_OF_RUN, NULL,
+     "core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts",
+     "modules of selective recomputation (default: core_attn, which is free: attention keeps no probabilities)"},
+    {"recompute-activations", MT_FLAG, MT_AT(recompute_activations), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "--recompute-granularity selective"},
+    {"moe-layer-recompute", MT_FLAG, MT_AT(moe_layer_recompute), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "--recompute-granularity selective --recompute-modules moe"},
+    {"distribute-saved-activations", MT_FLAG, MT_AT(distribute_saved_activations), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "full recomputation: each tensor-parallel rank keeps a part of the inputs"},
+
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
     {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "minimum learning rate after warm-up"},
@@ -418,6 +438,9 @@ const mt_option mt_option_table[] = {
     {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "resume from --save if it holds an intact checkpoint, otherwise start as --load says", .needs = "save",
      .own = true},
+    {"overwrite", MT_FLAG, MT_AT(overwrite), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "replace the run in --save, whose checkpoints go once this run has saved one, and the file of --metrics",
+     .excludes = "auto-resume", .own = true},
     {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "stop with an error if a run that resumes from --save finds no checkpoint there"},
     {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state",
@@ -495,7 +518,7 @@ static mt_ints *mt_option_ints(const mt_options *options, const mt_option *row) 
 }
 
 bool mt_option_is_list(const mt_option *row) {
-    return row->type == MT_LIST || row->type == MT_INTS;
+    return row->type == MT_LIST || row->type == MT_INTS || row->type == MT_SET;
 }
 
 void mt_strings_free(mt_strings *strings) {
@@ -507,6 +530,7 @@ void mt_strings_free(mt_strings *strings) {
 void mt_option_clear(mt_options *options, const mt_option *row) {
     if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
+    if (row->type == MT_SET) *mt_option_choice(options, row) = 0;
 }
 
 void mt_strings_add(mt_strings *strings, const char *text) {
@@ -525,20 +549,6 @@ void mt_real_print(char text[32], double value) {
         snprintf(text, 32, "%.*g", digits, value);
         if (strtod(text, NULL) == value) return;
     }
-}
-
-char *mt_layer_freq_print(const char *layers) {
-    size_t room = 16 * strlen(layers) + 3, used = 1;
-    char *text = mt_calloc((int64_t)room);
-    text[0] = '(';
-    for (const char *at = layers; *at;) {
-        int64_t times = 0;
-        char layer = *at;
-        for (; *at == layer; at++) times++;
-        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
-    }
-    text[used] = ')';
-    return text;
 }
 
 /* Layers with experts as a Python sum of repeated lists, ([0]*3+[1]*58). Writes at most `max` letters to `layers`;
@@ -594,6 +604,20 @@ char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_lon
     return NULL;
 }
 
+char *mt_layer_freq_print(const char *layers) {
+    size_t room = 16 * strlen(layers) + 3, used = 1;
+    char *text = mt_calloc((int64_t)room);
+    text[0] = '(';
+    for (const char *at = layers; *at;) {
+        int64_t times = 0;
+        char layer = *at;
+        for (; *at == layer; at++) times++;
+        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
+    }
+    text[used] = ')';
+    return text;
+}
+
 int mt_choice_index(const char *choices, const char *text) {
     size_t length = strlen(text);
     int index = 0;
@@ -608,6 +632,17 @@ static char *mt_choice_text(const char *choices, unsigned index) {
     char *text = mt_strdup(choices);
     text[strcspn(text, "|")] = 0;
     return text;
+}
+
+/* The members of a set of "a|b|c", to free. */
+static char *mt_set_text(const char *members, unsigned set) {
+    char *all = mt_calloc((int64_t)strlen(members) + 1), *end = all;
+    for (unsigned i = 0; set >> i; i++) {
+        char *member = mt_choice_text(members, i);
+        if (set >> i & 1) end += sprintf(end, end > all ? " %s" : "%s", member);
+        free(member);
+    }
+    return all;
 }
 
 char *mt_option_text(const mt_options *options, const mt_option *row) {
@@ -627,6 +662,8 @@ char *mt_option_text(const mt_options *options, const mt_option *row) {
         return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
     case MT_CHOICE:
         return mt_choice_text(row->values, *mt_option_choice(options, row));
+    case MT_SET:
+        return mt_set_text(row->values, *mt_option_choice(options, row));
     case MT_INTS:
     case MT_LIST:
         break;
@@ -669,6 +706,7 @@ void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row
         mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
         break;
     case MT_CHOICE:
+    case MT_SET:
         *mt_option_choice(to, row) = *mt_option_choice(from, row);
         break;
     case MT_INTS:
@@ -719,6 +757,21 @@ static bool mt_parse_real(const char *text, double *value) {
     return *end == 0 && isfinite(*value);
 }
 
+/* Adds members to a set, separated by commas or blanks. */
+static int mt_set_add(unsigned *set, const mt_option *row, const char *text, const char *where, mt_error *error) {
+    char *words = mt_strdup(text), *rest = NULL;
+    int status = 0;
+    for (char *word = strtok_r(words, ", ", &rest); word && !status; word = strtok_r(NULL, ", ", &rest)) {
+        int member = mt_choice_index(row->values, word);
+        if (member < 0)
+            status = mt_error_set(error, "%s expects some of %s, got '%.100s'", where, row->values, word);
+        else
+            *set |= 1u << member;
+    }
+    free(words);
+    return status;
+}
+
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true, is_bool = mt_parse_bool(text, &is_true);
     int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
@@ -741,6 +794,9 @@ int mt_option_set(mt_options *options, const mt_option *row, const char *text, c
         if (choice < 0)
             return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
         *mt_option_choice(options, row) = (unsigned)choice;
+        break;
+    case MT_SET:
+        if (mt_set_add(mt_option_choice(options, row), row, text, where, error)) return -1;
         break;
     case MT_STRING:
         if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
@@ -786,7 +842,8 @@ bool mt_option_is_default(const mt_options *options, const mt_option *row) {
     }
     if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
     if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
-    if (row->type == MT_CHOICE) return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
+    if (row->type == MT_CHOICE || row->type == MT_SET)
+        return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
     return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
 }
 
