@@ -1053,8 +1053,10 @@ static int mt_saver_add_sums(const char *folder, const char *name, void *context
     if (mt_checksums_find(sums, name)) return 0;
     char *path = mt_path_join(folder, name);
     int descriptor = mt_file_open(path, &bytes, &s->work_error);
-    free(path);
-    if (descriptor < 0) return -1;
+    if (descriptor < 0) {
+        free(path);
+        return -1;
+    }
     mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
     char *buffer = mt_malloc(MT_SUM_BLOCK);
     int status = 0;
@@ -1063,9 +1065,10 @@ static int mt_saver_add_sums(const char *folder, const char *name, void *context
         status = mt_file_read_at(descriptor, buffer, n, first);
         if (status == 0) mt_checksums_add(file, first, buffer, n);
     }
-    if (status != 0) mt_error_set(&s->work_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
+    if (status != 0) mt_file_read_error(&s->work_error, path);
     mt_checksums_finish(file);
     free(buffer);
+    free(path);
     close(descriptor);
     return status;
 }
@@ -1087,6 +1090,7 @@ static void *mt_saver_place(void *context) {
     if (status == 0) status = mt_folder_visit(s->temporary, mt_sync_entry, error);
     if (status == 0) status = mt_file_sync(s->temporary, "--save", error);
     if (status == 0) status = mt_folder_place(s->temporary, place, error);
+    if (status == 0) status = mt_file_sync(s->folder, "--save", error); // the tracker must not reach the disk first
     if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
     if (status == 0) mt_checkpoint_retain(mt_model_options(s->save.model), s->folder, s->state.iteration);
     free(text);
