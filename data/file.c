@@ -56,6 +56,35 @@ int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context)
     return status;
 }
 
+/* The real path of the folder that a path is in, to free; NULL if there is none. */
+static char *mt_real_folder(const char *path) {
+    char *folder = mt_strdup(path), *slash = strrchr(folder, '/');
+    if (slash) slash[slash == folder] = 0;
+    char *real = realpath(slash ? folder : ".", NULL);
+    free(folder);
+    return real;
+}
+
+/* True if a real path lies in the folder that is `bytes` bytes of `folder` and then `below`. */
+static bool mt_path_is_in(const char *path, const char *folder, size_t bytes, const char *below) {
+    return strncmp(path, folder, bytes) == 0 && strncmp(path + bytes, below, strlen(below)) == 0;
+}
+
+char *mt_link_outside(const char *path) {
+    char *real = realpath(path, NULL), *folder = mt_real_folder(path);
+    const char *snapshot = folder ? strrchr(folder, '/') : NULL;
+    bool inside = !real || !folder || mt_path_is_in(real, folder, strlen(folder), "/");
+    // Hugging Face's cache: MODEL/snapshots/HASH/NAME is a link to MODEL/blobs/HASH
+    const char below[] = "/snapshots";
+    size_t model = snapshot ? (size_t)(snapshot - folder) : 0;
+    if (!inside && model >= sizeof below && strncmp(snapshot - (sizeof below - 1), below, sizeof below - 1) == 0)
+        inside = mt_path_is_in(real, folder, model - (sizeof below - 1), "/blobs/");
+    free(folder);
+    if (!inside) return real;
+    free(real);
+    return NULL;
+}
+
 bool mt_text_ends_with(const char *text, const char *end) {
     size_t length = strlen(text), end_length = strlen(end);
     return length >= end_length && strcmp(text + length - end_length, end) == 0;

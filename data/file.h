@@ -26,6 +26,10 @@ int mt_folder_create(const char *folder, const char *option, mt_error *error);
 typedef int mt_folder_visitor(const char *folder, const char *name, void *context);
 int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context);
 
+/* The file that a path leads to by a link out of its folder, to free; NULL if it stays inside, or in the same model of
+ * a Hugging Face cache, whose snapshots are links. */
+char *mt_link_outside(const char *path);
+
 /* True when `text` ends with `end`. */
 bool mt_text_ends_with(const char *text, const char *end);
 
