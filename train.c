@@ -3,6 +3,7 @@
 
 #include "data/checkpoint.h"
 #include "data/dataset.h"
+#include "data/host_memory.h"
 #include "data/options.h"
 #include "data/profile.h"
 #include "data/report.h"
@@ -136,6 +137,7 @@ static void open_model(run *r) {
     int64_t tokens = o->micro_batch_size * o->seq_length;
     int64_t here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
+    plan.host_memory = mt_host_memory_available("");
     const mt_ops *ops = mt_backend_open(o->device, &r->grid, &error);
     if (ops && (o->profile || o->trace || o->log_straggler)) ops = mt_profile_open(ops);
     check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);

@@ -211,6 +211,9 @@ static int open_data_path(mt_data *data, const mt_data_config *config, mt_error 
     if (mt_blend_parse(&blend, &config->data_path, "--data-path", error) != 0) return -1;
     bool direct = blend.count == 1 && !blend.weights;
     int result = open_paths(data, &blend, error);
+    if (result == 0 && config->sizes[MT_SPLIT_TRAIN] > 0 && !(edges[MT_SPLIT_TRAIN] < edges[MT_SPLIT_TRAIN + 1]))
+        result = mt_error_set(error, "--split %s leaves no data for training; its first share must be above 0",
+                              config->split);
     for (int split = 0; split < MT_NUM_SPLITS && result == 0; split++)
         result = create_split(data, split, &blend, direct, edges + split, config, error);
     mt_blend_free(&blend);

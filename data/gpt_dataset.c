@@ -388,6 +388,8 @@ static int check_weights(const mt_blend *blend, const char *option, mt_error *er
     for (int64_t i = 0; i < blend->count; i++)
         if (!(blend->weights[i] > 0) || !isfinite(blend->weights[i]))
             return mt_error_set(error, "%s: the weight of %s must be a positive number", option, blend->paths[i]);
+    if (!isfinite(numpy_sum(blend->weights, blend->count)))
+        return mt_error_set(error, "%s: the sum of the weights is too large; give smaller ones", option);
     return 0;
 }
 

@@ -283,7 +283,7 @@ static void splits_and_blends_are_parsed_as_megatron_does(void **state) {
 
     mt_blend blend;
     char *pairs[] = {"30", "a", "7e1", "b"}, *paths[] = {"a", "b"}, *mixed[] = {"1", "a", "b", "c"},
-         *negative[] = {"-1", "a"};
+         *negative[] = {"-1", "a"}, *huge[] = {"1e308", "a", "1e308", "b"};
     assert_ok(mt_blend_parse(&blend, &(mt_strings){4, pairs}, "--data-path", &error), &error);
     assert_int_equal(blend.count, 2);
     assert_string_equal(blend.paths[1], "b");
@@ -295,6 +295,7 @@ static void splits_and_blends_are_parsed_as_megatron_does(void **state) {
     mt_blend_free(&blend);
     assert_refused(mt_blend_parse(&blend, &(mt_strings){4, mixed}, "--data-path", &error), &error, "--data-path");
     assert_refused(mt_blend_parse(&blend, &(mt_strings){2, negative}, "--data-path", &error), &error, "positive");
+    assert_refused(mt_blend_parse(&blend, &(mt_strings){4, huge}, "--data-path", &error), &error, "sum of the weights");
 }
 
 static void only_the_training_split_must_have_documents(void **state) {
@@ -311,6 +312,10 @@ static void only_the_training_split_must_have_documents(void **state) {
     mt_data_close(data);
     config.split = "1,999,0";
     assert_refused(mt_data_open(&data, &config, &error), &error, "hold no tokens");
+    config.split = "0,1,0";
+    assert_refused(mt_data_open(&data, &config, &error), &error, "--split 0,1,0 leaves no data for training");
+    config.split = "0,0,1";
+    assert_refused(mt_data_open(&data, &config, &error), &error, "--split 0,0,1 leaves no data for training");
 }
 
 static void exactly_one_source_must_be_named(void **state) {
