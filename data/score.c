@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 /* The files that are written. A stream is NULL where no file is wanted, and on all ranks but the first. */
 enum { LOG_PROBS, ENTROPY, LOGITS, NUM_OUTPUTS };
