@@ -137,7 +137,7 @@ shrinks() {
     cp "$text.idx" "$work/cut.idx"
     rm -f "$work/metrics"
     # shellcheck disable=SC2086
-    timeout 60 "$train" $small --train-iters 100000000 --vocab-size 300 --data-path "$work/cut" \
+    timeout 60 "$train" $small --train-iters 1000000 --vocab-size 300 --data-path "$work/cut" \
         --log-interval 1000 --metrics "$work/metrics" >"$work/out" 2>"$work/err" </dev/null &
     job=$!
     waited=0
