@@ -28,23 +28,6 @@ bool mt_folder_has(const char *folder, const char *name) {
     return exists;
 }
 
-int mt_folder_create(const char *folder, const char *option, mt_error *error) {
-    char *path = mt_strdup(folder);
-    struct stat status;
-    for (char *slash = path + 1; *path && *slash; slash++) {
-        if (*slash != '/') continue;
-        *slash = 0;
-        mkdir(path, 0777); // the last mkdir reports a failure of these
-        *slash = '/';
-    }
-    int made = mkdir(path, 0777), reason = errno;
-    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    free(path);
-    if (made == 0 || is_folder) return 0;
-    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another %s", folder, strerror(reason),
-                        option ? option : "path");
-}
-
 int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context) {
     DIR *directory = opendir(folder);
     int status = 0;
@@ -302,6 +285,33 @@ static int mt_file_sync_folder(const char *path, const char *option, mt_error *e
     int status = mt_file_sync(folder, option, error);
     free(folder);
     return status;
+}
+
+/* A power loss must not remove a new folder, whose contents were synced. Its parent is synced, unless it may only be
+ * entered and not read. */
+static int mt_folder_sync_parent(const char *path, const char *option, mt_error *error) {
+    int status = mt_file_sync_folder(path, option, error);
+    return status != 0 && errno == EACCES ? 0 : status;
+}
+
+int mt_folder_create(const char *folder, const char *option, mt_error *error) {
+    char *path = mt_strdup(folder);
+    struct stat status;
+    int synced = 0, made = -1;
+    for (char *slash = path + 1, end = *path; end && synced == 0; slash++) {
+        if (*slash && *slash != '/') continue;
+        end = *slash;
+        *slash = 0;
+        made = mkdir(path, 0777); // the last mkdir reports a failure of the ones before
+        if (made == 0) synced = mt_folder_sync_parent(path, option, error);
+        *slash = end;
+    }
+    int reason = errno;
+    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    free(path);
+    if (synced != 0 || made == 0 || is_folder) return synced;
+    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another %s", folder, strerror(reason),
+                        option ? option : "path");
 }
 
 int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_error *error) {
