@@ -19,7 +19,8 @@ char *mt_path_join(const char *folder, const char *name);
 /* True when folder/name exists; links are followed. */
 bool mt_folder_has(const char *folder, const char *name);
 
-/* Creates a folder and its parents, and brings their names to the disk; no error if it exists. `option` (such as "--save", or NULL) named the folder. */
+/* Creates a folder and its parents, and brings their names to the disk; no error if it exists. `option` (such as
+ * "--save", or NULL) named the folder. */
 int mt_folder_create(const char *folder, const char *option, mt_error *error);
 
 /* Calls `visit` with every name in a folder, in no order, until a call returns other than 0; returns that status. */

@@ -180,7 +180,7 @@ static node *node_copy_safe(disk *to, const node *from, bool zeros) {
     return n;
 }
 
-/* The disk after a power loss: what was synced, and the names' changes that were not, but for number `without`. */
+/* The disk after a power loss: what was synced, and the changes of names that were not, except number `without`. */
 static disk disk_after_loss(const disk *from, bool none, int64_t without, bool zeros) {
     disk d = {.prefix = from->prefix};
     d.root = node_copy_safe(&d, from->root, zeros);
@@ -479,7 +479,7 @@ static void begin_again(run *r) {
     if (save(r, 1, &error) != 0) mt_die("%s", error.text);
 }
 
-/* One save of which call `at` of a kind is failed or dropped. Returns false if there were fewer calls. */
+/* One save, whose call `at` of a kind is failed or dropped. Returns false if there were fewer calls. */
 static bool try_fault(run *r, crash_how how, int64_t kind, int64_t at, int error_number) {
     mt_error error = {{0}};
     const char *fault = NULL;
