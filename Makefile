@@ -49,7 +49,7 @@ endif
 
 MAINS := $(wildcard train.c infer.c data/preprocess.c)
 LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*.c))
-SUITES ?= $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh)))
+SUITES ?= $(sort $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh))))
 TESTS = $(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c %_mpi8.c),$(wildcard $(SUITES:%=tests/test_%.c))))
 BENCHES := $(wildcard tests/bench_*.c)
 FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(wildcard tests/fuzz_*.c))
