@@ -59,7 +59,7 @@ static void remove_root(void) {
     nftw(root, remove_entry, 16, FTW_DEPTH | FTW_PHYS);
 }
 
-/* Puts the weights under another name, which only the index tells. */
+/* Puts the weights under another name, which only the index has. */
 static void keep_contents(void) {
     mt_error error;
     char *folder = mt_path_join(root, "iter_0000001"), *from = mt_path_join(folder, "model.safetensors");

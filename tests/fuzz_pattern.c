@@ -27,8 +27,7 @@ static mt_tokenizer *open_bytes(const char *pattern, int64_t bytes, mt_error *er
                   "add_prefix_space", 0, "use_regex", 0, "decoder", "type", "ByteLevel");
     if (!json) { // not UTF-8, or with a NUL
         mt_tokenizer_close(tokenizer);
-        json_decref(vocabulary);
-        return NULL;
+        return NULL; // json_pack has freed the vocabulary
     }
     mt_text file = {.data = json_dumps(json, 0)};
     file.bytes = (int64_t)strlen(file.data);
