@@ -6,6 +6,7 @@
 #include "data/host_memory.h"
 #include "data/options.h"
 #include "data/prompts.h"
+#include "data/report.h"
 #include "data/score.h"
 #include "data/tokenizer.h"
 
@@ -69,6 +70,7 @@ static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t pr
     check(mt_stops_read(&stops, r->folder, o, &error), &error);
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){{mt_tokenizer_eod(r->tokenizer)}, 1};
     open_model(r, &plan);
+    if (r->is_first) mt_report_inference(r->model, r->context, stderr);
     r->generator = mt_generator_create(r->model, count, &sampling, &stops);
 }
 
@@ -218,6 +220,7 @@ static void score(run *r) {
     int64_t count = mt_score(r->model, &error);
     if (count < 0) mt_die("%s", error.text);
     if (!r->is_first) return;
+    mt_report_inference(r->model, r->context, stderr);
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count,
             (double)(count * r->options.seq_length) / (mt_time() - start));
 }

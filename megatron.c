@@ -305,11 +305,14 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
     bool yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN, linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
     bool factor = o->rope_scaling_factor > 0 || o->rotary_seq_len_interpolation_factor > 0;
     bool rope = o->position_embedding_type == MT_POSITION_ROPE, rms = o->normalization == MT_RMSNORM;
+    bool latent = o->multi_latent_attention;
+    int64_t heads = mt_max(o->num_attention_heads, 1);
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, mtp = trains && o->mtp_num_layers > 0;
     bool experts = o->num_experts > 0, sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
     const mt_rule rules[] = {
-        MT_NEEDS("--multi-latent-attention", o->multi_latent_attention,
-                 "--normalization RMSNorm and --position-embedding-type rope", rms && rope),
+        MT_NEEDS("--multi-latent-attention", latent, "--normalization RMSNorm and --position-embedding-type rope",
+                 rms && rope),
+        MT_EXCLUDES("--multi-latent-attention", latent, "--num-query-groups", o->num_query_groups % heads != 0),
         MT_NEEDS("--rope-scaling-type", o->rope_scaling_type != MT_ROPE_SCALING_NONE, "--position-embedding-type rope",
                  rope),
         MT_NEEDS("--rope-scaling-type linear and yarn", linear || yarn, "--rope-scaling-factor", factor),
@@ -319,9 +322,8 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
         MT_NEEDS("--mtp-num-layers", mtp, "--position-embedding-type rope or none", !learned),
         MT_EXCLUDES("--mtp-num-layers, whose backward is not split,", mtp, "--pipeline-schedule zb-h1",
                     o->pipeline_schedule == MT_SCHEDULE_ZB_H1),
-        MT_NEEDS("--num-experts", experts, "--swiglu: experts have gates", o->swiglu),
-        MT_NEEDS("--num-experts", experts, "--disable-bias-linear: experts have no biases",
-                 !o->mlp_bias && !o->add_bias_linear),
+        MT_NEEDS("--moe-shared-expert-intermediate-size", experts && o->moe_shared_expert_intermediate_size > 0,
+                 "--disable-bias-linear: a shared expert has no biases", !o->mlp_bias && !o->add_bias_linear),
         MT_NEEDS("--moe-router-pre-softmax", experts && o->moe_router_pre_softmax,
                  "--moe-router-score-function softmax", !sigmoid),
         MT_NEEDS("--moe-router-enable-expert-bias", experts && o->moe_router_enable_expert_bias,
@@ -364,7 +366,8 @@ static bool mt_options_gated(const mt_options *o) {
 void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
         o->ffn_hidden_size = mt_options_gated(o) ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
-    if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
+    bool one_group = o->group_query_attention && !MT_GIVEN(o, num_query_groups);
+    if (o->num_query_groups == 0) o->num_query_groups = one_group ? 1 : o->num_attention_heads;
     if (o->multi_latent_attention) {
         o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
         o->qk_layernorm = true;
@@ -378,8 +381,8 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
     const mt_rule before[] = {
         {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
         {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
-        {!o->group_query_attention && groups > 0 && groups != heads,
-         "--num-query-groups %lld needs --group-query-attention",
+        {MT_GIVEN(o, group_query_attention) && !o->group_query_attention && groups > 0 && groups != heads,
+         "--num-query-groups %lld needs --group-query-attention, which is false",
          {groups}},
     };
     if (MT_CHECK_RULES(before, error)) return -1;
@@ -577,7 +580,7 @@ static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error
                         (long long)tp);
 }
 
-/* Context parallelism: the ranks that trade tokens for heads, and the layouts that a sliding window allows. With one
+/* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
  * context rank --cp-comm-type has no effect, as in Megatron. */
 static int mt_options_derive_context(mt_options *o, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
@@ -1173,7 +1176,7 @@ static void mt_cpu_stream_destroy(mt_stream *stream) {
     (void)stream;
 }
 
-static void mt_cpu_stream_wait(mt_stream *stream) {
+static void mt_cpu_stream_synchronize(mt_stream *stream) {
     (void)stream;
 }
 
@@ -1189,7 +1192,7 @@ static void mt_cpu_event_record(mt_event *event, mt_stream *stream) {
     (void)event, (void)stream;
 }
 
-static void mt_cpu_event_wait(mt_event *event) {
+static void mt_cpu_event_synchronize(mt_event *event) {
     (void)event;
 }
 
@@ -2940,6 +2943,32 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
     }
 }
 
+static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
+                                        int64_t E, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(3 * N);
+#pragma omp parallel for if (M * N > MT_PARALLEL)
+    for (int64_t m = 0; m < mt_min(M, offsets[E]); m++) {
+        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, y, m * N, dtype);
+        int64_t e = 0;
+        while (offsets[e + 1] <= m) e++;
+        const float *in = mt_row_load(slice + N, y, m * N, N, dtype);
+        const float *own = mt_row_load(slice + 2 * N, bias, e * N, N, dtype);
+#pragma omp simd
+        for (int64_t n = 0; n < N; n++) out[n] = in[n] + own[n];
+        mt_row_close(y, m * N, out, N, dtype);
+    }
+}
+
+static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int32_t *offsets, int64_t M, int64_t N,
+                                         int64_t E, mt_dtype dtype, mt_stream *stream) {
+    (void)M, (void)stream;
+    for (int64_t e = 0; e < E; e++) {
+        int64_t rows = offsets[e + 1] - offsets[e];
+        if (rows > 0) mt_column_sums(dbias + e * N, mt_rows_from(dy, offsets[e], N, dtype), rows, N, dtype);
+    }
+}
+
 static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
     (void)stream;
@@ -3031,7 +3060,9 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
     mt_guard_check check = MT_STEP_PASSED;
-    if (rules->finite && !isfinite(loss))
+    if (tokens[0] == 0)
+        check = MT_NO_TOKENS;
+    else if (rules->finite && !isfinite(loss))
         check = MT_LOSS_NOT_FINITE;
     else if (rules->finite && !isfinite(norm[0]))
         check = MT_NORM_NOT_FINITE;
@@ -3860,7 +3891,7 @@ static void mt_cpu_broadcast(void *buffer, int64_t count, mt_dtype dtype, int ro
     mt_broadcast(group, buffer, count * mt_dtype_size(dtype), root);
 }
 
-static void mt_cpu_stream_follow(mt_stream *stream, mt_stream *other) {
+static void mt_cpu_stream_wait_stream(mt_stream *stream, mt_stream *other) {
     (void)stream, (void)other; // operations are complete when they return
 }
 
@@ -3946,13 +3977,13 @@ static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void
     return 0;
 }
 
-static void mt_cpu_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
-                                 mt_dtype dtype, int to, int from, mt_stream *stream) {
+static void mt_cpu_mailbox_exchange(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
+                                    mt_dtype dtype, int to, int from, mt_stream *stream) {
     (void)stream;
     int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
 #ifdef MT_HAVE_MPI
-    mt_watch_begin("mailbox_trade", mailbox->group->name);
+    mt_watch_begin("mailbox_exchange", mailbox->group->name);
     mt_mpi_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
     mt_watch_end();
 #else
@@ -4099,17 +4130,17 @@ static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
  * `first` on. Runs on tp->comm, as all mailbox transfers. */
 static void mt_mailbox_send(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
                             int step) {
-    tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
-                           mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
+    tp->ops->mailbox_exchange(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
+                              mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
 }
 
 /* Gathers x[rows, C] of all ranks in t steps. Each step returns the rows of one rank, `owner`, while those of the next
  * rank are in transfer. Step 0 returns x itself; later steps return rows of `gathered`. */
 static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, int64_t C, int step, int *owner) {
     if (step == 0)
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
     else
-        tp->ops->stream_follow(tp->stream, tp->comm);
+        tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (step + 1 < tp->group->size) mt_mailbox_send(tp, x, 0, tp->rows, C, step + 1);
     *owner = mt_tensor_rank_after(tp, -step);
     return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
@@ -4139,13 +4170,13 @@ static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
 /* After all steps: out[rows, C] = the fp32 sum of this rank's part and all received parts. */
 static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
     const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
-    tp->ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->stream_wait_stream(tp->stream, tp->comm);
     tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
 }
 
 /* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
 static void mt_scatter_begin(const mt_tensor_parallel *tp, void *dx, int64_t C) {
-    tp->ops->stream_follow(tp->comm, tp->stream);
+    tp->ops->stream_wait_stream(tp->comm, tp->stream);
     if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
     for (int step = 1; tp->overlaps && step < tp->group->size; step++) mt_scatter_step(tp, C, step);
 }
@@ -4153,7 +4184,7 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
     if (tp->overlaps)
         mt_scatter_sum(tp, dx, C);
     else
-        tp->ops->stream_follow(tp->stream, tp->comm);
+        tp->ops->stream_wait_stream(tp->stream, tp->comm);
 }
 
 /* ==== §7 linear ================================================================================================== */
@@ -4224,12 +4255,12 @@ static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l,
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
         x = mt_gather_overlapped(tp, x, l->K);
     }
     if (halves & MT_BACKWARD_INPUT)
         mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
-    if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
+    if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
     if (halves & MT_BACKWARD_WEIGHT)
         mt_product_backward_weight(tp, l, io->dy, x, tp->T, mt_weight_accumulates(&l->weight));
@@ -4251,7 +4282,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
         mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
                            mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
         if (step == tp->group->size) break; // this rank's own
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
         mt_scatter_step(tp, l->N, step);
     }
     mt_scatter_sum(tp, io->y, l->N);
@@ -4266,7 +4297,7 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
                                   io->gelu_input ? mt_rows_of_rank(tp, io->gelu_input, owner, l->K) : NULL, tp->rows);
     }
     const void *dy = mt_gather_own(tp, io->dy, l->N);
-    tp->ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->stream_wait_stream(tp->stream, tp->comm);
     return dy;
 }
 
@@ -4292,7 +4323,9 @@ static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear
                                    mt_linear_io *own, int64_t *count) {
     int64_t first = io->host_offsets[i], size = l->N * l->K;
     mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
+    expert.bias.w = io->omits_bias ? NULL : mt_operand(tp, l->bias.w, i * l->N);
     if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
+    if (l->bias.dw) expert.bias.dw = l->bias.dw + i * l->N;
     *count = io->host_offsets[i + 1] - first;
     *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
     own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
@@ -4303,12 +4336,15 @@ static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     if (!io->host_offsets) {
         tp->ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
                                         l->num_experts, tp->dtype, tp->stream);
+        if (l->bias.w && !io->omits_bias)
+            tp->ops->grouped_bias_forward(io->y, l->bias.w, io->offsets, io->num_rows, l->N, l->num_experts, tp->dtype,
+                                          tp->stream);
         return;
     }
     for (int64_t i = 0, count; i < l->num_experts; i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0) mt_product_forward(tp, &expert, NULL, own.y, own.x, NULL, count);
+        if (count > 0) mt_product_forward(tp, &expert, NULL, own.y, own.x, expert.bias.w, count);
     }
 }
 
@@ -4330,6 +4366,9 @@ static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_li
     if (!io->host_offsets)
         tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
                                                 l->num_experts, accumulate, tp->dtype, tp->stream);
+    if (!io->host_offsets && l->bias.dw)
+        tp->ops->grouped_bias_backward(l->bias.dw, io->dy, io->offsets, io->num_rows, l->N, l->num_experts, tp->dtype,
+                                       tp->stream);
     for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
@@ -4686,17 +4725,26 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
              "attn.c_attn.bias"),
     MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
-    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.gate_proj.bias"),
-    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
-    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), MT_HAS(EXPERTS),
+            "mlp.gate_proj.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.up_proj.bias",
+             "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
-    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product */
-    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product; then
+     * their biases in the same order */
+    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
             "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"),
     MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
              "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"),
     MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
             "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
+    MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
+            MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.experts.#.gate_proj.bias"),
+    MT_FUSED(EXPERT_UP_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS),
+             0, "mlp.experts.#.up_proj.bias"),
+    MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
+            "mlp.experts.#.down_proj.bias"),
     /* output */
     MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
     MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
@@ -4752,7 +4800,7 @@ static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t inde
 static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
     const mt_partition *at = &table->partition;
     int64_t parts = param->expert >= 0 ? at->etp : at->tp, rank = param->expert >= 0 ? at->etp_rank : at->tp_rank;
-    param->counted = at->tp_rank == 0;
+    param->counted = rank == 0;
     if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
     if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
     if (cut != MT_CUT_KV_HEADS) return;
@@ -4869,7 +4917,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = options->num_layers + options->mtp_num_layers;
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
     for (int64_t i = 0; i < at->num_stages; i++) {
@@ -5019,7 +5067,7 @@ struct mt_model {
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
 static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *other) {
-    if (stream != other) m->ops->stream_follow(stream, other);
+    if (stream != other) m->ops->stream_wait_stream(stream, other);
 }
 
 /* Zeroed host memory that lives as long as the model. */
@@ -5076,7 +5124,7 @@ static void mt_rope_tables(mt_model *model) {
     }
     model->ops->memory_copy(model->rope_cos, cosines, count * 4, model->stream);
     model->ops->memory_copy(model->rope_sin, sines, count * 4, model->stream);
-    model->ops->stream_wait(model->stream);
+    model->ops->stream_synchronize(model->stream);
     free(cosines);
     free(sines);
 }
@@ -5674,8 +5722,8 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
  * by expert; the combine runs the same three phases in reverse order. The alltoall dispatcher sends each row to the
  * ranks that hold its expert. The allgather dispatcher sends all tokens to all ranks, and each rank selects the rows of
  * its own experts. A group of one rank exchanges nothing. Invariants: routing is in fp32; the expert's activation is
- * scaled by the row's probability, so the backward needs no expert output (--no-moe-permute-fusion scales the output
- * instead, and saves it); the results of a token are summed in one fixed order. */
+ * scaled by the row's probability, so the backward needs no expert output (--no-moe-permute-fusion and experts with
+ * biases scale the output instead, and save it); the results of a token are summed in one fixed order. */
 
 /* M rows for the experts of this rank, sorted by expert, and their intermediate results. */
 typedef struct mt_expert_rows {
@@ -5683,9 +5731,9 @@ typedef struct mt_expert_rows {
     int64_t capacity;                 // allocated rows
     void *input;                      // [M, C]
     float *weights;                   // [M] probabilities
-    void *hidden;                     // [M, 2F]
+    void *hidden;                     // [M, 2F], or [M, F] without gates
     void *active;                     // [M, F]
-    void *output;                     // [M, C] before scaling, without permute fusion
+    void *output;                     // [M, C] before scaling, if the output is scaled
     int32_t *to_expert, *from_expert; // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
@@ -5723,6 +5771,7 @@ typedef struct mt_experts {
     mt_stream *comm;          // stream of the exchange
     bool uses_allgather;      // --moe-token-dispatcher-type allgather
     bool has_capacity, pads_to_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
+    bool scales_output;                  // by the probabilities; else they scale the activation
     bool sinkhorn;                       // training routes by Sinkhorn's iteration
     mt_expert_rows rows;                 // gradients, and rows before they are sent
     mt_expert_rows dispatched;           // exchanged rows, sorted by source rank
@@ -5771,9 +5820,9 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
-    mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, 2 * e->F, m->dtype);
+    mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, mt_fc1_width(m, e->F), m->dtype);
     mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
-    if (!e->permute_fusion) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
+    if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
     if (e->group->size == 1 || e->uses_allgather) return;
     mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
     mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
@@ -6004,7 +6053,7 @@ static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
     int64_t size = e->group->size, rank = e->group->rank, local = e->num_local, stride = e->num_destinations + 1;
     m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
     m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
-    m->ops->stream_wait(p->stream);
+    m->ops->stream_synchronize(p->stream);
     r->num_rows = 0;
     for (int64_t other = 0; other < size; other++) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
@@ -6024,7 +6073,7 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
     r->num_rows = size * local * capacity;
     for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
     if (e->host_counts[0] == capacity) return;
-    m->ops->stream_wait(p->stream); // for the copy of the previous host_counts
+    m->ops->stream_synchronize(p->stream); // for the copy of the previous host_counts
     for (int64_t i = 0; i < size * local; i++) e->host_counts[i] = (int32_t)capacity;
     m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
@@ -6049,7 +6098,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r)
     r->num_rows = r->num_choices = P;
     if (e->uses_allgather || (e->group->size == 1 && !e->grouped)) {
         m->ops->memory_copy(e->host_offsets, r->offsets, (num_destinations + 1) * 4, p->stream);
-        m->ops->stream_wait(p->stream);
+        m->ops->stream_synchronize(p->stream);
         if (e->uses_allgather) r->num_rows = e->host_offsets[num_destinations];
         if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(num_destinations + 1) * 4);
     } else if (e->group->size > 1) {
@@ -6195,7 +6244,7 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
                           .num_rows = r->num_rows};
 }
 
-/* ---- the experts' MLPs; probabilities scale the activation, or without permute fusion the output */
+/* ---- the experts' MLPs; probabilities scale the activation or the output */
 
 /* mt_expert_output = experts(rows.input), scaled by rows.weights. */
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
@@ -6204,12 +6253,13 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
     fc1.x = rows->input, fc1.y = rows->hidden;
-    down.x = rows->active, down.y = e->permute_fusion ? mt_expert_output(m) : rows->output;
+    down.x = rows->active, down.y = e->scales_output ? rows->output : mt_expert_output(m);
+    down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    m->ops->activation_forward(rows->active, rows->hidden, e->permute_fusion ? rows->weights : NULL, M, F,
+    m->ops->activation_forward(rows->active, rows->hidden, e->scales_output ? NULL : rows->weights, M, F,
                                mt_options_activation(m->options), m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->expert_down, &down);
-    if (!e->permute_fusion)
+    if (e->scales_output)
         m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
 }
 
@@ -6219,7 +6269,8 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
     int64_t F = m->experts->F, M = r->num_rows;
     const void *dout = d->input;
-    if (!m->experts->permute_fusion) {
+    bool scaled = !m->experts->scales_output;
+    if (!scaled) {
         m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
                                     p->stream);
         dout = d->output;
@@ -6227,7 +6278,6 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
-    bool scaled = m->experts->permute_fusion;
     m->ops->activation_backward(d->hidden, scaled ? d->weights : NULL, d->active, rows->hidden,
                                 scaled ? rows->weights : NULL, M, F, mt_options_activation(m->options), m->dtype,
                                 p->stream);
@@ -6524,7 +6574,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     c->host_spans = mt_malloc(MT_CONTEXT_LISTS * plan->max_tokens * (int64_t)sizeof(mt_span));
     for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
     ops->memory_copy(c->identity, c->host_rows, c->M * 4, stream);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
     mt_context_open_ring(c);
     return c;
 }
@@ -7264,7 +7314,7 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     mb->num_spans = num_spans;
     memcpy(mb->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
-    m->ops->event_wait(m->copied[staged]); // until the block's previous contents are copied
+    m->ops->event_synchronize(m->copied[staged]); // until the block's previous contents are copied
     return mt_batch_block_at(m, &on_host, T, num_spans);
 }
 
@@ -8595,9 +8645,9 @@ static void mt_step_warn(const mt_model *m, const char *format, ...) {
     va_end(arguments);
 }
 
-/* sums: loss and token count. */
+/* sums: loss and token count. NaN without tokens. */
 static double mt_mean_loss(const double sums[2]) {
-    return sums[1] > 0 ? sums[0] / sums[1] : sums[0];
+    return sums[1] == 0 ? NAN : sums[0] / sums[1];
 }
 
 /* Describes the failed check of a step. */
@@ -8639,10 +8689,16 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     int64_t iteration = m->trainer->pending[slot].iteration;
     const mt_step_result *result = &m->trainer->results[slot];
     if (iteration == 0) return 0;
-    m->ops->event_wait(m->trainer->pending[slot].done);
+    m->ops->event_synchronize(m->trainer->pending[slot].done);
     m->trainer->pending[slot].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
-    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
+    mt_guard_check check = (mt_guard_check)result->numbers.guard[MT_GUARD_CHECK];
+    if (check == MT_NO_TOKENS) {
+        m->trainer->bad_steps.skipped++;
+        mt_step_warn(m, "iteration %lld: every token is masked; this step makes no update", (long long)iteration);
+        return 0;
+    }
+    if (check != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
     m->trainer->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -8656,7 +8712,7 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
 /* Completes all pending work and asks the caller to rewind to the last checkpoint. */
 static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     return MT_REWIND;
 }
 
@@ -8666,8 +8722,20 @@ int64_t mt_train_bad_iteration(const mt_model *m) {
 
 void mt_train_rewound(mt_model *m) {
     mt_bad_steps *bad = &m->trainer->bad_steps;
-    m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
     bad->rewound = bad->rewind, bad->rewind = 0;
+}
+
+mt_loss_average mt_train_loss_average(mt_model *m) {
+    double guard[MT_GUARD_NUMBERS];
+    m->ops->memory_copy(guard, m->numbers->guard, sizeof guard, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    return (mt_loss_average){guard[MT_GUARD_AVERAGE], (int64_t)guard[MT_GUARD_STEPS]};
+}
+
+void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
+    double guard[MT_GUARD_NUMBERS] = {[MT_GUARD_AVERAGE] = average->mean, [MT_GUARD_STEPS] = (double)average->steps};
+    m->ops->memory_copy(m->numbers->guard, guard, sizeof guard, m->stream);
+    m->ops->stream_synchronize(m->stream);
 }
 
 /* ---- re-running a bad step */
@@ -8675,7 +8743,7 @@ void mt_train_rewound(mt_model *m) {
 static mt_step_numbers mt_step_numbers_read(mt_model *m) {
     mt_step_numbers result;
     m->ops->memory_copy(&result, m->numbers, (int64_t)sizeof result, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     return result;
 }
 
@@ -8737,7 +8805,7 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
     mt_step_check_gradients(m);
     if (!m->reruns) return 0;
     mt_step_numbers first = mt_step_numbers_read(m), second;
-    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
+    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_check_gradients(m);
@@ -8795,7 +8863,7 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
     mt_sums_finish(m, false);
     m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     *loss = mt_mean_loss(sums);
     return 0;
 }
@@ -9061,7 +9129,7 @@ static void mt_experts_fill_data_ranks(mt_model *m) {
     int32_t *numbers = mt_malloc(count * 4);
     for (int64_t i = 0; i < count; i++) numbers[i] = (int32_t)i;
     m->ops->memory_copy(m->experts->data_ranks, numbers, count * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     free(numbers);
 }
 
@@ -9086,6 +9154,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->has_capacity = o->moe_expert_capacity_factor > 0,
     e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
     e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
+    e->scales_output = !e->permute_fusion || o->mlp_bias;
     e->has_aux_loss = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
     e->global_aux_loss = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
     e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
@@ -9370,7 +9439,7 @@ static int mt_tensor_open(mt_model *m, mt_error *error) {
         for (int64_t r = 0; r < ranks; r++)
             part_rows[row * ranks + r] = r == own ? -1 : (int32_t)(r * tp->max_rows + row); // own part: in `partial`
     m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     free(part_rows);
     return 0;
 }
@@ -9607,7 +9676,7 @@ static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logi
             shares = m->gathered_logits;
         }
         m->ops->memory_copy(m->staged_logits, shares, ranks * count * V * size, m->stream);
-        m->ops->stream_wait(m->stream);
+        m->ops->stream_synchronize(m->stream);
         for (int64_t t = 0; t < count; t++)
             for (int64_t rank = 0; rank < ranks; rank++) {
                 const char *row = (const char *)m->staged_logits + (rank * count + t) * V * size;
@@ -9628,7 +9697,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
         MT_CHECK(!m->last_forward.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     if (logp) mt_broadcast_from_last_stage(m, logp, T * 4);
     if (entropy) mt_broadcast_from_last_stage(m, entropy, T * 4);
     if (logits) mt_logits_to_host(m, m->last_forward.mb, logits, T);
@@ -9708,7 +9777,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
     if (num_rows == 0)
-        m->ops->stream_wait(m->stream);
+        m->ops->stream_synchronize(m->stream);
     else
         mt_logits_to_host(m, mt_decode_output(m), logits, num_rows);
 }
@@ -9721,7 +9790,7 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     const void *logits = mt_decode_output(m)->outputs[0].logits;
     m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
     m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 

@@ -26,7 +26,9 @@ typedef struct feed {
 typedef struct run {
     mt_options options;
     mt_grid grid;
+    const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;
+    char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
@@ -68,6 +70,17 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     return mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
 }
 
+/* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
+static void take_tokenizer(run *r, char *folder) {
+    mt_error error;
+    mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
+    r->tokenizer_folder = folder;
+    if (mt_tokenizer_open_folder(&r->tokenizer, folder, &error) == 0) return;
+    if (r->options.save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
+    r->tokenizer = NULL;
+}
+
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
  * saved with the checkpoints, so that they can generate text. */
 static void open_tokenizer(run *r) {
@@ -76,12 +89,9 @@ static void open_tokenizer(run *r) {
     if (o->tokenizer_type)
         check(mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error), &error);
     else if (o->load) {
-        char *folder = mt_checkpoint_resolve(o->load, &error);
-        if (folder && mt_tokenizer_open_folder(&r->tokenizer, folder, &error) != 0) {
-            if (o->save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
-            r->tokenizer = NULL;
-        }
-        free(folder);
+        char *folder = mt_options_load_folder(o, &error);
+        check(folder ? 0 : -1, &error);
+        take_tokenizer(r, folder);
     }
     if (!r->tokenizer) return;
     if (o->save) check(mt_tokenizer_check_links(r->tokenizer, &error), &error);
@@ -92,8 +102,14 @@ static void open_tokenizer(run *r) {
                (long long)vocab_size, (long long)o->vocab_size);
 }
 
+/* Every rank must have the same tokenizer, or none. */
+static int agree_on_tokenizer(const run *r, mt_error *error) {
+    const char *name = "tokenizer";
+    uint64_t print = mt_tokenizer_fingerprint(r->tokenizer);
+    return mt_fingerprints_agree(&print, &name, 1, &r->grid.world, error);
+}
+
 static void open_data(run *r) {
-    static const char *const names[MT_NUM_SPLITS] = {"training", "validation", "test"};
     const mt_options *o = &r->options;
     mt_error error;
     int64_t evaluations = o->eval_interval > 0 ? o->num_iterations / o->eval_interval + 1 : 0;
@@ -115,10 +131,10 @@ static void open_data(run *r) {
     config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
     config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
     check(mt_data_open(&r->data, config, &error), &error);
+    check(mt_data_agree(r->data, &r->grid.world, &error), &error);
+    if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
-        if (!dataset && config->sizes[split] > 0 && r->grid.world.rank == 0)
-            printf("there is no %s data: that loss is not reported\n", names[split]);
         if (dataset)
             check(mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size, r->grid.data.rank,
                                  r->grid.data.size, &error),
@@ -126,9 +142,39 @@ static void open_data(run *r) {
     }
 }
 
+/* If the checkpoint that the tokenizer came from is damaged, all is taken from the one before. */
+static void load(run *r) {
+    char *found;
+    mt_error error;
+    int64_t eod = r->data_config.eod_id;
+    check(mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error), &error);
+    if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
+        free(found);
+        return;
+    }
+    take_tokenizer(r, found);
+    if (r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
+        mt_die("%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
+}
+
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     const run *r = context;
     return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
+}
+
+static void open_backend(run *r) {
+    mt_error error;
+    r->ops = mt_backend_open(r->options.device, &r->grid, &error);
+    check(r->ops ? 0 : -1, &error);
+}
+
+/* Rank 0 prints what the run will do: a paragraph, the options that were given, and the grid. */
+static void print_opening(const run *r) {
+    const mt_options *o = &r->options;
+    if (r->grid.world.rank != 0) return;
+    mt_report_opening(o, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
+    mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
+    if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, stdout);
 }
 
 static void open_model(run *r) {
@@ -138,13 +184,12 @@ static void open_model(run *r) {
     int64_t here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     plan.host_memory = mt_host_memory_available("");
-    const mt_ops *ops = mt_backend_open(o->device, &r->grid, &error);
-    if (ops && (o->profile || o->trace || o->log_straggler)) ops = mt_profile_open(ops);
-    check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);
+    const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
+    check(mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
     if (o->load)
-        check(mt_checkpoint_load(r->model, &r->state, o->load, &error), &error);
+        load(r);
     else
         mt_model_init(r->model);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
@@ -163,7 +208,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
     check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
     *consumed += micro_batches * from.stride;
-    check(mt_report_evaluation(&r->report, &r->state, name, loss, &error), &error);
+    mt_report_evaluation(&r->report, &r->state, name, loss);
 }
 
 /* After each call of the saver, which may have put a checkpoint into its place. */
@@ -224,8 +269,8 @@ static void train(run *r) {
         }
         check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
-        if (reported) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
-        if (reported) check(mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics, &error), &error);
+        if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
+        if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
             validated = r->state.iteration;
@@ -273,12 +318,14 @@ int main(int argc, char **argv) {
     mt_grid_start(&r.grid, &argc, &argv);
     if (r.options.print_schedule) return print_schedule(&r);
     open_tokenizer(&r);
+    check(agree_on_tokenizer(&r, &error), &error);
     check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
     check(mt_options_agree(&r.options, &r.grid.world, &error), &error);
     check(mt_grid_build(&r.grid, &r.options, &error), &error);
-    if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
-    if (r.grid.world.rank == 0 && r.grid.world.size > 1) mt_grid_print(&r.grid, &r.options, stdout);
+    check(mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
+    open_backend(&r);
     if (r.options.num_iterations > 0) open_data(&r);
+    print_opening(&r);
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
     if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);
@@ -293,6 +340,7 @@ int main(int argc, char **argv) {
     mt_model_destroy(r.model);
     print_profile(&r);
     mt_tokenizer_close(r.tokenizer);
+    free(r.tokenizer_folder);
     mt_options_free(&r.options);
     mt_grid_stop(&r.grid);
     return 0;

@@ -38,7 +38,10 @@ static void mock_dataset_free(mt_dataset *base) {
 
 static mt_dataset *mock_dataset_create(const mt_data_config *config, mt_split split) {
     mock_dataset *mock = mt_calloc(sizeof *mock);
-    mock->base = (mt_dataset){config->sizes[split], config->seq_length, mock_dataset_get, mock_dataset_free};
+    mock->base = (mt_dataset){.num_samples = config->sizes[split],
+                              .seq_length = config->seq_length,
+                              .get = mock_dataset_get,
+                              .free = mock_dataset_free};
     mock->vocab_size = config->vocab_size;
     mock->eod_id = config->eod_id < config->vocab_size ? config->eod_id : -1;
     mock->key = mt_random_key((uint64_t)config->seed, UINT64_C(0x6d6f636b), (uint64_t)split); // "mock"
@@ -49,6 +52,7 @@ static mt_dataset *mock_dataset_create(const mt_data_config *config, mt_split sp
 
 typedef struct tokens_file_dataset {
     mt_dataset base;
+    mt_mapping file;
     int descriptor;
     char *path;
     int64_t vocab_size;
@@ -57,8 +61,8 @@ typedef struct tokens_file_dataset {
 static int tokens_file_get(const mt_dataset *base, int64_t index, int32_t *tokens, mt_error *error) {
     const tokens_file_dataset *dataset = (const tokens_file_dataset *)base;
     int64_t row = base->seq_length + 1;
-    if (mt_file_read_at(dataset->descriptor, tokens, row * 4, index * row * 4) != 0)
-        return mt_file_read_error(error, dataset->path);
+    if (mt_file_check_size(dataset->descriptor, dataset->file.size, dataset->path, error) != 0) return -1;
+    memcpy(tokens, dataset->file.bytes + index * row * 4, (size_t)row * 4);
     for (int64_t i = 0; i < row; i++)
         if (tokens[i] < 0 || tokens[i] >= dataset->vocab_size)
             return mt_error_set(error,
@@ -69,19 +73,21 @@ static int tokens_file_get(const mt_dataset *base, int64_t index, int32_t *token
 
 static void tokens_file_free(mt_dataset *base) {
     tokens_file_dataset *dataset = (tokens_file_dataset *)base;
+    mt_mapping_close(&dataset->file);
     if (dataset->descriptor >= 0) close(dataset->descriptor);
     free(dataset->path);
     free(dataset);
 }
 
-static int tokens_file_check(tokens_file_dataset *dataset, int64_t size, int64_t wanted, mt_error *error) {
-    int64_t row = dataset->base.seq_length + 1;
+static int tokens_file_check(tokens_file_dataset *dataset, int64_t wanted, mt_error *error) {
+    int64_t row = dataset->base.seq_length + 1, size = dataset->file.size;
     if (size % (row * 4) != 0)
         return mt_error_set(error,
                             "--tokens-file %s: %lld bytes are not whole sequences of %lld int32 (--seq-length + "
                             "1); change --seq-length or the file",
                             dataset->path, (long long)size, (long long)row);
-    dataset->base.num_samples = size / (row * 4);
+    dataset->base.num_samples = dataset->base.num_documents = size / (row * 4);
+    dataset->base.num_tokens = size / 4;
     if (dataset->base.num_samples < wanted)
         return mt_error_set(error,
                             "--tokens-file %s: holds %lld sequences, training needs %lld; give a longer file or "
@@ -92,12 +98,14 @@ static int tokens_file_check(tokens_file_dataset *dataset, int64_t size, int64_t
 
 static int tokens_file_create(mt_dataset **out, const mt_data_config *config, mt_error *error) {
     tokens_file_dataset *dataset = mt_calloc(sizeof *dataset);
-    dataset->base = (mt_dataset){0, config->seq_length, tokens_file_get, tokens_file_free};
+    dataset->base = (mt_dataset){.seq_length = config->seq_length, .get = tokens_file_get, .free = tokens_file_free};
     dataset->path = mt_strdup(config->tokens_file);
     dataset->vocab_size = config->vocab_size;
     int64_t size;
     dataset->descriptor = mt_file_open(config->tokens_file, &size, error);
-    int result = dataset->descriptor < 0 ? -1 : tokens_file_check(dataset, size, config->sizes[MT_SPLIT_TRAIN], error);
+    int result = dataset->descriptor < 0 ? -1 : 0;
+    if (result == 0) result = mt_mapping_make(&dataset->file, dataset->descriptor, size, config->tokens_file, error);
+    if (result == 0) result = tokens_file_check(dataset, config->sizes[MT_SPLIT_TRAIN], error);
     if (result != 0) tokens_file_free(&dataset->base);
     *out = result == 0 ? &dataset->base : NULL;
     return result;
@@ -109,6 +117,7 @@ struct mt_data {
     mt_dataset *splits[MT_NUM_SPLITS];
     int64_t num_indexed;
     mt_indexed_dataset **indexed; // the files of the splits
+    const tokens_file_dataset *tokens_file;
 };
 
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split) {
@@ -121,6 +130,24 @@ void mt_data_close(mt_data *data) {
     for (int64_t i = 0; i < data->num_indexed; i++) mt_indexed_dataset_close(data->indexed[i]);
     free(data->indexed);
     free(data);
+}
+
+int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error) {
+    int64_t count = data->num_indexed + (data->tokens_file != NULL);
+    uint64_t *prints = mt_calloc(mt_max(count, 1) * 8);
+    const char **names = mt_calloc(mt_max(count, 1) * (int64_t)sizeof *names);
+    for (int64_t i = 0; i < data->num_indexed; i++) {
+        prints[i] = mt_indexed_dataset_fingerprint(data->indexed[i]);
+        names[i] = mt_indexed_dataset_prefix(data->indexed[i]);
+    }
+    if (data->tokens_file) {
+        prints[count - 1] = mt_contents_fingerprint(data->tokens_file->file.bytes, data->tokens_file->file.size, false);
+        names[count - 1] = data->tokens_file->path;
+    }
+    int status = mt_fingerprints_agree(prints, names, count, world, error);
+    free(prints);
+    free(names);
+    return status;
 }
 
 /* Opens every path of a blend and appends it to data->indexed. */
@@ -255,7 +282,11 @@ static int check_config(const mt_data_config *config, mt_error *error) {
 
 static int open_splits(mt_data *data, const mt_data_config *config, mt_error *error) {
     if (config->data_path.count > 0) return open_data_path(data, config, error);
-    if (config->tokens_file) return tokens_file_create(&data->splits[MT_SPLIT_TRAIN], config, error);
+    if (config->tokens_file) {
+        if (tokens_file_create(&data->splits[MT_SPLIT_TRAIN], config, error) != 0) return -1;
+        data->tokens_file = (const tokens_file_dataset *)data->splits[MT_SPLIT_TRAIN];
+        return 0;
+    }
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         if (config->mock_data && config->sizes[split] > 0)
             data->splits[split] = mock_dataset_create(config, split);
@@ -275,4 +306,51 @@ int mt_data_open(mt_data **out, const mt_data_config *config, mt_error *error) {
     }
     *out = data;
     return 0;
+}
+
+/* ---- warnings */
+
+static const char *const split_names[MT_NUM_SPLITS] = {"training", "validation", "test"};
+
+/* A split of --data-path whose share of some path has no document. */
+static void warn_without_documents(const mt_data *data, const char *shares, const char *name, const double share[2],
+                                   FILE *file) {
+    int64_t i = 0;
+    while (i + 1 < data->num_indexed && !lacks_documents(&data->indexed[i], 1, share)) i++;
+    long long documents = mt_indexed_dataset_index(data->indexed[i])->num_sequences;
+    const char *prefix = mt_indexed_dataset_prefix(data->indexed[i]);
+    fprintf(file, "warning: no %s data, so no %s loss: ", name, name);
+    if (documents == 1)
+        fprintf(file, "%s is one document, which --split does not divide; ", prefix);
+    else
+        fprintf(file, "--split %s leaves it none of the %lld documents of %s; ", shares, documents, prefix);
+    fprintf(file, "make more documents of the text, with data/preprocess --documents lines%s\n",
+            documents == 1 ? "" : ", or give it a larger share");
+}
+
+/* A split that the run would use and the data does not have. For the test split, a share of 0 says so already. */
+static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_split split, FILE *file) {
+    const char *shares = config->split ? config->split : "969,30,1", *name = split_names[split];
+    double edges[MT_NUM_SPLITS + 1] = {0};
+    mt_error ignored;
+    if (config->data_path.count > 0 && mt_split_parse(edges, shares, &ignored) == 0 && edges[split] < edges[split + 1])
+        warn_without_documents(data, shares, name, edges + split, file);
+    else if (config->data_path.count == 0 || split != MT_SPLIT_TEST)
+        fprintf(file, "note: no %s data, so no %s loss: %s\n", name, name,
+                config->data_path.count > 0 ? "its share in --split is 0"
+                : config->tokens_file       ? "--tokens-file is for training only"
+                : split == MT_SPLIT_VALID   ? "give --valid-data-path"
+                                            : "give --test-data-path");
+}
+
+void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file) {
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        const mt_dataset *dataset = data->splits[split];
+        if (!dataset && config->sizes[split] > 0) warn_omitted(data, config, split, file);
+        if (!dataset || dataset->num_tokens == 0 || dataset->num_tokens > config->seq_length) continue;
+        fprintf(file,
+                "warning: the %s data has %lld tokens, fewer than the %lld of a sequence and its last label, so that "
+                "every sample repeats them; give more data or a smaller --seq-length\n",
+                split_names[split], (long long)dataset->num_tokens, (long long)config->seq_length + 1);
+    }
 }

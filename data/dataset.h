@@ -50,6 +50,9 @@ void mt_indexed_dataset_close(mt_indexed_dataset *dataset);
 const mt_indexed_index *mt_indexed_dataset_index(const mt_indexed_dataset *dataset);
 const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset);
 
+/* The fingerprint of both files: of the whole index, and of pieces of the tokens. */
+uint64_t mt_indexed_dataset_fingerprint(const mt_indexed_dataset *dataset);
+
 /* Number of tokens of a sequence. */
 int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t sequence);
 
@@ -138,6 +141,7 @@ struct mt_dataset {
     int64_t num_samples, seq_length;
     int (*get)(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error);
     void (*free)(mt_dataset *dataset);
+    int64_t num_documents, num_tokens; // each counted once, however often samples repeat it; 0: generated
 };
 
 /* Copies the tokens [seq_length + 1] of sample `index`, in [0, num_samples). A pure function of the index. */
@@ -158,8 +162,15 @@ typedef struct mt_data mt_data;
 int mt_data_open(mt_data **data, const mt_data_config *config, mt_error *error);
 void mt_data_close(mt_data *data);
 
+/* All ranks return an error if the files of one differ from those of rank 0: the whole .idx is compared, and pieces of
+ * the .bin or of tokens_file (mt_contents_fingerprint). Every rank calls it, with the same options. */
+int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error);
+
 /* NULL if the split has size 0 or was omitted. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
+
+/* Prints a warning and its remedy for every split that was omitted, and for every one shorter than a sequence. */
+void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file);
 
 /* ---- the parts of mt_data_open, for callers that build datasets themselves ----------------------------------------
  * Megatron-LM, megatron/core/datasets/gpt_dataset.py, blended_dataset.py, blended_megatron_dataset_builder.py.

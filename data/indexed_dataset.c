@@ -4,7 +4,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #define INDEX_MAGIC        "MMIDIDX\0\0" // nine bytes with the two zeros
@@ -133,7 +132,7 @@ struct mt_indexed_dataset {
     mt_mapping bin, idx;
     int bin_descriptor;
     mt_indexed_index index;
-    char *prefix;
+    char *prefix, *bin_path;
 };
 
 static char *path_with_suffix(const char *prefix, const char *suffix) {
@@ -141,11 +140,11 @@ static char *path_with_suffix(const char *prefix, const char *suffix) {
     return strcat(strcpy(path, prefix), suffix);
 }
 
-static int open_pair(mt_indexed_dataset *dataset, const char *bin_path, const char *idx_path, mt_error *error) {
+static int open_pair(mt_indexed_dataset *dataset, const char *idx_path, mt_error *error) {
     int64_t bytes;
     if (mt_mapping_open(&dataset->idx, idx_path, error) != 0) return -1;
-    if ((dataset->bin_descriptor = mt_file_open(bin_path, &bytes, error)) < 0) return -1;
-    if (mt_mapping_make(&dataset->bin, dataset->bin_descriptor, bytes, bin_path, error) != 0) return -1;
+    if ((dataset->bin_descriptor = mt_file_open(dataset->bin_path, &bytes, error)) < 0) return -1;
+    if (mt_mapping_make(&dataset->bin, dataset->bin_descriptor, bytes, dataset->bin_path, error) != 0) return -1;
     return mt_indexed_index_parse(&dataset->index, dataset->idx.bytes, dataset->idx.size, dataset->bin.size, idx_path,
                                   error);
 }
@@ -154,9 +153,9 @@ int mt_indexed_dataset_open(mt_indexed_dataset **out, const char *prefix, mt_err
     mt_indexed_dataset *dataset = mt_calloc(sizeof *dataset);
     dataset->prefix = mt_strdup(prefix);
     dataset->bin_descriptor = -1;
-    char *bin_path = path_with_suffix(prefix, ".bin"), *idx_path = path_with_suffix(prefix, ".idx");
-    int result = open_pair(dataset, bin_path, idx_path, error);
-    free(bin_path);
+    dataset->bin_path = path_with_suffix(prefix, ".bin");
+    char *idx_path = path_with_suffix(prefix, ".idx");
+    int result = open_pair(dataset, idx_path, error);
     free(idx_path);
     if (result != 0) {
         mt_indexed_dataset_close(dataset);
@@ -172,6 +171,7 @@ void mt_indexed_dataset_close(mt_indexed_dataset *dataset) {
     mt_mapping_close(&dataset->bin);
     mt_mapping_close(&dataset->idx);
     free(dataset->prefix);
+    free(dataset->bin_path);
     free(dataset);
 }
 
@@ -183,16 +183,19 @@ const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset) {
     return dataset->prefix;
 }
 
+uint64_t mt_indexed_dataset_fingerprint(const mt_indexed_dataset *dataset) {
+    uint64_t prints[2] = {mt_contents_fingerprint(dataset->idx.bytes, dataset->idx.size, true),
+                          mt_contents_fingerprint(dataset->bin.bytes, dataset->bin.size, false)};
+    return mt_contents_fingerprint(prints, sizeof prints, true);
+}
+
 int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t sequence) {
     MT_CHECK(sequence >= 0 && sequence < dataset->index.num_sequences);
     return load_i32(dataset->index.lengths, sequence);
 }
 
 int mt_indexed_dataset_check(const mt_indexed_dataset *dataset, mt_error *error) {
-    struct stat status;
-    if (fstat(dataset->bin_descriptor, &status) == 0 && status.st_size >= dataset->bin.size) return 0;
-    return mt_error_set(error, "%s.bin: became shorter while it was in use, from %lld to %lld bytes; get it again",
-                        dataset->prefix, (long long)dataset->bin.size, (long long)status.st_size);
+    return mt_file_check_size(dataset->bin_descriptor, dataset->bin.size, dataset->bin_path, error);
 }
 
 static int64_t load_token(const uint8_t *bytes, mt_dtype dtype) {

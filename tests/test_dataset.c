@@ -521,7 +521,7 @@ static void counting_free(mt_dataset *dataset) {
 }
 
 static mt_dataset counting_dataset(int64_t num_samples) {
-    return (mt_dataset){num_samples, 4, counting_get, counting_free};
+    return (mt_dataset){.num_samples = num_samples, .seq_length = 4, .get = counting_get, .free = counting_free};
 }
 
 /* Reads an epoch on every rank and counts the reads of each sample. */
@@ -623,7 +623,7 @@ static int handmade_get(const mt_dataset *dataset, int64_t index, int32_t *token
 }
 
 static void fill_handmade(mt_batch *batch, const mt_data_config *config) {
-    mt_dataset dataset = {2, 7, handmade_get, counting_free};
+    mt_dataset dataset = {.num_samples = 2, .seq_length = 7, .get = handmade_get, .free = counting_free};
     mt_loader *loader;
     mt_error error;
     assert_ok(mt_loader_open(&loader, &dataset, config, 2, 0, 1, &error), &error);
