@@ -213,6 +213,30 @@ typedef enum mt_cp_comm_type {
     MT_CP_A2A,        // all-to-all: ranks exchange tokens for heads
     MT_CP_A2A_P2P     // a2a within groups of neighbours, a ring across them
 } mt_cp_comm_type;
+/* Activation recomputation: values that the backward needs are computed again instead of kept (Chen et al., "Training
+ * deep nets with sublinear memory cost"). FULL: of every unit of layers only the input is kept. SELECTIVE: the values
+ * of some modules are not kept (Korthikanti et al., "Reducing activation recomputation in large transformer models").
+ */
+typedef enum mt_recompute_granularity {
+    MT_RECOMPUTE_NONE,
+    MT_RECOMPUTE_FULL,
+    MT_RECOMPUTE_SELECTIVE
+} mt_recompute_granularity;
+typedef enum mt_recompute_method {
+    MT_RECOMPUTE_DEFAULT,
+    MT_RECOMPUTE_UNIFORM, // units of recompute_num_layers layers
+    MT_RECOMPUTE_BLOCK    // the first recompute_num_layers layers of a stage, each a unit; the others are kept
+} mt_recompute_method;
+/* Modules of selective recomputation, a set of bits. */
+enum {
+    MT_MODULE_CORE_ATTN = 1,   // nothing: attention never keeps its probabilities
+    MT_MODULE_MOE_ACT = 2,     // the activation of the experts
+    MT_MODULE_LAYERNORM = 4,   // the norms before attention and MLP
+    MT_MODULE_MLA_UP_PROJ = 8, // queries, keys and values of latent attention, from the latents
+    MT_MODULE_MLP = 16,        // MLPs of layers without experts
+    MT_MODULE_MOE = 32,        // router, experts and shared expert
+    MT_MODULE_SHARED_EXPERTS = 64
+};
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
     MT_SCHEDULE_INTERLEAVED,
@@ -342,6 +366,12 @@ typedef struct mt_options {
     char *print_schedule; // an SVG file, or "-": print only
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
     mt_strategy data_parallel_sharding_strategy;
+    /* recomputation */
+    mt_recompute_granularity recompute_granularity;
+    mt_recompute_method recompute_method;
+    int64_t recompute_num_layers;
+    unsigned recompute_modules; // MT_MODULE_*
+    bool recompute_activations, moe_layer_recompute, distribute_saved_activations;
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_model, *tokens_file;
