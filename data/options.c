@@ -143,8 +143,8 @@ static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refu
 
 /* One error for all names that were refused: a line for each reason. */
 static int mt_reader_report(const mt_reader *reader, mt_error *error) {
+    if (reader->num_refused == 0) return 0;
     const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
-    if (first == end) return 0;
     if (end == first + 1 && *first->reason)
         return mt_error_set(error, "%s%s %s", first->place, first->name, first->reason);
     if (end == first + 1 && *first->nearest)
