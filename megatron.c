@@ -298,6 +298,11 @@ static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *e
 #define MT_EXCLUDES(a_name, a, b_name, b)                                                                              \
     { (a) && (b), a_name " and " b_name " exclude each other; leave one out" }
 
+/* True if tensor-parallel ranks route tokens to experts. */
+static bool mt_options_routes_parts(const mt_options *o, mt_program program) {
+    return program != MT_PROGRAM_INFER && o->num_experts > 0 && o->tensor_model_parallel_size > 1;
+}
+
 /* Values that cannot go together, wherever they come from. The columns of data/option_table.c are about options that
  * were given: one without effect unless another is given, or two that say the same. */
 static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_error *error) {
@@ -332,6 +337,8 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
         MT_NEEDS("--sequence-parallel", o->sequence_parallel,
                  "--tensor-model-parallel-size of 2 or more; raise it or leave the flag out",
                  o->tensor_model_parallel_size > 1),
+        MT_NEEDS("--num-experts with --tensor-model-parallel-size of 2 or more", mt_options_routes_parts(o, program),
+                 "--sequence-parallel: each rank routes tokens of its own", o->sequence_parallel),
         MT_NEEDS("--tp-comm-overlap", o->tp_comm_overlap, "--sequence-parallel, whose communication it overlaps",
                  o->sequence_parallel),
         MT_NEEDS("--overlap-param-gather", o->overlap_param_gather, "--overlap-grad-reduce", o->overlap_grad_reduce),
@@ -567,18 +574,16 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
 }
 
 /* Experts. */
-static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size;
+static int mt_options_derive_experts(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size,
+            others = o->expert_model_parallel_size * o->pipeline_model_parallel_size;
     if (o->num_experts == 0) return 0;
     if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
-    if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = tp;
+    if (o->expert_tensor_parallel_size == 0) // split as the layer is, where the experts' widths and the ranks allow it
+        o->expert_tensor_parallel_size = o->moe_ffn_hidden_size % tp || world_size % (tp * others) ? 1 : tp;
     if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
         o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
-    if (program == MT_PROGRAM_INFER || tp == 1 || o->sequence_parallel) return mt_options_check_router(o, error);
-    return mt_error_set(error,
-                        "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each rank "
-                        "routes tokens of its own",
-                        (long long)tp);
+    return mt_options_check_router(o, error);
 }
 
 /* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
@@ -877,10 +882,11 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
                                    "--load");
     o->data_parallel_size = world_size;
     if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
+    if (mt_options_routes_parts(o, program) && !MT_GIVEN(o, sequence_parallel)) o->sequence_parallel = true;
     if (mt_options_check_pairs(o, program, error)) return -1;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
-    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, program, error)) return -1;
+    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
     if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1)
