@@ -219,8 +219,10 @@ const mt_option mt_option_table[] = {
     {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that split the experts of a layer", .needs = "num-experts"},
     {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL, "[1,1048576]",
-     "ranks that split each expert (default: --tensor-model-parallel-size, or 1 where experts or ranks do not divide by "
-     "it)", .needs = "num-experts"},
+     "ranks that split each expert (default: --tensor-model-parallel-size, or 1 where experts or ranks do not divide "
+     "by "
+     "it)",
+     .needs = "num-experts"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default"},
     {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
