@@ -246,17 +246,18 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
  * A model belongs to the first family that fits; MEGATRON, which fits always: transformers has no class for it. */
 #define MT_HF_FAMILIES(X)                                                                                              \
     X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2, LAYERNORM | LEARNED | QKV_BIAS | OUT_BIAS | MLP_BIAS,                     \
-      LATENT | GROUPS | FREE_HEADS | GATED | QK_NORM | WINDOW)                                                         \
+      LATENT | GROUPS | FREE_HEADS | GATED | QK_NORM | WINDOW | EXPERTS)                                               \
     X(LLAMA, "llama", "LlamaForCausalLM", LLAMA, BLOCK, OTHER | EXPERTS | QK_NORM | ODD_BIAS | WINDOW)                 \
     X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA, BLOCK,                                                          \
       OTHER | EXPERTS | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                                                      \
     X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA, BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS)    \
     X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA, BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS)               \
     X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL, BLOCK | EXPERTS,                                              \
-      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS)                                     \
+      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                          \
     X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, BLOCK | EXPERTS | SHARED | GATE,                       \
       OTHER | QK_NORM | OUT_BIAS | MLP_BIAS)                                                                           \
-    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM, OTHER | SHARED | ODD_BIAS)      \
+    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM,                                 \
+      OTHER | SHARED | ODD_BIAS | MLP_BIAS)                                                                            \
     X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA, BLOCK | LATENT,                                      \
       LAYERNORM | OUT_BIAS | MLP_BIAS | WINDOW | NOT_DEEPSEEK)                                                         \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, 0, 0)
@@ -351,7 +352,7 @@ typedef struct mt_options {
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
-    bool async_save, auto_resume, exit_on_missing_checkpoint;
+    bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
     char *trace; // a file for the timeline of the steps that follow, counted from 1
     int64_t trace_first_step, trace_last_step;
     /* inference */
@@ -831,6 +832,12 @@ typedef struct mt_dispatch {
        (dw, dy, x, offsets, M, N, K, E, accumulate, dtype, stream), float *dw, const void *dy, const void *x,          \
        const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate, mt_dtype dtype,            \
        mt_stream *stream)                                                                                              \
+    /* y[M, N] += bias[E, N] of each row's expert. */                                                                  \
+    OP(grouped_bias_forward, mt_work_bytes(2 * M * N, dtype), (y, bias, offsets, M, N, E, dtype, stream), void *y,     \
+       const void *bias, const int32_t *offsets, int64_t M, int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream)   \
+    /* dbias[E, N] += column sums of dy over each expert's rows, in fp32. */                                           \
+    OP(grouped_bias_backward, mt_work_bytes(M *N, dtype), (dbias, dy, offsets, M, N, E, dtype, stream), float *dbias,  \
+       const void *dy, const int32_t *offsets, int64_t M, int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream)     \
     /* y[M, C] = weights[M] x[M, C]; y may be x. The activation's weights replace it where possible. */                \
     OP(scale_rows_forward, mt_work_bytes(2 * M * C, dtype), (y, x, weights, M, C, dtype, stream), void *y,             \
        const void *x, const float *weights, int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream)                   \
@@ -895,7 +902,13 @@ typedef struct mt_guard_rules {
 } mt_guard_rules;
 
 /* The result of a step's check: the first rule that is broken. */
-typedef enum mt_guard_check { MT_STEP_PASSED, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_guard_check;
+typedef enum mt_guard_check {
+    MT_STEP_PASSED,
+    MT_LOSS_NOT_FINITE,
+    MT_NORM_NOT_FINITE,
+    MT_LOSS_SPIKES,
+    MT_NO_TOKENS // every token is masked: not bad, but there is nothing to learn
+} mt_guard_check;
 
 /* A guard's numbers, kept from step to step: the last check, the average loss of the good steps, and their number. */
 enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
@@ -912,9 +925,9 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
     OP(gradient_scale, mt_work_bytes(24, MT_U8), (scale, norm, sum_of_squares, denominator, clip, stream),             \
        float *scale, float *norm, const double *sum_of_squares, const double *denominator, float clip,                 \
        mt_stream *stream)                                                                                              \
-    /* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = the first rule that is broken by the   \
-     * loss loss_sum[0] / (tokens[0] copies) or by norm[0]. A bad step's scale[0] becomes -1; a good one's loss l      \
-     * updates the average a over n steps: a += (l - a) / min(n + 1, window). */                                       \
+    /* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = MT_NO_TOKENS without tokens[0], or the \
+     * first rule that is broken by the loss loss_sum[0] / (tokens[0] copies) or by norm[0]. scale[0] of these steps   \
+     * becomes -1; a good step's loss l updates the average a over n steps: a += (l - a) / min(n + 1, window). */      \
     OP(step_guard, mt_work_bytes(72, MT_U8), (guard, scale, loss_sum, tokens, norm, rules, stream), double *guard,     \
        float *scale, const double *loss_sum, const double *tokens, const float *norm, const mt_guard_rules *rules,     \
        mt_stream *stream)                                                                                              \
@@ -1347,7 +1360,7 @@ typedef enum mt_linear_kind {
 
 /* y = x w^T + bias. N and K are this rank's sizes. */
 typedef struct mt_linear {
-    mt_weight weight, bias; // [N, K], or [num_experts, N, K] if grouped; [N]
+    mt_weight weight, bias; // [N, K] and [N], or [num_experts, N, K] and [num_experts, N] if grouped
     int64_t N, K;
     int64_t num_experts; // grouped
     mt_linear_kind kind;
@@ -1365,6 +1378,7 @@ typedef struct mt_linear_io {
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;
+    bool omits_bias; // grouped, forward: y is a partial sum to which another rank adds the bias
 } mt_linear_io;
 
 /* The halves of a backward: gradient of the input, gradient of the weights, or both. */
@@ -1439,7 +1453,7 @@ typedef enum mt_role {
     MT_ROUTER,
     MT_ROUTER_BIAS, // added to scores for the choice of experts; updated towards equal loads, not trained
     MT_EXPERT_GATE,
-    MT_EXPERT_UP,
+    MT_EXPERT_UP, // without a gate, an expert's only first linear
     MT_EXPERT_DOWN,
     MT_SHARED_GATE, // this and the next two: the shared expert, which every token visits
     MT_SHARED_UP,
@@ -1449,6 +1463,9 @@ typedef enum mt_role {
     MT_MTP_HIDDEN_NORM,
     MT_MTP_PROJECTION,
     MT_MTP_FINAL_NORM,
+    MT_EXPERT_GATE_BIAS,
+    MT_EXPERT_UP_BIAS,
+    MT_EXPERT_DOWN_BIAS,
     MT_NUM_ROLES
 } mt_role;
 
@@ -1817,7 +1834,7 @@ enum { MT_MAX_MTP_LAYERS = 8 };
 
 /* The metrics of a step; sums and norms over the whole job. */
 typedef struct mt_metrics {
-    double loss;                          // mean over unmasked tokens
+    double loss;                          // mean over unmasked tokens; NaN if all are masked
     double mtp_losses[MT_MAX_MTP_LAYERS]; // of each module, as --mtp-loss-scaling-factor weighs them
     double grad_norm;                     // before clipping
     double learning_rate, weight_decay;
@@ -1850,6 +1867,9 @@ typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_er
  * then every call returns MT_REWIND. A step that is bad again after it was rewound for is skipped, and so are those
  * before it.
  *
+ * A step whose tokens are all masked makes no update either. It is not bad: a warning reports it, at once or in the
+ * same later calls.
+ *
  * With options->rerun_mode "validate_results" the host waits for every step and runs a bad step again with the same
  * parameters. A different result on some rank is a transient fault: a warning names the rank, and the second result is
  * used. The same result on all ranks is a repeatable fault. */
@@ -1866,6 +1886,15 @@ int64_t mt_train_bad_iteration(const mt_model *model);
 
 /* After MT_REWIND, once parameters, optimizer and state were set back. */
 void mt_train_rewound(mt_model *model);
+
+/* The running average of the loss that options->check_for_spiky_loss compares with: it belongs to a checkpoint, so that
+ * spikes are found after a restart or a rewind too. Both wait for the device. */
+typedef struct mt_loss_average {
+    double mean;
+    int64_t steps; // good steps that it averages
+} mt_loss_average;
+mt_loss_average mt_train_loss_average(mt_model *model);
+void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,

@@ -28,6 +28,7 @@ typedef struct run {
     mt_grid grid;
     const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;
+    char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
@@ -69,6 +70,17 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     return mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
 }
 
+/* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
+static void take_tokenizer(run *r, char *folder) {
+    mt_error error;
+    mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
+    r->tokenizer_folder = folder;
+    if (mt_tokenizer_open_folder(&r->tokenizer, folder, &error) == 0) return;
+    if (r->options.save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
+    r->tokenizer = NULL;
+}
+
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
  * saved with the checkpoints, so that they can generate text. */
 static int open_tokenizer(run *r, mt_error *error) {
@@ -76,12 +88,9 @@ static int open_tokenizer(run *r, mt_error *error) {
     if (o->tokenizer_type) {
         if (mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, error) != 0) return -1;
     } else if (o->load) {
-        char *folder = mt_checkpoint_resolve(o->load, error);
-        if (folder && mt_tokenizer_open_folder(&r->tokenizer, folder, error) != 0) {
-            if (o->save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error->text);
-            r->tokenizer = NULL;
-        }
-        free(folder);
+        char *folder = mt_options_load_folder(o, error);
+        if (!folder) return -1;
+        take_tokenizer(r, folder);
     }
     if (!r->tokenizer) return 0;
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
@@ -92,7 +101,15 @@ static int open_tokenizer(run *r, mt_error *error) {
         (long long)vocab_size, (long long)o->vocab_size);
 }
 
-static int open_data(run *r, mt_error *error) {
+/* Every rank must have the same tokenizer, or none. */
+static int agree_on_tokenizer(const run *r, mt_error *error) {
+    const char *name = "tokenizer";
+    uint64_t print = mt_tokenizer_fingerprint(r->tokenizer);
+    return mt_fingerprints_agree(&print, &name, 1, &r->grid.world, error);
+}
+
+static void open_data(run *r) {
+    mt_error error;
     const mt_options *o = &r->options;
     int64_t evaluations = o->eval_interval > 0 ? o->num_iterations / o->eval_interval + 1 : 0;
     mt_data_config *config = &r->data_config;
@@ -112,15 +129,32 @@ static int open_data(run *r, mt_error *error) {
     config->sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->num_iterations);
     config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
     config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
-    if (mt_data_open(&r->data, config, error) != 0) return -1;
+    mt_report_refusal(&r->grid, mt_data_open(&r->data, config, &error), &error);
+    mt_report_refusal(&r->grid, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
-        if (dataset && mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size, r->grid.data.rank,
-                                      r->grid.data.size, error) != 0)
-            return -1;
+        if (dataset)
+            check(mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size, r->grid.data.rank,
+                                 r->grid.data.size, &error),
+                  &error);
     }
-    return 0;
+}
+
+/* If the checkpoint that the tokenizer came from is damaged, all is taken from the one before. */
+static void load(run *r) {
+    char *found;
+    mt_error error;
+    int64_t eod = r->data_config.eod_id;
+    int status = mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error);
+    mt_report_refusal(&r->grid, status, &error);
+    if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
+        free(found);
+        return;
+    }
+    take_tokenizer(r, found);
+    if (r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
+        mt_die("%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
 }
 
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
@@ -151,7 +185,7 @@ static void open_model(run *r) {
     mt_report_refusal(&r->grid, status, &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
     if (o->load)
-        mt_report_refusal(&r->grid, mt_checkpoint_load(r->model, &r->state, o->load, &error), &error);
+        load(r);
     else
         mt_model_init(r->model);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
@@ -170,7 +204,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
     check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
     *consumed += micro_batches * from.stride;
-    check(mt_report_evaluation(&r->report, &r->state, name, loss, &error), &error);
+    mt_report_evaluation(&r->report, &r->state, name, loss);
 }
 
 /* After each call of the saver, which may have put a checkpoint into its place. */
@@ -231,8 +265,8 @@ static void train(run *r) {
         }
         check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
-        if (reported) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
-        if (reported) check(mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics, &error), &error);
+        if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
+        if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
             validated = r->state.iteration;
@@ -282,13 +316,15 @@ int main(int argc, char **argv) {
     mt_report_refusal(&r.grid, status, &error);
     if (r.options.print_schedule) return print_schedule(&r);
     mt_report_refusal(&r.grid, open_tokenizer(&r, &error), &error);
+    mt_report_refusal(&r.grid, agree_on_tokenizer(&r, &error), &error);
     status = mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error);
     mt_report_refusal(&r.grid, status, &error);
     mt_report_refusal(&r.grid, mt_options_agree(&r.options, &r.grid.world, &error), &error);
     mt_report_refusal(&r.grid, mt_grid_build(&r.grid, &r.options, &error), &error);
+    mt_report_refusal(&r.grid, mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
     r.ops = mt_backend_open(r.options.device, &r.grid, &error);
     mt_report_refusal(&r.grid, r.ops ? 0 : -1, &error);
-    if (r.options.num_iterations > 0) mt_report_refusal(&r.grid, open_data(&r, &error), &error);
+    if (r.options.num_iterations > 0) open_data(&r);
     print_opening(&r);
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
@@ -304,6 +340,7 @@ int main(int argc, char **argv) {
     mt_model_destroy(r.model);
     print_profile(&r);
     mt_tokenizer_close(r.tokenizer);
+    free(r.tokenizer_folder);
     mt_options_free(&r.options);
     mt_grid_stop(&r.grid);
     return 0;

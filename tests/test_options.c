@@ -532,7 +532,8 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
     expect_error(RUN "--tokenizer-type ByteLevel --tokenizer-model t", "which is ByteLevel");
     expect_error(RUN "--save-interval 3", "--save-interval needs --save");
     expect_error(RUN "--finetune", "--finetune needs --load");
-    expect_error(RUN "--load x --hf-config y", "--load and --hf-config exclude each other");
+    expect_error(RUN "--load x --save x --overwrite", "--load x continues the run that --overwrite would replace");
+    expect_error(RUN "--save x --auto-resume --overwrite", "--overwrite and --auto-resume exclude each other");
     expect_error(RUN "--load /nowhere", "/nowhere: No such file or directory");
     expect_error(RUN "--hf-config /tmp", "/tmp: cannot be read: it is a folder");
     expect_error(RUN "--config /nowhere.yaml", "/nowhere.yaml: cannot be read");
@@ -1162,6 +1163,34 @@ static void golden_configs_are_read_as_their_families_are(void **state) {
     "1 "                                                                                                               \
     "--ffn-hidden-size 16 --lr 1 --swiglu --disable-bias-linear --ffn-hidden-size 16 --num-experts 8 "
 
+static void experts_have_the_matrices_and_biases_of_their_activation(void **state) {
+    (void)state;
+    static const struct {
+        const char *words;
+        int64_t matrices, biases; // of an expert; biases in widths of an expert, besides C
+    } cases[] = {{"", 2, 1}, {"--openai-gelu ", 2, 1}, {"--swiglu ", 3, 2}};
+    for (int k = 0; k < 6; k++) {
+        int64_t parameters[2], C = 0, F = 5, L = 0, T = 0, added;
+        double flops[2];
+        for (int more = 0; more < 2; more++) {
+            char line[512];
+            mt_options o;
+            snprintf(line, sizeof line, RUN "%s%s--moe-ffn-hidden-size 5 --num-experts %d --moe-router-topk %d",
+                     cases[k / 2].words, k % 2 ? "--disable-bias-linear " : "", more ? 7 : 4, more ? 3 : 2);
+            expect_good(&o, line);
+            parameters[more] = mt_num_parameters(&o), flops[more] = mt_flops(&o, 1);
+            C = o.hidden_size, L = o.num_layers, T = o.seq_length;
+            mt_options_free(&o);
+        }
+        added = cases[k / 2].matrices * C * F + C; // a row of the router too
+        if (k % 2 == 0) added += cases[k / 2].biases * F + C;
+        assert_int_equal(parameters[1] - parameters[0], 3 * L * added);
+        assert_true(flops[1] - flops[0] == 6.0 * (double)(T * L * cases[k / 2].matrices * C * F));
+    }
+    expect_error(RUN "--num-experts 4 --moe-shared-expert-intermediate-size 8",
+                 "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases");
+}
+
 static void layers_with_experts_are_counted_or_listed(void **state) {
     (void)state;
     static const char *const words[][2] = {{"1", "1111"},       {"2", "1010"},         {"([0]*1+[1]*3)", "0111"},
@@ -1270,6 +1299,30 @@ static void options_win_over_a_shape_but_not_over_weights(void **state) {
     expect_error("--load tests/golden/hf/gpt2 --max-position-embeddings 128 --mock-data --seq-length 8 --train-iters 1 "
                  "--lr 1",
                  "--max-position-embeddings is 128, but the weights have 64");
+}
+
+/* A resumed command may still name the model that it began with. */
+static void the_model_of_hf_config_must_be_that_of_load(void **state) {
+    (void)state;
+    mt_options options;
+    static const char *const names[] = {"gpt2", "llama", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3"};
+    char line[400];
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        snprintf(line, sizeof line,
+                 "--load tests/golden/hf/%s --hf-config tests/golden/hf/%s/config.json --mock-data --seq-length 8 "
+                 "--train-iters 1 --lr 1",
+                 names[i], names[i]);
+        expect_good(&options, line);
+        mt_options_free(&options);
+    }
+    expect_error(
+        "--load tests/golden/hf/llama --hf-config tests/golden/hf/qwen3/config.json --mock-data --seq-length 8 "
+        "--train-iters 1 --lr 1",
+        "--hf-config tests/golden/hf/qwen3/config.json: has --");
+    expect_error(
+        "--load tests/golden/hf/llama --hf-config tests/golden/hf/qwen3/config.json --mock-data --seq-length 8 "
+        "--train-iters 1 --lr 1",
+        "but the model of --load tests/golden/hf/llama has");
 }
 
 static void the_latest_checkpoint_of_a_folder_is_described(void **state) {
@@ -1545,6 +1598,11 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--add-qkv-bias " GATED, "qwen2_moe");
     expect_round_trip(LIKE_LLAMA "--moe-router-pre-softmax --moe-layer-freq ([1]*1+[0]*1) " GATED, "qwen2_moe");
     expect_round_trip(LIKE_LLAMA "--qk-layernorm " GATED, "megatron");
+    expect_round_trip(RUN "--num-experts 4", "megatron"); // GELU and biases, which no family's experts have
+    expect_round_trip(RUN "--num-experts 4 --openai-gelu --disable-bias-linear", "megatron");
+    expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --num-experts 4",
+                      "megatron");
+    expect_round_trip(LIKE_LLAMA "--num-experts 4", "mixtral");
     expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope", "llama");
     expect_round_trip(RUN "--swiglu --position-embedding-type rope --rotary-percent 0.5", "megatron");
     expect_round_trip(RUN "--position-embedding-type none --disable-bias-linear --window-size 3", "megatron");
@@ -1774,6 +1832,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
     cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
     cmocka_unit_test(golden_configs_are_read_as_their_families_are),
+    cmocka_unit_test(experts_have_the_matrices_and_biases_of_their_activation),
     cmocka_unit_test(layers_with_experts_are_counted_or_listed),
     cmocka_unit_test(a_model_cut_to_its_dense_layers_is_dense),
     cmocka_unit_test(layers_without_an_mlp_do_not_split_its_width),
@@ -1781,6 +1840,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(a_conversion_needs_no_sequence_length),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
+    cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),
     cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
     cmocka_unit_test(rope_is_read_in_both_forms),
     cmocka_unit_test(windows_are_read_where_every_layer_has_one),
