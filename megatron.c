@@ -2,12 +2,12 @@
  *
  * Contents
  *   §1   checks, arenas, random numbers
- *   §2   options: the struct's rules
+ *   §2   options
  *   §2a  sizes, positions, lengths
  *   §2b  ranks and experts
  *   §2c  stages, batches, schedules
  *   §2d  operation counts
- *   §3   kernels in plain C
+ *   §3   kernels
  *   §3a  threads, elements, memory
  *   §3b  linear layers
  *   §3c  embedding and norms
@@ -238,7 +238,7 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
     return (uint64_t)words[0] << 32 | words[1];
 }
 
-/* ==== §2 options: the struct's rules ============================================================================= */
+/* ==== §2 options ================================================================================================== */
 /* One flat struct describes a run. This section derives values that were left open and holds the rules between values;
  * data/options.c reads and writes the struct as text (command line, YAML, config.json, --help) and checks ranges.
  * Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be called again. */
@@ -458,6 +458,39 @@ static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *er
     if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
     return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
                         (long long)o->mtp_num_layers, (long long)o->seq_length);
+}
+
+/* Recomputation: defaults and refusals are Megatron's, except that full recomputation without a method is uniform. */
+static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
+    bool shorthand = o->recompute_activations || o->moe_layer_recompute;
+    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL, distributes = o->distribute_saved_activations;
+    const mt_rule rules[] = {
+        MT_EXCLUDES("--recompute-activations", o->recompute_activations, "--recompute-granularity full", full),
+        MT_EXCLUDES("--moe-layer-recompute", o->moe_layer_recompute, "--recompute-granularity full", full),
+        MT_NEEDS("--moe-layer-recompute", o->moe_layer_recompute, "--num-experts", o->num_experts > 0),
+        MT_NEEDS("--recompute-method", o->recompute_method, "--recompute-granularity full", full),
+        MT_NEEDS("--recompute-num-layers", o->recompute_num_layers, "--recompute-granularity full", full),
+        MT_NEEDS("--recompute-modules", o->recompute_modules, "--recompute-granularity selective",
+                 shorthand || o->recompute_granularity == MT_RECOMPUTE_SELECTIVE),
+        MT_NEEDS("--recompute-modules moe_act", o->recompute_modules & MT_MODULE_MOE_ACT, "--moe-grouped-gemm",
+                 o->moe_grouped_gemm),
+        MT_NEEDS("--recompute-modules mla_up_proj", o->recompute_modules & MT_MODULE_MLA_UP_PROJ,
+                 "--multi-latent-attention", o->multi_latent_attention),
+        MT_NEEDS("--distribute-saved-activations", distributes, "--recompute-granularity full", full),
+        MT_NEEDS("--distribute-saved-activations", distributes, "--tensor-model-parallel-size",
+                 o->tensor_model_parallel_size > 1),
+        MT_EXCLUDES("--distribute-saved-activations", distributes, "--sequence-parallel", o->sequence_parallel),
+    };
+    const mt_multiple multiples[] = {{"--distribute-saved-activations: --hidden-size", distributes ? o->hidden_size : 0,
+                                      "--tensor-model-parallel-size", o->tensor_model_parallel_size}};
+    if (MT_CHECK_RULES(rules, error) || MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    if (shorthand) o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;
+    if (o->moe_layer_recompute) o->recompute_modules |= MT_MODULE_MOE;
+    bool selective = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE;
+    if (selective && o->recompute_modules == 0) o->recompute_modules = MT_MODULE_CORE_ATTN;
+    if (full && o->recompute_method == MT_RECOMPUTE_DEFAULT) o->recompute_method = MT_RECOMPUTE_UNIFORM;
+    if (full && o->recompute_num_layers == 0) o->recompute_num_layers = 1;
+    return 0;
 }
 
 /* Vocabulary, positions and sequence length. */
@@ -885,6 +918,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (mt_options_check_pairs(o, program, error)) return -1;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
+    if (mt_options_derive_recompute(o, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
     if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
@@ -971,15 +1005,12 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §3 kernels in plain C ====================================================================================== */
+/* ==== §3 kernels ================================================================================================== */
 /* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
  * fp32 or bf16, all arithmetic is fp32, and long sums are summed in blocks or in fp64. Invariants: exactly one task
  * writes each output element and every sum has a fixed order, so results do not depend on the number of threads; an
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
  * calling thread. */
-#ifdef MT_HAVE_OPENMP
-#include <omp.h>
-#endif
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunknown-pragmas" // OpenMP's pragmas, in a build without OpenMP
 #ifdef __clang__
@@ -1825,7 +1856,7 @@ static void mt_span_queries(const mt_span *span, int64_t window, int64_t j0, int
     *end = window > 0 ? mt_min(span->q_len, j1 - 1 - shift + window) : span->q_len;
 }
 
-/* The most queries of a span, the end of all key rows, and the sum of q_len k_len. */
+/* The greatest q_len of a span, the end of all key rows, and the sum of q_len k_len. */
 typedef struct mt_spans_extent {
     int64_t max_queries, key_rows, products;
 } mt_spans_extent;
@@ -2810,14 +2841,14 @@ static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const floa
     for (int64_t i = 0; i < count * k; i++) kept[i] = -1;
     for (int64_t i = 0; i < n; i++) {
         before = i > 0 && queue[i].expert == queue[i - 1].expert ? before + 1 : 0;
-        int64_t place = queue[i].choice - first * k;
-        if (before < capacity && place >= 0 && place < count * k) kept[place] = queue[i].expert;
+        int64_t at = queue[i].choice - first * k;
+        if (before < capacity && at >= 0 && at < count * k) kept[at] = queue[i].expert;
     }
 }
 
-/* The v (see mt_dispatch) of an expert's first copy; that of the next copy is `local` further. -1 for an expert out of
- * range. */
-static int64_t mt_dispatch_place(int32_t expert, const mt_dispatch *d) {
+/* The destination (see mt_dispatch) of an expert's first copy; the next copy's is num_local further. -1 for an expert
+ * out of range. */
+static int64_t mt_dispatch_destination(int32_t expert, const mt_dispatch *d) {
     int64_t e = expert - d->first;
     if (expert < 0 || e < 0 || e >= d->count) return -1;
     return e / d->num_local * d->copies * d->num_local + e % d->num_local;
@@ -2827,26 +2858,26 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
                                  const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
                                  mt_stream *stream) {
     (void)stream;
-    int64_t k = dispatch->topk, copies = dispatch->copies, places = dispatch->count * copies;
+    int64_t k = dispatch->topk, copies = dispatch->copies, destinations = dispatch->count * copies;
     int64_t capacity = dispatch->capacity;
-    int32_t *next = (int32_t *)mt_scratch_grow(places); // next free row
-    memset(next, 0, (size_t)places * sizeof *next);
+    int32_t *next = (int32_t *)mt_scratch_grow(destinations); // next free row
+    memset(next, 0, (size_t)destinations * sizeof *next);
     for (int64_t i = 0; i < T * k; i++) {
-        int64_t place = mt_dispatch_place(experts[i], dispatch);
-        for (int64_t copy = 0; place >= 0 && copy < copies; copy++) next[place + copy * dispatch->num_local]++;
+        int64_t first = mt_dispatch_destination(experts[i], dispatch);
+        for (int64_t copy = 0; first >= 0 && copy < copies; copy++) next[first + copy * dispatch->num_local]++;
     }
     offsets[0] = 0;
-    for (int64_t v = 0; v < places; v++) {
-        offsets[v + 1] = offsets[v] + (capacity > 0 ? (int32_t)capacity : next[v]);
-        next[v] = offsets[v];
+    for (int64_t d = 0; d < destinations; d++) {
+        offsets[d + 1] = offsets[d] + (capacity > 0 ? (int32_t)capacity : next[d]);
+        next[d] = offsets[d];
     }
     for (int64_t m = 0; m < M; m++) choice[m] = token[m] = -1;
     for (int64_t i = 0; i < T * k; i++) {
-        int64_t place = mt_dispatch_place(experts[i], dispatch);
+        int64_t first = mt_dispatch_destination(experts[i], dispatch);
         for (int64_t copy = 0; copy < copies; copy++) {
-            int64_t v = place + copy * dispatch->num_local;
-            bool room = place >= 0 && next[v] < offsets[v + 1]; // rows past the capacity belong to the next expert
-            int32_t row = room ? next[v]++ : -1;
+            int64_t d = first + copy * dispatch->num_local;
+            bool room = first >= 0 && next[d] < offsets[d + 1]; // rows past the capacity belong to the next expert
+            int32_t row = room ? next[d]++ : -1;
             position[i * copies + copy] = row;
             if (room) choice[row] = (int32_t)i, token[row] = (int32_t)(i / k);
         }
@@ -4485,11 +4516,14 @@ typedef struct mt_norm {
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
     int64_t number; // in the whole model
+    int64_t index;  // in its chunk
     int64_t bucket;
     int64_t expert_bucket;  // -1: an MLP, no experts
     int64_t moe_index;      // among this rank's layers with experts
     int64_t F;              // width here of the MLP or the shared expert; 0: none
     struct mt_slots *slots; // saved by its forward
+    int64_t unit;           // index in its chunk of the first layer of its unit, see mt_layers_forward
+    bool recomputed;        // full recomputation: of a unit only the input is kept
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
@@ -4529,7 +4563,7 @@ static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
 
-/* 0, too, for a model with experts that is cut to its first layers, which have none. */
+/* May be 0 in a model with experts whose first layers have none. */
 int64_t mt_num_expert_layers(const mt_options *o) {
     int64_t layers = 0;
     for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
@@ -5050,6 +5084,11 @@ struct mt_model {
     mt_batch local_batch;  // this rank's shard of a batch, with context parallelism
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
+    /* recomputation */
+    unsigned recompute_modules;                    // MT_MODULE_*: of selective recomputation
+    struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
+    int64_t num_recompute_buffers;
+    const struct mt_activations *recomputed; // the layer whose values the buffers hold, the last one of its unit
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_link *links;                 // [MT_NUM_LINKS]
@@ -5138,7 +5177,8 @@ static void mt_rope_tables(mt_model *model) {
 /* ==== §9b saved values ============================================================================================ */
 /* Each layer has a list of slots: the values that its forward saves for its backward. Memory plan, arena and the stash
  * of a split backward derive from the list. With pass->replay a forward writes the same slots again and changes nothing
- * else. */
+ * else. Recomputed slots (Chen et al., "Training deep nets with sublinear memory cost") lie in buffers that all
+ * micro-batches share; a replay restores them before the backward reads them. */
 
 /* Saved values of a norm: y[R, C], mean[R] (LayerNorm only), rstd[R]. */
 typedef struct mt_normed {
@@ -5158,6 +5198,7 @@ enum { MT_MAX_DEFERRED = 8 };
  * and F: this rank's share. The slots of a layer define its fields and their sizes; other fields are NULL. */
 typedef struct mt_activations {
     void *input;            // [R, C] the residual stream
+    void *input_part;       // [R, C / tp] this rank's part of it, with --distribute-saved-activations
     mt_normed input_norm;   // [R, C]
     void *qkv;              // [T, (H + 2G) D]; without q/k norm, rotated in place
     void *qk;               // [T, (H + G) D] normalised and rotated q and k, with q/k norm
@@ -5178,14 +5219,16 @@ typedef struct mt_activations {
     int64_t num_deferred;
 } mt_activations;
 
-/* Location of a saved value between forward and backward. */
-typedef enum mt_residency { MT_KEEP } mt_residency;
+/* Location of a saved value between forward and backward: its own memory, or a buffer that others overwrite. */
+typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE } mt_residency;
 
 typedef struct mt_slot {
     const char *name;
     size_t field; // offset of a pointer in mt_activations, or in mt_routing
     int64_t rows, width;
     mt_dtype dtype;
+    unsigned modules; // MT_MODULE_*: selective recomputation of any of these computes the value again
+    bool once;        // depends on the state of the step: a replay cannot compute it, so it is kept
     mt_residency residency;
     size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
 } mt_slot;
@@ -5210,33 +5253,71 @@ static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int6
 #define MT_ROUTING_SLOT(list, member, rows, width, dtype)                                                              \
     mt_slot_add(list, #member, offsetof(mt_routing, member), rows, width, dtype)
 
-/* The pointer of a slot of `a`. */
-static void *mt_slot_read(const mt_activations *a, const mt_slot *slot) {
+/* The pointer of a slot in the struct at `base`. */
+static void *mt_slot_read(const void *base, const mt_slot *slot) {
     void *value;
-    memcpy(&value, (const char *)a + slot->field, sizeof value);
+    memcpy(&value, (const char *)base + slot->field, sizeof value);
     return value;
 }
 
-/* Allocates every slot and stores its pointer in the struct at `base`. */
-static void mt_slots_allocate(const mt_slots *list, void *base, mt_arena *arena) {
+/* Sets the residency of a layer's slots; w NULL: all are kept. */
+static void mt_slots_place(const mt_model *m, mt_slots *list, const mt_layer *w) {
+    for (mt_slot *slot = list->slots; w && slot < list->slots + list->count; slot++) {
+        bool recompute = w->recomputed || (slot->modules & m->recompute_modules);
+        slot->residency = recompute && !slot->once ? MT_RECOMPUTE : MT_KEEP;
+    }
+}
+
+/* Allocates the slots of one residency and stores their pointers in the struct at `base`. */
+static void mt_slots_allocate(const mt_slots *list, mt_residency residency, void *base, mt_arena *arena) {
     for (const mt_slot *slot = list->slots; slot < list->slots + list->count; slot++) {
+        if (slot->residency != residency) continue;
         void *value = mt_arena_alloc(arena, slot->rows * slot->width * mt_dtype_size(slot->dtype));
         memcpy((char *)base + slot->field, &value, sizeof value);
     }
+}
+
+/* The buffer of the recomputed values of one layer of a unit. All units and micro-batches share it. */
+typedef struct mt_recompute_buffer {
+    void *memory;
+    int64_t bytes;
+    struct mt_expert_rows *rows; // recomputed rows of experts, if their number depends on the data
+} mt_recompute_buffer;
+
+static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_layer *w) {
+    return &m->recompute_buffers[w->recomputed ? w->index - w->unit : 0];
 }
 
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
  * product. x is saved in any case. dy overwrites a slot that only the input's half reads, so a split backward needs no
  * extra memory. */
 
-/* Defers the gradient of a weight: copies dy to the linear's stash slot. */
-static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                            const mt_linear *linear, const void *x, const void *dy) {
+/* The slot in which a split backward keeps dy of a linear. */
+static const mt_slot *mt_stash_slot(const mt_layer *w, const mt_linear *linear) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
     size_t offset = (size_t)((const char *)linear - (const char *)w);
     while (slot < end && slot->stash_of != offset) slot++;
-    MT_CHECK(slot < end && a->num_deferred < MT_MAX_DEFERRED);
-    void *stash = mt_slot_read(a, slot);
+    MT_CHECK(slot < end);
+    return slot;
+}
+
+/* The halves of a linear's backward to compute now. A split backward defers the weights' half if x and the stash keep
+ * their values until then. */
+static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_activations *a, const mt_linear *linear,
+                                  const void *x) {
+    const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
+    if (p->halves != MT_BACKWARD_INPUT) return p->halves;
+    while (slot < end && mt_slot_read(a, slot) != x) slot++;
+    MT_CHECK(slot < end);
+    bool kept = slot->residency == MT_KEEP && mt_stash_slot(w, linear)->residency == MT_KEEP;
+    return kept ? MT_BACKWARD_INPUT : MT_BACKWARD_BOTH;
+}
+
+/* Defers the gradient of a weight: copies dy to the linear's stash slot. */
+static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                            const mt_linear *linear, const void *x, const void *dy) {
+    MT_CHECK(a->num_deferred < MT_MAX_DEFERRED);
+    void *stash = mt_slot_read(a, mt_stash_slot(w, linear));
     int64_t rows = linear->kind == MT_LINEAR_COLUMN ? p->T : p->rows;
     m->ops->memory_copy(stash, dy, rows * linear->N * mt_dtype_size(m->dtype), p->stream);
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
@@ -5245,8 +5326,9 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer 
 /* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
 static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                                      const mt_linear *linear, const mt_linear_io *io) {
-    mt_linear_backward(&p->tp, linear, io, p->halves);
-    if (p->halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
+    int halves = mt_layer_linear_halves(p, w, a, linear, io->x);
+    mt_linear_backward(&p->tp, linear, io, halves);
+    if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
 
 /* The weights' half of a split backward. */
@@ -5264,13 +5346,13 @@ static bool mt_uses_layernorm(const mt_model *m) {
 
 /* ==== §9c norms and the residual stream =========================================================================== */
 
-/* Dropout at one place of one layer; places have independent keys. */
+/* The dropouts of a layer; each has a key of its own. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
-static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int place) {
-    double rate = place == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
-    uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
+static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
+    double rate = which == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
+    uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + which);
     return (mt_dropout){.p = p->training ? rate : 0,
                         .key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_DROPOUT, index)};
 }
@@ -5286,7 +5368,7 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
 }
 
 static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
-    mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
+    mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype)->modules = MT_MODULE_LAYERNORM;
     if (mt_uses_layernorm(m)) mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
     mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
@@ -5323,11 +5405,13 @@ typedef struct mt_next_norm {
 /* out = residual + dropout(scratch.block_out), then the next norm of out (w NULL: none); one operation if the backend
  * has it. */
 static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
-                                int place, mt_next_norm next) {
-    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+                                int which, mt_next_norm next) {
+    mt_dropout dropout = mt_model_dropout(m, p, number, which);
     const int64_t *index = p->batch->token_index + p->first_row;
     const void *x = m->scratch.block_out;
-    if (next.w && m->ops->residual_norm_forward) {
+    // a replayed norm runs alone, and the two may sum in different orders
+    bool fuses = m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM);
+    if (next.w && fuses) {
         mt_norm_args a = mt_norm_operands(m, p, next.w, next.n);
         a.x = x, a.residual = residual, a.sum = out, a.token_index = index, a.dropout = dropout;
         m->ops->residual_norm_forward(&a, m->dtype, p->stream);
@@ -5338,9 +5422,9 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
 }
 
 /* Returns the gradient of a block's output: scratch.dresidual, or with dropout scratch.block_out. */
-static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int which) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+    mt_dropout dropout = mt_model_dropout(m, p, number, which);
     if (dropout.p == 0) return s->dresidual;
     m->ops->dropout_add_backward(s->block_out, s->dresidual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
                                  &dropout, m->dtype, p->stream);
@@ -5372,8 +5456,9 @@ static int64_t mt_latent_width(const mt_options *o) {
 static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     const mt_options *o = m->options;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
-    MT_SLOT(s, q, T, m->H * m->D, m->dtype)->stash_of = offsetof(mt_layer, q_b);
-    MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype)->stash_of = offsetof(mt_layer, kv_b);
+    mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
+    q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
+    q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ;
     MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype)->stash_of = offsetof(mt_layer, latent);
     MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype);
     MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype);
@@ -5381,9 +5466,14 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
 }
 
-static void mt_attention_slots(const mt_model *m, mt_slots *s) {
+/* A recomputed unit keeps its first layer's input, or this rank's part of it. */
+static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    bool starts_unit = w && w->recomputed && w->index == w->unit,
+         splits_input = m->options->distribute_saved_activations;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
-    MT_SLOT(s, input, R, m->C, m->dtype)->stash_of = offsetof(mt_layer, o);
+    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype);
+    input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
+    if (starts_unit && splits_input) MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype)->once = true;
     mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm));
     if (m->options->multi_latent_attention)
         mt_latent_slots(m, s);
@@ -5567,17 +5657,20 @@ static int64_t mt_rope_column(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank;
 }
 
-/* input_norm.y -> q, k and v. */
-static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    const mt_layer_scratch *s = &m->scratch;
-    const void *x = a->input_norm.y;
-    bool has_q_latent = m->options->q_lora_rank > 0;
-    int64_t R = m->rotary_dim;
-    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = x, .y = a->latent});
+/* input_norm.y -> latents, normalised. */
+static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_norm.y, .y = a->latent});
     mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
-    if (has_q_latent) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
-    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = has_q_latent ? a->q_latent : x, .y = a->q});
+    if (m->options->q_lora_rank > 0) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
     m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
+}
+
+/* Latents -> q, k and v. */
+static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t R = m->rotary_dim;
+    const void *q_input = m->options->q_lora_rank > 0 ? a->q_latent : a->input_norm.y;
+    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = q_input, .y = a->q});
     mt_linear_forward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv_b_out});
     mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = mt_at(m, a->latent, mt_rope_column(m->options)), rope.x_stride = mt_latent_width(m->options);
@@ -5636,7 +5729,8 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer 
 /* middle = input + dropout(attention(input_norm)), with input_norm = norm(input) as input; then mlp_norm of middle. */
 static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     if (m->options->multi_latent_attention) {
-        mt_latent_qkv_forward(m, p, w, a);
+        mt_latent_down_forward(m, p, w, a);
+        mt_latent_up_forward(m, p, w, a);
     } else {
         mt_linear_forward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_norm.y, .y = a->qkv});
         mt_qk_forward(m, p, w, a);
@@ -5652,11 +5746,18 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
     mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, mlp_norm);
 }
 
+/* Selective recomputation of the attention block. */
+static void mt_attention_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    if (m->recompute_modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
+    if (m->recompute_modules & MT_MODULE_MLA_UP_PROJ) mt_latent_up_forward(m, p, w, a);
+}
+
 /* scratch.dresidual: gradient of `middle` in, gradient of `input` out. */
 static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
-    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->dattended}, p->halves);
+    int halves = mt_layer_linear_halves(p, w, a, &w->o, a->attended);
+    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->dattended}, halves);
 
     mt_qkv_view d = mt_gradient_view(m, p);
     mt_attention call = mt_attention_call(m, p, w, a);
@@ -5673,7 +5774,7 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
         mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
     }
     mt_residual_norm_backward(m, p, &w->input_norm, &a->input_norm, a->input);
-    if (p->halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
+    if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
 }
 
 /* ==== §9e MLP ===================================================================================================== */
@@ -5684,36 +5785,40 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
 }
 
 /* F: width of the MLP or of the shared expert; 0: none. */
-static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
+static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shared_expert) {
     int64_t T = m->plan.max_tokens;
+    unsigned modules = is_shared_expert ? MT_MODULE_SHARED_EXPERTS | MT_MODULE_MOE : MT_MODULE_MLP;
     MT_SLOT(s, middle, m->max_rows, m->C, m->dtype)->stash_of = offsetof(mt_layer, down);
     mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm));
-    MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype)->stash_of = offsetof(mt_layer, fc1);
-    MT_SLOT(s, mlp_active, T, F, m->dtype);
+    mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
+    hidden->stash_of = offsetof(mt_layer, fc1), hidden->modules = modules;
+    MT_SLOT(s, mlp_active, T, F, m->dtype)->modules = modules;
 }
 
-/* scratch.block_out = down(activation(fc1(mlp_norm))). gates[T] scale a shared expert's activation, or NULL. fc1
- * computes the tanh approximation of GELU itself. */
-static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates) {
+/* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
+ * output. gates[T] scale a shared expert's activation, or NULL. fc1 computes the tanh approximation of GELU itself. */
+static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates,
+                           bool replay) {
     mt_activation activation = mt_options_activation(m->options);
     bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
     if (!fused)
         m->ops->activation_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, activation, m->dtype, p->stream);
+    if (replay) return;
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
 
 /* scratch.dnormed = gradient of mlp_norm.y, from dout, the gradient of the MLP's output; and dgates[T]. In a split
- * backward the caller defers `down`: its stash slot is still in use here. */
+ * backward `halves` are those of `down`, and the caller defers its weights' half: the stash is still in use here. */
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
-                            const float *gates, float *dgates) {
+                            const float *gates, float *dgates, int halves) {
     mt_layer_scratch *s = &m->scratch;
     mt_activation activation = mt_options_activation(m->options);
     bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
     if (fused) down.gelu_input = a->mlp_hidden;
-    mt_linear_backward(&p->tp, &w->down, &down, p->halves);
+    mt_linear_backward(&p->tp, &w->down, &down, halves);
     if (!fused)
         m->ops->activation_backward(s->dmlp_hidden, gates ? dgates : NULL, s->dmlp_active, a->mlp_hidden, gates, p->T,
                                     w->F, activation, m->dtype, p->stream);
@@ -5827,11 +5932,14 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
     mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, mt_fc1_width(m, e->F), m->dtype);
-    mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
+    mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
+    active->modules = MT_MODULE_MOE_ACT;
     if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
-    if (e->group->size == 1 || e->uses_allgather) return;
-    mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
-    mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+    if (e->group->size > 1 && !e->uses_allgather) {
+        mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
+        mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+    }
+    for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
 }
 
 /* True if the number of received rows does not depend on the data. */
@@ -5845,8 +5953,8 @@ static int64_t mt_expert_rows_received(const mt_experts *e) {
     return size == 1 ? e->num_choices : e->num_choices / e->num_destinations * e->num_local * size;
 }
 
-/* The slots of an mt_routing. */
-static void mt_routing_slots(const mt_model *m, mt_slots *s) {
+/* The slots of a layer's mt_routing. */
+static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_experts *e = m->experts;
     int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
     s->count = 0;
@@ -5854,7 +5962,7 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s) {
     MT_ROUTING_SLOT(s, probs, N, k, MT_F32);
     MT_ROUTING_SLOT(s, experts, N, k, MT_I32);
     if (e->has_capacity) MT_ROUTING_SLOT(s, kept, N, k, MT_I32);
-    if (e->has_aux_loss) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32);
+    if (e->has_aux_loss) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32)->once = true;
     if (m->options->moe_shared_expert_gate) {
         MT_ROUTING_SLOT(s, gate_logits, R, 1, MT_F32);
         MT_ROUTING_SLOT(s, gates, m->plan.max_tokens, 1, MT_F32);
@@ -5864,15 +5972,18 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s) {
     MT_ROUTING_SLOT(s, token, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, offsets, e->num_destinations + 1, 1, MT_I32);
     if (size > 1 && !e->uses_allgather) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
+    for (int64_t i = 0; i < s->count; i++) s->slots[i].modules = MT_MODULE_MOE;
     if (mt_expert_rows_fixed(m))
         mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false);
+    mt_slots_place(m, s, w);
 }
 
 /* Allocates the slots of a routing; a field without a slot of its own shares that of another. */
-static void mt_routing_allocate(const mt_model *m, mt_routing *r, mt_arena *arena) {
+static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residency residency, mt_routing *r,
+                                mt_arena *arena) {
     mt_slots slots;
-    mt_routing_slots(m, &slots);
-    mt_slots_allocate(&slots, r, arena);
+    mt_routing_slots(m, &slots, w);
+    mt_slots_allocate(&slots, residency, r, arena);
     if (!m->experts->has_capacity) r->kept = r->experts;
     if (m->experts->group->size == 1 || m->experts->uses_allgather) r->expert_offsets = r->offsets;
     if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
@@ -5880,13 +5991,22 @@ static void mt_routing_allocate(const mt_model *m, mt_routing *r, mt_arena *aren
 
 /* ---- expert rows whose number depends on the data */
 
-/* Allocates room for M rows; with `dispatched` only input and weights. */
-static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M,
-                                    bool dispatched) {
+/* The values of M rows to allocate: those of a layer with this residency. layer NULL: all that experts.rows has, or
+ * with `dispatched` only input and weights. */
+typedef struct mt_expert_rows_plan {
+    int64_t M;
+    bool dispatched;
+    const mt_layer *layer;
+    mt_residency residency;
+} mt_expert_rows_plan;
+
+static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_arena *arena,
+                                    const mt_expert_rows_plan *plan) {
     mt_slots slots = {.count = 0};
-    mt_expert_rows_slots(m, &slots, 0, M, dispatched);
-    mt_slots_allocate(&slots, rows, arena);
-    rows->capacity = M;
+    mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched);
+    mt_slots_place(m, &slots, plan->layer);
+    mt_slots_allocate(&slots, plan->residency, rows, arena);
+    rows->capacity = plan->M;
 }
 
 /* Expected number of received rows: an even share and 25% more. */
@@ -5894,18 +6014,35 @@ static int64_t mt_expert_rows_expected(const mt_model *m) {
     return m->experts->num_choices * 5 / 4;
 }
 
-/* Grows `rows` to room for M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated in
- * the order of m->stream, which waits for all other streams beforehand. The host must not wait: this rank may grow
+/* Grows `rows` to room for plan.M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated
+ * in the order of m->stream, which waits for all other streams beforehand. The host must not wait: this rank may grow
  * while the others do not and already wait for it in a collective. */
-static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, int64_t M, bool dispatched) {
-    if (M <= rows->capacity) return;
+static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, mt_expert_rows_plan plan) {
+    if (plan.M <= rows->capacity) return;
     if (rows->memory) m->ops->memory_free_ordered(rows->memory, m->stream);
     mt_arena arena = {0};
-    M = mt_max(M * 9 / 8, mt_expert_rows_expected(m));
-    mt_expert_rows_allocate(m, rows, &arena, M, dispatched);
-    rows->memory = m->ops->memory_alloc_ordered(arena.used, m->stream);
+    plan.M = mt_max(plan.M * 9 / 8, mt_expert_rows_expected(m));
+    mt_expert_rows_allocate(m, rows, &arena, &plan);
+    rows->memory = arena.used > 0 ? m->ops->memory_alloc_ordered(arena.used, m->stream) : NULL;
     arena = (mt_arena){.base = rows->memory, .capacity = arena.used};
-    mt_expert_rows_allocate(m, rows, &arena, M, dispatched);
+    mt_expert_rows_allocate(m, rows, &arena, &plan);
+}
+
+/* Room for the rows that a layer received. Its recomputed values lie in the layer's recompute buffer. */
+static void mt_layer_rows_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
+    mt_expert_rows *shared = mt_recompute_buffer_of(m, w)->rows;
+    mt_expert_rows_plan plan = {.M = r->num_rows, .layer = w, .residency = MT_KEEP};
+    mt_slots slots = {.count = 0};
+    if (mt_expert_rows_fixed(m)) return; // they are in the arena
+    mt_expert_rows_reserve(m, &r->rows, plan);
+    mt_expert_rows_slots(m, &slots, 0, 0, false);
+    mt_slots_place(m, &slots, w);
+    plan.residency = MT_RECOMPUTE;
+    for (const mt_slot *slot = slots.slots; slot < slots.slots + slots.count; slot++) {
+        if (slot->residency != MT_RECOMPUTE) continue;
+        mt_expert_rows_reserve(m, shared, plan); // for the first such slot
+        memcpy((char *)&r->rows + slot->field, (const char *)shared + slot->field, sizeof(void *));
+    }
 }
 
 static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
@@ -6085,7 +6222,7 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
 }
 
 /* Dispatch, preprocess: order and number of sent and received rows. */
-static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r) {
+static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
     int64_t k = e->router.topk, N = e->uses_allgather ? e->group->size * p->rows : p->rows, own = mt_own_offset(m, p);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
@@ -6111,10 +6248,10 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r)
         dispatch.capacity > 0 ? mt_exchange_counts_padded(m, p, r, dispatch.capacity) : mt_exchange_counts(m, p, r);
     }
     int64_t M = mt_max(r->num_rows, e->uses_allgather ? 0 : P);
-    mt_expert_rows_reserve(m, &e->rows, M, false);
-    mt_expert_rows_reserve(m, &r->rows, r->num_rows, false);
+    mt_expert_rows_reserve(m, &e->rows, (mt_expert_rows_plan){.M = M});
+    mt_layer_rows_reserve(m, w, r);
     if (e->group->size == 1 || e->uses_allgather) return;
-    mt_expert_rows_reserve(m, &e->dispatched, M, true);
+    mt_expert_rows_reserve(m, &e->dispatched, (mt_expert_rows_plan){.M = M, .dispatched = true});
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
                            e->num_local, r->num_rows, p->stream);
     r->host_offsets[0] = 0;
@@ -6193,8 +6330,8 @@ static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing 
     mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
 }
 
-/* out[N, C] = base + sum of each token's results. Fused: one gather per token. Unfused: scatter-add rows into zeros;
- * embedding_backward sums in a fixed order. */
+/* out[N, C] = base + sum of each token's results. Fused: one gather per token. Unfused: rows are added to zeros, in a
+ * fixed order. */
 static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base,
                                int64_t N) {
     mt_experts *e = m->experts;
@@ -6252,21 +6389,28 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
 
-/* mt_expert_output = experts(rows.input), scaled by rows.weights. */
-static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+/* rows.active = activation(rows.hidden). */
+static void mt_expert_active_forward(mt_model *m, const mt_pass *p, const mt_routing *r) {
+    const mt_expert_rows *rows = &r->rows;
+    m->ops->activation_forward(rows->active, rows->hidden, m->experts->scales_output ? NULL : rows->weights,
+                               r->num_rows, m->experts->F, mt_options_activation(m->options), m->dtype, p->stream);
+}
+
+/* mt_expert_output = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
+ * reads, not the output. */
+static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
-    int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
     fc1.x = rows->input, fc1.y = rows->hidden;
     down.x = rows->active, down.y = e->scales_output ? rows->output : mt_expert_output(m);
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    m->ops->activation_forward(rows->active, rows->hidden, e->scales_output ? NULL : rows->weights, M, F,
-                               mt_options_activation(m->options), m->dtype, p->stream);
-    mt_linear_forward(&p->tp, &w->expert_down, &down);
-    if (e->scales_output)
-        m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
+    mt_expert_active_forward(m, p, r);
+    if (!replay || e->scales_output) mt_linear_forward(&p->tp, &w->expert_down, &down);
+    if (!replay && e->scales_output)
+        m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, r->num_rows, m->C, m->dtype,
+                                   p->stream);
 }
 
 /* mt_expert_output = gradient of rows.input, from the gradient of the results in experts.rows.input; experts.rows also
@@ -6293,17 +6437,24 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
 
 /* ---- forward and backward */
 
+static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
+    bool has_gate = m->options->moe_shared_expert_gate;
+    if (w->F == 0) return;
+    if (has_gate) mt_shared_gate_forward(m, p, w, a->routing, a->mlp_norm.y);
+    mt_mlp_forward(m, p, w, a, has_gate ? a->routing->gates : NULL, replay);
+}
+
 /* scratch.block_out = weighted sum of the chosen experts of each token of mlp_norm.y[R, C], plus the shared expert,
- * which computes during the exchange. */
-static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+ * which computes during the exchange; with `replay` only the values that the backward reads, not the output. */
+static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
     mt_routing *r = a->routing;
     mt_route_forward(m, p, w, r, a->mlp_norm.y);
-    mt_dispatch_preprocess(m, p, r);
+    mt_dispatch_preprocess(m, p, w, r);
     mt_dispatch_exchange(m, p, r, a->mlp_norm.y, r->probs);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, p, w, r, a->mlp_norm.y);
-    if (w->F > 0) mt_mlp_forward(m, p, w, a, m->options->moe_shared_expert_gate ? r->gates : NULL);
+    mt_shared_expert_forward(m, p, w, a, replay);
     mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_norm.y, r->probs);
-    mt_expert_mlp_forward(m, p, w, r);
+    mt_expert_mlp_forward(m, p, w, r, replay);
+    if (replay) return;
     mt_combine_exchange(m, p, r);
     mt_combine_postprocess(m, p, r, m->scratch.block_out, w->F > 0 ? m->scratch.block_out : NULL);
 }
@@ -6317,7 +6468,8 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
     if (w->F > 0)
-        mt_mlp_backward(m, &both, w, a, dout, m->options->moe_shared_expert_gate ? r->gates : NULL, e->dgates);
+        mt_mlp_backward(m, &both, w, a, dout, m->options->moe_shared_expert_gate ? r->gates : NULL, e->dgates,
+                        MT_BACKWARD_BOTH);
     if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL);
     mt_expert_mlp_backward(m, p, w, r);
@@ -6336,30 +6488,51 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
 /* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     s->count = 0;
-    mt_attention_slots(m, s);
-    mt_mlp_slots(m, s, w ? w->F : m->F);
+    mt_attention_slots(m, s, w);
+    mt_mlp_slots(m, s, w ? w->F : m->F, w && w->expert_bucket >= 0);
+    mt_slots_place(m, s, w);
 }
 
-/* output = middle + dropout(mlp(mlp_norm)), with mlp_norm = norm(middle) as input; and the next norm, if any. */
+/* output = middle + dropout(mlp(mlp_norm)), with mlp_norm = norm(middle) as input; and the next norm, if any. output
+ * NULL: only the values that the backward reads. */
 static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
                                  mt_next_norm next) {
     if (w->expert_bucket >= 0)
-        mt_experts_forward(m, p, w, a);
+        mt_experts_forward(m, p, w, a, !output);
     else
-        mt_mlp_forward(m, p, w, a, NULL);
-    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+        mt_mlp_forward(m, p, w, a, NULL, !output);
+    if (output) mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+}
+
+/* Selective recomputation of the MLP block. */
+static void mt_mlp_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    unsigned modules = m->recompute_modules;
+    if (modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, &w->mlp_norm, &a->mlp_norm, a->middle);
+    if (w->expert_bucket < 0) {
+        if (modules & MT_MODULE_MLP) mt_mlp_forward(m, p, w, a, NULL, true);
+        return;
+    }
+    if (modules & MT_MODULE_MOE) {
+        mt_experts_forward(m, p, w, a, true);
+        return;
+    }
+    if (modules & MT_MODULE_SHARED_EXPERTS) mt_shared_expert_forward(m, p, w, a, true);
+    if (!(modules & MT_MODULE_MOE_ACT)) return;
+    mt_layer_rows_reserve(m, w, a->routing);
+    mt_expert_active_forward(m, p, a->routing);
 }
 
 /* scratch.dresidual: gradient of `output` in, gradient of `middle` out. */
 static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_MLP_OUT);
     bool has_experts = w->expert_bucket >= 0;
+    int halves = has_experts ? MT_BACKWARD_BOTH : mt_layer_linear_halves(p, w, a, &w->down, a->mlp_active);
     if (has_experts)
         mt_experts_backward(m, p, w, a, dout);
     else
-        mt_mlp_backward(m, p, w, a, dout, NULL, NULL);
+        mt_mlp_backward(m, p, w, a, dout, NULL, NULL, halves);
     mt_residual_norm_backward(m, p, &w->mlp_norm, &a->mlp_norm, a->middle);
-    if (p->halves == MT_BACKWARD_INPUT && !has_experts) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
+    if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
 }
 
 /* output[R, C] from the input and its norm, which are in `a`; and the next norm, if any. */
@@ -6369,8 +6542,15 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_mlp_block_forward(m, p, w, a, output, next);
 }
 
+/* The values of modules that are recomputed are in the layer's buffer, or else computed again. */
 static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
+    mt_pass replay = *p;
+    replay.replay = true;
+    bool replays = m->recompute_modules && m->recomputed != a;
+    if (replays) mt_mlp_block_replay(m, &replay, w, a);
     mt_mlp_block_backward(m, p, w, a);
+    if (replays) mt_attention_block_replay(m, &replay, w, a);
+    if (replays) m->recomputed = a;
     mt_attention_block_backward(m, p, w, a);
 }
 
@@ -7060,16 +7240,31 @@ static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, b
     if (params) mt_bucket_release(m, w->bucket);
 }
 
-/* Layers [begin, end) of the chunk, from the first one's saved input to `output`. Each layer also computes the next
- * layer's input norm; the first layer's is computed here, so any range of layers can be replayed alone. */
-static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output) {
+/* With --distribute-saved-activations a rank keeps its part of a unit's input; a replay gathers the whole. */
+static void mt_unit_input(mt_model *m, const mt_pass *p, mt_activations *a) {
+    const mt_group *tensor = &m->grid->tensor;
+    int64_t count = p->rows * m->C / tensor->size;
+    if (!a->input_part) return;
+    if (p->replay)
+        m->ops->all_gather(a->input, a->input_part, count, m->dtype, tensor, p->stream);
+    else
+        m->ops->memory_copy(a->input_part, mt_at(m, a->input, tensor->rank * count), count * mt_dtype_size(m->dtype),
+                            p->stream);
+}
+
+/* Layers [begin, end) of the chunk, from the first one's saved input to `output` and its norm, if any; output NULL:
+ * only the values that the backward reads. Each layer also computes the next layer's input norm; the first layer's is
+ * computed here, so that a forward of the whole unit and its replay run the same operations. */
+static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output,
+                              mt_next_norm output_norm) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
         mt_activations *a = &p->mb->layers[m->plan.train ? i : 0], *after = m->plan.train ? a + 1 : a;
-        mt_next_norm next = {0};
+        mt_next_norm next = output_norm;
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
+            mt_unit_input(m, p, a);
             mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
@@ -7080,7 +7275,16 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         mt_layer_forward(m, p, w, a, i + 1 < end ? after->input : output, next);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
+        m->recomputed = w->recomputed || m->recompute_modules ? a : m->recomputed;
     }
+}
+
+/* Full recomputation of the unit [begin, end), unless the buffers still hold its values. */
+static void mt_unit_replay(mt_model *m, const mt_pass *p, int64_t begin, int64_t end) {
+    mt_pass replay = *p;
+    replay.replay = true;
+    if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
+    mt_layers_forward(m, &replay, begin, end, NULL, (mt_next_norm){0});
 }
 
 /* ==== §10b multi-token prediction ================================================================================= */
@@ -7210,10 +7414,8 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_embed_forward(m, p, p->mb->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
         mt_mtp_join_forward(m, p, k, a->input);
-        mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
-        if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        mt_layer_forward(m, p, w, a, out->hidden, (mt_next_norm){&w->mtp_final_norm, &out->norm});
-        if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
+        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, out->hidden,
+                          (mt_next_norm){&w->mtp_final_norm, &out->norm});
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
         mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
@@ -7232,6 +7434,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
+        mt_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)]);
         mt_mtp_join_backward(m, p, k);
         mt_layer_release(m, p, w, true, true);
@@ -7384,6 +7587,14 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     mt_bucket_release(m, m->output_bucket);
 }
 
+/* The end of the unit of a chunk's layer: of the layers that one replay restores, or of all. */
+static int64_t mt_unit_end(const mt_model *m, int64_t chunk, int64_t layer) {
+    const mt_layer *layers = m->layers + m->first_local[chunk];
+    int64_t end = layer;
+    while (end < m->stages[chunk].num_layers && layers[end].unit == layers[layer].unit) end++;
+    return end;
+}
+
 /* The residual stream at the chunk's input. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
     return m->stages[p->mb->chunk].num_layers > 0 ? p->mb->layers[0].input : p->mb->outputs[0].hidden;
@@ -7393,7 +7604,11 @@ static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
-    mt_layers_forward(m, p, 0, stage->num_layers, p->mb->outputs[0].hidden);
+    for (int64_t begin = 0, end; begin < stage->num_layers; begin = end) {
+        end = mt_unit_end(m, p->mb->chunk, begin);
+        void *output = end < stage->num_layers ? p->mb->layers[end].input : p->mb->outputs[0].hidden;
+        mt_layers_forward(m, p, begin, end, output, (mt_next_norm){0});
+    }
 }
 
 /* scratch.dresidual: gradient of the chunk's output in, gradient of its input out. */
@@ -7401,6 +7616,7 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        if (i + 1 == mt_unit_end(m, p->mb->chunk, i)) mt_unit_replay(m, p, w->unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         mt_layer_backward(m, p, w, &p->mb->layers[i]);
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
@@ -8012,17 +8228,16 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
-    bool begun = progress->gradients_acquired;
+    if (progress->gradients_acquired) return;
     progress->gradients_acquired = true;
-    bool begins = !begun && (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS);
-    if (b->strategy >= MT_SHARD_GRADS && !begun) {
+    if (b->strategy >= MT_SHARD_GRADS) {
         mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
         buffer->users++;
         if (buffer == s->reducing) mt_wait_stream(m, m->stream, s->grad_stream);
         b->grads = buffer->memory;
         mt_bucket_bind(m, bucket);
     }
-    if (begins) mt_bucket_zero_gradients(m, b);
+    if (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS) mt_bucket_zero_gradients(m, b);
 }
 
 /* Starts the reduction of a bucket's whole gradients over ranks. */
@@ -8048,8 +8263,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
         if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
     } else {
-        mt_wait_stream(m, m->stream,
-                       s->grad_stream); // previous reductions: frees their buffers
+        mt_wait_stream(m, m->stream, s->grad_stream); // for the previous reductions, which frees their buffers
         mt_bucket_reduce(m, bucket);
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
@@ -8057,8 +8271,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
         m->buckets[bucket].grads = NULL;
         mt_bucket_bind(m, bucket);
     }
-    progress->gradients_acquired = false;
-    progress->has_gradients = true;
+    progress->gradients_acquired = false, progress->has_gradients = true;
 }
 
 /* Starts a step: no bucket has gradients. */
@@ -8371,7 +8584,7 @@ typedef struct mt_bad_steps {
     int64_t rewound;           // bad step of the last rewind
 } mt_bad_steps;
 
-/* A training step that was enqueued. There are two slots, so the host is at most two steps ahead of the device. */
+/* An enqueued training step. There are two entries, so the host is at most two steps ahead of the device. */
 typedef struct mt_pending_step {
     int64_t iteration; // 0: none left to check
     mt_event *done;    // its result has arrived; NULL: the backend is synchronous
@@ -8382,7 +8595,7 @@ typedef struct mt_trainer {
     mt_action *actions; // of the schedule, for this rank
     int64_t max_actions;
     mt_bad_steps bad_steps;
-    int64_t num_steps; // enqueued steps; step i uses slot i % 2
+    int64_t num_steps; // enqueued steps; step i uses entry i % 2
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were last read
@@ -8397,8 +8610,7 @@ static void mt_experts_begin(mt_model *m) {
     if (m->options->num_experts == 0) return;
     m->ops->memory_zero(e->losses, 2 * 8, m->stream);
     if (e->num_layers == 0) return;
-    m->ops->memory_zero(e->kept, 2 * e->num_layers * e->router.num_experts * 4, m->stream); // and `global`
-    m->ops->memory_zero(e->loads, e->num_layers * e->router.num_experts * 4, m->stream);
+    m->ops->memory_zero(e->loads, 3 * e->num_layers * e->router.num_experts * 4, m->stream); // and `kept` and `global`
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
@@ -8462,8 +8674,8 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     metrics->dropped = 1 - sums[2] / sums[1];
 }
 
-/* Describes the origin of a bad step: the first layer with a router logit that is not finite, on its first rank. Every
- * rank calls this and writes the same text; `text` stays unchanged if all routers are finite. */
+/* Describes the origin of a bad step: the first layer with a router logit that is not finite, and its first rank. Every
+ * rank calls this and writes the same text; `text` is unchanged if all router logits are finite. */
 static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
     const mt_group *world = &m->grid->world;
     double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
@@ -8596,14 +8808,14 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     return status;
 }
 
-/* Sums loss and token count over all ranks: samples, sequence parts, and the stage with the loss. */
+/* Sums losses and token counts over all ranks: samples, sequence parts, and the stage with the loss. */
 static void mt_sums_finish(mt_model *m, bool training) {
-    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
-    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
-    if (m->options->mtp_num_layers == 0 || !training) return;
-    double *mtp = m->numbers->mtp;
-    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
-    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
+    const mt_group *groups[] = {&m->grid->data_context, &m->grid->pipeline};
+    int64_t modules = training ? m->options->mtp_num_layers : 0;
+    for (int i = 0; i < 2; i++) {
+        m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, groups[i], m->stream);
+        if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
+    }
 }
 
 /* Forwards and backwards of all micro-batches, and gradients summed over ranks; adds to `tokens`. */
@@ -8630,12 +8842,12 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 }
 
 /* Enqueues the copies of a step's results to the host. */
-static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
-    mt_step_result *result = &m->trainer->results[slot];
+static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
+    mt_step_result *result = &m->trainer->results[entry];
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     mt_experts_copy_report(m, result);
-    m->ops->event_record(m->trainer->pending[slot].done, m->stream);
-    m->trainer->pending[slot].iteration = iteration;
+    m->ops->event_record(m->trainer->pending[entry].done, m->stream);
+    m->trainer->pending[entry].iteration = iteration;
 }
 
 /* ---- bad steps */
@@ -8690,13 +8902,13 @@ static int mt_step_handle_bad(mt_model *m, int64_t iteration, const mt_step_resu
     return 0;
 }
 
-/* Waits for a slot's result and checks it. */
-static int mt_step_check(mt_model *m, int slot, mt_error *error) {
-    int64_t iteration = m->trainer->pending[slot].iteration;
-    const mt_step_result *result = &m->trainer->results[slot];
+/* Waits for an entry's result and checks it. */
+static int mt_step_check(mt_model *m, int entry, mt_error *error) {
+    int64_t iteration = m->trainer->pending[entry].iteration;
+    const mt_step_result *result = &m->trainer->results[entry];
     if (iteration == 0) return 0;
-    m->ops->event_synchronize(m->trainer->pending[slot].done);
-    m->trainer->pending[slot].iteration = 0;
+    m->ops->event_synchronize(m->trainer->pending[entry].done);
+    m->trainer->pending[entry].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
     mt_guard_check check = (mt_guard_check)result->numbers.guard[MT_GUARD_CHECK];
     if (check == MT_NO_TOKENS) {
@@ -8715,7 +8927,7 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* Completes all pending work and asks the caller to rewind to the last checkpoint. */
+/* Completes all pending work, then requests a rewind from the caller. */
 static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
     m->ops->stream_synchronize(m->stream);
@@ -8823,23 +9035,23 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
 int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time();
-    int slot = (int)(m->trainer->num_steps % 2);
+    int entry = (int)(m->trainer->num_steps % 2);
     int64_t tokens;
     m->trainer->data_seconds = 0;
-    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last, which used this slot
+    if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_experts_update_biases(m);
     mt_optimizer_step(m, state);
-    mt_step_report(m, slot, state->iteration + 1);
+    mt_step_report(m, entry, state->iteration + 1);
     m->trainer->num_steps++;
-    if (metrics || !m->trainer->pending[slot].done)
+    if (metrics || !m->trainer->pending[entry].done)
         if (mt_steps_check(m, error) != 0) return -1;
     m->trainer->unread_tokens += (double)(tokens * m->grid->data.size);
     m->trainer->unread_seconds += mt_time() - begin;
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (metrics) {
-        const mt_step_result *result = &m->trainer->results[slot];
+        const mt_step_result *result = &m->trainer->results[entry];
         *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
                                 .grad_norm = (double)result->numbers.grad_norm,
                                 .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
@@ -8895,7 +9107,7 @@ static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
 }
 
-/* Buffers that the layers with experts share. */
+/* Scratch and counters that the layers with experts share. No slots: no layer's value stays here until its backward. */
 static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
@@ -8904,8 +9116,9 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     if (e->num_layers == 0) return;
     if (mt_expert_rows_fixed(m)) {
         int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
-        mt_expert_rows_allocate(m, &e->rows, arena, M, false);
-        if (size > 1) mt_expert_rows_allocate(m, &e->dispatched, arena, M, true);
+        mt_expert_rows_plan plan = {.M = M}, dispatched = {.M = M, .dispatched = true};
+        mt_expert_rows_allocate(m, &e->rows, arena, &plan);
+        if (size > 1) mt_expert_rows_allocate(m, &e->dispatched, arena, &dispatched);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_offset_pointer(e->loads, e->num_layers * E * 4);
@@ -8942,14 +9155,29 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     e->all_index = mt_arena_alloc(arena, all * 8);
 }
 
-/* The activations of a layer; layer -1: one set for all layers of this rank, if no layer saves anything. */
-static void mt_plan_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
-    const mt_layer *w = layer < 0 ? NULL : &m->layers[layer];
+/* The activations of a layer with one residency; w NULL: one set for all layers of this rank, if no layer saves
+ * anything. */
+static void mt_plan_layer(const mt_model *m, const mt_layer *w, mt_residency residency, mt_activations *a,
+                          mt_arena *arena) {
     mt_slots any;
     if (!w) mt_layer_slots(m, &any, NULL);
-    mt_slots_allocate(w ? w->slots : &any, a, arena);
+    mt_slots_allocate(w ? w->slots : &any, residency, a, arena);
     bool has_experts = w ? w->expert_bucket >= 0 : m->experts->num_layers > 0;
-    if (has_experts) mt_routing_allocate(m, a->routing, arena);
+    if (has_experts) mt_routing_allocate(m, w, residency, a->routing, arena);
+}
+
+/* The buffers of recomputed values: each as large as the largest layer's that uses it. */
+static void mt_plan_recompute(mt_model *m, mt_arena *arena) {
+    mt_routing routing = {0};
+    mt_activations a = {.routing = &routing};
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_recompute_buffer *buffer = mt_recompute_buffer_of(m, &m->layers[i]);
+        mt_arena sizes = {0};
+        mt_plan_layer(m, &m->layers[i], MT_RECOMPUTE, &a, &sizes);
+        buffer->bytes = mt_max(buffer->bytes, sizes.used);
+    }
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++)
+        m->recompute_buffers[i].memory = mt_arena_alloc(arena, m->recompute_buffers[i].bytes);
 }
 
 /* Sizes of context-parallel attention. */
@@ -8966,7 +9194,8 @@ static mt_context_plan mt_model_context_plan(const mt_model *m) {
                              .train = m->plan.train};
 }
 
-/* Memory of an output with a head; without has_logits its logits share memory with scratch. */
+/* Memory of an output with a head; without has_logits its logits share memory with scratch. An output and a module have
+ * no slots: nothing recomputes their values, and a split backward runs the head whole. */
 static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     out->norm.y = mt_arena_alloc(arena, R * m->C * size);
@@ -8992,8 +9221,14 @@ static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out
 static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
     const mt_stage *stage = &m->stages[mb->chunk];
     mb->device_batch = mt_arena_alloc(arena, m->batch_bytes);
-    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++)
-        mt_plan_layer(m, m->plan.train ? m->first_local[mb->chunk] + i : -1, &mb->layers[i], arena);
+    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++) {
+        const mt_layer *w = m->plan.train ? &m->layers[m->first_local[mb->chunk] + i] : NULL;
+        mt_plan_layer(m, w, MT_KEEP, &mb->layers[i], arena);
+        if (!w) continue;
+        mt_recompute_buffer *buffer = mt_recompute_buffer_of(m, w);
+        mt_arena recomputed = {.base = buffer->memory, .capacity = buffer->bytes};
+        mt_plan_layer(m, w, MT_RECOMPUTE, &mb->layers[i], &recomputed);
+    }
     mb->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
     if (!stage->loss) return;
     mt_plan_output(m, &mb->outputs[0], arena, !mt_logits_overlap(m));
@@ -9094,6 +9329,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
     int64_t start = arena->used;
+    if (m->plan.train) mt_plan_recompute(m, arena);
     for (int64_t i = 0; i < m->num_micro_batches; i++) mt_plan_micro_batch(m, &m->micro_batches[i], arena);
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
@@ -9188,16 +9424,31 @@ static int64_t mt_experts_expected_bytes(const mt_model *m) {
     const mt_experts *e = m->experts;
     mt_arena arena = {0};
     mt_expert_rows rows;
+    mt_expert_rows_plan plan = {.M = mt_expert_rows_expected(m)};
     if (e->num_layers == 0 || mt_expert_rows_fixed(m)) return 0;
-    int64_t blocks = 1; // experts.rows; then one per saved layer
+    mt_expert_rows_allocate(m, &rows, &arena, &plan);
+    plan.dispatched = true;
+    if (!e->uses_allgather) mt_expert_rows_allocate(m, &rows, &arena, &plan);
+    plan.dispatched = false;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
-             layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++)
-            blocks += m->layers[layer].expert_bucket >= 0 && m->plan.train;
-    mt_expert_rows_allocate(m, &rows, &arena, mt_expert_rows_expected(m), false);
-    int64_t bytes = blocks * arena.used;
-    if (!e->uses_allgather) mt_expert_rows_allocate(m, &rows, &arena, mt_expert_rows_expected(m), true);
-    return bytes + arena.used;
+             layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++) {
+            plan.layer = &m->layers[layer];
+            if (plan.layer->expert_bucket >= 0 && m->plan.train) mt_expert_rows_allocate(m, &rows, &arena, &plan);
+        }
+    plan.residency = MT_RECOMPUTE;
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++) {
+        mt_arena largest = {0}, one;
+        for (int64_t layer = 0; layer < m->num_layers; layer++) {
+            plan.layer = &m->layers[layer], one = (mt_arena){0};
+            if (plan.layer->expert_bucket < 0 || mt_recompute_buffer_of(m, plan.layer) != &m->recompute_buffers[i])
+                continue;
+            mt_expert_rows_allocate(m, &rows, &one, &plan);
+            if (one.used > largest.used) largest = one;
+        }
+        arena.used += largest.used;
+    }
+    return arena.used;
 }
 
 static void mt_experts_close(mt_model *m) {
@@ -9207,6 +9458,7 @@ static void mt_experts_close(mt_model *m) {
             mt_routing *r = m->micro_batches[i].layers[layer].routing;
             if (r) mt_expert_rows_free(m, &r->rows);
         }
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++) mt_expert_rows_free(m, m->recompute_buffers[i].rows);
     mt_expert_rows_free(m, &e->rows);
     mt_expert_rows_free(m, &e->dispatched);
     if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
@@ -9269,8 +9521,7 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
 
 _Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight is the first member of its linear");
 
-/* Kinds and sizes of the linears, from the parameter table, and the slots of the layers. mt_bucket_bind sets the
- * weights. */
+/* Kinds and sizes of the linears, from the parameter table. mt_bucket_bind sets the weights. */
 static void mt_model_linears(mt_model *m) {
     mt_linear *linear = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
@@ -9285,10 +9536,29 @@ static void mt_model_linears(mt_model *m) {
         }
         if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
     }
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        m->layers[i].slots = mt_model_calloc(m, (int64_t)sizeof *m->layers[i].slots);
-        mt_layer_slots(m, m->layers[i].slots, &m->layers[i]);
-    }
+}
+
+/* Units of recomputation, and the slots of all layers. A module of multi-token prediction is a unit of its own. */
+static void mt_model_slots(mt_model *m, const mt_options *o) {
+    bool full = m->plan.train && o->recompute_granularity == MT_RECOMPUTE_FULL;
+    bool by_unit = o->recompute_method == MT_RECOMPUTE_UNIFORM;
+    int64_t number = o->recompute_num_layers;
+    m->num_recompute_buffers = full && by_unit ? number : 1;
+    m->recompute_buffers = mt_model_calloc(m, m->num_recompute_buffers * (int64_t)sizeof *m->recompute_buffers);
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++)
+        m->recompute_buffers[i].rows = mt_model_calloc(m, (int64_t)sizeof(mt_expert_rows));
+    if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
+        m->recompute_modules = o->recompute_modules;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
+        for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
+            mt_layer *w = &m->layers[m->first_local[chunk] + i];
+            bool is_module = i >= m->stages[chunk].num_layers;
+            w->index = i;
+            w->recomputed = full && (by_unit || (i < number && !is_module));
+            w->unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
+            w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
+            mt_layer_slots(m, w->slots, w);
+        }
 }
 
 /* live[chunk] = maximum number of micro-batches between forward and backward in a step; at least 1. */
@@ -9483,6 +9753,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
+    mt_model_slots(m, m->options);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);
     return 0;

@@ -93,6 +93,7 @@ static int open_tokenizer(run *r, mt_error *error) {
         take_tokenizer(r, folder);
     }
     if (!r->tokenizer) return 0;
+    if (o->save && mt_tokenizer_check_links(r->tokenizer, error) != 0) return -1;
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
     if (o->vocab_size == 0) o->vocab_size = vocab_size;
     if (!o->tokenizer_type || o->vocab_size >= vocab_size) return 0;

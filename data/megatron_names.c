@@ -125,7 +125,7 @@ static const struct {
      "bucket-size ddp-bucket-size dp-comm-overlap-bucket-size ddp-num-buckets num-buckets"},
     {MT_NAME_NAMED, "--reset-attention-mask and --reset-position-ids", "dataloader-inter-document-masking"},
     {MT_NAME_NAMED, "--config FILE.yaml", "data-args-path per-split-data-args-path"},
-    {MT_NAME_NAMED, "--recompute-granularity", "checkpoint-activations"},
+    {MT_NAME_NAMED, "--recompute-granularity full", "checkpoint-activations"},
     {MT_NAME_NO_MEANING, "there is one implementation of the model",
      "enable-experimental flash-attention-version is-hybrid-model memory-efficient-layer-norm "
      "moe-single-grouped-bias moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe "
@@ -155,14 +155,19 @@ static const struct {
      "train validation with-name-predicate"},
     {MT_NAME_NO_MEANING, "random numbers are functions of --seed and of their place, on every device and layout",
      "inference-rng-tracker save-rng te-rng-tracker use-cpu-initialization use-te-rng-tracker"},
+    {MT_NAME_ALWAYS, "a checkpoint's format is recognized by its files", "auto-detect-ckpt-format", "true"},
+    {MT_NAME_UNSUPPORTED,
+     "a checkpoint is a Hugging Face folder; examples/conversion/convert_checkpoints.py of Megatron Bridge imports it "
+     "into torch_dist, and exports torch_dist to it",
+     "ckpt-format dist-ckpt-format"},
     {MT_NAME_NO_MEANING, "a checkpoint is a Hugging Face folder, and one thread writes it",
-     "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy auto-detect-ckpt-format "
+     "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy "
      "ckpt-assume-constant-structure ckpt-convert-format ckpt-convert-save "
-     "ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state ckpt-format "
+     "ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state "
      "ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects "
      "ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group "
      "ckpt-load-validate-sharding-integrity ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path "
-     "dist-ckpt-format dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 dist-ckpt-strictness "
+     "dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 dist-ckpt-strictness "
      "dist-ckpt-workers distrib-optim-fully-reshardable-mem-efficient hetereogenous-dist-checkpoint "
      "load-main-params-from-ckpt strict-fsdp-dtensor-load use-dist-ckpt use-persistent-ckpt-worker"},
     {MT_NAME_NO_MEANING, "token files are mapped into memory, and samples are found when a run starts",
@@ -201,9 +206,8 @@ static const struct {
      "moe-dispatch-fwd-dtype moe-router-padding-for-fp8 moe-router-padding-for-quantization "
      "num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 reuse-grad-buf-for-mxfp8-param-ag "
      "te-precision-config-file tp-only-amax-red use-kitchen use-kitchen-attention"},
-    {MT_NAME_UNSUPPORTED, "recomputation of activations",
-     "distribute-saved-activations moe-layer-recompute num-microbatches-with-partial-activation-checkpoints "
-     "recompute-activations recompute-granularity recompute-method recompute-modules recompute-num-layers"},
+    {MT_NAME_UNSUPPORTED, "recomputation for some micro-batches only",
+     "num-microbatches-with-partial-activation-checkpoints"},
     {MT_NAME_UNSUPPORTED, "keeping activations, weights or optimizer state in host memory",
      "activation-offload-fraction cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering "
      "cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers cpu-offloading-weights "

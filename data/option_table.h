@@ -13,6 +13,7 @@ typedef enum mt_option_type {
     MT_STRING,   // one word
     MT_OPTIONAL, // one word, or none, which is "-"
     MT_CHOICE,   // one of a|b|c; the field is an enum of these, in this order
+    MT_SET,      // some of a|b|c, separated by blanks or commas; the field has a bit for each, in this order
     MT_INTS,     // whole numbers
     MT_LIST,     // one word or more
 } mt_option_type;
@@ -57,7 +58,7 @@ const mt_option *mt_option_find(const char *name, size_t length);
 /* Takes the next item of a column "a, b c|d, e"; false at its end. */
 bool mt_option_next_item(const char **column, char item[100]);
 
-/* The field that a row points at. */
+/* The field that a row points at; the choice or the set. */
 bool *mt_option_bool(const mt_options *options, const mt_option *row);
 int64_t *mt_option_int(const mt_options *options, const mt_option *row);
 double *mt_option_real(const mt_options *options, const mt_option *row);

@@ -145,8 +145,8 @@ static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refu
 
 /* One error for all names that were refused: a line for each reason. */
 static int mt_reader_report(const mt_reader *reader, mt_error *error) {
+    if (reader->num_refused == 0) return 0;
     const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
-    if (first == end) return 0;
     if (end == first + 1 && *first->reason)
         return mt_error_set(error, "%s%s %s", first->place, first->name, first->reason);
     if (end == first + 1 && *first->nearest)
@@ -631,59 +631,6 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
                 return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, item);
     }
     return 0;
-}
-
-/* Layers with experts as a Python sum of repeated lists, ([0]*3+[1]*58). Writes at most `max` letters to `layers`;
- * returns their number, or -1. */
-static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
-    int64_t count = 0;
-    for (const char *at = text; *at;) {
-        int64_t first = count, times = 1;
-        while (*at == '(' || *at == ' ') at++;
-        if (*at++ != '[') return -1;
-        while (*at != ']') {
-            if ((*at != '0' && *at != '1') || count == max) return -1;
-            layers[count++] = *at++;
-            while (*at == ',' || *at == ' ') at++;
-        }
-        for (at++; *at == ' ';) at++;
-        if (*at == '*') {
-            char *end;
-            times = strtoll(at + 1, &end, 10), at = end;
-        }
-        int64_t listed = count - first;
-        if (times < 0 || times > max || listed == 0) return -1;
-        if (times == 0) count = first;
-        for (int64_t i = listed; i < listed * times; i++) {
-            if (count == max) return -1;
-            layers[count] = layers[count - listed], count++;
-        }
-        while (*at == ' ' || *at == ')') at++;
-        if (*at == '+')
-            at++;
-        else if (*at)
-            return -1;
-    }
-    return count;
-}
-
-char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error) {
-    int64_t every = 0;
-    const int64_t most = mt_max(num_layers, 4096);
-    char *layers = mt_calloc(most + 1);
-    bool is_number = mt_parse_int(text, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < num_layers; i++) layers[i] = i % every ? '0' : '1';
-    int64_t listed = is_number ? num_layers : mt_layer_freq_parse(text, layers, most);
-    if (is_number ? every > 0 : listed == num_layers || (listed > num_layers && may_be_longer)) {
-        layers[num_layers] = 0;
-        return layers;
-    }
-    free(layers);
-    mt_error_set(error,
-                 "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                 "([0]*1+[1]*%lld), got '%.100s'",
-                 (long long)num_layers, (long long)num_layers - 1, text);
-    return NULL;
 }
 
 /* moe_layers from --moe-layer-freq. A model of config.json that is given fewer layers keeps the first ones, and is a

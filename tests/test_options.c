@@ -1237,6 +1237,59 @@ static void layers_without_an_mlp_do_not_split_its_width(void **state) {
                     "--ffn-hidden-size 15 must be a multiple of --tensor-model-parallel-size 2");
 }
 
+/* Defaults and refusals are Megatron's; full recomputation without a method is uniform, one layer a unit. */
+static void recomputation_follows_megatron(void **state) {
+    (void)state;
+    static const char *const refused[][2] = {
+        {"--recompute-method block", "--recompute-method needs --recompute-granularity full"},
+        {"--recompute-num-layers 2 --recompute-activations", "-num-layers needs --recompute-granularity full"},
+        {"--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"},
+        {"--recompute-granularity full --recompute-modules mlp", "needs --recompute-granularity selective"},
+        {"--recompute-granularity full --recompute-activations", "exclude each other"},
+        {"--recompute-granularity selective --recompute-modules mla_up_proj", "needs --multi-latent-attention"},
+        {"--recompute-granularity selective --recompute-modules mlp,attention", "some of core_attn|moe_act|"},
+        {"--recompute-granularity half", "--recompute-granularity expects none|full|selective"},
+        {"--moe-layer-recompute", "--moe-layer-recompute needs --num-experts"},
+        {"--distribute-saved-activations", "--distribute-saved-activations needs --recompute-granularity full"},
+        {"--recompute-granularity full --distribute-saved-activations", "needs --tensor-model-parallel-size"},
+    };
+    static const struct {
+        const char *words;
+        mt_recompute_granularity granularity;
+        mt_recompute_method method;
+        int64_t num_layers;
+        unsigned modules;
+    } accepted[] = {
+        {"", MT_RECOMPUTE_NONE, MT_RECOMPUTE_DEFAULT, 0, 0},
+        {"--recompute-granularity full", MT_RECOMPUTE_FULL, MT_RECOMPUTE_UNIFORM, 1, 0},
+        {"--recompute-granularity full --recompute-method block --recompute-num-layers 3", MT_RECOMPUTE_FULL,
+         MT_RECOMPUTE_BLOCK, 3, 0},
+        {"--recompute-activations", MT_RECOMPUTE_SELECTIVE, MT_RECOMPUTE_DEFAULT, 0, MT_MODULE_CORE_ATTN},
+        {"--recompute-granularity selective --recompute-modules mlp,layernorm", MT_RECOMPUTE_SELECTIVE,
+         MT_RECOMPUTE_DEFAULT, 0, MT_MODULE_MLP | MT_MODULE_LAYERNORM},
+        {"--recompute-activations --recompute-modules moe_act layernorm", MT_RECOMPUTE_SELECTIVE, MT_RECOMPUTE_DEFAULT,
+         0, MT_MODULE_MOE_ACT | MT_MODULE_LAYERNORM},
+        {"--num-experts 2 --swiglu --disable-bias-linear --moe-layer-recompute", MT_RECOMPUTE_SELECTIVE,
+         MT_RECOMPUTE_DEFAULT, 0, MT_MODULE_MOE},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        char line[512];
+        snprintf(line, sizeof line, RUN "%s", refused[i][0]);
+        expect_error(line, refused[i][1]);
+    }
+    for (size_t i = 0; i < sizeof accepted / sizeof *accepted; i++) {
+        char line[512];
+        mt_options o;
+        snprintf(line, sizeof line, RUN "%s", accepted[i].words);
+        expect_good(&o, line);
+        assert_int_equal(o.recompute_granularity, accepted[i].granularity);
+        assert_int_equal(o.recompute_method, accepted[i].method);
+        assert_int_equal(o.recompute_num_layers, accepted[i].num_layers);
+        assert_int_equal(o.recompute_modules, accepted[i].modules);
+        mt_options_free(&o);
+    }
+}
+
 static void experts_that_cannot_be_are_refused(void **state) {
     (void)state;
     static const char *const words[][2] = {
@@ -1838,6 +1891,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(layers_without_an_mlp_do_not_split_its_width),
     cmocka_unit_test(own_checkpoints_accept_the_options_that_made_them),
     cmocka_unit_test(a_conversion_needs_no_sequence_length),
+    cmocka_unit_test(recomputation_follows_megatron),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
     cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),
