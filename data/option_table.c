@@ -283,6 +283,8 @@ const mt_option mt_option_table[] = {
      "reduce the gradients of a layer during the backward of the next ones"},
     {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gather the parameters of a layer during the forward of the one before"},
+    {"ddp-bucket-size", MT_INT, MT_AT(ddp_bucket_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "reduce the gradients of layers together, up to this many parameters (default: each layer alone)"},
 
     {.help = "recomputation"},
     {"recompute-granularity", MT_CHOICE, MT_AT(recompute_granularity), MT_TRAIN, MT_OF_RUN, "none",
