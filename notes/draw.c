@@ -1170,7 +1170,7 @@ static void draw_context(const char *folder) {
          2 * RING, RING);
     text(&p, 20, 42, START, "a query (row) meets a key (column)");
     draw_ring_mask(&p, 80, 78, 10, step);
-    const double x = 500, scale = 1.4;
+    const double x = 500, scale = 1.5;
     double y = 88;
     for (int i = 0; i < RING; i++) {
         box(&p, x + 90 * i, y - 9, 10, 10, fills[i]);
@@ -1576,7 +1576,7 @@ static void record_products(const char *recomputation) {
 static void draw_replays(picture *p, double x, double y, const char *title, const char *recomputation) {
     const double step = 12, height = 10, scale = 1.4;
     double computed[UNIT_LAYERS] = {0}, done[UNIT_LAYERS] = {0};
-    bool turned = false;
+    bool in_backward = false;
     record_products(recomputation);
     text(p, x + 52, y - 8, START, "%s", title);
     for (int i = 0; i < recorder.count; i++) {
@@ -1594,8 +1594,8 @@ static void draw_replays(picture *p, double x, double y, const char *title, cons
     }
     for (int i = 0; i < recorder.count; i++) {
         const stretch *at = &recorder.stretches[i];
-        const char *fill = fills[at->backward ? GREEN : turned ? ORANGE : BLUE];
-        turned = turned || at->backward;
+        const char *fill = fills[at->backward ? GREEN : in_backward ? ORANGE : BLUE];
+        in_backward = in_backward || at->backward;
         if (at->bucket > 0)
             box(p, x + 52 + scale * at->begin, y + step * (double)(at->bucket - 1), scale * (at->end - at->begin),
                 height, fill);
