@@ -3,6 +3,7 @@
 #include "megatron.h"
 
 #include "data/checkpoint.h"
+#include "data/launch.h"
 #include "data/options.h"
 #include "data/prompts.h"
 #include "data/score.h"
@@ -56,6 +57,7 @@ static void open_model(run *r, const mt_model_plan *plan) {
     const mt_ops *ops = mt_backend_open(r->options.device, &r->grid, &error);
     check(ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
     check(mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
+    mt_watch_enter(MT_WATCH_STEP);
 }
 
 static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
@@ -222,6 +224,8 @@ int main(int argc, char **argv) {
     mt_error error;
     bool all = true;
     check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
+    check(mt_launch_check(argv, &error), &error);
+    mt_watch_start(o);
     mt_grid_start(&r.grid, &argc, &argv);
     r.is_first = r.grid.world.rank == 0;
     check(mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);

@@ -1,0 +1,64 @@
+/* Loaded by LD_PRELOAD into train: a disk that is slow or hangs, and a signal while the program starts. Settings:
+ *
+ *   SLOW_FSYNC=SECONDS      the first fsync takes this long
+ *   HANGING_MAP=TEXT        reading a mapped file with TEXT in its path never ends
+ *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal
+ *   ONLY_RANK=N             all of this on one rank only */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+static const char *setting(const char *name) {
+    const char *only = getenv("ONLY_RANK"), *rank = getenv("OMPI_COMM_WORLD_RANK");
+    if (!rank) rank = getenv("PMI_RANK");
+    return only && (!rank || strcmp(only, rank) != 0) ? NULL : getenv(name);
+}
+
+/* The next definition of a function: the C library's. */
+static void find(void *function, const char *name) {
+    void *address = dlsym(RTLD_NEXT, name);
+    memcpy(function, &address, sizeof address);
+}
+
+int fsync(int descriptor) {
+    static int calls;
+    int (*real)(int);
+    const char *seconds = setting("SLOW_FSYNC");
+    if (seconds && __sync_fetch_and_add(&calls, 1) == 0) sleep((unsigned)atoi(seconds));
+    find(&real, "fsync");
+    return real(descriptor);
+}
+
+int statvfs(const char *path, struct statvfs *buffer) {
+    int (*real)(const char *, struct statvfs *);
+    const char *number = setting("SIGNAL_AT_START");
+    if (number) raise(atoi(number));
+    find(&real, "statvfs");
+    return real(path, buffer);
+}
+
+static void wait_for_ever(int number) {
+    (void)number;
+    for (;;) pause();
+}
+
+void *mmap(void *address, size_t bytes, int protection, int flags, int descriptor, off_t offset) {
+    void *(*real)(void *, size_t, int, int, int, off_t);
+    char link[64], path[4096];
+    const char *part = setting("HANGING_MAP");
+    find(&real, "mmap");
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    ssize_t length = part && descriptor >= 0 ? readlink(link, path, sizeof path - 1) : -1;
+    path[length > 0 ? length : 0] = 0;
+    if (length <= 0 || !strstr(path, part)) return real(address, bytes, protection, flags, descriptor, offset);
+    signal(SIGSEGV, wait_for_ever);
+    return real(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+}
