@@ -3,9 +3,11 @@
 #include "megatron.h"
 
 #include "data/checkpoint.h"
+#include "data/host_memory.h"
 #include "data/launch.h"
 #include "data/options.h"
 #include "data/prompts.h"
+#include "data/report.h"
 #include "data/score.h"
 #include "data/tokenizer.h"
 
@@ -51,10 +53,11 @@ static void open_tokenizer(run *r) {
     r->decoder = mt_decoder_open(r->tokenizer);
 }
 
-static void open_model(run *r, const mt_model_plan *plan) {
+static void open_model(run *r, mt_model_plan *plan) {
     mt_error error;
     mt_run_state state = {0};
     const mt_ops *ops = mt_backend_open(r->options.device, &r->grid, &error);
+    plan->host_memory = mt_host_memory_available("");
     check(ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
     check(mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
     mt_watch_enter(MT_WATCH_STEP);
@@ -69,14 +72,16 @@ static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t pr
     check(mt_stops_read(&stops, r->folder, o, &error), &error);
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){{mt_tokenizer_eod(r->tokenizer)}, 1};
     open_model(r, &plan);
+    if (r->is_first) mt_report_inference(r->model, r->context, stderr);
     r->generator = mt_generator_create(r->model, count, &sampling, &stops);
 }
 
-/* Encodes a text as sequence `id`. */
-static int begin_text(const run *r, mt_sequence *sequence, int64_t id, const char *text, mt_error *error) {
+/* Encodes a text of some bytes as sequence `id`. */
+static int begin_text(const run *r, mt_sequence *sequence, int64_t id, const char *text, int64_t bytes,
+                      mt_error *error) {
     mt_ids ids = {mt_malloc(4), 0, 1};
     if (r->bos >= 0) ids.data[ids.count++] = r->bos;
-    int status = mt_tokenizer_encode(r->tokenizer, text, (int64_t)strlen(text), &ids, error);
+    int status = mt_tokenizer_encode(r->tokenizer, text, bytes, &ids, error);
     if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
     free(ids.data);
     return status;
@@ -92,7 +97,7 @@ static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show
     }
     if (mt_tokenizer_is_special(r->tokenizer, token)) return;
     bool known = mt_decode_next(r->decoder, token, &r->text, &error) == 0; // a model may have more tokens
-    if (show) fwrite(r->text.data, 1, (size_t)r->text.bytes, stdout);
+    if (show && r->text.bytes > 0) fwrite(r->text.data, 1, (size_t)r->text.bytes, stdout);
     if (show && !known) fputs("\xEF\xBF\xBD", stdout); // U+FFFD, the replacement character
     r->text.bytes = 0;
 }
@@ -133,7 +138,8 @@ static void answer_prompts(run *r) {
     mt_sequence *sequences = mt_malloc(count * (int64_t)sizeof *sequences);
     for (int64_t s = 0; s < count; s++) {
         int status = o->prompt_tokens ? mt_sequence_parse(&sequences[s], s, o->prompt_tokens, r->context, o, &error)
-                                      : begin_text(r, &sequences[s], s, o->prompt.items[s], &error);
+                                      : begin_text(r, &sequences[s], s, o->prompt.items[s],
+                                                   (int64_t)strlen(o->prompt.items[s]), &error);
         check(status, &error);
         if (sequences[s].max_tokens > longest) longest = sequences[s].max_tokens;
         prompt_tokens += sequences[s].num_prompt;
@@ -151,22 +157,23 @@ static void await_input(const run *r) {
         mt_broadcast(&r->grid.world, &bytes, sizeof bytes, 0);
 }
 
-/* The next line of standard input without its end, for every rank, to free; NULL at its end. */
-static char *next_line(const run *r) {
+/* The next line of standard input without its end, for every rank, to free, and its bytes; NULL at the end. A zero byte
+ * is a byte like others. */
+static char *next_line(const run *r, int64_t *bytes) {
     char *line = NULL;
     size_t capacity = 0;
-    int64_t bytes = -1; // with the final 0
+    *bytes = -1;
     if (r->is_first && r->grid.world.size > 1) await_input(r);
-    if (r->is_first && getline(&line, &capacity, stdin) >= 0) {
-        line[strcspn(line, "\r\n")] = '\0';
-        bytes = (int64_t)strlen(line) + 1;
+    if (r->is_first && (*bytes = getline(&line, &capacity, stdin)) > 0) {
+        if (line[*bytes - 1] == '\n') --*bytes;
+        if (*bytes > 0 && line[*bytes - 1] == '\r') --*bytes;
     }
     if (r->is_first && ferror(stdin)) mt_die("standard input: cannot be read: %s", strerror(errno));
-    do mt_broadcast(&r->grid.world, &bytes, sizeof bytes, 0);
-    while (bytes == NOTHING_YET);
-    line = mt_realloc(line, bytes);
-    if (bytes > 0) {
-        mt_broadcast(&r->grid.world, line, bytes, 0);
+    do mt_broadcast(&r->grid.world, bytes, sizeof *bytes, 0);
+    while (*bytes == NOTHING_YET);
+    if (*bytes >= 0) {
+        line = mt_realloc(line, *bytes + 1);
+        mt_broadcast(&r->grid.world, line, *bytes, 0);
         return line;
     }
     free(line);
@@ -178,6 +185,7 @@ static bool answer_lines(run *r) {
     mt_error error;
     mt_sequence sequence;
     char *line = NULL;
+    int64_t bytes;
     bool all = true, terminal = r->is_first && isatty(STDIN_FILENO);
     if (r->context > INTERACTIVE_CONTEXT) r->context = INTERACTIVE_CONTEXT;
     open_generator(r, 1, r->context, r->context);
@@ -185,9 +193,9 @@ static bool answer_lines(run *r) {
     for (int64_t id = 0;; id++) {
         free(line);
         if (terminal) fprintf(stderr, "> ");
-        if (!(line = next_line(r))) break;
-        if (line[0] == '\0') continue;
-        if (begin_text(r, &sequence, id, line, &error) == 0) {
+        if (!(line = next_line(r, &bytes))) break;
+        if (bytes == 0) continue;
+        if (begin_text(r, &sequence, id, line, bytes, &error) == 0) {
             generate(r, &sequence, 1, false);
         } else {
             if (r->is_first) fprintf(stderr, "error: %s\n", error.text);
@@ -214,6 +222,7 @@ static void score(run *r) {
     int64_t count = mt_score(r->model, &error);
     if (count < 0) mt_die("%s", error.text);
     if (!r->is_first) return;
+    mt_report_inference(r->model, r->context, stderr);
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count,
             (double)(count * r->options.seq_length) / (mt_time() - start));
 }

@@ -275,11 +275,96 @@ static int mt_rules_check(const mt_rule *rules, size_t count, mt_error *error) {
 
 #define MT_CHECK_RULES(rules, error) mt_rules_check(rules, sizeof rules / sizeof *rules, error)
 
+/* `a` must be a multiple of `b`; messages show both with their names. */
+typedef struct mt_multiple {
+    const char *a_name;
+    int64_t a;
+    const char *b_name;
+    int64_t b;
+} mt_multiple;
+
+static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
+    for (size_t i = 0; i < count; i++)
+        if (rows[i].a % rows[i].b != 0)
+            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
+                                rows[i].b_name, (long long)rows[i].b);
+    return 0;
+}
+
+#define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
+
+/* Rules of two values: with `a`, `b` must hold, or must not. */
+#define MT_NEEDS(a_name, a, b_name, b)                                                                                 \
+    { (a) && !(b), a_name " needs " b_name }
+#define MT_EXCLUDES(a_name, a, b_name, b)                                                                              \
+    { (a) && (b), a_name " and " b_name " exclude each other; leave one out" }
+
+/* Values that cannot go together, wherever they come from. The columns of data/option_table.c are about options that
+ * were given: one without effect unless another is given, or two that say the same. */
+static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_error *error) {
+    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, trains = program != MT_PROGRAM_INFER;
+    bool yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN, linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
+    bool factor = o->rope_scaling_factor > 0 || o->rotary_seq_len_interpolation_factor > 0;
+    bool rope = o->position_embedding_type == MT_POSITION_ROPE, rms = o->normalization == MT_RMSNORM;
+    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, mtp = trains && o->mtp_num_layers > 0;
+    bool experts = o->num_experts > 0, sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
+    const mt_rule rules[] = {
+        MT_NEEDS("--multi-latent-attention", o->multi_latent_attention,
+                 "--normalization RMSNorm and --position-embedding-type rope", rms && rope),
+        MT_NEEDS("--rope-scaling-type", o->rope_scaling_type != MT_ROPE_SCALING_NONE, "--position-embedding-type rope",
+                 rope),
+        MT_NEEDS("--rope-scaling-type linear and yarn", linear || yarn, "--rope-scaling-factor", factor),
+        MT_NEEDS("--rope-scaling-type yarn", yarn, "--original-max-position-embeddings",
+                 o->original_max_position_embeddings > 0),
+        MT_NEEDS("--mtp-num-layers", mtp, "--normalization RMSNorm", rms),
+        MT_NEEDS("--mtp-num-layers", mtp, "--position-embedding-type rope or none", !learned),
+        MT_EXCLUDES("--mtp-num-layers, whose backward is not split,", mtp, "--pipeline-schedule zb-h1",
+                    o->pipeline_schedule == MT_SCHEDULE_ZB_H1),
+        MT_NEEDS("--num-experts", experts, "--swiglu: experts have gates", o->swiglu),
+        MT_NEEDS("--num-experts", experts, "--disable-bias-linear: experts have no biases",
+                 !o->mlp_bias && !o->add_bias_linear),
+        MT_NEEDS("--moe-router-pre-softmax", experts && o->moe_router_pre_softmax,
+                 "--moe-router-score-function softmax", !sigmoid),
+        MT_NEEDS("--moe-router-enable-expert-bias", experts && o->moe_router_enable_expert_bias,
+                 "--moe-router-score-function sigmoid", sigmoid),
+        MT_NEEDS("--sequence-parallel", o->sequence_parallel,
+                 "--tensor-model-parallel-size of 2 or more; raise it or leave the flag out",
+                 o->tensor_model_parallel_size > 1),
+        MT_NEEDS("--tp-comm-overlap", o->tp_comm_overlap, "--sequence-parallel, whose communication it overlaps",
+                 o->sequence_parallel),
+        MT_NEEDS("--overlap-param-gather", o->overlap_param_gather, "--overlap-grad-reduce", o->overlap_grad_reduce),
+        MT_NEEDS("--attention-backend cudnn", cudnn, "--bf16", o->bf16),
+        MT_EXCLUDES("--attention-backend cudnn, whose backward does not repeat bit for bit,", cudnn && trains,
+                    "--deterministic-mode", o->deterministic_mode),
+        MT_EXCLUDES("--attention-backend cudnn", cudnn, "--window-size", o->window_size > 0),
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
 /* ==== §2a sizes, positions, lengths ============================================================================== */
+
+#define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
+const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
+
+/* True if the option of an activation is set. */
+static bool mt_options_selects(const mt_options *o, int activation) {
+    size_t field = mt_activation_rows[activation].field;
+    return field > 0 && *(const bool *)((const char *)o + field);
+}
+
+mt_activation mt_options_activation(const mt_options *o) {
+    int activation = MT_NUM_ACTIVATIONS - 1;
+    while (activation > 0 && !mt_options_selects(o, activation)) activation--;
+    return (mt_activation)activation;
+}
+
+static bool mt_options_gated(const mt_options *o) {
+    return mt_activation_rows[mt_options_activation(o)].gated;
+}
 
 void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
-        o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
+        o->ffn_hidden_size = mt_options_gated(o) ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
     if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
     if (o->multi_latent_attention) {
         o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
@@ -291,36 +376,35 @@ void mt_options_derive_sizes(mt_options *o) {
 /* Sizes and biases of the model. */
 static int mt_options_derive_model(mt_options *o, mt_error *error) {
     int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
-    bool latent = o->multi_latent_attention, rope = o->position_embedding_type == MT_POSITION_ROPE;
     const mt_rule before[] = {
-        {o->num_layers == 0, "--num-layers is missing: give the model's shape by its options, --hf-config or --load"},
         {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
         {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
         {!o->group_query_attention && groups > 0 && groups != heads,
          "--num-query-groups %lld needs --group-query-attention",
          {groups}},
-        {latent && (o->normalization != MT_RMSNORM || !rope),
-         "--multi-latent-attention needs --normalization RMSNorm and --position-embedding-type rope"},
-        {heads > 0 && o->kv_channels == 0 && !latent && C % heads != 0,
-         "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
-         {C, heads}},
     };
     if (MT_CHECK_RULES(before, error)) return -1;
+    const mt_multiple multiples[] = {
+        {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
+         o->kv_channels == 0 && !o->multi_latent_attention ? heads : 1},
+        {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     mt_options_derive_sizes(o);
     if (o->add_bias_linear) {
         o->attention_output_bias = o->mlp_bias = true;
-        o->add_qkv_bias = !latent; // as in Megatron
+        o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
     }
-    const mt_rule after[] = {
-        {o->ffn_hidden_size == 0, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it", {C}},
-        {heads % o->num_query_groups != 0,
-         "--num-attention-heads %lld must be a multiple of --num-query-groups %lld",
-         {heads, o->num_query_groups}},
-        {o->swiglu && o->openai_gelu, "--swiglu and --openai-gelu exclude each other; leave one out"},
-    };
+    mt_activation activation = mt_options_activation(o);
+    for (int other = 0; other < (int)activation; other++)
+        if (mt_options_selects(o, other))
+            return mt_error_set(error, "%s and %s exclude each other; leave one out",
+                                mt_activation_rows[activation].option, mt_activation_rows[other].option);
+    if (o->ffn_hidden_size == 0)
+        return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
+                            (long long)C);
     double attention = (double)heads * (double)o->kv_channels, mlp = (double)o->ffn_hidden_size;
     double parameters = (double)o->num_layers * (double)C * (4 * attention + 3 * mlp);
-    if (MT_CHECK_RULES(after, error)) return -1;
     if (parameters <= 1e15) return 0;
     return mt_error_set(error,
                         "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
@@ -336,11 +420,7 @@ static double mt_yarn_mscale(double factor, double mscale) {
 /* RoPE: its channels, and the numbers of its scaling. */
 static int mt_options_derive_rope(mt_options *o, mt_error *error) {
     bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
-    bool linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
-    if (o->position_embedding_type != MT_POSITION_ROPE) {
-        if (!linear && !llama3 && !yarn) return 0;
-        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope");
-    }
+    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
     int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
     if (o->multi_latent_attention) channels = latent;
     if (o->multi_latent_attention && latent % 2 != 0)
@@ -352,13 +432,6 @@ static int mt_options_derive_rope(mt_options *o, mt_error *error) {
         o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
     if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
     if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
-    const mt_rule rules[] = {
-        {linear && o->rope_scaling_factor == 0, "--rope-scaling-type linear needs --rope-scaling-factor"},
-        {yarn && o->rope_scaling_factor == 0, "--rope-scaling-type yarn needs --rope-scaling-factor"},
-        {yarn && o->original_max_position_embeddings == 0,
-         "--rope-scaling-type yarn needs --original-max-position-embeddings"},
-    };
-    if (MT_CHECK_RULES(rules, error)) return -1;
     if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
         return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
                             o->rope_low_freq_factor, o->rope_high_freq_factor);
@@ -373,31 +446,27 @@ static int mt_options_derive_rope(mt_options *o, mt_error *error) {
 /* Multi-token prediction; generation and scoring do without it. */
 static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *error) {
     if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
-    if (o->mtp_num_layers == 0) return 0;
-    const mt_rule rules[] = {
-        {o->normalization != MT_RMSNORM, "--mtp-num-layers needs --normalization RMSNorm"},
-        {o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE,
-         "--mtp-num-layers needs --position-embedding-type rope or none, which is learned_absolute"},
-        {o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
-         "--mtp-num-layers does not split its backward: leave out --pipeline-schedule zb-h1"},
-        {o->seq_length > 0 && o->seq_length <= o->mtp_num_layers,
-         "--mtp-num-layers %lld must be less than --seq-length %lld",
-         {o->mtp_num_layers, o->seq_length}},
-    };
-    return MT_CHECK_RULES(rules, error);
+    if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
+    return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
+                        (long long)o->mtp_num_layers, (long long)o->seq_length);
 }
 
 /* Vocabulary, positions and sequence length. */
 static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
+    bool converts = mt_options_converts(o);
     int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
     const mt_rule rules[] = {
         {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
         {o->seq_length == 0 && o->score, "--seq-length is missing: --score needs it"},
-        {o->seq_length == 0 && trains, "--seq-length is missing"},
+        {o->seq_length == 0 && trains && !converts, "--seq-length is missing"},
     };
     if (MT_CHECK_RULES(rules, error)) return -1;
     o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
+    if (o->seq_length == 0 && converts) { // a few tokens, which the context ranks can split
+        o->seq_length = 2 * o->tensor_model_parallel_size * o->context_parallel_size * (1 + o->mtp_num_layers);
+        if (o->max_position_embeddings > 0) o->seq_length = mt_min(o->seq_length, o->max_position_embeddings);
+    }
     if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
     if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
     if (o->seq_length > o->max_position_embeddings && (learned || trains))
@@ -410,14 +479,6 @@ static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error
 /* ==== §2b ranks and experts ====================================================================================== */
 /* How ranks split the model, sequences and the batch. */
 
-/* `a` must be a multiple of `b`; messages show both with their names. */
-typedef struct mt_multiple {
-    const char *a_name;
-    int64_t a;
-    const char *b_name;
-    int64_t b;
-} mt_multiple;
-
 /* Everything that ranks split evenly. */
 static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
@@ -425,7 +486,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--ffn-hidden-size", o->ffn_hidden_size, tensor, tp},
+        {"--ffn-hidden-size", o->moe_layers && !strchr(o->moe_layers, '0') ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
         {"--seq-length", o->seq_length,
          "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
@@ -437,11 +498,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
          "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
          o->num_experts > 0 ? ep * etp * pp : 1},
     };
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        if (rows[i].a % rows[i].b != 0)
-            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
-                                rows[i].b_name, (long long)rows[i].b);
-    return 0;
+    return MT_CHECK_MULTIPLES(rows, error);
 }
 
 /* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
@@ -453,10 +510,6 @@ static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_erro
          "--tensor-model-parallel-size %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are "
          "%lld ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
          {tp, pp, cp, model, world_size}},
-        {o->sequence_parallel && tp == 1,
-         "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; raise it or leave the flag out"},
-        {o->tp_comm_overlap && !o->sequence_parallel,
-         "--tp-comm-overlap needs --sequence-parallel, whose communication it overlaps"},
     };
     if (MT_CHECK_RULES(rules, error) || mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / model;
@@ -492,12 +545,8 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
     bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
     const mt_rule rules[] = {
         {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
-        {sigmoid && pre_softmax, "--moe-router-pre-softmax needs --moe-router-score-function softmax"},
         {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
-                                             "chosen expert is always 1, so that the "
-                                             "router would not learn"},
-        {!sigmoid && o->moe_router_enable_expert_bias,
-         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"},
+                                             "chosen expert is 1 and teaches nothing"},
         {groups > 0 && (E % groups != 0 || group_topk > groups || group_topk > k),
          "--moe-router-num-groups %lld must divide --num-experts %lld and be at least --moe-router-group-topk %lld, "
          "which must be at most --moe-router-topk %lld",
@@ -522,15 +571,11 @@ static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error
     if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = tp;
     if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
         o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
-    const mt_rule rules[] = {
-        {!o->swiglu, "--num-experts needs --swiglu: experts have gates"},
-        {o->mlp_bias, "--num-experts needs --disable-bias-linear: experts have no biases"},
-        {program != MT_PROGRAM_INFER && tp > 1 && !o->sequence_parallel,
-         "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each rank routes tokens of "
-         "its own",
-         {tp}},
-    };
-    return MT_CHECK_RULES(rules, error) || mt_options_check_router(o, error) ? -1 : 0;
+    if (program == MT_PROGRAM_INFER || tp == 1 || o->sequence_parallel) return mt_options_check_router(o, error);
+    return mt_error_set(error,
+                        "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each rank "
+                        "routes tokens of its own",
+                        (long long)tp);
 }
 
 /* Context parallelism: the ranks that trade tokens for heads, and the layouts that a sliding window allows. With one
@@ -569,17 +614,13 @@ static int mt_options_derive_stages(mt_options *o, mt_error *error) {
     int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
     int64_t layers = o->num_layers + extra, *vp = &o->num_virtual_stages_per_pipeline_rank;
     int64_t stages = o->pipeline_letters ? mt_pipeline_layout_count(o->pipeline_letters) : pp;
-    if (stages % pp != 0)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
-                            "--pipeline-model-parallel-size %lld",
-                            (long long)stages, (long long)pp);
-    if (!o->pipeline_letters && per_stage > 0 && layers % (pp * per_stage) != 0)
-        return mt_error_set(error,
-                            "--num-layers %lld%s must be a multiple of --pipeline-model-parallel-size %lld times "
-                            "--num-layers-per-virtual-pipeline-stage %lld",
-                            (long long)o->num_layers, extra ? " and the layers that --account-for-* adds" : "",
-                            (long long)pp, (long long)per_stage);
+    const mt_multiple multiples[] = {
+        {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
+        {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
+         "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
+         o->pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     if (o->pipeline_letters)
         *vp = stages / pp;
     else if (per_stage > 0)
@@ -602,12 +643,8 @@ static int mt_options_derive_order(mt_options *o, mt_error *error) {
     const mt_rule rules[] = {
         {kind == MT_SCHEDULE_INTERLEAVED && vp == 1,
          "--pipeline-schedule interleaved needs several virtual stages: give --num-virtual-stages-per-pipeline-rank"},
-        {kind == MT_SCHEDULE_1F1B && vp > 1,
-         "--pipeline-schedule 1f1b has one stage per rank, but there are %lld: leave it out, or leave out "
-         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
-         {vp}},
-        {kind == MT_SCHEDULE_ZB_H1 && vp > 1,
-         "--pipeline-schedule zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
+        {kind != MT_SCHEDULE_INTERLEAVED && vp > 1,
+         "--pipeline-schedule 1f1b or zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
          "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
          {vp}},
         {kind == MT_SCHEDULE_ZB_H1 && pp == 1,
@@ -682,9 +719,6 @@ static int mt_options_derive_batches(mt_options *o, mt_error *error) {
 
 /* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
 static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
-    if (o->num_layers == 0)
-        return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
-                                   "--load");
     if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
     int64_t stages = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
     mt_stage *unused = mt_calloc(stages * (int64_t)sizeof *unused);
@@ -784,7 +818,6 @@ static int mt_options_derive_sharding(mt_options *o, mt_error *error) {
         {o->overlap_param_gather && *strategy == MT_NO_SHARD,
          "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy other than "
          "no_shard, with which every rank has all parameters"},
-        {o->overlap_param_gather && !o->overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce"},
         {*strategy >= MT_SHARD_GRADS && o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
          "--pipeline-schedule zb-h1 accumulates gradients in two parts and needs them whole between the two: take "
          "--data-parallel-sharding-strategy optim, which does not shard gradients, or another schedule"},
@@ -799,17 +832,10 @@ enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS 
 /* Limits of cuDNN's attention; the CPU has one implementation. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
     int64_t D = o->kv_channels, Dv = o->v_head_dim;
-    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, unfused = o->attention_backend == MT_ATTENTION_UNFUSED;
-    bool cpu = o->device == MT_DEVICE_CPU, trains = program != MT_PROGRAM_INFER, latent = o->multi_latent_attention;
-    bool deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
+    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, latent = o->multi_latent_attention;
+    bool trains = program != MT_PROGRAM_INFER,
+         deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
     const mt_rule rules[] = {
-        {unfused && cpu, "--attention-backend unfused needs --device cuda; leave it out"},
-        {cudnn && cpu, "--attention-backend cudnn needs --device cuda; leave it out"},
-        {cudnn && !o->bf16, "--attention-backend cudnn needs --bf16"},
-        {cudnn && trains && o->deterministic_mode,
-         "--attention-backend cudnn and --deterministic-mode exclude each other: its backward does not repeat bit for "
-         "bit; use flash"},
-        {cudnn && o->window_size > 0, "--attention-backend cudnn has no --window-size; use flash"},
         {cudnn && latent && Dv != D && !deepseek,
          "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
          "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
@@ -851,9 +877,13 @@ static void mt_options_derive_timeouts(mt_options *o) {
 
 int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
+    if (o->num_layers == 0)
+        return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
+                                   "--load");
     o->data_parallel_size = world_size;
     mt_options_derive_timeouts(o);
     if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
+    if (mt_options_check_pairs(o, program, error)) return -1;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, program, error)) return -1;
@@ -877,13 +907,11 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
-    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, unfused = o->attention_backend == MT_ATTENTION_UNFUSED;
     bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
     bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
     const mt_rule rules[] = {
-        {l->one_attention && cudnn, "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
-        {l->one_attention && unfused,
-         "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out"},
+        {l->one_attention && o->attention_backend >= MT_ATTENTION_CUDNN,
+         "--attention-backend cudnn and unfused need a GPU, and this run is on the CPU; leave it out"},
         {!latent && mt_exceeds(D, l->head_channels),
          "--kv-channels is %lld, and attention on this device takes heads of at most %lld channels",
          {D, l->head_channels}},
@@ -932,14 +960,14 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
     double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
     double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = (double)mt_num_expert_layers(o);
+    double matrices = mt_options_gated(o) ? 3 : 2, mlp = matrices * C * F, experts = (double)mt_num_expert_layers(o);
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
-    double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
+    double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
     double output = C * (double)o->padded_vocab_size;
     double layers = (double)o->num_layers * (projections + attention) + mlps;
     bool sparse = o->moe_layers && o->moe_layers[o->num_layers - 1] == '1';
-    double module = 2 * C * C + projections + attention + (sparse ? 3 * C * visited : mlp) + output;
+    double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
@@ -2135,98 +2163,106 @@ static inline float mt_normal_cdf(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-/* gelu(x) = x cdf(x). The approximation (1 + tanh(u)) / 2 of cdf is sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
- */
+/* Each activation f as a f(x) and its slope as a f'(x), multiplied from the left. gelu(x) = x cdf(x), with slope
+ * cdf(x) + x density(x). The approximation (1 + tanh(u)) / 2 of cdf is s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715
+ * x^3); its slope is s + x s (1 - s) 2 u'. silu(x) = x sigmoid(x). */
+static inline float mt_gelu(float a, float x) {
+    return a * x * mt_normal_cdf(x);
+}
+
+static inline float mt_gelu_slope(float a, float x) {
+    float density = 0.39894228f * mt_exp(-0.5f * x * x);
+    return a * (mt_normal_cdf(x) + x * density);
+}
+
 static inline float mt_gelu_u2(float x) {
     return 1.59576912f * (x + 0.044715f * x * x * x);
 }
 
-static void mt_cpu_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
-                                mt_stream *stream) {
+static inline float mt_gelu_tanh(float a, float x) {
+    return a * x * mt_sigmoid(mt_gelu_u2(x));
+}
+
+static inline float mt_gelu_tanh_slope(float a, float x) {
+    float s = mt_sigmoid(mt_gelu_u2(x)), slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * x * x);
+    return a * (s + x * s * (1.0f - s) * slope);
+}
+
+static inline float mt_silu(float a, float x) {
+    return a * x * mt_sigmoid(x);
+}
+
+static inline float mt_silu_slope(float a, float x) {
+    float s = mt_sigmoid(x);
+    return a * s * (1.0f + x * (1.0f - s));
+}
+
+/* The loops over n elements of a row: y = weight f(x) up; dx, dup and sum(dy f(x) up). No `up` unless gated. */
+#define MT_CPU_ACTIVATION(name, f, gated, ...)                                                                         \
+    static void mt_##f##_row(float *y, const float *x, const float *up, float weight, int64_t n) {                     \
+        _Pragma("omp simd") for (int64_t i = 0; i < n; i++) y[i] =                                                     \
+            weight * (gated ? mt_##f(1, x[i]) * up[i] : mt_##f(1, x[i]));                                              \
+    }                                                                                                                  \
+    static float mt_##f##_row_backward(float *dx, float *dup, const float *dy, const float *x, const float *up,        \
+                                       float weight, int64_t n) {                                                      \
+        float sum = 0;                                                                                                 \
+        _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < n; i++) {                                       \
+            float in = x[i], u = gated ? up[i] : 1, d = weight * dy[i];                                                \
+            sum += dy[i] * (mt_##f(1, in) * u);                                                                        \
+            dx[i] = mt_##f##_slope(d * u, in);                                                                         \
+            if (gated) dup[i] = mt_##f(d, in);                                                                         \
+        }                                                                                                              \
+        return sum;                                                                                                    \
+    }
+#define MT_CPU_ACTIVATION_ROW(name, f, ...) {mt_##f##_row, mt_##f##_row_backward},
+
+MT_ACTIVATIONS(MT_CPU_ACTIVATION)
+
+static const struct {
+    void (*forward)(float *y, const float *x, const float *up, float weight, int64_t n);
+    float (*backward)(float *dx, float *dup, const float *dy, const float *x, const float *up, float weight, int64_t n);
+} mt_cpu_activations[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_CPU_ACTIVATION_ROW)};
+
+static void mt_cpu_activation_forward(void *y, const void *x, const float *weights, int64_t T, int64_t F,
+                                      mt_activation activation, mt_dtype dtype, mt_stream *stream) {
+    bool gated = mt_activation_rows[activation].gated;
+    int64_t blocks = mt_divide_up(F, MT_BLOCK), width = gated ? 2 * F : F;
     (void)stream;
-#pragma omp parallel for if (n > MT_PARALLEL)
-    for (int64_t block = 0; block < n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
-        int64_t count = mt_min(MT_BLOCK, n - block);
-        const float *in = mt_row_load(x_scratch, x, block, count, dtype);
-        float *out = mt_row_open(y_scratch, y, block, dtype);
-        if (tanh_approximation) {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) out[i] = in[i] * mt_sigmoid(mt_gelu_u2(in[i]));
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) out[i] = in[i] * mt_normal_cdf(in[i]);
-        }
-        mt_row_close(y, block, out, count, dtype);
+#pragma omp parallel for if (T * F > MT_PARALLEL)
+    for (int64_t i = 0; i < T * blocks; i++) {
+        float scratch[3][MT_BLOCK];
+        int64_t t = i / blocks, f = i % blocks * MT_BLOCK, n = mt_min(MT_BLOCK, F - f);
+        const float *in = mt_row_load(scratch[0], x, t * width + f, n, dtype);
+        const float *up = gated ? mt_row_load(scratch[1], x, t * width + F + f, n, dtype) : NULL;
+        float *out = mt_row_open(scratch[2], y, t * F + f, dtype);
+        mt_cpu_activations[activation].forward(out, in, up, weights ? weights[t] : 1, n);
+        mt_row_close(y, t * F + f, out, n, dtype);
     }
 }
 
-/* d(x cdf(x)) = cdf(x) + x density(x); for the approximation, with s = sigmoid(2 u), s + x s (1 - s) 2 u'. */
-static void mt_cpu_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
-                                 mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                       int64_t T, int64_t F, mt_activation activation, mt_dtype dtype,
+                                       mt_stream *stream) {
+    bool gated = mt_activation_rows[activation].gated;
+    int64_t width = gated ? 2 * F : F;
     (void)stream;
-#pragma omp parallel for if (n > MT_PARALLEL)
-    for (int64_t block = 0; block < n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], dy_scratch[MT_BLOCK], dx_scratch[MT_BLOCK];
-        int64_t count = mt_min(MT_BLOCK, n - block);
-        const float *in = mt_row_load(x_scratch, x, block, count, dtype);
-        const float *d = mt_row_load(dy_scratch, dy, block, count, dtype);
-        float *out = mt_row_open(dx_scratch, dx, block, dtype);
-        if (tanh_approximation) {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) {
-                float s = mt_sigmoid(mt_gelu_u2(in[i]));
-                float slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * in[i] * in[i]);
-                out[i] = d[i] * (s + in[i] * s * (1.0f - s) * slope);
-            }
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) {
-                float density = 0.39894228f * mt_exp(-0.5f * in[i] * in[i]);
-                out[i] = d[i] * (mt_normal_cdf(in[i]) + in[i] * density);
-            }
-        }
-        mt_row_close(dx, block, out, count, dtype);
-    }
-}
-
-static void mt_cpu_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
-                                  mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(3 * F);
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *gate = mt_row_load(slice, gate_up, t * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, t * 2 * F + F, F, dtype);
-        float *out = mt_row_open(slice + 2 * F, y, t * F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) out[f] = gate[f] * mt_sigmoid(gate[f]) * up[f];
-        mt_row_close(y, t * F, out, F, dtype);
-    }
-}
-
-/* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). */
-static void mt_cpu_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
-                                   mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(5 * F);
-#pragma omp parallel for if (T * F > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *gate = mt_row_load(slice, gate_up, t * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, t * 2 * F + F, F, dtype);
-        const float *d = mt_row_load(slice + 2 * F, dy, t * F, F, dtype);
-        float *dgate = mt_row_open(slice + 3 * F, dgate_up, t * 2 * F, dtype);
-        float *dup = mt_row_open(slice + 4 * F, dgate_up, t * 2 * F + F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) {
-            float g = gate[f], u = up[f], s = mt_sigmoid(g);
-            dgate[f] = d[f] * u * s * (1.0f + g * (1.0f - s));
-            dup[f] = d[f] * g * s;
+        float scratch[5][MT_BLOCK];
+        double dweight = 0;
+        for (int64_t f = 0; f < F; f += MT_BLOCK) {
+            int64_t n = mt_min(MT_BLOCK, F - f), at = t * width + f;
+            const float *in = mt_row_load(scratch[0], x, at, n, dtype);
+            const float *up = gated ? mt_row_load(scratch[1], x, at + F, n, dtype) : NULL;
+            const float *d = mt_row_load(scratch[2], dy, t * F + f, n, dtype);
+            float *out = mt_row_open(scratch[3], dx, at, dtype);
+            float *dup = gated ? mt_row_open(scratch[4], dx, at + F, dtype) : NULL;
+            dweight +=
+                (double)mt_cpu_activations[activation].backward(out, dup, d, in, up, weights ? weights[t] : 1, n);
+            mt_row_close(dx, at, out, n, dtype);
+            if (gated) mt_row_close(dx, at + F, dup, n, dtype);
         }
-        mt_row_close(dgate_up, t * 2 * F, dgate, F, dtype);
-        mt_row_close(dgate_up, t * 2 * F + F, dup, F, dtype);
+        if (dweights) dweights[t] = (float)dweight;
     }
 }
 
@@ -2914,54 +2950,6 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
     }
 }
 
-static void mt_cpu_expert_swiglu_forward(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
-                                         mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(3 * F);
-#pragma omp parallel for if (M * F > MT_PARALLEL)
-    for (int64_t m = 0; m < M; m++) {
-        float *slice = mt_scratch_slice(scratch), weight = weights[m];
-        const float *gate = mt_row_load(slice, gate_up, m * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, m * 2 * F + F, F, dtype);
-        float *out = mt_row_open(slice + 2 * F, y, m * F, dtype);
-#pragma omp simd
-        for (int64_t f = 0; f < F; f++) out[f] = weight * (gate[f] * mt_sigmoid(gate[f]) * up[f]);
-        mt_row_close(y, m * F, out, F, dtype);
-    }
-}
-
-/* As swiglu_backward, with weight dy in place of dy. */
-static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
-                                          const float *weights, int64_t M, int64_t F, mt_dtype dtype,
-                                          mt_stream *stream) {
-    (void)stream;
-    mt_scratch scratch = mt_scratch_reserve(5 * F);
-#pragma omp parallel for if (M * F > MT_PARALLEL)
-    for (int64_t m = 0; m < M; m++) {
-        float *slice = mt_scratch_slice(scratch), weight = weights[m];
-        const float *gate = mt_row_load(slice, gate_up, m * 2 * F, F, dtype);
-        const float *up = mt_row_load(slice + F, gate_up, m * 2 * F + F, F, dtype);
-        const float *d = mt_row_load(slice + 2 * F, dy, m * F, F, dtype);
-        float *dgate = mt_row_open(slice + 3 * F, dgate_up, m * 2 * F, dtype);
-        float *dup = mt_row_open(slice + 4 * F, dgate_up, m * 2 * F + F, dtype);
-        double dweight = 0;
-        for (int64_t block = 0; block < F; block += MT_BLOCK) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t f = block; f < mt_min(block + MT_BLOCK, F); f++) {
-                float g = gate[f], u = up[f], s = mt_sigmoid(g);
-                sum += d[f] * (g * s * u);
-                dgate[f] = weight * d[f] * u * s * (1.0f + g * (1.0f - s));
-                dup[f] = weight * d[f] * g * s;
-            }
-            dweight += (double)sum;
-        }
-        dweights[m] = (float)dweight;
-        mt_row_close(dgate_up, m * 2 * F, dgate, F, dtype);
-        mt_row_close(dgate_up, m * 2 * F + F, dup, F, dtype);
-    }
-}
-
 static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
     (void)stream;
@@ -3183,6 +3171,23 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     MPI_Comm_free(&host);
 #else
     (void)world;
+#endif
+}
+
+/* The number of ranks on this host, the bytes that they need together, and the fewest that one of them found available;
+ * every rank of `world` calls it with its own numbers. */
+static void mt_host_total(const mt_group *world, int *ranks, int64_t *needed, int64_t *available) {
+    *ranks = 1;
+#ifdef MT_HAVE_MPI
+    if (!world->comm) return;
+    MPI_Comm host;
+    MPI_Comm_split_type(*(MPI_Comm *)world->comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+    MPI_Comm_size(host, ranks);
+    MPI_Allreduce(MPI_IN_PLACE, needed, 1, MPI_INT64_T, MPI_SUM, host);
+    MPI_Allreduce(MPI_IN_PLACE, available, 1, MPI_INT64_T, MPI_MIN, host);
+    MPI_Comm_free(&host);
+#else
+    (void)world, (void)needed, (void)available;
 #endif
 }
 
@@ -4264,7 +4269,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         return;
     }
     ops->linear_forward(y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu) ops->gelu_forward(gelu, y, T * l->N, true, tp->dtype, tp->stream);
+    if (gelu) ops->activation_forward(gelu, y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
 }
 
 /* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
@@ -4276,15 +4281,22 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
         return;
     }
     ops->linear_backward_input(dx, dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu_input) ops->gelu_backward(dx, dx, gelu_input, T * l->K, true, tp->dtype, tp->stream);
+    if (gelu_input)
+        ops->activation_backward(dx, NULL, dx, gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH, tp->dtype,
+                                 tp->stream);
 }
 
-/* dw = dy^T x, or += once this step has a gradient; dbias += column sums of dy. */
-static void mt_product_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const void *dy, const void *x,
-                                       int64_t T) {
-    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, l->weight.accumulate, tp->dtype,
-                                    tp->stream);
-    l->weight.accumulate = true;
+/* True if a product adds to dw, which holds a gradient afterwards. */
+static bool mt_weight_accumulates(const mt_weight *weight) {
+    bool accumulates = weight->has_gradient && *weight->has_gradient;
+    if (weight->has_gradient) *weight->has_gradient = true;
+    return accumulates;
+}
+
+/* dw = dy^T x, or += when accumulate; dbias += column sums of dy. */
+static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const void *dy, const void *x,
+                                       int64_t T, bool accumulate) {
+    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, accumulate, tp->dtype, tp->stream);
 }
 
 /* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
@@ -4303,7 +4315,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
 }
 
 /* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
-static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
@@ -4314,7 +4326,8 @@ static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const
         mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, io->dy, x, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT)
+        mt_product_backward_weight(tp, l, io->dy, x, tp->T, mt_weight_accumulates(&l->weight));
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
@@ -4353,11 +4366,12 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
 }
 
 /* Every rank computes the same dbias over all rows. */
-static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
     const void *dy =
         in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT)
+        mt_product_backward_weight(tp, l, dy, io->x, tp->T, mt_weight_accumulates(&l->weight));
     if ((halves & MT_BACKWARD_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
 
@@ -4374,7 +4388,6 @@ static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear
     int64_t first = io->host_offsets[i], size = l->N * l->K;
     mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
     if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
-    expert.weight.accumulate = l->weight.accumulate;
     *count = io->host_offsets[i + 1] - first;
     *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
     own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
@@ -4407,19 +4420,19 @@ static void mt_grouped_backward_input(const mt_tensor_parallel *tp, const mt_lin
     }
 }
 
-static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    bool accumulate = mt_weight_accumulates(&l->weight);
     if (!io->host_offsets)
         tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
-                                                l->num_experts, l->weight.accumulate, tp->dtype, tp->stream);
+                                                l->num_experts, accumulate, tp->dtype, tp->stream);
     for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
         if (count > 0)
-            mt_product_backward_weight(tp, &expert, own.dy, own.x, count);
-        else if (!l->weight.accumulate) // the expert has no rows
+            mt_product_backward_weight(tp, &expert, own.dy, own.x, count, accumulate);
+        else if (!accumulate) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
-    l->weight.accumulate = true;
 }
 
 /* ---- the three functions */
@@ -4444,7 +4457,7 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     }
 }
 
-void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int halves) {
+void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     const void *dy = io->dy;
     switch (l->kind) {
     case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
@@ -4454,7 +4467,8 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_lin
         } // fallthrough
     case MT_LINEAR_REPLICATED:
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
-        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->rows);
+        if (halves & MT_BACKWARD_WEIGHT)
+            mt_product_backward_weight(tp, l, dy, io->x, tp->rows, mt_weight_accumulates(&l->weight));
         break;
     case MT_LINEAR_COLUMN:
         mt_column_backward(tp, l, io, halves);
@@ -4469,11 +4483,11 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_lin
     }
 }
 
-void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_linear_backward(tp, l, io, MT_BACKWARD_INPUT);
 }
 
-void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_linear_backward(tp, l, io, MT_BACKWARD_WEIGHT);
 }
 
@@ -4622,7 +4636,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(EXPERTS, has_experts, "--num-experts")                                                                           \
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
     X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
-    X(SWIGLU, o->swiglu, "--swiglu")                                                                                   \
+    X(GATED, mt_options_gated(o), "--swiglu")                                                                          \
     X(MTP, layer >= o->num_layers, "--mtp-num-layers")
 
 #define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
@@ -4639,15 +4653,11 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
-/* Families of Hugging Face with names of their own; all others have Llama's. */
+/* The columns of tensor names, and each family's. */
 enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
 
-static int mt_names_of(const mt_options *o) {
-    return o->hf_family == MT_HF_GPT2        ? MT_NAMES_GPT2
-           : o->hf_family == MT_HF_MIXTRAL   ? MT_NAMES_MIXTRAL
-           : o->hf_family == MT_HF_QWEN2_MOE ? MT_NAMES_QWEN2_MOE
-                                             : MT_NAMES_LLAMA;
-}
+#define MT_HF_FAMILY_NAMES(family, model_type, class, names, ...) MT_NAMES_##names,
+static const int mt_names_of[MT_NUM_HF_FAMILIES] = {MT_NAMES_LLAMA, MT_HF_FAMILIES(MT_HF_FAMILY_NAMES)};
 
 /* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
  */
@@ -4735,10 +4745,10 @@ static const mt_role_row mt_role_rows[] = {
              "attn.c_attn.weight"),
     MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
     /* MLP, or shared expert and router */
-    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(SWIGLU), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
     MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
     MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
-    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(SWIGLU), 0,
+    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
             "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
     MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
              NULL, NULL, "mlp.shared_expert.up_proj.weight"),
@@ -4771,8 +4781,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
              "attn.c_attn.bias"),
     MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
-    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(SWIGLU), 0,
-            "mlp.gate_proj.bias"),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.gate_proj.bias"),
     MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
     MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
@@ -4951,7 +4960,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
     mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .names = mt_names_of(options)};
+    mt_param_table table = {.options = options, .names = mt_names_of[options->hf_family]};
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = options->num_layers + options->mtp_num_layers;
@@ -5180,7 +5189,7 @@ typedef struct mt_normed {
 
 /* A product whose weight gradient a split backward computes later. */
 typedef struct mt_deferred {
-    mt_linear *linear;
+    const mt_linear *linear;
     const void *x, *dy;
 } mt_deferred;
 
@@ -5262,10 +5271,10 @@ static void mt_slots_allocate(const mt_slots *list, void *base, mt_arena *arena)
  * extra memory. */
 
 /* Defers the gradient of a weight: copies dy to the linear's stash slot. */
-static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, mt_linear *linear,
-                            const void *x, const void *dy) {
+static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                            const mt_linear *linear, const void *x, const void *dy) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
-    size_t offset = (size_t)((char *)linear - (char *)w);
+    size_t offset = (size_t)((const char *)linear - (const char *)w);
     while (slot < end && slot->stash_of != offset) slot++;
     MT_CHECK(slot < end && a->num_deferred < MT_MAX_DEFERRED);
     void *stash = mt_slot_read(a, slot);
@@ -5275,8 +5284,8 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, mt_layer *w, mt
 }
 
 /* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
-static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     mt_linear *linear, const mt_linear_io *io) {
+static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                     const mt_linear *linear, const mt_linear_io *io) {
     mt_linear_backward(&p->tp, linear, io, p->halves);
     if (p->halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
@@ -5712,7 +5721,7 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
 
 /* Outputs of fc1 for a width F: gate and up, or up alone. */
 static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
-    return m->options->swiglu ? 2 * F : F;
+    return mt_options_gated(m->options) ? 2 * F : F;
 }
 
 /* F: width of the MLP or of the shared expert; 0: none. */
@@ -5724,18 +5733,15 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
     MT_SLOT(s, mlp_active, T, F, m->dtype);
 }
 
-/* scratch.block_out = down(activation(fc1(mlp_norm))). Activation: SwiGLU, scaled by gates[T] for a shared expert with
- * a gate; GELU; or with --openai-gelu its tanh approximation, fused into fc1. */
+/* scratch.block_out = down(activation(fc1(mlp_norm))). gates[T] scale a shared expert's activation, or NULL. fc1
+ * computes the tanh approximation of GELU itself. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates) {
-    bool fused = m->options->openai_gelu;
+    mt_activation activation = mt_options_activation(m->options);
+    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
-    if (gates)
-        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, m->dtype, p->stream);
-    else if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
-    else if (!fused)
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (!fused)
+        m->ops->activation_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, activation, m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
 
@@ -5744,17 +5750,14 @@ static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
                             const float *gates, float *dgates) {
     mt_layer_scratch *s = &m->scratch;
-    bool fused = m->options->openai_gelu;
+    mt_activation activation = mt_options_activation(m->options);
+    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
     if (fused) down.gelu_input = a->mlp_hidden;
     mt_linear_backward(&p->tp, &w->down, &down, p->halves);
-    if (gates)
-        m->ops->expert_swiglu_backward(s->dmlp_hidden, dgates, s->dmlp_active, a->mlp_hidden, gates, p->T, w->F,
-                                       m->dtype, p->stream);
-    else if (m->options->swiglu)
-        m->ops->swiglu_backward(s->dmlp_hidden, s->dmlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
-    else if (!fused)
-        m->ops->gelu_backward(s->dmlp_hidden, s->dmlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (!fused)
+        m->ops->activation_backward(s->dmlp_hidden, gates ? dgates : NULL, s->dmlp_active, a->mlp_hidden, gates, p->T,
+                                    w->F, activation, m->dtype, p->stream);
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
 }
@@ -6298,10 +6301,8 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     fc1.x = rows->input, fc1.y = rows->hidden;
     down.x = rows->active, down.y = e->permute_fusion ? mt_expert_output(m) : rows->output;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    if (e->permute_fusion)
-        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, p->stream);
-    else
-        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, p->stream);
+    m->ops->activation_forward(rows->active, rows->hidden, e->permute_fusion ? rows->weights : NULL, M, F,
+                               mt_options_activation(m->options), m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!e->permute_fusion)
         m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
@@ -6321,11 +6322,10 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
-    if (m->experts->permute_fusion)
-        m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
-                                       p->stream);
-    else
-        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, p->stream);
+    bool scaled = m->experts->permute_fusion;
+    m->ops->activation_backward(d->hidden, scaled ? d->weights : NULL, d->active, rows->hidden,
+                                scaled ? rows->weights : NULL, M, F, mt_options_activation(m->options), m->dtype,
+                                p->stream);
     fc1.dy = d->hidden, fc1.dx = mt_expert_output(m);
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
@@ -7765,6 +7765,7 @@ typedef struct mt_sharding {
     bool prefetches;
     mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
     mt_bucket_progress *progress;     // [num_buckets]
+    bool *has_gradient;               // [num_params] of mt_weight: products add to the gradient
     int64_t age;                      // number of takes; the clock of mt_bucket_buffer.age
     int64_t last_bucket, direction;   // last acquired bucket; 1: forward order, -1: backward order
     const mt_bucket_buffer *reducing; // its reduction may be running
@@ -7800,8 +7801,8 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         if (!weight) continue;
         weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
-        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
-            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
+        weight->has_gradient = &m->sharding->has_gradient[i];
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.lm_head.weight = *weight; // tied
     }
 }
 
@@ -7852,6 +7853,7 @@ static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = m->sharding;
     s->strategy = mt_strategy_of(m);
     s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
+    s->has_gradient = mt_model_calloc(m, m->num_params * (int64_t)sizeof *s->has_gradient);
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
@@ -8032,9 +8034,10 @@ static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param)
     return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
-/* Zeroes padding and the gradients that only accumulate; products overwrite the rest. */
+/* Discards a bucket's gradients: zeroes padding and gradients that only accumulate; products overwrite the others. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     int64_t start = 0; // of the range to zero
+    memset(m->sharding->has_gradient + b->first_param, false, (size_t)b->num_params);
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
         if (!mt_gradient_is_overwritten(m, param)) continue;
@@ -8042,16 +8045,6 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
         start = param->offset + param->rows * param->cols;
     }
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
-}
-
-/* Selects for a bucket's weights: products add to the gradient, or overwrite it. */
-static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
-    const mt_bucket *b = &m->buckets[bucket];
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        mt_weight *weight = mt_param_weight(m, &m->params[i]);
-        if (weight) weight->accumulate = accumulate;
-    }
-    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
 }
 
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
@@ -8069,7 +8062,6 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
         mt_bucket_bind(m, bucket);
     }
     if (begins) mt_bucket_zero_gradients(m, b);
-    if (begins) mt_bucket_accumulate(m, bucket, false);
 }
 
 /* Starts the reduction of a bucket's whole gradients over ranks. */
@@ -8117,7 +8109,7 @@ static void mt_gradients_begin(mt_model *m) {
         if (!mt_splits_backward(m)) continue;
         // a split backward reaches a bucket's weights in any order, so all products accumulate
         m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
-        mt_bucket_accumulate(m, i, true);
+        memset(s->has_gradient + m->buckets[i].first_param, true, (size_t)m->buckets[i].num_params);
         s->progress[i].has_gradients = true;
     }
 }
@@ -8598,7 +8590,7 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
  * Schedules with groups of more micro-batches than pipeline ranks need early receives in every step. */
 static bool mt_posts_receives_early(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
-    bool is_warm = m->trainer->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
+    bool is_warm = m->trainer->num_steps > 0 || !m->ops->on_device;
     return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
@@ -9350,7 +9342,6 @@ static void mt_model_micro_batches(mt_model *m) {
         for (int64_t i = 0; i < live[chunk]; i++, mb++) {
             *mb = (mt_micro_batch){.chunk = chunk, .index = -1};
             mb->layers = mt_model_calloc(m, mt_num_saved_layers(m, chunk) * (int64_t)sizeof(mt_activations));
-            mb->host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
         }
     free(live);
     mt_arena batch = {0};
@@ -9381,19 +9372,36 @@ static void mt_model_links(mt_model *m) {
         }
 }
 
+/* Compares the bytes that this rank needs with those of its GPU, or the bytes of all ranks of a host with the host's.
+ * Every rank gets the same answer. */
+static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *error) {
+    bool cpu = !m->ops->on_device;
+    const double gib = 1 << 30;
+    const char *fewer = m->plan.train ? "--seq-length" : "--max-new-tokens";
+    int64_t available = cpu && m->plan.host_memory > 0 ? m->plan.host_memory : m->ops->memory_available();
+    int ranks = 1;
+    if (cpu) mt_host_total(&m->grid->world, &ranks, &needed, &available);
+    bool refused = needed > available;
+    if (refused && ranks == 1)
+        mt_error_set(error,
+                     "the model needs %.1f GiB of memory and the %s has %.1f GiB available; lower --micro-batch-size "
+                     "or %s, or take a smaller model",
+                     (double)needed / gib, cpu ? "machine" : "GPU", (double)available / gib, fewer);
+    else if (refused)
+        mt_error_set(error,
+                     "the %d ranks of a machine need %.1f GiB of memory together and it has %.1f GiB available; start "
+                     "fewer ranks on it, lower --micro-batch-size or %s, or take a smaller model",
+                     ranks, (double)needed / gib, (double)available / gib, fewer);
+    return mt_agree(&m->grid->world, refused, error);
+}
+
 static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_plan_memory(m, &counting);
-    int64_t available = m->ops->memory_available();
     m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
-    int64_t needed = counting.used + m->bytes[MT_PLAN_EXPERTS];
-    if (needed > available)
-        return mt_error_set(
-            error,
-            "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
-            "take a smaller model",
-            (double)needed / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
-            (double)available / (1 << 30), m->plan.train ? "--seq-length" : "--max-new-tokens");
+    if (mt_model_check_memory(m, counting.used + m->bytes[MT_PLAN_EXPERTS], error) != 0) return -1;
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
     m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));

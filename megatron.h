@@ -233,21 +233,37 @@ typedef enum mt_tokenizer_type {
 } mt_tokenizer_type;
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
 
-/* Families of Hugging Face transformers ("model_type" of config.json). MEGATRON: none of them computes this model. */
-typedef enum mt_hf_family {
-    MT_HF_UNKNOWN,
-    MT_HF_GPT2,
-    MT_HF_LLAMA,
-    MT_HF_MISTRAL,
-    MT_HF_QWEN2,
-    MT_HF_QWEN3,
-    MT_HF_MIXTRAL,
-    MT_HF_QWEN2_MOE,
-    MT_HF_QWEN3_MOE,
-    MT_HF_DEEPSEEK_V3,
-    MT_HF_MEGATRON,
-    MT_NUM_HF_FAMILIES
-} mt_hf_family;
+/* Activations f of the MLP and of experts, one row each: the name; the functions of f in both backends; gated: the
+ * layer computes f(gate) * up; the option that selects it and its field in mt_options (none for the default); its names
+ * in config.json, the first of them written. */
+#define MT_ACTIVATIONS(X)                                                                                              \
+    X(GELU, gelu, false, NULL, 0, "gelu")                                                                              \
+    X(GELU_TANH, gelu_tanh, false, "--openai-gelu", offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")   \
+    X(SWIGLU, silu, true, "--swiglu", offsetof(mt_options, swiglu), "silu|swish")
+#define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
+typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
+
+/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, the column of tensor
+ * names in the parameter table, and the properties of a model (data/hf_config.c) that the family requires and excludes.
+ * A model belongs to the first family that fits; MEGATRON, which fits always: transformers has no class for it. */
+#define MT_HF_FAMILIES(X)                                                                                              \
+    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2, LAYERNORM | LEARNED | QKV_BIAS | OUT_BIAS | MLP_BIAS,                     \
+      LATENT | GROUPS | FREE_HEADS | GATED | QK_NORM | WINDOW)                                                         \
+    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA, BLOCK, OTHER | EXPERTS | QK_NORM | ODD_BIAS | WINDOW)                 \
+    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA, BLOCK,                                                          \
+      OTHER | EXPERTS | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                                                      \
+    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA, BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS)    \
+    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA, BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS)               \
+    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL, BLOCK | EXPERTS,                                              \
+      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS)                                     \
+    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, BLOCK | EXPERTS | SHARED | GATE,                       \
+      OTHER | QK_NORM | OUT_BIAS | MLP_BIAS)                                                                           \
+    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM, OTHER | SHARED | ODD_BIAS)      \
+    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA, BLOCK | LATENT,                                      \
+      LAYERNORM | OUT_BIAS | MLP_BIAS | WINDOW | NOT_DEEPSEEK)                                                         \
+    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, 0, 0)
+#define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
+typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
 
 /* Every option by its Megatron name, with underscores. data/option_table.c has each one's default, range and help. A
  * number that is 0 and a string that is NULL are not given; mt_options_finish (data/options.h) derives them and checks
@@ -367,6 +383,16 @@ typedef struct mt_options {
  * after its checks of text. `world_size` is the number of ranks. May be called again after a change. Afterwards
  * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
 int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+
+/* The row of an activation, and the activation of a model. */
+typedef struct mt_activation_row {
+    bool gated;
+    const char *option;
+    size_t field;
+    const char *config_names;
+} mt_activation_row;
+extern const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS];
+mt_activation mt_options_activation(const mt_options *options);
 
 /* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
 void mt_options_derive_sizes(mt_options *options);
@@ -642,19 +668,18 @@ typedef struct mt_attention {
 /* ---- activations */
 
 #define MT_ACTIVATION_OPERATIONS(OP)                                                                                   \
-    /* y = gelu(x) for n elements: exact (erf), or its tanh approximation (Hendrycks & Gimpel). */                     \
-    OP(gelu_forward, mt_work_bytes(2 * n, dtype), (y, x, n, tanh_approximation, dtype, stream), void *y,               \
-       const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype, mt_stream *stream)                           \
-    /* dx may be dy. */                                                                                                \
-    OP(gelu_backward, mt_work_bytes(3 * n, dtype), (dx, dy, x, n, tanh_approximation, dtype, stream), void *dx,        \
-       const void *dy, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype, mt_stream *stream)           \
-    /* y[T, F] = silu(gate) * up, with gate_up[T, 2F] = gate, then up (Shazeer, "GLU variants improve transformer").   \
-     */                                                                                                                \
-    OP(swiglu_forward, mt_work_bytes(3 * T * F, dtype), (y, gate_up, T, F, dtype, stream), void *y,                    \
-       const void *gate_up, int64_t T, int64_t F, mt_dtype dtype, mt_stream *stream)                                   \
-    /* dgate_up may be gate_up. */                                                                                     \
-    OP(swiglu_backward, mt_work_bytes(5 * T * F, dtype), (dgate_up, dy, gate_up, T, F, dtype, stream), void *dgate_up, \
-       const void *dy, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype, mt_stream *stream)
+    /* y[T, F] = f(x[T, F]); gated: f(gate) * up, with x[T, 2F] = gate, then up (Shazeer, "GLU variants improve        \
+     * transformer"). Unless weights[T] is NULL it scales y: an expert's probabilities, so that the backward does not  \
+     * need the expert's output. GELU is exact (erf), GELU_TANH its approximation (Hendrycks & Gimpel). */             \
+    OP(activation_forward, mt_work_bytes((mt_activation_rows[activation].gated ? 3 : 2) * T * F, dtype),               \
+       (y, x, weights, T, F, activation, dtype, stream), void *y, const void *x, const float *weights, int64_t T,      \
+       int64_t F, mt_activation activation, mt_dtype dtype, mt_stream *stream)                                         \
+    /* dx may be x, or dy where that is as wide. dweights[T] = sum(dy f(x)), of the unscaled result; NULL without      \
+     * weights. */                                                                                                     \
+    OP(activation_backward, mt_work_bytes((mt_activation_rows[activation].gated ? 5 : 3) * T * F, dtype),              \
+       (dx, dweights, dy, x, weights, T, F, activation, dtype, stream), void *dx, float *dweights, const void *dy,     \
+       const void *x, const float *weights, int64_t T, int64_t F, mt_activation activation, mt_dtype dtype,            \
+       mt_stream *stream)
 
 /* ---- residual stream, and rows: key/value caches, packing, the last tokens of prompts */
 
@@ -810,16 +835,7 @@ typedef struct mt_dispatch {
        (dw, dy, x, offsets, M, N, K, E, accumulate, dtype, stream), float *dw, const void *dy, const void *x,          \
        const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate, mt_dtype dtype,            \
        mt_stream *stream)                                                                                              \
-    /* y[M, F] = weights[M] silu(gate) up, for gate_up[M, 2F]: the expert's activation times its probability, so that  \
-     * the backward does not need the expert's output. */                                                              \
-    OP(expert_swiglu_forward, mt_work_bytes(3 * M * F, dtype), (y, gate_up, weights, M, F, dtype, stream), void *y,    \
-       const void *gate_up, const float *weights, int64_t M, int64_t F, mt_dtype dtype, mt_stream *stream)             \
-    /* dgate_up may be gate_up; dweights[M] = sum(dy silu(gate) up). */                                                \
-    OP(expert_swiglu_backward, mt_work_bytes(5 * M * F, dtype),                                                        \
-       (dgate_up, dweights, dy, gate_up, weights, M, F, dtype, stream), void *dgate_up, float *dweights,               \
-       const void *dy, const void *gate_up, const float *weights, int64_t M, int64_t F, mt_dtype dtype,                \
-       mt_stream *stream)                                                                                              \
-    /* y[M, C] = weights[M] x[M, C]; y may be x. expert_swiglu fuses it. */                                            \
+    /* y[M, C] = weights[M] x[M, C]; y may be x. The activation's weights replace it where possible. */                \
     OP(scale_rows_forward, mt_work_bytes(2 * M * C, dtype), (y, x, weights, M, C, dtype, stream), void *y,             \
        const void *x, const float *weights, int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream)                   \
     /* dx[M, C] = weights dy and dweights[M] = sum(dy x); dx may be dy or x. */                                        \
@@ -1130,6 +1146,7 @@ typedef void mt_phase_end_fn(mt_stream *stream);
 
 typedef struct mt_ops {
     const char *name; // "cpu", "cuda"
+    bool on_device;   // operations run beside the host, on memory of a device; else at once, on the host's memory
     mt_limits limits;
 #define MT_OPERATION_FIELD(name, ...) mt_##name##_fn *name;
     MT_ALL_OPERATIONS(MT_OPERATION_FIELD)
@@ -1329,12 +1346,13 @@ void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void 
 void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C);
 void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C);
 
-/* A parameter as the model's code sees it: its values and their gradient, NULL where the model has none.
- * `accumulate`: dw holds a gradient of this step, to which products add; else they write it. */
+/* A parameter as the model's code sees it: its values and their gradient, NULL where the model has none. has_gradient
+ * points to a flag of the gradient's owner: while it is false, the next product overwrites dw and sets the flag;
+ * afterwards products add to dw. NULL: every product overwrites dw. */
 typedef struct mt_weight {
     void *w;
     float *dw;
-    bool accumulate;
+    bool *has_gradient;
 } mt_weight;
 
 /* How ranks share a weight and what its products take. */
@@ -1374,11 +1392,11 @@ enum { MT_BACKWARD_INPUT = 1, MT_BACKWARD_WEIGHT = 2, MT_BACKWARD_BOTH = 3 };
 /* y from x. Communication of column- and row-parallel kinds is included: results are complete on tp->stream. */
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
 /* dx from dy. */
-void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
 /* dw and dbias from dy and x. */
-void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
 /* Both, or the selected `halves`; the communication of one half overlaps the product of the other. */
-void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int halves);
+void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io, int halves);
 
 /* Numbers of T tokens whose labels have these log-probabilities under the logits. */
 typedef struct mt_token_values {
@@ -1625,6 +1643,7 @@ typedef struct mt_model_plan {
     int64_t max_logits;   // rows of logits held at once
     int64_t cache_rows;   // key/value cache rows a layer; 0: none
     int64_t max_position; // positions that tokens may have (rotary tables)
+    int64_t host_memory;  // on the CPU: bytes that all ranks of this host may use together; 0: the machine's memory
     bool train;           // gradients, optimizer state and saved activations
 } mt_model_plan;
 

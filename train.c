@@ -3,6 +3,7 @@
 
 #include "data/checkpoint.h"
 #include "data/dataset.h"
+#include "data/host_memory.h"
 #include "data/launch.h"
 #include "data/options.h"
 #include "data/profile.h"
@@ -23,6 +24,7 @@ typedef struct feed {
 typedef struct run {
     mt_options options;
     mt_grid grid;
+    const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;
     mt_data_config data_config;
     mt_data *data;
@@ -73,7 +75,6 @@ static void open_tokenizer(run *r) {
 }
 
 static void open_data(run *r) {
-    static const char *const names[MT_NUM_SPLITS] = {"training", "validation", "test"};
     const mt_options *o = &r->options;
     mt_error error;
     int64_t evaluations = o->eval_interval > 0 ? o->num_iterations / o->eval_interval + 1 : 0;
@@ -95,10 +96,9 @@ static void open_data(run *r) {
     config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
     config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
     check(mt_data_open(&r->data, config, &error), &error);
+    if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
-        if (!dataset && config->sizes[split] > 0 && r->grid.world.rank == 0)
-            printf("there is no %s data: that loss is not reported\n", names[split]);
         if (dataset)
             check(mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size, r->grid.data.rank,
                                  r->grid.data.size, &error),
@@ -111,15 +111,30 @@ static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
 }
 
+static void open_backend(run *r) {
+    mt_error error;
+    r->ops = mt_backend_open(r->options.device, &r->grid, &error);
+    check(r->ops ? 0 : -1, &error);
+}
+
+/* Rank 0 prints what the run will do: a paragraph, the options that were given, and the grid. */
+static void print_opening(const run *r) {
+    const mt_options *o = &r->options;
+    if (r->grid.world.rank != 0) return;
+    mt_report_opening(o, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
+    mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
+    if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, stdout);
+}
+
 static void open_model(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     int64_t tokens = o->micro_batch_size * o->seq_length;
     int64_t here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
-    const mt_ops *ops = mt_backend_open(o->device, &r->grid, &error);
-    if (ops && (o->profile || o->trace || o->log_straggler)) ops = mt_profile_open(ops);
-    check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);
+    plan.host_memory = mt_host_memory_available("");
+    const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
+    check(mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
     if (o->load)
@@ -272,9 +287,9 @@ int main(int argc, char **argv) {
     check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
     check(mt_options_agree(&r.options, &r.grid.world, &error), &error);
     check(mt_grid_build(&r.grid, &r.options, &error), &error);
-    if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
-    if (r.grid.world.rank == 0 && r.grid.world.size > 1) mt_grid_print(&r.grid, &r.options, stdout);
+    open_backend(&r);
     if (r.options.num_iterations > 0) open_data(&r);
+    print_opening(&r);
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
     if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);

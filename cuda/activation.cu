@@ -7,16 +7,15 @@
 /* Packs that a thread loads before it uses the first. */
 static constexpr int packs_per_thread = 4;
 
-/* ---- GELU -------------------------------------------------------------------------------------------------------- */
+/* ---- activations ------------------------------------------------------------------------------------------------- */
 
 __device__ static inline float sigmoid(float x) {
     return __fdividef(1, 1 + mt_exp(-x));
 }
 
-/* The standard normal CDF: exactly erfc(-x / sqrt(2)) / 2, by the Chebyshev fit erfcc of Press et al., "Numerical
- * Recipes", as on the CPU; or the approximation (1 + tanh(u)) / 2 = sigmoid(2 u). */
-template <bool tanh_approximation> __device__ static inline float normal_cdf(float x) {
-    if (tanh_approximation) return sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+/* The standard normal CDF, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit erfcc of Press et al., "Numerical Recipes", as
+ * on the CPU. */
+__device__ static inline float normal_cdf(float x) {
     float z = fabsf(x) * 0.70710678f, t = __fdividef(1, 1 + 0.5f * z);
     float p = 0.17087277f;
     p = p * t - 0.82215223f;
@@ -31,9 +30,49 @@ template <bool tanh_approximation> __device__ static inline float normal_cdf(flo
     return x < 0 ? tail : 1 - tail;
 }
 
-/* y = x cdf(x). Reads x, writes y: 4 bytes per element in bf16, 8 in fp32. */
-template <class T, int N, bool tanh_approximation>
-__global__ void gelu_forward(T *y, const T *x, int64_t begin, int64_t end) {
+/* Each activation f: f(x) and f'(x), named as in the rows of MT_ACTIVATIONS. */
+struct gelu {
+    __device__ static float value(float x) {
+        return x * normal_cdf(x);
+    }
+    __device__ static float slope(float x) {
+        return normal_cdf(x) + x * (0.39894228f * mt_exp(-0.5f * x * x));
+    }
+};
+
+/* The approximation (1 + tanh(u)) / 2 = sigmoid(2 u) of the CDF. */
+struct gelu_tanh {
+    __device__ static float cdf(float x) {
+        return sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+    }
+    __device__ static float value(float x) {
+        return x * cdf(x);
+    }
+    __device__ static float slope(float x) {
+        float s = cdf(x);
+        return s + x * (s * (1 - s) * 1.59576912f * (1 + 3 * 0.044715f * x * x));
+    }
+};
+
+struct silu {
+    __device__ static float value(float x) {
+        return x * sigmoid(x);
+    }
+    __device__ static float slope(float x) {
+        float s = sigmoid(x);
+        return s * (1 + x * (1 - s));
+    }
+};
+
+/* Calls body(f, gated) with the types of an activation's row. */
+template <class Body> static void with_activation(mt_activation activation, Body body) {
+#define MT_CUDA_ACTIVATION(name, f, gated, ...)                                                                        \
+    if (activation == MT_ACTIVATION_##name) body(f{}, std::integral_constant<bool, gated>{});
+    MT_ACTIVATIONS(MT_CUDA_ACTIVATION)
+}
+
+/* Not gated, no weights: y = f(x). Reads x, writes y: 4 bytes per element in bf16, 8 in fp32. */
+template <class F, class T, int N> __global__ void activation_forward(T *y, const T *x, int64_t begin, int64_t end) {
     constexpr int K = packs_per_thread;
     mt_begin_next();
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
@@ -45,14 +84,14 @@ __global__ void gelu_forward(T *y, const T *x, int64_t begin, int64_t end) {
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
         mt_pack<float, N> out = mt_to_float(packs[k]);
-        for (int i = 0; i < N; i++) out.value[i] *= normal_cdf<tanh_approximation>(out.value[i]);
+        for (int i = 0; i < N; i++) out.value[i] = F::value(out.value[i]);
         mt_store(y + first + k * step, mt_from_float<T>(out));
     }
 }
 
-/* dx = dy (cdf + x cdf'). Reads dy and x, writes dx: 6 bytes per element in bf16, 12 in fp32. */
-template <class T, int N, bool tanh_approximation>
-__global__ void gelu_backward(T *dx, const T *dy, const T *x, int64_t begin, int64_t end) {
+/* dx = dy f'(x). Reads dy and x, writes dx: 6 bytes per element in bf16, 12 in fp32. */
+template <class F, class T, int N>
+__global__ void activation_backward(T *dx, const T *dy, const T *x, int64_t begin, int64_t end) {
     constexpr int K = packs_per_thread / 2;
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     mt_pack<T, N> xs[K], dys[K];
@@ -65,135 +104,211 @@ __global__ void gelu_backward(T *dx, const T *dy, const T *x, int64_t begin, int
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
-        mt_pack<float, N> x_pack = mt_to_float(xs[k]), d = mt_to_float(dys[k]);
-        for (int i = 0; i < N; i++) {
-            float in = x_pack.value[i], cdf = normal_cdf<tanh_approximation>(in);
-            float density = tanh_approximation ? cdf * (1 - cdf) * 1.59576912f * (1 + 3 * 0.044715f * in * in)
-                                               : 0.39894228f * mt_exp(-0.5f * in * in);
-            d.value[i] *= cdf + in * density;
-        }
+        mt_pack<float, N> in = mt_to_float(xs[k]), d = mt_to_float(dys[k]);
+        for (int i = 0; i < N; i++) d.value[i] *= F::slope(in.value[i]);
         mt_store(dx + first + k * step, mt_from_float<T>(d));
     }
 }
 
-template <class T, int N>
-static void launch_gelu_forward(void *y, const void *x, int64_t begin, int64_t end, bool tanh_approximation,
-                                cudaStream_t stream) {
-    unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread * N);
-    auto kernel = tanh_approximation ? gelu_forward<T, N, true> : gelu_forward<T, N, false>;
-    kernel<<<blocks, 256, 0, stream>>>((T *)y, (const T *)x, begin, end);
-    MT_CUDA_LAUNCHED();
-}
-
-extern "C" void mt_cuda_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
-                                     mt_stream *stream) {
-    mt_by_type(dtype, true, [&](auto type, auto width) {
-        mt_split<decltype(width)::value>(n, mt_wide(dtype, {y, x}, {}), [&](int64_t begin, int64_t end, auto width) {
-            launch_gelu_forward<decltype(type), decltype(width)::value>(y, x, begin, end, tanh_approximation,
-                                                                        mt_cuda_stream(stream));
-        });
-    });
-}
-
-template <class T, int N>
-static void launch_gelu_backward(void *dx, const void *dy, const void *x, int64_t begin, int64_t end,
-                                 bool tanh_approximation, cudaStream_t stream) {
-    unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread / 2 * N);
-    auto kernel = tanh_approximation ? gelu_backward<T, N, true> : gelu_backward<T, N, false>;
-    kernel<<<blocks, 256, 0, stream>>>((T *)dx, (const T *)dy, (const T *)x, begin, end);
-    MT_CUDA_LAUNCHED();
-}
-
-extern "C" void mt_cuda_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
-                                      mt_dtype dtype, mt_stream *stream) {
-    mt_by_type(dtype, true, [&](auto type, auto width) {
-        bool wide = mt_wide(dtype, {dx, dy, x}, {});
-        mt_split<decltype(width)::value>(n, wide, [&](int64_t begin, int64_t end, auto width) {
-            launch_gelu_backward<decltype(type), decltype(width)::value>(dx, dy, x, begin, end, tanh_approximation,
-                                                                         mt_cuda_stream(stream));
-        });
-    });
-}
-
-/* ---- SwiGLU ------------------------------------------------------------------------------------------------------ */
-
-/* y = gate sigmoid(gate) up. Reads gate and up, writes y: 6 bytes per element of y in bf16, 12 in fp32. */
-template <class T, int N> __global__ void swiglu_forward(T *y, const T *gate_up, int F, int blocks_per_row) {
+/* Gated, no weights: y = f(gate) up. Reads gate and up, writes y: 6 bytes per element of y in bf16, 12 in fp32. */
+template <class F, class T, int N> __global__ void gated_forward(T *y, const T *x, int width, int blocks_per_row) {
     constexpr int K = packs_per_thread / 2;
     mt_begin_next();
     int64_t row = blockIdx.x / blocks_per_row;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
-    const T *gate_row = gate_up + row * 2 * F, *up_row = gate_row + F;
+    const T *gate_row = x + row * 2 * width, *up_row = gate_row + width;
     mt_pack<T, N> gates[K], ups[K];
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        if (first + k * step >= F) break;
+        if (first + k * step >= width) break;
         gates[k] = mt_load<N>(gate_row + first + k * step);
         ups[k] = mt_load<N>(up_row + first + k * step);
     }
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        if (first + k * step >= F) break;
+        if (first + k * step >= width) break;
         mt_pack<float, N> gate = mt_to_float(gates[k]), up = mt_to_float(ups[k]);
-        for (int i = 0; i < N; i++) gate.value[i] *= sigmoid(gate.value[i]) * up.value[i];
-        mt_store(y + row * F + first + k * step, mt_from_float<T>(gate));
+        for (int i = 0; i < N; i++) gate.value[i] = F::value(gate.value[i]) * up.value[i];
+        mt_store(y + row * width + first + k * step, mt_from_float<T>(gate));
     }
 }
 
-/* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). Reads dy, gate and up, writes dgate and
- * dup: 10 bytes per element of y in bf16, 20 in fp32. */
-template <class T, int N>
-__global__ void swiglu_backward(T *dgate_up, const T *dy, const T *gate_up, int F, int blocks_per_row) {
+/* dup = dy f(gate), dgate = dy up f'(gate). Reads dy, gate and up, writes dgate and dup: 10 bytes per element of y in
+ * bf16, 20 in fp32. */
+template <class F, class T, int N>
+__global__ void gated_backward(T *dx, const T *dy, const T *x, int width, int blocks_per_row) {
     constexpr int K = packs_per_thread / 2;
     int64_t row = blockIdx.x / blocks_per_row;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
-    const T *gate_row = gate_up + row * 2 * F, *up_row = gate_row + F, *dy_row = dy + row * F;
-    T *dgate_row = dgate_up + row * 2 * F, *dup_row = dgate_row + F;
+    const T *gate_row = x + row * 2 * width, *up_row = gate_row + width, *dy_row = dy + row * width;
+    T *dgate_row = dx + row * 2 * width, *dup_row = dgate_row + width;
     mt_pack<T, N> gates[K], ups[K], dys[K];
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        if (first + k * step >= F) break;
+        if (first + k * step >= width) break;
         gates[k] = mt_load<N>(gate_row + first + k * step);
         ups[k] = mt_load<N>(up_row + first + k * step);
         dys[k] = mt_load<N>(dy_row + first + k * step);
     }
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        if (first + k * step >= F) break;
+        if (first + k * step >= width) break;
         mt_pack<float, N> gate = mt_to_float(gates[k]), up = mt_to_float(ups[k]), d = mt_to_float(dys[k]);
         for (int i = 0; i < N; i++) {
-            float g = gate.value[i], s = sigmoid(g), ds = d.value[i] * s;
-            gate.value[i] = ds * up.value[i] * (1 + g * (1 - s));
-            up.value[i] = ds * g;
+            float g = gate.value[i];
+            gate.value[i] = d.value[i] * up.value[i] * F::slope(g);
+            up.value[i] = d.value[i] * F::value(g);
         }
         mt_store(dgate_row + first + k * step, mt_from_float<T>(gate));
         mt_store(dup_row + first + k * step, mt_from_float<T>(up));
     }
 }
 
-extern "C" void mt_cuda_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
-                                       mt_stream *stream) {
-    if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {y, gate_up}, {F}), [&](auto type, auto width) {
-        using E = decltype(type);
-        constexpr int N = decltype(width)::value;
-        mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
-        swiglu_forward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)y, (const E *)gate_up, (int)F, grid.blocks_per_row);
-        MT_CUDA_LAUNCHED();
+/* y = weight f(x), or weight f(gate) up. Reads x, writes y: 6 bytes per element of y in bf16, 12 in fp32 (4 and 8 if
+ * not gated), and 4 per row. */
+template <class F, bool gated, class T, int N>
+__global__ void weighted_forward(T *y, const T *x, const float *weights, int64_t M, int width, int blocks_per_row) {
+    constexpr int K = 2;
+    int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
+    int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    if (row >= M) return;
+    const T *in_row = x + row * (gated ? 2 : 1) * width, *up_row = in_row + width;
+    float weight = weights[row];
+    mt_pack<T, N> ins[K], ups[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= width) break;
+        ins[k] = mt_load<N>(in_row + first + k * step);
+        if (gated) ups[k] = mt_load<N>(up_row + first + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= width) break;
+        mt_pack<float, N> in = mt_to_float(ins[k]), up = {};
+        if (gated) up = mt_to_float(ups[k]);
+        for (int i = 0; i < N; i++) in.value[i] = F::value(in.value[i]) * (gated ? up.value[i] : 1) * weight;
+        mt_store(y + row * width + first + k * step, mt_from_float<T>(in));
+    }
+}
+
+/* The gradients for weight dy, and dweight = sum(dy f(gate) up). blockDim.x threads share a row. Reads dy and x, writes
+ * dx: 10 bytes per element of y in bf16, 20 in fp32 (6 and 12 if not gated), and 8 per row. */
+template <class F, bool gated, class T, int N>
+__global__ void weighted_backward(T *dx, float *dweights, const T *dy, const T *x, const float *weights, int64_t M,
+                                  int width) {
+    constexpr int K = 2;
+    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    bool valid = row < M;
+    if (!valid) row = M - 1; // takes part in the reduction, writes nothing
+    const T *in_row = x + row * (gated ? 2 : 1) * width, *up_row = in_row + width, *dy_row = dy + row * width;
+    T *din_row = dx + row * (gated ? 2 : 1) * width, *dup_row = din_row + width;
+    int step = blockDim.x * N;
+    float weight = weights[row], dweight[1] = {0};
+    for (int first = threadIdx.x * N; valid && first < width; first += K * step) {
+        mt_pack<T, N> ins[K], ups[K], dys[K];
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            if (first + k * step >= width) break;
+            ins[k] = mt_load<N>(in_row + first + k * step);
+            if (gated) ups[k] = mt_load<N>(up_row + first + k * step);
+            dys[k] = mt_load<N>(dy_row + first + k * step);
+        }
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            if (first + k * step >= width) break;
+            mt_pack<float, N> in = mt_to_float(ins[k]), d = mt_to_float(dys[k]), up = {};
+            if (gated) up = mt_to_float(ups[k]);
+            for (int i = 0; i < N; i++) {
+                float value = d.value[i] * F::value(in.value[i]), u = gated ? up.value[i] : 1;
+                dweight[0] += value * u;
+                in.value[i] = weight * d.value[i] * u * F::slope(in.value[i]);
+                up.value[i] = weight * value;
+            }
+            mt_store(din_row + first + k * step, mt_from_float<T>(in));
+            if (gated) mt_store(dup_row + first + k * step, mt_from_float<T>(up));
+        }
+    }
+    mt_row_sum(dweight, 0);
+    if (valid && threadIdx.x == 0) dweights[row] = dweight[0];
+}
+
+/* Calls launch(f, type, begin, end, width) for packs of a flat array of n elements. */
+template <class Launch>
+static void flat_activation(mt_activation activation, mt_dtype dtype, int64_t n, bool wide, Launch launch) {
+    with_activation(activation, [&](auto f, auto gated) {
+        if constexpr (!decltype(gated)::value)
+            mt_by_type(dtype, true, [&](auto type, auto width) {
+                mt_split<decltype(width)::value>(
+                    n, wide, [&](int64_t begin, int64_t end, auto pack) { launch(f, type, begin, end, pack); });
+            });
     });
 }
 
-extern "C" void mt_cuda_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
-                                        mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_activation_forward(void *y, const void *x, const float *weights, int64_t T, int64_t F,
+                                           mt_activation activation, mt_dtype dtype, mt_stream *stream) {
+    cudaStream_t s = mt_cuda_stream(stream);
     if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {dgate_up, dy, gate_up}, {F}), [&](auto type, auto width) {
-        using E = decltype(type);
-        constexpr int N = decltype(width)::value;
-        mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
-        swiglu_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)dgate_up, (const E *)dy, (const E *)gate_up, (int)F, grid.blocks_per_row);
-        MT_CUDA_LAUNCHED();
+    if (!weights && !mt_activation_rows[activation].gated) {
+        bool wide = mt_wide(dtype, {y, x}, {});
+        flat_activation(activation, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
+            using E = decltype(type);
+            constexpr int N = decltype(pack)::value;
+            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread * N);
+            activation_forward<decltype(f), E, N><<<blocks, 256, 0, s>>>((E *)y, (const E *)x, begin, end);
+            MT_CUDA_LAUNCHED();
+        });
+        return;
+    }
+    with_activation(activation, [&](auto f, auto gate) {
+        mt_by_type(dtype, mt_wide(dtype, {y, x}, {F}), [&](auto type, auto width) {
+            using E = decltype(type);
+            constexpr int N = decltype(width)::value;
+            constexpr bool gated = decltype(gate)::value;
+            mt_many_row_grid many = mt_many_rows(T, mt_divide_up(F, N), 2);
+            mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
+            if (weights)
+                weighted_forward<decltype(f), gated, E, N>
+                    <<<many.blocks, many.block, 0, s>>>((E *)y, (const E *)x, weights, T, (int)F, many.blocks_per_row);
+            else if constexpr (gated)
+                gated_forward<decltype(f), E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(
+                    (E *)y, (const E *)x, (int)F, grid.blocks_per_row);
+            MT_CUDA_LAUNCHED();
+        });
+    });
+}
+
+extern "C" void mt_cuda_activation_backward(void *dx, float *dweights, const void *dy, const void *x,
+                                            const float *weights, int64_t T, int64_t F, mt_activation activation,
+                                            mt_dtype dtype, mt_stream *stream) {
+    cudaStream_t s = mt_cuda_stream(stream);
+    if (T == 0) return;
+    if (!weights && !mt_activation_rows[activation].gated) {
+        bool wide = mt_wide(dtype, {dx, dy, x}, {});
+        flat_activation(activation, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
+            using E = decltype(type);
+            constexpr int N = decltype(pack)::value;
+            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread / 2 * N);
+            activation_backward<decltype(f), E, N>
+                <<<blocks, 256, 0, s>>>((E *)dx, (const E *)dy, (const E *)x, begin, end);
+            MT_CUDA_LAUNCHED();
+        });
+        return;
+    }
+    with_activation(activation, [&](auto f, auto gate) {
+        mt_by_type(dtype, mt_wide(dtype, {dx, dy, x}, {F}), [&](auto type, auto width) {
+            using E = decltype(type);
+            constexpr int N = decltype(width)::value;
+            constexpr bool gated = decltype(gate)::value;
+            dim3 block = mt_reduction_block(mt_divide_up(F, N), 3, 256, 512);
+            mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
+            if (weights)
+                weighted_backward<decltype(f), gated, E, N><<<mt_grid_size(T, block.y), block, 0, s>>>(
+                    (E *)dx, dweights, (const E *)dy, (const E *)x, weights, T, (int)F);
+            else if constexpr (gated)
+                gated_backward<decltype(f), E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(
+                    (E *)dx, (const E *)dy, (const E *)x, (int)F, grid.blocks_per_row);
+            MT_CUDA_LAUNCHED();
+        });
     });
 }
 

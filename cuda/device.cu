@@ -282,7 +282,7 @@ MT_ALL_OPERATIONS(MT_CUDA_NAME)
 
 static const mt_limits cuda_limits = {false,           MT_CUDA_HEAD_CHANNELS,    MT_CUDA_ROUTER_TOPK,
                                       MT_CUDA_EXPERTS, MT_CUDA_AUX_LOSS_EXPERTS, MT_CUDA_SINKHORN_EXPERTS};
-static const mt_ops cuda_ops = {"cuda", cuda_limits,
+static const mt_ops cuda_ops = {"cuda", true, cuda_limits,
 #define MT_CUDA_ENTRY(name, ...) named<mt_##name##_fn, mt_cuda_##name, name_of_##name>::call,
                                 MT_ALL_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY

@@ -243,7 +243,7 @@ extern "C" void mt_cuda_linear_gelu_forward(void *y, void *pre, const void *x, c
                                             int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     auto unfused = [&] {
         mt_cuda_linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
-        mt_cuda_gelu_forward(y, pre, T * N, true, dtype, stream);
+        mt_cuda_activation_forward(y, pre, NULL, T, N, MT_ACTIVATION_GELU_TANH, dtype, stream);
     };
     if (T <= MT_GEMV_ROWS || !gelu_in_epilogue(N, K, dtype)) return unfused();
     cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
@@ -256,7 +256,7 @@ extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const v
                                              int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     auto unfused = [&] {
         mt_cuda_linear_backward_input(dpre, dy, w, T, N, K, dtype, stream);
-        mt_cuda_gelu_backward(dpre, dpre, pre, T * K, true, dtype, stream);
+        mt_cuda_activation_backward(dpre, NULL, dpre, pre, NULL, T, K, MT_ACTIVATION_GELU_TANH, dtype, stream);
     };
     if (!gelu_in_epilogue(N, K, dtype)) return unfused();
     product shape = {false, false, false, CUBLASLT_EPILOGUE_DGELU, K, T, N, dtype, dtype};

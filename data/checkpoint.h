@@ -37,9 +37,6 @@ bool mt_checkpoint_exists(const char *folder);
  * Hugging Face folder, or one of an older version. */
 int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
 
-/* True for a run that loads from its own --save: it continues from an older checkpoint if the last one is damaged. */
-bool mt_options_falls_back(const mt_options *options);
-
 /* A model that generates, from a folder. */
 typedef struct mt_hf {
     mt_options options; // the shape from config.json, then the settings; finished

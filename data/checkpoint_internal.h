@@ -1,4 +1,4 @@
-/* checkpoint_internal.h: shared by checkpoint_load.c and checkpoint_save.c. */
+/* checkpoint_internal.h: shared by checkpoint_folder.c, checkpoint_load.c and checkpoint_save.c. */
 #ifndef MT_CHECKPOINT_INTERNAL_H
 #define MT_CHECKPOINT_INTERNAL_H
 
@@ -42,5 +42,9 @@ typedef struct mt_iterations {
     int64_t *numbers, count;
 } mt_iterations;
 mt_iterations mt_iterations_list(const char *folder);
+
+/* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
+ * tensors. -1 with error if there is none: that of the earliest one, or that there are none. */
+int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error);
 
 #endif

@@ -12,7 +12,6 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #ifdef MT_HAVE_MPI
 #include <mpi.h>
@@ -764,138 +763,6 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     return status;
 }
 
-/* ---- which checkpoint: folders iter_NNNNNNN; latest_checkpointed_iteration.txt names the last one */
-
-int64_t mt_iteration_of(const char *name) {
-    if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
-    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
-    return strtoll(name + 5, NULL, 10);
-}
-
-static int mt_iterations_add(const char *folder, const char *name, void *context) {
-    mt_iterations *found = context;
-    int64_t number = mt_iteration_of(name);
-    (void)folder;
-    if (number < 0) return 0;
-    found->numbers = mt_realloc(found->numbers, (found->count + 1) * 8);
-    found->numbers[found->count++] = number;
-    return 0;
-}
-
-static int mt_number_descending(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x < y) - (x > y);
-}
-
-mt_iterations mt_iterations_list(const char *folder) {
-    mt_iterations found = {0};
-    mt_folder_visit(folder, mt_iterations_add, &found);
-    if (found.count > 0) qsort(found.numbers, (size_t)found.count, 8, mt_number_descending);
-    return found;
-}
-
-char *mt_iteration_path(const char *folder, int64_t number) {
-    char name[64];
-    snprintf(name, sizeof name, "iter_%07lld", (long long)number);
-    return mt_path_join(folder, name);
-}
-
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
-    mt_checksums sums;
-    if (mt_checksums_read(&sums, folder, error) != 0) return -1;
-    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
-    bool has_sums = sums.count > 0;
-    mt_checksums_free(&sums);
-    if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
-    char *path = mt_path_join(folder, "trainer.json");
-    json_t *json = mt_json_read(path, error);
-    if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
-        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
-                              json ? "its checksums.json is not there" : "it is no JSON");
-    json_decref(json);
-    free(path);
-    return status;
-}
-
-/* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
-static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_file_read(path, 64, &bytes, error);
-    if (!text) return -1;
-    char *end = text;
-    long long iteration = isdigit((unsigned char)*text) ? strtoll(text, &end, 10) : -1;
-    while (isspace((unsigned char)*end)) end++;
-    bool is_number = iteration >= 0 && iteration <= 999999999 && end == text + bytes;
-    free(text);
-    if (is_number) return iteration;
-    return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
-}
-
-char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
-    struct stat status;
-    bool found = stat(folder, &status) == 0;
-    if (!found || !S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
-                     found ? "is a file, not a folder" : strerror(errno));
-        return NULL;
-    }
-    if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
-        if (mt_folder_has(folder, "config.json")) return mt_strdup(folder);
-        mt_error_set(error,
-                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
-                     "folder, or one that --save wrote",
-                     folder);
-        return NULL;
-    }
-    char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");
-    int64_t iteration = mt_checkpoint_latest(path, error);
-    free(path);
-    if (iteration < 0) return NULL;
-    path = mt_iteration_path(folder, iteration);
-    if (mt_folder_has(path, "config.json")) return path;
-    mt_error_set(error,
-                 "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
-                 "write the number of a whole iter_NNNNNNN in it",
-                 path, (long long)iteration);
-    free(path);
-    return NULL;
-}
-
-/* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
- * tensors. -1 with error if there is none: that of the earliest one, or that there are none. */
-static int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
-    mt_iterations found = mt_iterations_list(folder);
-    int64_t number = -1;
-    mt_error_set(error, "%s: holds no checkpoint; begin anew, or name another folder", folder);
-    for (int64_t i = 0; i < found.count && number < 0; i++) {
-        if (found.numbers[i] >= before) continue;
-        char *path = mt_iteration_path(folder, found.numbers[i]);
-        if (mt_folder_has(path, "config.json") && mt_checkpoint_verify(path, false, error) == 0)
-            number = found.numbers[i];
-        free(path);
-    }
-    free(found.numbers);
-    return number;
-}
-
-bool mt_checkpoint_exists(const char *folder) {
-    mt_iterations found = mt_iterations_list(folder);
-    free(found.numbers);
-    return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
-           mt_folder_has(folder, "config.json");
-}
-
-char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
-    mt_error damage;
-    char *path = mt_checkpoint_resolve(folder, &damage);
-    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
-    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
-    free(path);
-    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
-    if (number < 0) *error = damage;
-    return number < 0 ? NULL : mt_iteration_path(folder, number);
-}
-
 /* ---- resuming: a run continues bit for bit */
 
 /* Reads a whole number >= 0 of trainer.json. */
@@ -930,6 +797,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
     if (version > MT_TRAINER_VERSION)
         return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
                             (long long)version);
+    if (state->consumed_train_samples == 0) return 0; // converted weights: the order of samples begins here
     if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }
@@ -998,10 +866,6 @@ static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder
     }
     mt_broadcast(world, &number, sizeof number, 0);
     return number;
-}
-
-bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
 /* mt_checkpoint_resolve on rank 0, for all ranks: between the calls of two ranks a save could publish another latest.
@@ -1098,23 +962,4 @@ void mt_hf_close(mt_hf *hf) {
     mt_grid_clear(hf->grid);
     mt_options_free(&hf->options);
     free(hf);
-}
-
-/* ---- going back */
-
-int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
-    const mt_group *world = &mt_model_grid(m)->world;
-    if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded
-    bool saved = o->save && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
-    mt_broadcast(world, &saved, sizeof saved, 0);
-    if (!saved && !o->load)
-        return mt_error_set(error,
-                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
-                            "go back to; lower --save-interval",
-                            (long long)mt_train_bad_iteration(m));
-    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
-    mt_train_rewound(m);
-    if (world->rank == 0) fprintf(stderr, "warning: went back to iteration %lld\n", (long long)state->iteration);
-    return 0;
 }

@@ -568,10 +568,6 @@ static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
     memcpy(to + done, from + done, (size_t)(bytes - done));
 }
 
-static bool mt_model_is_on_cpu(const mt_model *m) {
-    return strcmp(mt_model_ops(m)->name, "cpu") == 0;
-}
-
 /* Copies to the writer's memory. With holds_all the copy is only noted: on the CPU a parallel region for each of many
  * small copies would cost more than it gains. */
 static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *from, int64_t bytes) {
@@ -581,7 +577,7 @@ static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *fro
             w->copies = mt_realloc(w->copies, w->copy_room * (int64_t)sizeof *w->copies);
         }
         w->copies[w->num_copies++] = (mt_copy){to, from, bytes};
-    } else if (mt_model_is_on_cpu(m)) {
+    } else if (!mt_model_ops(m)->on_device) {
         memcpy(to, from, (size_t)bytes);
     } else {
         mt_model_ops(m)->memory_copy(to, from, bytes, mt_model_stream(m));
@@ -604,7 +600,7 @@ static int64_t mt_copies_merge(const mt_copy *copies, int64_t num_copies, int64_
  * so far; later work overlaps with them until it changes a parameter. */
 static void mt_copies_make(mt_model *m, mt_writer *w) {
     const mt_copy *copies = w->copies;
-    if (mt_model_is_on_cpu(m)) {
+    if (!mt_model_ops(m)->on_device) {
 #pragma omp parallel for schedule(dynamic)
         for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
     } else {
@@ -1197,4 +1193,23 @@ int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folde
     int status = mt_saver_save(s, state, error);
     mt_saver_close(s);
     return status;
+}
+
+/* ---- going back */
+
+int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_error *error) {
+    const mt_options *o = mt_model_options(m);
+    const mt_group *world = &mt_model_grid(m)->world;
+    if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded
+    bool saved = o->save && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
+    mt_broadcast(world, &saved, sizeof saved, 0);
+    if (!saved && !o->load)
+        return mt_error_set(error,
+                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
+                            "go back to; lower --save-interval",
+                            (long long)mt_train_bad_iteration(m));
+    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
+    mt_train_rewound(m);
+    if (world->rank == 0) fprintf(stderr, "warning: went back to iteration %lld\n", (long long)state->iteration);
+    return 0;
 }

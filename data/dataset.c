@@ -37,7 +37,10 @@ static void mock_dataset_free(mt_dataset *base) {
 
 static mt_dataset *mock_dataset_create(const mt_data_config *config, mt_split split) {
     mock_dataset *mock = mt_calloc(sizeof *mock);
-    mock->base = (mt_dataset){config->sizes[split], config->seq_length, mock_dataset_get, mock_dataset_free};
+    mock->base = (mt_dataset){.num_samples = config->sizes[split],
+                              .seq_length = config->seq_length,
+                              .get = mock_dataset_get,
+                              .free = mock_dataset_free};
     mock->vocab_size = config->vocab_size;
     mock->eod_id = config->eod_id < config->vocab_size ? config->eod_id : -1;
     mock->key = mt_random_key((uint64_t)config->seed, UINT64_C(0x6d6f636b), (uint64_t)split); // "mock"
@@ -79,7 +82,8 @@ static int tokens_file_check(tokens_file_dataset *dataset, int64_t wanted, mt_er
                             "--tokens-file %s: %lld bytes are not whole sequences of %lld int32 (--seq-length + "
                             "1); change --seq-length or the file",
                             dataset->path, (long long)size, (long long)row);
-    dataset->base.num_samples = size / (row * 4);
+    dataset->base.num_samples = dataset->base.num_documents = size / (row * 4);
+    dataset->base.num_tokens = size / 4;
     if (dataset->base.num_samples < wanted)
         return mt_error_set(error,
                             "--tokens-file %s: holds %lld sequences, training needs %lld; give a longer file or "
@@ -90,7 +94,7 @@ static int tokens_file_check(tokens_file_dataset *dataset, int64_t wanted, mt_er
 
 static int tokens_file_create(mt_dataset **out, const mt_data_config *config, mt_error *error) {
     tokens_file_dataset *dataset = mt_calloc(sizeof *dataset);
-    dataset->base = (mt_dataset){0, config->seq_length, tokens_file_get, tokens_file_free};
+    dataset->base = (mt_dataset){.seq_length = config->seq_length, .get = tokens_file_get, .free = tokens_file_free};
     dataset->path = mt_strdup(config->tokens_file);
     dataset->vocab_size = config->vocab_size;
     int result = mt_mapping_open(&dataset->file, config->tokens_file, error);
@@ -208,6 +212,9 @@ static int open_data_path(mt_data *data, const mt_data_config *config, mt_error 
     if (mt_blend_parse(&blend, &config->data_path, "--data-path", error) != 0) return -1;
     bool direct = blend.count == 1 && !blend.weights;
     int result = open_paths(data, &blend, error);
+    if (result == 0 && config->sizes[MT_SPLIT_TRAIN] > 0 && !(edges[MT_SPLIT_TRAIN] < edges[MT_SPLIT_TRAIN + 1]))
+        result = mt_error_set(error, "--split %s leaves no data for training; its first share must be above 0",
+                              config->split);
     for (int split = 0; split < MT_NUM_SPLITS && result == 0; split++)
         result = create_split(data, split, &blend, direct, edges + split, config, error);
     mt_blend_free(&blend);
@@ -269,4 +276,51 @@ int mt_data_open(mt_data **out, const mt_data_config *config, mt_error *error) {
     }
     *out = data;
     return 0;
+}
+
+/* ---- warnings */
+
+static const char *const split_names[MT_NUM_SPLITS] = {"training", "validation", "test"};
+
+/* A split of --data-path whose share of some path has no document. */
+static void warn_without_documents(const mt_data *data, const char *shares, const char *name, const double share[2],
+                                   FILE *file) {
+    int64_t i = 0;
+    while (i + 1 < data->num_indexed && !lacks_documents(&data->indexed[i], 1, share)) i++;
+    long long documents = mt_indexed_dataset_index(data->indexed[i])->num_sequences;
+    const char *prefix = mt_indexed_dataset_prefix(data->indexed[i]);
+    fprintf(file, "warning: no %s data, so no %s loss: ", name, name);
+    if (documents == 1)
+        fprintf(file, "%s is one document, which --split does not divide; ", prefix);
+    else
+        fprintf(file, "--split %s leaves it none of the %lld documents of %s; ", shares, documents, prefix);
+    fprintf(file, "make more documents of the text, with data/preprocess --documents lines%s\n",
+            documents == 1 ? "" : ", or give it a larger share");
+}
+
+/* A split that the run would use and the data does not have. For the test split, a share of 0 says so already. */
+static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_split split, FILE *file) {
+    const char *shares = config->split ? config->split : "969,30,1", *name = split_names[split];
+    double edges[MT_NUM_SPLITS + 1] = {0};
+    mt_error ignored;
+    if (config->data_path.count > 0 && mt_split_parse(edges, shares, &ignored) == 0 && edges[split] < edges[split + 1])
+        warn_without_documents(data, shares, name, edges + split, file);
+    else if (config->data_path.count == 0 || split != MT_SPLIT_TEST)
+        fprintf(file, "note: no %s data, so no %s loss: %s\n", name, name,
+                config->data_path.count > 0 ? "its share in --split is 0"
+                : config->tokens_file       ? "--tokens-file is for training only"
+                : split == MT_SPLIT_VALID   ? "give --valid-data-path"
+                                            : "give --test-data-path");
+}
+
+void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file) {
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        const mt_dataset *dataset = data->splits[split];
+        if (!dataset && config->sizes[split] > 0) warn_omitted(data, config, split, file);
+        if (!dataset || dataset->num_tokens == 0 || dataset->num_tokens > config->seq_length) continue;
+        fprintf(file,
+                "warning: the %s data has %lld tokens, fewer than the %lld of a sequence and its last label, so that "
+                "every sample repeats them; give more data or a smaller --seq-length\n",
+                split_names[split], (long long)dataset->num_tokens, (long long)config->seq_length + 1);
+    }
 }

@@ -134,6 +134,7 @@ struct mt_dataset {
     int64_t num_samples, seq_length;
     int (*get)(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error);
     void (*free)(mt_dataset *dataset);
+    int64_t num_documents, num_tokens; // each counted once, however often samples repeat it; 0: generated
 };
 
 /* Copies the tokens [seq_length + 1] of sample `index`, in [0, num_samples). A pure function of the index. */
@@ -156,6 +157,9 @@ void mt_data_close(mt_data *data);
 
 /* NULL if the split has size 0 or was omitted. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
+
+/* Prints a warning and its remedy for every split that was omitted, and for every one shorter than a sequence. */
+void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file);
 
 /* ---- the parts of mt_data_open, for callers that build datasets themselves ----------------------------------------
  * Megatron-LM, megatron/core/datasets/gpt_dataset.py, blended_dataset.py, blended_megatron_dataset_builder.py.

@@ -220,7 +220,12 @@ int mt_gpt_dataset_create(mt_dataset **out, const mt_indexed_dataset *indexed, i
     epoch_plan plan = {0};
     if (check_plan(&plan, indexed, begin, end, num_samples, config->seq_length, error) != 0) return -1;
     gpt_dataset *dataset = mt_calloc(sizeof *dataset);
-    dataset->base = (mt_dataset){plan.num_samples, config->seq_length, gpt_dataset_get, gpt_dataset_free};
+    dataset->base = (mt_dataset){.num_samples = plan.num_samples,
+                                 .seq_length = config->seq_length,
+                                 .get = gpt_dataset_get,
+                                 .free = gpt_dataset_free,
+                                 .num_documents = end - begin,
+                                 .num_tokens = plan.tokens_per_epoch};
     dataset->indexed = indexed;
     dataset->vocab_size = config->vocab_size;
     mt_mt19937 random; // documents and samples draw from one stream, in this order
@@ -325,7 +330,14 @@ int mt_blended_dataset_create(mt_dataset **out, mt_dataset *const *sources, cons
                               int64_t size, mt_error *error) {
     MT_CHECK(num_sources > 0 && num_sources < INT16_MAX && size >= 0 && size < UINT32_MAX);
     blended_dataset *blend = mt_calloc(sizeof *blend);
-    blend->base = (mt_dataset){size, sources[0]->seq_length, blended_dataset_get, blended_dataset_free};
+    blend->base = (mt_dataset){.num_samples = size,
+                               .seq_length = sources[0]->seq_length,
+                               .get = blended_dataset_get,
+                               .free = blended_dataset_free};
+    for (int64_t s = 0; s < num_sources; s++) {
+        blend->base.num_documents += sources[s]->num_documents;
+        blend->base.num_tokens += sources[s]->num_tokens;
+    }
     blend->num_sources = num_sources;
     blend->sources = mt_malloc(num_sources * (int64_t)sizeof *blend->sources);
     memcpy(blend->sources, sources, (size_t)num_sources * sizeof *blend->sources);
@@ -387,6 +399,8 @@ static int check_weights(const mt_blend *blend, const char *option, mt_error *er
     for (int64_t i = 0; i < blend->count; i++)
         if (!(blend->weights[i] > 0) || !isfinite(blend->weights[i]))
             return mt_error_set(error, "%s: the weight of %s must be a positive number", option, blend->paths[i]);
+    if (!isfinite(numpy_sum(blend->weights, blend->count)))
+        return mt_error_set(error, "%s: the sum of the weights is too large; give smaller ones", option);
     return 0;
 }
 

@@ -29,7 +29,8 @@ static bool mt_has_softmax_experts(const mt_options *o) {
     X(LEARNED, o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE)                                             \
     X(ROPE, o->position_embedding_type == MT_POSITION_ROPE && o->rotary_percent == 1)                                  \
     X(INTERLEAVED, o->rotary_interleaved)                                                                              \
-    X(SWIGLU, o->swiglu)                                                                                               \
+    X(SWIGLU, mt_options_activation(o) == MT_ACTIVATION_SWIGLU)                                                        \
+    X(GATED, mt_activation_rows[mt_options_activation(o)].gated)                                                       \
     X(LATENT, o->multi_latent_attention)                                                                               \
     X(GROUPS, o->num_query_groups != o->num_attention_heads)                                                           \
     X(FREE_HEADS, o->num_attention_heads * o->kv_channels != o->hidden_size)                                           \
@@ -56,24 +57,11 @@ enum {
     OTHER = LAYERNORM | LATENT | INTERLEAVED | MTP | NOT_SOFTMAX
 };
 
+#define MT_HF_FAMILY_ROW(name, model_type, class, tensor_names, ...) {model_type, class, __VA_ARGS__},
 static const struct {
     const char *model_type, *class;
     unsigned requires, excludes;
-} mt_families[MT_NUM_HF_FAMILIES] = {
-    {"", "", ~0u, ~0u},
-    {"gpt2", "GPT2LMHeadModel", LAYERNORM | LEARNED | QKV_BIAS | OUT_BIAS | MLP_BIAS,
-     LATENT | GROUPS | FREE_HEADS | SWIGLU | QK_NORM | WINDOW},
-    {"llama", "LlamaForCausalLM", BLOCK, OTHER | EXPERTS | QK_NORM | ODD_BIAS | WINDOW},
-    {"mistral", "MistralForCausalLM", BLOCK, OTHER | EXPERTS | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS},
-    {"qwen2", "Qwen2ForCausalLM", BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS},
-    {"qwen3", "Qwen3ForCausalLM", BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS},
-    {"mixtral", "MixtralForCausalLM", BLOCK | EXPERTS,
-     OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS},
-    {"qwen2_moe", "Qwen2MoeForCausalLM", BLOCK | EXPERTS | SHARED | GATE, OTHER | QK_NORM | OUT_BIAS | MLP_BIAS},
-    {"qwen3_moe", "Qwen3MoeForCausalLM", BLOCK | EXPERTS | QK_NORM, OTHER | SHARED | ODD_BIAS},
-    {"deepseek_v3", "DeepseekV3ForCausalLM", BLOCK | LATENT, LAYERNORM | OUT_BIAS | MLP_BIAS | WINDOW | NOT_DEEPSEEK},
-    {"megatron", "MegatronForCausalLM", 0, 0},
-};
+} mt_families[MT_NUM_HF_FAMILIES] = {{"", "", ~0u, ~0u}, MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
 
 const char *mt_hf_family_name(mt_hf_family family) {
     return mt_families[family].model_type;
@@ -100,37 +88,37 @@ void mt_options_derive_family(mt_options *o) {
 
 /* ---- keys */
 
+#define MT_HF_FAMILY_BIT(name, ...) name = 1 << MT_HF_##name,
+
 /* Families as bits; DeepSeek-V3 has a second bit for its layers of experts, which a model may do without. */
 enum {
-    GPT2 = 1 << MT_HF_GPT2,
-    LLAMA = 1 << MT_HF_LLAMA,
-    MISTRAL = 1 << MT_HF_MISTRAL,
-    QWEN2 = 1 << MT_HF_QWEN2,
-    QWEN3 = 1 << MT_HF_QWEN3,
-    MIXTRAL = 1 << MT_HF_MIXTRAL,
-    QWEN2_MOE = 1 << MT_HF_QWEN2_MOE,
-    QWEN3_MOE = 1 << MT_HF_QWEN3_MOE,
-    DEEPSEEK = 1 << MT_HF_DEEPSEEK_V3,
-    DEEPSEEK_MOE = 1 << MT_NUM_HF_FAMILIES,
-    MEGATRON = 1 << MT_HF_MEGATRON,
+    MT_HF_FAMILIES(MT_HF_FAMILY_BIT) DEEPSEEK_MOE = 1 << MT_NUM_HF_FAMILIES,
     QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
     QWENS = QWEN2 | QWEN3 | QWEN_MOE,
-    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK,
+    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3,
     MOE = MIXTRAL | QWEN_MOE | DEEPSEEK_MOE,
     ALL = GPT2 | BLOCKS | MEGATRON,
 };
 
 enum {
-    REQUIRED = 1, // a file without it is refused
-    NEGATED = 2,  // a flag that is true where the option is false
-    NULLABLE = 4, // null is the option's 0
-    NONZERO = 8,  // written unless it is 0
-    PLAIN = 16,   // a flag of the struct that is no option
-    FIXED = 32,   // no option: `absent` lists the supported words; the first is written
-    READ = 64,    // read only
-    WRITE = 128,  // written only
-    OWN = 256,    // an option under its own name; its range is checked at the end, for 0 is often "not given"
+    REQUIRED = 1,           // a file without it is refused
+    NEGATED = 2,            // a flag that is true where the option is false
+    NULLABLE = 4,           // null is the option's 0
+    NONZERO = 8,            // written unless it is 0
+    PLAIN = 16,             // a flag of the struct that is no option
+    FIXED = 32,             // no option: `absent` lists the supported words; the first is written
+    READ = 64,              // read only
+    WRITE = 128,            // written only
+    OWN = 256,              // an option under its own name; its range is checked at the end, for 0 is often "not given"
+    PLAIN_ACTIVATION = 512, // the name of an activation that is not gated
+    GATED_ACTIVATION = 1024, // the name of an activation that is gated
 };
+
+/* A number of the file that means something else than the option that it stands for. */
+typedef struct mt_hf_conversion {
+    void (*read)(mt_options *shape); // after the option was set to the file's number
+    int64_t (*write)(const mt_options *o);
+} mt_hf_conversion;
 
 /* A key of config.json and the option that it stands for. */
 typedef struct mt_hf_key {
@@ -138,8 +126,36 @@ typedef struct mt_hf_key {
     unsigned families;
     size_t offset; // of the option
     unsigned flags;
-    const char *absent; // its value (JSON) in a file without it; NULL: the option's default
+    const char *absent;                 // its value (JSON) in a file without it; NULL: the option's default
+    const mt_hf_conversion *conversion; // NULL: the file's number is the option's
 } mt_hf_key;
+
+/* The shared experts' width as a multiple of an expert's. */
+static void mt_shared_experts_read(mt_options *shape) {
+    shape->moe_shared_expert_intermediate_size *= shape->moe_ffn_hidden_size;
+}
+
+static int64_t mt_shared_experts_write(const mt_options *o) {
+    return o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size;
+}
+
+/* One group, or all groups chosen: no groups. */
+static void mt_groups_read(mt_options *shape) {
+    if (shape->moe_router_num_groups == 1 || shape->moe_router_num_groups == shape->moe_router_group_topk)
+        shape->moe_router_num_groups = shape->moe_router_group_topk = 0;
+}
+
+static int64_t mt_groups_write(const mt_options *o) {
+    return mt_max(o->moe_router_num_groups, 1);
+}
+
+static int64_t mt_group_topk_write(const mt_options *o) {
+    return mt_max(o->moe_router_group_topk, 1);
+}
+
+static const mt_hf_conversion mt_shared_experts = {mt_shared_experts_read, mt_shared_experts_write};
+static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
+                              mt_group_topk = {mt_groups_read, mt_group_topk_write};
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys have no flags
 
@@ -162,7 +178,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"n_head", GPT2, MT_AT(num_attention_heads), REQUIRED},
     {"n_positions", GPT2, MT_AT(max_position_embeddings), REQUIRED},
     {"n_inner", GPT2, MT_AT(ffn_hidden_size)},
-    {"activation_function", GPT2, 0, FIXED | READ, "gelu_new|gelu_pytorch_tanh|gelu"},
+    {"activation_function", GPT2, 0, PLAIN_ACTIVATION, "\"gelu_new\""},
     {"layer_norm_epsilon", GPT2, MT_AT(norm_epsilon)},
     {"embd_pdrop", GPT2, MT_AT(hidden_dropout), WRITE},
     {"resid_pdrop", GPT2, MT_AT(hidden_dropout)},
@@ -176,14 +192,14 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_key_value_heads", BLOCKS & ~LLAMA, MT_AT(num_query_groups), REQUIRED | NULLABLE},
     {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN2_MOE, MT_AT(kv_channels), NULLABLE},
     {"head_dim", QWEN3 | QWEN3_MOE, MT_AT(kv_channels), NULLABLE, "128"},
-    {"head_dim", DEEPSEEK, MT_AT(qk_pos_emb_head_dim), WRITE},
+    {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS, MT_AT(max_position_embeddings), REQUIRED},
-    {"hidden_act", BLOCKS, 0, FIXED, "silu|swish"},
+    {"hidden_act", BLOCKS, 0, GATED_ACTIVATION, "\"silu\""},
     {"rms_norm_eps", BLOCKS, MT_AT(norm_epsilon), 0, "1e-6"},
     {"attention_dropout", BLOCKS, MT_AT(attention_dropout), 0, "0.0"},
     {"hidden_dropout", BLOCKS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's; transformers has none
     {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE, MT_AT(attention_output_bias), PLAIN, "false"},
-    {"attention_bias", DEEPSEEK, 0, FIXED, "false"},
+    {"attention_bias", DEEPSEEK_V3, 0, FIXED, "false"},
     {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
     {"mlp_bias", LLAMA, MT_AT(mlp_bias), PLAIN, "false"},
     {"rope_theta", BLOCKS, MT_AT(rotary_base), WRITE}, // for transformers before 5
@@ -191,15 +207,15 @@ static const mt_hf_key mt_hf_keys[] = {
     {"sliding_window", QWENS, MT_AT(window_size), NULLABLE | WRITE},
     {"use_sliding_window", QWENS, 0, FIXED | READ, "true|false"},
 
-    {"q_lora_rank", DEEPSEEK, MT_AT(q_lora_rank), NULLABLE, "1536"},
-    {"kv_lora_rank", DEEPSEEK, MT_AT(kv_lora_rank), REQUIRED},
-    {"qk_nope_head_dim", DEEPSEEK, MT_AT(qk_head_dim), REQUIRED},
-    {"qk_rope_head_dim", DEEPSEEK, MT_AT(qk_pos_emb_head_dim), REQUIRED},
-    {"qk_head_dim", DEEPSEEK, MT_AT(kv_channels), WRITE},
-    {"v_head_dim", DEEPSEEK, MT_AT(v_head_dim), REQUIRED},
-    {"rope_interleave", DEEPSEEK, MT_AT(rotary_interleaved), 0, "true"},
-    {"num_nextn_predict_layers", DEEPSEEK, MT_AT(mtp_num_layers), WRITE},
-    {"mtp_num_layers", DEEPSEEK, MT_AT(mtp_num_layers), NONZERO}, // this program's: the folder has their weights
+    {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
+    {"kv_lora_rank", DEEPSEEK_V3, MT_AT(kv_lora_rank), REQUIRED},
+    {"qk_nope_head_dim", DEEPSEEK_V3, MT_AT(qk_head_dim), REQUIRED},
+    {"qk_rope_head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), REQUIRED},
+    {"qk_head_dim", DEEPSEEK_V3, MT_AT(kv_channels), WRITE},
+    {"v_head_dim", DEEPSEEK_V3, MT_AT(v_head_dim), REQUIRED},
+    {"rope_interleave", DEEPSEEK_V3, MT_AT(rotary_interleaved), 0, "true"},
+    {"num_nextn_predict_layers", DEEPSEEK_V3, MT_AT(mtp_num_layers), WRITE},
+    {"mtp_num_layers", DEEPSEEK_V3, MT_AT(mtp_num_layers), NONZERO}, // this program's: the folder has their weights
 
     {"intermediate_size", MIXTRAL, MT_AT(moe_ffn_hidden_size), REQUIRED},
     {"moe_intermediate_size", QWEN_MOE | DEEPSEEK_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
@@ -217,9 +233,9 @@ static const mt_hf_key mt_hf_keys[] = {
     {"norm_topk_prob", DEEPSEEK_MOE, 0, FIXED, "true"},
     {"shared_expert_intermediate_size", QWEN2_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
 
-    {"n_shared_experts", DEEPSEEK_MOE, MT_AT(moe_shared_expert_intermediate_size), READ}, // x the width of an expert
-    {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), READ},
-    {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), READ},
+    {"n_shared_experts", DEEPSEEK_MOE, MT_AT(moe_shared_expert_intermediate_size), 0, NULL, &mt_shared_experts},
+    {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), 0, NULL, &mt_groups},
+    {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), 0, NULL, &mt_group_topk},
     {"routed_scaling_factor", DEEPSEEK_MOE, MT_AT(moe_router_topk_scaling_factor)},
     {"scoring_func", DEEPSEEK_MOE, 0, FIXED | WRITE, "sigmoid"},
     {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
@@ -293,6 +309,22 @@ static void mt_config_check_fixed(mt_config *config, const mt_hf_key *key, const
     free(text);
 }
 
+/* Sets the option of the activation that a key names. */
+static void mt_config_set_activation(mt_config *config, const mt_hf_key *key, const json_t *value, mt_options *shape) {
+    char supported[200] = "", *text = json_dumps(value, JSON_ENCODE_ANY);
+    bool found = false;
+    for (const mt_activation_row *row = mt_activation_rows; row < mt_activation_rows + MT_NUM_ACTIVATIONS; row++) {
+        if (row->gated != ((key->flags & GATED_ACTIVATION) != 0)) continue;
+        size_t end = strlen(supported);
+        snprintf(supported + end, sizeof supported - end, "%s%s", end ? "|" : "", row->config_names);
+        if (!json_is_string(value) || mt_choice_index(row->config_names, json_string_value(value)) < 0) continue;
+        found = true;
+        if (row->field) *(bool *)((char *)shape + row->field) = true;
+    }
+    if (!found) mt_config_fail(config, "\"%s\": %.40s is not supported; %s is", key->key, text, supported);
+    free(text);
+}
+
 /* Sets the option of a key; the table of options says its type and range. */
 static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t *value, mt_options *shape) {
     mt_error problem;
@@ -316,6 +348,7 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
         *(bool *)((char *)shape + key->offset) = json_is_true(value) != ((key->flags & NEGATED) != 0);
     if ((is_int || is_real) && !(key->flags & OWN) && !mt_option_in_range(row, json_number_value(value)))
         mt_config_fail(config, "\"%s\" is %g, must be in %s", key->key, json_number_value(value), row->values);
+    if (!config->failed && key->conversion && key->conversion->read) key->conversion->read(shape);
 }
 
 /* The keys of `object` that the families (or types) of `mask` have. */
@@ -329,7 +362,9 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
         if (value && key->flags & FIXED) mt_config_check_fixed(config, key, value);
         if (key->flags & FIXED) continue;
         if (!value && key->absent) value = absent = json_loads(key->absent, JSON_DECODE_ANY, NULL);
-        if (value)
+        if (value && key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION))
+            mt_config_set_activation(config, key, value, shape);
+        else if (value)
             mt_config_set(config, key, value, shape);
         else if (key->flags & REQUIRED)
             mt_config_fail(config, "\"%s\" is missing", key->key);
@@ -443,17 +478,13 @@ static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_option
     if (!(mask & DEEPSEEK_MOE)) return;
     shape->moe_router_score_function = MT_SCORE_SIGMOID;
     shape->moe_router_enable_expert_bias = true;
-    shape->moe_shared_expert_intermediate_size *= shape->moe_ffn_hidden_size;
     shape->moe_router_group_best = 2;
-    if (shape->moe_router_num_groups == 1 || shape->moe_router_num_groups == shape->moe_router_group_topk)
-        shape->moe_router_num_groups = shape->moe_router_group_topk = 0; // all groups are chosen: no groups
 }
 
 /* Properties of Llama's block that have no key. */
 static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options *shape) {
     shape->normalization = MT_RMSNORM;
     shape->position_embedding_type = MT_POSITION_ROPE;
-    shape->swiglu = true;
     shape->qk_layernorm = (mask & (QWEN3 | QWEN3_MOE)) != 0;
     shape->add_qkv_bias |= mask & QWEN2 || shape->attention_output_bias;
     shape->add_bias_linear = shape->attention_output_bias && shape->mlp_bias;
@@ -462,7 +493,7 @@ static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options 
     mt_config_read_rope(config, shape);
     if (mask & QWENS) mt_config_read_qwen_window(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
-    if (!(mask & DEEPSEEK)) return;
+    if (!(mask & DEEPSEEK_V3)) return;
     shape->multi_latent_attention = true;
     shape->mtp_layers_stored = json_integer_value(mt_config_get(config->root, "num_nextn_predict_layers"));
     if (shape->group_query_attention)
@@ -477,7 +508,6 @@ static void mt_config_finish_gpt2(mt_config *config, mt_options *shape) {
     if ((embedding ? json_number_value(embedding) : 0.1) != shape->hidden_dropout) // GPT2Config's default
         mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
                                "equal");
-    shape->openai_gelu = strcmp(mt_config_string(config, config->root, "activation_function", "gelu_new"), "gelu") != 0;
 }
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
@@ -495,7 +525,7 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
     unsigned mask = 1u << shape->hf_family;
     const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
     int64_t layers = json_integer_value(mt_config_get(config->root, "num_hidden_layers"));
-    if (mask & DEEPSEEK && (!dense || json_integer_value(dense) < layers)) mask |= DEEPSEEK_MOE;
+    if (mask & DEEPSEEK_V3 && (!dense || json_integer_value(dense) < layers)) mask |= DEEPSEEK_MOE;
     if (mt_config_get(config->root, "quantization_config"))
         mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
                                "fp16 model");
@@ -512,6 +542,8 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
         mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
 }
 
+#define MT_HF_FAMILY_TYPE(name, model_type, ...) " " model_type
+
 static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
     mt_config config = {.path = path, .error = error};
     config.root = mt_json_parse(json, bytes, JSON_REJECT_DUPLICATES, path, error);
@@ -519,14 +551,33 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     shape->hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
     if (shape->hf_family == MT_HF_UNKNOWN)
-        mt_config_fail(&config,
-                       "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe and "
-                       "deepseek_v3 are supported",
+        mt_config_fail(&config, "\"model_type\" is %.60s; supported:" MT_HF_FAMILIES(MT_HF_FAMILY_TYPE),
                        family ? family : "missing");
     else
         mt_config_read_family(&config, shape);
     json_decref(config.root);
     return config.failed ? -1 : 0;
+}
+
+/* True if a given value means another model than the weights are of. A list of layers can be written in several ways,
+ * and the width of the MLP has no meaning where every layer has experts of a given width. */
+static bool mt_option_differs(const mt_options *options, const mt_options *shape, const mt_option *row) {
+    mt_error ignored;
+    int64_t count = shape->num_experts > 0 ? shape->num_layers : 0;
+    char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
+    bool differs = strcmp(given, theirs) != 0;
+    if (differs && count > 0 && row->offset == MT_AT(moe_layer_freq)) {
+        char *asked = mt_layer_freq_expand(given, count, false, &ignored);
+        char *stored = mt_layer_freq_expand(theirs, count, false, &ignored);
+        differs = !asked || !stored || strcmp(asked, stored) != 0;
+        free(asked), free(stored);
+    } else if (differs && count > 0 && row->offset == MT_AT(ffn_hidden_size)) {
+        char *stored = mt_layer_freq_expand(shape->moe_layer_freq, count, false, &ignored);
+        differs = !stored || strchr(stored, '0') || !MT_GIVEN(options, moe_ffn_hidden_size);
+        free(stored);
+    }
+    free(given), free(theirs);
+    return differs;
 }
 
 /* Weights were trained with one value of these options; another value that the user gave is an error. */
@@ -536,13 +587,12 @@ static int mt_options_check_weights(const mt_options *options, const mt_options 
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !mt_options_gave(options, row->offset)) continue;
         if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
+        if (!mt_option_differs(options, shape, row)) continue;
         char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
-        int result = 0;
-        if (strcmp(given, theirs) != 0)
-            result = mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out",
-                                  row->name, given, theirs, path);
+        mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out", row->name,
+                     given, theirs, path);
         free(given), free(theirs);
-        if (result) return result;
+        return -1;
     }
     return 0;
 }
@@ -583,6 +633,9 @@ int mt_options_read_hf_config(mt_options *options, const char *json, int64_t byt
 /* The value of a key in the options of a model. */
 static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
     const mt_option *row = key->flags & (PLAIN | FIXED) ? NULL : mt_option_of(key->offset);
+    const char *names = mt_activation_rows[mt_options_activation(o)].config_names;
+    if (key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION)) return json_stringn(names, strcspn(names, "|"));
+    if (key->conversion) return json_integer(key->conversion->write(o));
     if (key->flags & FIXED && mt_choice_index("true|false", key->absent) >= 0) return json_boolean(*key->absent == 't');
     if (key->flags & FIXED) return json_stringn(key->absent, strcspn(key->absent, "|"));
     if (row && row->type == MT_INT) return json_integer(*mt_option_int(o, row));
@@ -637,7 +690,8 @@ static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options
         json_object_set(root, "mlp_only_layers", dense);
         mt_json_set_int(root, "decoder_sparse_step", 1);
     }
-    if (mask & DEEPSEEK) mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
+    if (mask & DEEPSEEK_V3)
+        mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
     json_decref(types), json_decref(dense);
 }
 
@@ -647,10 +701,6 @@ static void mt_config_write_block(json_t *root, unsigned mask, const mt_options 
     json_object_set_new(root, "rope_scaling", // for transformers before 5
                         o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
     mt_config_write_layers(root, mask, o);
-    if (!(mask & DEEPSEEK_MOE)) return;
-    mt_json_set_int(root, "n_shared_experts", o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size);
-    mt_json_set_int(root, "n_group", mt_max(o->moe_router_num_groups, 1));
-    mt_json_set_int(root, "topk_group", mt_max(o->moe_router_group_topk, 1));
 }
 
 char *mt_options_write_hf_config(const mt_options *o) {
@@ -659,7 +709,7 @@ char *mt_options_write_hf_config(const mt_options *o) {
     char name[80];
     mt_hf_key key;
     json_t *root = json_object();
-    if (mask & DEEPSEEK && o->moe_layers && strchr(o->moe_layers, '1')) mask |= DEEPSEEK_MOE;
+    if (mask & DEEPSEEK_V3 && o->moe_layers && strchr(o->moe_layers, '1')) mask |= DEEPSEEK_MOE;
     json_object_set_new(root, "architectures", json_pack("[s]", mt_families[o->hf_family].class));
     mt_json_set_string(root, "model_type", mt_families[o->hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
@@ -667,7 +717,6 @@ char *mt_options_write_hf_config(const mt_options *o) {
     json_object_set_new(root, "eos_token_id", o->eos_token_id < 0 ? json_null() : json_integer(o->eos_token_id));
     mt_json_set_string(root, "dtype", dtype);
     mt_json_set_string(root, "torch_dtype", dtype); // for transformers before 5
-    if (mask & GPT2) mt_json_set_string(root, "activation_function", o->openai_gelu ? "gelu_new" : "gelu");
     if (mask & BLOCKS) mt_config_write_block(root, mask, o);
     for (const mt_option *row = mt_option_table; mask & MEGATRON && row->help; row++)
         if (mt_hf_key_of(&key, name, row)) mt_config_write_keys(root, &key, 1, MEGATRON, o);

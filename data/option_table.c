@@ -1,6 +1,12 @@
+/* option_table.c: the row of every option, and the value of an option as its row describes it. */
 #include "option_table.h"
 
 #include "tokenizer.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rows need and exclude nothing
 
@@ -108,7 +114,7 @@ const mt_option mt_option_table[] = {
      "sequences per step (default: micro batch size x data-parallel ranks)"},
     {"rampup-batch-size", MT_INTS, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
      "grow the global batch from START by INCREMENT over the first SAMPLES", .needs = "train-samples"},
-    {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
+    {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741823]",
      "tokens per sequence; infer: with --score", .needs = "score"},
     {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
      "steps to train; 0 with --load and --save: only convert the checkpoint to this precision",
@@ -132,7 +138,7 @@ const mt_option mt_option_table[] = {
      "plain kernels; auto: the faster of flash and cudnn, measured once"},
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "repeat runs on a GPU bit for bit: use only deterministic algorithms and choose none by measuring"},
-    {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of all random numbers"},
+    {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,4294967295]", "seed of all random numbers"},
 
     {.help = "mixture of experts"},
     {"num-experts", MT_INT, MT_AT(num_experts), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
@@ -361,7 +367,7 @@ const mt_option mt_option_table[] = {
     {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, "auto", MT_TOKENIZER_TYPES,
      "type of tokenizer; auto: the one in the --load folder"},
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH",
-     "the tokenizer's file or folder",
+     "the tokenizer's file or folder, or ORG/NAME in the cache of Hugging Face",
      .needs = "tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer"},
     {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
      "single: samples in order, once; cyclic: a new shuffle every epoch"},
@@ -393,9 +399,9 @@ const mt_option mt_option_table[] = {
     {"trace-last-step", MT_INT, MT_AT(trace_last_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "last step to trace (default: the one after the first)", .needs = "trace"},
     {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
-     "load model and weights from a Hugging Face folder or from a folder of --save"},
+     "load model and weights from a Hugging Face folder, a folder of --save, or ORG/NAME in the cache of Hugging Face"},
     {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "take the model from a config.json, with random weights"},
+     "take the model from a config.json, or that of ORG/NAME in the cache of Hugging Face, with random weights"},
     {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints into this folder"},
     {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps between checkpoints (default: one at the end)", .needs = "save"},
@@ -452,3 +458,327 @@ const mt_option mt_option_table[] = {
      "sequences to score (default: all)", .needs = "score"},
     {0},
 };
+
+/* ---- the value of an option */
+
+const mt_option *mt_option_of(size_t offset) {
+    const mt_option *row = mt_option_table;
+    while (!row->name || row->offset != offset) row++;
+    return row;
+}
+
+bool *mt_option_bool(const mt_options *options, const mt_option *row) {
+    return (bool *)((char *)options + row->offset);
+}
+
+int64_t *mt_option_int(const mt_options *options, const mt_option *row) {
+    return (int64_t *)((char *)options + row->offset);
+}
+
+double *mt_option_real(const mt_options *options, const mt_option *row) {
+    return (double *)((char *)options + row->offset);
+}
+
+char **mt_option_string(const mt_options *options, const mt_option *row) {
+    return (char **)((char *)options + row->offset);
+}
+
+/* An enum is as large as an unsigned int. */
+unsigned *mt_option_choice(const mt_options *options, const mt_option *row) {
+    return (unsigned *)((char *)options + row->offset);
+}
+
+static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
+    return (mt_strings *)((char *)options + row->offset);
+}
+
+static mt_ints *mt_option_ints(const mt_options *options, const mt_option *row) {
+    return (mt_ints *)((char *)options + row->offset);
+}
+
+bool mt_option_is_list(const mt_option *row) {
+    return row->type == MT_LIST || row->type == MT_INTS;
+}
+
+static void mt_strings_free(mt_strings *strings) {
+    for (int64_t i = 0; i < strings->count; i++) free(strings->items[i]);
+    free(strings->items);
+    *strings = (mt_strings){0};
+}
+
+void mt_option_clear(mt_options *options, const mt_option *row) {
+    if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
+    if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
+}
+
+static void mt_strings_add(mt_strings *strings, const char *text) {
+    strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
+    strings->items[strings->count++] = mt_strdup(text);
+}
+
+void mt_string_set(char **string, const char *text) {
+    char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
+    free(*string);
+    *string = copy;
+}
+
+void mt_real_print(char text[32], double value) {
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(text, 32, "%.*g", digits, value);
+        if (strtod(text, NULL) == value) return;
+    }
+}
+
+char *mt_layer_freq_print(const char *layers) {
+    size_t room = 16 * strlen(layers) + 3, used = 1;
+    char *text = mt_calloc((int64_t)room);
+    text[0] = '(';
+    for (const char *at = layers; *at;) {
+        int64_t times = 0;
+        char layer = *at;
+        for (; *at == layer; at++) times++;
+        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
+    }
+    text[used] = ')';
+    return text;
+}
+
+int mt_choice_index(const char *choices, const char *text) {
+    size_t length = strlen(text);
+    int index = 0;
+    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|', index++)
+        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return index;
+    return -1;
+}
+
+/* The choice with an index among "a|b|c", to free; "" if there is none. */
+static char *mt_choice_text(const char *choices, unsigned index) {
+    for (; index > 0 && *choices; index--) choices += strcspn(choices, "|"), choices += *choices == '|';
+    char *text = mt_strdup(choices);
+    text[strcspn(text, "|")] = 0;
+    return text;
+}
+
+char *mt_option_text(const mt_options *options, const mt_option *row) {
+    char text[32] = "";
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        return mt_strdup(*mt_option_bool(options, row) == (row->type == MT_FLAG) ? "true" : "false");
+    case MT_INT:
+        snprintf(text, sizeof text, "%lld", (long long)*mt_option_int(options, row));
+        return mt_strdup(text);
+    case MT_REAL:
+        mt_real_print(text, *mt_option_real(options, row));
+        return mt_strdup(text);
+    case MT_STRING:
+    case MT_OPTIONAL:
+        return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
+    case MT_CHOICE:
+        return mt_choice_text(row->values, *mt_option_choice(options, row));
+    case MT_INTS:
+    case MT_LIST:
+        break;
+    }
+    if (row->type == MT_INTS) {
+        const mt_ints *ints = mt_option_ints(options, row);
+        char all[24 * MT_MAX_INTS] = "";
+        for (int64_t i = 0, end = 0; i < ints->count; i++)
+            end += sprintf(all + end, i ? " %lld" : "%lld", (long long)ints->items[i]);
+        return mt_strdup(all);
+    }
+    const mt_strings *list = mt_option_list(options, row);
+    int64_t bytes = 1;
+    for (int64_t i = 0; i < list->count; i++) bytes += (int64_t)strlen(list->items[i]) + 1;
+    char *all = mt_calloc(bytes), *end = all;
+    for (int64_t i = 0; i < list->count; i++) end += sprintf(end, i ? " %s" : "%s", list->items[i]);
+    return all;
+}
+
+void mt_option_key(char key[80], const mt_option *row) {
+    snprintf(key, 80, "%s", row->name);
+    for (char *at = key; *at; at++)
+        if (*at == '-') *at = '_';
+}
+
+void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        *mt_option_bool(to, row) = *mt_option_bool(from, row);
+        break;
+    case MT_INT:
+        *mt_option_int(to, row) = *mt_option_int(from, row);
+        break;
+    case MT_REAL:
+        *mt_option_real(to, row) = *mt_option_real(from, row);
+        break;
+    case MT_STRING:
+    case MT_OPTIONAL:
+        mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
+        break;
+    case MT_CHOICE:
+        *mt_option_choice(to, row) = *mt_option_choice(from, row);
+        break;
+    case MT_INTS:
+        *mt_option_ints(to, row) = *mt_option_ints(from, row);
+        break;
+    case MT_LIST:
+        mt_strings_free(mt_option_list(to, row));
+        for (int64_t i = 0; i < mt_option_list(from, row)->count; i++)
+            mt_strings_add(mt_option_list(to, row), mt_option_list(from, row)->items[i]);
+        break;
+    }
+}
+
+bool mt_option_in_range(const mt_option *row, double value) {
+    char left, right;
+    double low, high;
+    MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
+    return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
+}
+
+void mt_options_free(mt_options *options) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name) continue;
+        if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
+        if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
+    }
+    mt_string_set(&options->moe_layers, NULL);
+    mt_string_set(&options->pipeline_letters, NULL);
+}
+
+bool mt_parse_int(const char *text, int64_t *value) {
+    const char *digits = text + (*text == '-');
+    if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
+    errno = 0;
+    *value = strtoll(text, NULL, 10);
+    return errno == 0;
+}
+
+static bool mt_parse_real(const char *text, double *value) {
+    char *end;
+    if (!*text || strspn(text, "0123456789+-.eE") != strlen(text)) return false; // no inf, nan or hexadecimal
+    *value = strtod(text, &end);
+    return *end == 0 && isfinite(*value);
+}
+
+int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
+    bool is_true = strcmp(text, "true") == 0;
+    int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
+    mt_ints *ints = mt_option_ints(options, row);
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        if (!is_true && strcmp(text, "false") != 0)
+            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
+        *mt_option_bool(options, row) = is_true == (row->type == MT_FLAG);
+        break;
+    case MT_INT:
+        if (!mt_parse_int(text, mt_option_int(options, row)))
+            return mt_error_set(error, "%s expects a whole number, got '%.100s'", where, text);
+        break;
+    case MT_REAL:
+        if (!mt_parse_real(text, mt_option_real(options, row)))
+            return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
+        break;
+    case MT_CHOICE:
+        if (choice < 0)
+            return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
+        *mt_option_choice(options, row) = (unsigned)choice;
+        break;
+    case MT_STRING:
+        if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
+        mt_string_set(mt_option_string(options, row), text);
+        break;
+    case MT_OPTIONAL: // true and false in a file
+        if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
+        mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
+        break;
+    case MT_LIST:
+        mt_strings_add(mt_option_list(options, row), text);
+        break;
+    case MT_INTS:
+        if (ints->count == MT_MAX_INTS || !mt_parse_int(text, &ints->items[ints->count]))
+            return mt_error_set(error, "%s expects %s, whole numbers, got '%.100s'", where, row->values, text);
+        ints->count++;
+        break;
+    }
+    options->given[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
+    return 0;
+}
+
+static void mt_option_set_default(mt_options *options, const mt_option *row) {
+    mt_error unused;
+    if (row->type == MT_NO) *mt_option_bool(options, row) = true;
+    if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
+}
+
+bool mt_option_is_default(const mt_options *options, const mt_option *row) {
+    mt_options defaults = {0}; // without strings: this is called often
+    const char *text = NULL;
+    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL;
+    if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
+    if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
+    for (const mt_option *other = mt_option_table; other->help; other++) {
+        if (!other->name || other->offset != row->offset) continue; // the default may stand in the row of an alias
+        if (other->fallback) text = other->fallback;
+        if (!is_text) mt_option_set_default(&defaults, other);
+    }
+    if (is_text) {
+        const char *value = *mt_option_string(options, row);
+        return value && text ? strcmp(value, text) == 0 : !value && !text;
+    }
+    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
+    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
+    if (row->type == MT_CHOICE) return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
+    return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
+}
+
+void mt_options_default(mt_options *options) {
+    memset(options, 0, sizeof *options);
+    options->bos_token_id = options->eos_token_id = -1;
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (row->name) mt_option_set_default(options, row);
+    memset(options->given, 0, sizeof options->given);
+}
+
+/* Compares names with dashes; YAML has underscores. */
+static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
+    if (!row->name || strlen(row->name) != length) return false;
+    for (size_t i = 0; i < length; i++)
+        if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
+    return true;
+}
+
+const mt_option *mt_option_find(const char *name, size_t length) {
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (mt_option_named(row, name, length)) return row;
+    return NULL;
+}
+
+bool mt_option_next_item(const char **column, char item[100]) {
+    size_t length = *column ? strcspn(*column, ",") : 0;
+    if (length == 0) return false;
+    snprintf(item, 100, "%.*s", (int)length, *column);
+    *column += length;
+    *column += strspn(*column, ", ");
+    return true;
+}
+
+int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
+        if (!mt_options_gave(options, row->offset) && mt_option_is_default(options, row)) continue;
+        char *text = mt_option_text(options, row);
+        bool good = row->type != MT_CHOICE || *text;
+        if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
+        if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
+        if (!good)
+            mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
+                         row->values, text);
+        free(text);
+        if (!good) return -1;
+    }
+    return 0;
+}

@@ -60,6 +60,19 @@ double *mt_option_real(const mt_options *options, const mt_option *row);
 char **mt_option_string(const mt_options *options, const mt_option *row);
 unsigned *mt_option_choice(const mt_options *options, const mt_option *row);
 
+/* True for an option of several words. Empties a list; nothing for other options. */
+bool mt_option_is_list(const mt_option *row);
+void mt_option_clear(mt_options *options, const mt_option *row);
+
+/* True if an option has its default. */
+bool mt_option_is_default(const mt_options *options, const mt_option *row);
+
+/* Replaces a string of the options by a copy of `text`, which may be NULL or the string itself. */
+void mt_string_set(char **string, const char *text);
+
+/* Reads a plain decimal; strtoll alone would accept leading blanks. False if `text` is none. */
+bool mt_parse_int(const char *text, int64_t *value);
+
 /* Sets a value from its text and marks the option as given; `where` names it in messages. Appends to a list. */
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error);
 
@@ -80,6 +93,10 @@ int mt_options_check_ranges(const mt_options *options, mt_program program, mt_er
 
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value);
+
+/* A value of --moe-layer-freq as a letter per layer, '1' with experts and '0' without; to free. NULL with error. A list
+ * that may be longer is cut off. */
+char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error);
 
 /* The letters of moe_layers as a value of --moe-layer-freq, ([0]*3+[1]*58); to free. */
 char *mt_layer_freq_print(const char *layers);

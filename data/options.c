@@ -5,10 +5,10 @@
 
 #include "checkpoint.h"
 #include "file.h"
+#include "hf_cache.h"
 
 #include <ctype.h>
 #include <errno.h>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef MT_HAVE_YAML
@@ -17,314 +17,9 @@
 
 enum { MT_CONFIG_BYTES = 1 << 22 }; // limit of config.json and of a YAML file
 
-static void mt_option_set_default(mt_options *options, const mt_option *row);
 static void mt_options_help(mt_program program, FILE *file);
 
-/* ---- fields */
-
-const mt_option *mt_option_of(size_t offset) {
-    const mt_option *row = mt_option_table;
-    while (!row->name || row->offset != offset) row++;
-    return row;
-}
-
-bool *mt_option_bool(const mt_options *options, const mt_option *row) {
-    return (bool *)((char *)options + row->offset);
-}
-
-int64_t *mt_option_int(const mt_options *options, const mt_option *row) {
-    return (int64_t *)((char *)options + row->offset);
-}
-
-double *mt_option_real(const mt_options *options, const mt_option *row) {
-    return (double *)((char *)options + row->offset);
-}
-
-char **mt_option_string(const mt_options *options, const mt_option *row) {
-    return (char **)((char *)options + row->offset);
-}
-
-/* An enum is as large as an unsigned int. */
-unsigned *mt_option_choice(const mt_options *options, const mt_option *row) {
-    return (unsigned *)((char *)options + row->offset);
-}
-
-static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
-    return (mt_strings *)((char *)options + row->offset);
-}
-
-static mt_ints *mt_option_ints(const mt_options *options, const mt_option *row) {
-    return (mt_ints *)((char *)options + row->offset);
-}
-
-static bool mt_option_is_list(const mt_option *row) {
-    return row->type == MT_LIST || row->type == MT_INTS;
-}
-
-static void mt_strings_free(mt_strings *strings) {
-    for (int64_t i = 0; i < strings->count; i++) free(strings->items[i]);
-    free(strings->items);
-    *strings = (mt_strings){0};
-}
-
-/* Empties a list. */
-static void mt_option_clear(mt_options *options, const mt_option *row) {
-    if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
-    if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
-}
-
-static void mt_strings_add(mt_strings *strings, const char *text) {
-    strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
-    strings->items[strings->count++] = mt_strdup(text);
-}
-
-static void mt_string_set(char **string, const char *text) {
-    char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
-    free(*string);
-    *string = copy;
-}
-
-void mt_real_print(char text[32], double value) {
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(text, 32, "%.*g", digits, value);
-        if (strtod(text, NULL) == value) return;
-    }
-}
-
-char *mt_layer_freq_print(const char *layers) {
-    size_t room = 16 * strlen(layers) + 3, used = 1;
-    char *text = mt_calloc((int64_t)room);
-    text[0] = '(';
-    for (const char *at = layers; *at;) {
-        int64_t times = 0;
-        char layer = *at;
-        for (; *at == layer; at++) times++;
-        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
-    }
-    text[used] = ')';
-    return text;
-}
-
-int mt_choice_index(const char *choices, const char *text) {
-    size_t length = strlen(text);
-    int index = 0;
-    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|', index++)
-        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return index;
-    return -1;
-}
-
-/* The choice with an index among "a|b|c", to free; "" if there is none. */
-static char *mt_choice_text(const char *choices, unsigned index) {
-    for (; index > 0 && *choices; index--) choices += strcspn(choices, "|"), choices += *choices == '|';
-    char *text = mt_strdup(choices);
-    text[strcspn(text, "|")] = 0;
-    return text;
-}
-
-char *mt_option_text(const mt_options *options, const mt_option *row) {
-    char text[32] = "";
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        return mt_strdup(*mt_option_bool(options, row) == (row->type == MT_FLAG) ? "true" : "false");
-    case MT_INT:
-        snprintf(text, sizeof text, "%lld", (long long)*mt_option_int(options, row));
-        return mt_strdup(text);
-    case MT_REAL:
-        mt_real_print(text, *mt_option_real(options, row));
-        return mt_strdup(text);
-    case MT_STRING:
-    case MT_OPTIONAL:
-        return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
-    case MT_CHOICE:
-        return mt_choice_text(row->values, *mt_option_choice(options, row));
-    case MT_INTS:
-    case MT_LIST:
-        break;
-    }
-    if (row->type == MT_INTS) {
-        const mt_ints *ints = mt_option_ints(options, row);
-        char all[24 * MT_MAX_INTS] = "";
-        for (int64_t i = 0, end = 0; i < ints->count; i++)
-            end += sprintf(all + end, i ? " %lld" : "%lld", (long long)ints->items[i]);
-        return mt_strdup(all);
-    }
-    const mt_strings *list = mt_option_list(options, row);
-    int64_t bytes = 1;
-    for (int64_t i = 0; i < list->count; i++) bytes += (int64_t)strlen(list->items[i]) + 1;
-    char *all = mt_calloc(bytes), *end = all;
-    for (int64_t i = 0; i < list->count; i++) end += sprintf(end, i ? " %s" : "%s", list->items[i]);
-    return all;
-}
-
-void mt_option_key(char key[80], const mt_option *row) {
-    snprintf(key, 80, "%s", row->name);
-    for (char *at = key; *at; at++)
-        if (*at == '-') *at = '_';
-}
-
-void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        *mt_option_bool(to, row) = *mt_option_bool(from, row);
-        break;
-    case MT_INT:
-        *mt_option_int(to, row) = *mt_option_int(from, row);
-        break;
-    case MT_REAL:
-        *mt_option_real(to, row) = *mt_option_real(from, row);
-        break;
-    case MT_STRING:
-    case MT_OPTIONAL:
-        mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
-        break;
-    case MT_CHOICE:
-        *mt_option_choice(to, row) = *mt_option_choice(from, row);
-        break;
-    case MT_INTS:
-        *mt_option_ints(to, row) = *mt_option_ints(from, row);
-        break;
-    case MT_LIST:
-        mt_strings_free(mt_option_list(to, row));
-        for (int64_t i = 0; i < mt_option_list(from, row)->count; i++)
-            mt_strings_add(mt_option_list(to, row), mt_option_list(from, row)->items[i]);
-        break;
-    }
-}
-
-static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    mt_options defaults = {0}; // without strings: this is called often
-    const char *text = NULL;
-    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL;
-    if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
-    if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
-    for (const mt_option *other = mt_option_table; other->help; other++) {
-        if (!other->name || other->offset != row->offset) continue; // the default may stand in the row of an alias
-        if (other->fallback) text = other->fallback;
-        if (!is_text) mt_option_set_default(&defaults, other);
-    }
-    if (is_text) {
-        const char *value = *mt_option_string(options, row);
-        return value && text ? strcmp(value, text) == 0 : !value && !text;
-    }
-    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
-    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
-    if (row->type == MT_CHOICE) return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
-    return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
-}
-
-bool mt_option_in_range(const mt_option *row, double value) {
-    char left, right;
-    double low, high;
-    MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
-    return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
-}
-
-/* True for an option that was given with another value than its default. */
-static bool mt_option_used(const mt_options *options, size_t offset) {
-    return mt_options_gave(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
-}
-
-void mt_options_free(mt_options *options) {
-    for (const mt_option *row = mt_option_table; row->help; row++) {
-        if (!row->name) continue;
-        if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
-        if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
-    }
-    mt_string_set(&options->moe_layers, NULL);
-    mt_string_set(&options->pipeline_letters, NULL);
-}
-/* ---- the command line and YAML: both find a row, a text, and a place for messages, and call mt_option_set */
-
-/* A plain decimal; strtoll alone would accept leading blanks. */
-static bool mt_parse_int(const char *text, int64_t *value) {
-    const char *digits = text + (*text == '-');
-    if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
-    errno = 0;
-    *value = strtoll(text, NULL, 10);
-    return errno == 0;
-}
-
-static bool mt_parse_real(const char *text, double *value) {
-    char *end;
-    if (!*text || strspn(text, "0123456789+-.eE") != strlen(text)) return false; // no inf, nan or hexadecimal
-    *value = strtod(text, &end);
-    return *end == 0 && isfinite(*value);
-}
-
-int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
-    bool is_true = strcmp(text, "true") == 0;
-    int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
-    mt_ints *ints = mt_option_ints(options, row);
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        if (!is_true && strcmp(text, "false") != 0)
-            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
-        *mt_option_bool(options, row) = is_true == (row->type == MT_FLAG);
-        break;
-    case MT_INT:
-        if (!mt_parse_int(text, mt_option_int(options, row)))
-            return mt_error_set(error, "%s expects a whole number, got '%.100s'", where, text);
-        break;
-    case MT_REAL:
-        if (!mt_parse_real(text, mt_option_real(options, row)))
-            return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
-        break;
-    case MT_CHOICE:
-        if (choice < 0)
-            return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
-        *mt_option_choice(options, row) = (unsigned)choice;
-        break;
-    case MT_STRING:
-        if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
-        mt_string_set(mt_option_string(options, row), text);
-        break;
-    case MT_OPTIONAL: // true and false in a file
-        if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
-        mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
-        break;
-    case MT_LIST:
-        mt_strings_add(mt_option_list(options, row), text);
-        break;
-    case MT_INTS:
-        if (ints->count == MT_MAX_INTS || !mt_parse_int(text, &ints->items[ints->count]))
-            return mt_error_set(error, "%s expects %s, whole numbers, got '%.100s'", where, row->values, text);
-        ints->count++;
-        break;
-    }
-    options->given[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
-    return 0;
-}
-
-static void mt_option_set_default(mt_options *options, const mt_option *row) {
-    mt_error unused;
-    if (row->type == MT_NO) *mt_option_bool(options, row) = true;
-    if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
-}
-
-void mt_options_default(mt_options *options) {
-    memset(options, 0, sizeof *options);
-    options->bos_token_id = options->eos_token_id = -1;
-    for (const mt_option *row = mt_option_table; row->help; row++)
-        if (row->name) mt_option_set_default(options, row);
-    memset(options->given, 0, sizeof options->given);
-}
-
-/* Compares names with dashes; YAML has underscores. */
-static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
-    if (!row->name || strlen(row->name) != length) return false;
-    for (size_t i = 0; i < length; i++)
-        if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
-    return true;
-}
-
-const mt_option *mt_option_find(const char *name, size_t length) {
-    for (const mt_option *row = mt_option_table; row->help; row++)
-        if (mt_option_named(row, name, length)) return row;
-    return NULL;
-}
+/* ---- the command line and YAML: both find a row and a text, and call mt_option_set with the place for messages */
 
 int mt_edit_distance(const char *a, size_t a_length, const char *b) {
     enum { LONGEST = 64 };
@@ -601,7 +296,39 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* A conversion keeps the seed and the sequence length of the run that saved the folder, unless they are given. The
+ * loader reports what is wrong with trainer.json. */
+static void mt_options_take_run(mt_options *o, const char *folder) {
+    static const struct {
+        const char *key;
+        size_t offset;
+    } rows[] = {{"seed", MT_AT(seed)}, {"seq_length", MT_AT(seq_length)}};
+    char *path = mt_path_join(folder, "trainer.json");
+    mt_error ignored;
+    json_t *json = mt_json_read(path, &ignored);
+    for (size_t i = 0; json && i < sizeof rows / sizeof *rows; i++) {
+        const mt_option *row = mt_option_of(rows[i].offset);
+        const json_t *value = json_object_get(json, rows[i].key);
+        bool good = json_is_integer(value) && mt_option_in_range(row, json_number_value(value));
+        if (good && !mt_options_gave(o, row->offset)) *mt_option_int(o, row) = json_integer_value(value);
+    }
+    json_decref(json);
+    free(path);
+}
+
+bool mt_options_falls_back(const mt_options *options) {
+    return options->load && options->save && strcmp(options->load, options->save) == 0;
+}
+
+/* Models named ORG/NAME, where the local cache of Hugging Face has them. */
+static int mt_options_find_models(mt_options *o, mt_error *error) {
+    if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
+    return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
+}
+
 int mt_options_read_shape(mt_options *options, mt_error *error) {
+    if (mt_options_find_models(options, error) != 0) return -1;
     if (!options->load && !options->hf_config) return 0;
     if (options->load && options->hf_config)
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
@@ -611,6 +338,7 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
                  : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
                                                   : mt_checkpoint_resolve(options->load, error);
     if (!path) return -1;
+    if (mt_options_converts(options)) mt_options_take_run(options, path);
     if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
     char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
@@ -649,13 +377,9 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
 }
 /* ---- rules of the table, and texts that are parsed for the struct */
 
-bool mt_option_next_item(const char **column, char item[100]) {
-    size_t length = *column ? strcspn(*column, ",") : 0;
-    if (length == 0) return false;
-    snprintf(item, 100, "%.*s", (int)length, *column);
-    *column += length;
-    *column += strspn(*column, ", ");
-    return true;
+/* True for an option that was given with another value than its default. */
+static bool mt_option_used(const mt_options *options, size_t offset) {
+    return mt_options_gave(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
 }
 
 /* Each item of an option's column is another option: its value must not be the default, or must be one of the choices
@@ -688,23 +412,6 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
         for (const char *column = row->excludes; mt_option_next_item(&column, item);)
             if (mt_option_used(options, mt_option_find(item, strlen(item))->offset))
                 return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, item);
-    }
-    return 0;
-}
-
-int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
-    for (const mt_option *row = mt_option_table; row->help; row++) {
-        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
-        if (!mt_options_gave(options, row->offset) && mt_option_is_default(options, row)) continue;
-        char *text = mt_option_text(options, row);
-        bool good = row->type != MT_CHOICE || *text;
-        if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
-        if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
-        if (!good)
-            mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
-                         row->values, text);
-        free(text);
-        if (!good) return -1;
     }
     return 0;
 }
@@ -743,27 +450,43 @@ static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) 
     return count;
 }
 
-/* moe_layers from --moe-layer-freq: every N-th layer, or a list. */
-static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
-    if (o->num_experts == 0 || o->num_layers == 0) return 0;
+char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error) {
     int64_t every = 0;
-    const int64_t most = mt_max(o->num_layers, 4096);
-    mt_string_set(&o->moe_layers, NULL);
-    o->moe_layers = mt_calloc(most + 1);
-    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
-    int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
-    if (listed > o->num_layers && !MT_GIVEN(o, moe_layer_freq)) { // of config.json, for a model with fewer layers
-        o->moe_layers[listed = o->num_layers] = 0;
-        char *text = mt_layer_freq_print(o->moe_layers);
-        mt_string_set(&o->moe_layer_freq, text);
-        free(text);
+    const int64_t most = mt_max(num_layers, 4096);
+    char *layers = mt_calloc(most + 1);
+    bool is_number = mt_parse_int(text, &every);
+    for (int64_t i = 0; is_number && every > 0 && i < num_layers; i++) layers[i] = i % every ? '0' : '1';
+    int64_t listed = is_number ? num_layers : mt_layer_freq_parse(text, layers, most);
+    if (is_number ? every > 0 : listed == num_layers || (listed > num_layers && may_be_longer)) {
+        layers[num_layers] = 0;
+        return layers;
     }
-    if (is_number ? every > 0 : listed == o->num_layers) return 0;
-    return mt_error_set(error,
-                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                        "([0]*1+[1]*%lld), got '%.100s'",
-                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
+    free(layers);
+    mt_error_set(error,
+                 "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
+                 "([0]*1+[1]*%lld), got '%.100s'",
+                 (long long)num_layers, (long long)num_layers - 1, text);
+    return NULL;
+}
+
+/* moe_layers from --moe-layer-freq. A model of config.json that is given fewer layers keeps the first ones, and is a
+ * dense model if none of these has experts. */
+static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
+    bool given = MT_GIVEN(o, moe_layer_freq);
+    mt_string_set(&o->moe_layers, NULL);
+    if (o->num_experts == 0 || o->num_layers == 0) return 0;
+    o->moe_layers = mt_layer_freq_expand(o->moe_layer_freq, o->num_layers, !given, error);
+    if (!o->moe_layers) return -1;
+    bool dense = !strchr(o->moe_layers, '1');
+    if (dense && given)
+        return mt_error_set(error, "--moe-layer-freq %.100s gives no layer experts; leave out --num-experts",
+                            o->moe_layer_freq);
+    if (dense) o->num_experts = 0;
+    char *text = dense ? mt_strdup("1") : mt_layer_freq_print(o->moe_layers);
+    if (!given && !isdigit((unsigned char)*o->moe_layer_freq)) mt_string_set(&o->moe_layer_freq, text);
+    free(text);
+    if (dense) mt_string_set(&o->moe_layers, NULL);
+    return 0;
 }
 
 static int mt_options_finish_trace(mt_options *o, mt_error *error) {

@@ -9,8 +9,7 @@ extern "C" {
 #endif
 
 /* Sets defaults, then reads the YAML file of --config, then the command line, which takes precedence, and with --load
- * or
- * --hf-config the model of config.json. `--help` prints and exits with 0. No option is derived and no rule between
+ * or --hf-config the model of config.json. `--help` prints and exits with 0. No option is derived and no rule between
  * options is checked yet: the caller starts the ranks, sets vocab_size from its tokenizer if it is 0, and calls
  * mt_options_finish. Free the options also after an error. */
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
@@ -41,7 +40,8 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
 
 /* Takes the model's shape from config.json of the folder options->load, or from the file options->hf_config, for
- * options that were not given. mt_options_parse does this itself. */
+ * options that were not given. Names ORG/NAME there and in tokenizer_model become paths in the cache of Hugging Face
+ * (hf_cache.h). mt_options_parse does this itself. */
 int mt_options_read_shape(mt_options *options, mt_error *error);
 
 /* config.json of finished options, to free: transformers and this program load it; only this program loads the family
@@ -54,6 +54,9 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
 /* If the options of a rank differ from rank 0's, all ranks return an error with that rank and option. Every rank calls
  * it, after mt_options_finish. */
 int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);
+
+/* True for a run that loads from its own --save: it continues from an older checkpoint if the last one is damaged. */
+bool mt_options_falls_back(const mt_options *options);
 
 /* The "model_type" of a family; and the family of a name, or MT_HF_UNKNOWN. */
 const char *mt_hf_family_name(mt_hf_family family);

@@ -6,6 +6,7 @@
  */
 #include "dataset.h"
 #include "file.h"
+#include "hf_cache.h"
 #include "options.h"
 #include "text.h"
 #include "tokenizer.h"
@@ -54,7 +55,8 @@ static const option options[] = {
     {"--tokenizer-type", "TYPE", OPTION_WORD, offsetof(settings, tokenizer_type),
      "HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer or ByteLevel"},
     {"--tokenizer-model", "PATH", OPTION_WORD, offsetof(settings, tokenizer_model),
-     "tokenizer.json, X.model, or their folder (not for ByteLevel)"},
+     "tokenizer.json, X.model, their folder, or ORG/NAME in the cache of Hugging Face\n"
+     "(not for ByteLevel)"},
     {"--vocab-file", "FILE", OPTION_WORD, offsetof(settings, vocab_file), "vocab.json of GPT2BPETokenizer"},
     {"--merge-file", "FILE", OPTION_WORD, offsetof(settings, merge_file), "merges.txt of GPT2BPETokenizer"},
     {"--append-eod", NULL, OPTION_FLAG, offsetof(settings, append_eod),
@@ -211,7 +213,13 @@ static int parse_settings(settings *s, int argc, char **argv, mt_error *error) {
 
 static int open_tokenizer(mt_tokenizer **tokenizer, const settings *s, mt_error *error) {
     mt_tokenizer_type type = (mt_tokenizer_type)mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type);
-    if (!s->vocab_file) return mt_tokenizer_open(tokenizer, type, s->tokenizer_model, error);
+    if (!s->vocab_file) {
+        char *model = s->tokenizer_model ? mt_strdup(s->tokenizer_model) : NULL;
+        int status = mt_hf_cache_find(&model, NULL, "--tokenizer-model", error);
+        if (status == 0) status = mt_tokenizer_open(tokenizer, type, model, error);
+        free(model);
+        return status;
+    }
     char *both = mt_malloc((int64_t)(strlen(s->vocab_file) + strlen(s->merge_file)) + 2);
     sprintf(both, "%s,%s", s->vocab_file, s->merge_file);
     int result = mt_tokenizer_open(tokenizer, type, both, error);

@@ -2,6 +2,7 @@
 #include "report.h"
 
 #include "file.h"
+#include "options.h"
 #include "profile.h"
 #include "safetensors.h"
 
@@ -13,6 +14,9 @@
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef MT_HAVE_OPENMP
+#include <omp.h>
+#endif
 
 /* A number of a report, with its TensorBoard tag, as Megatron names it, and its key in the metrics file. */
 typedef struct scalar {
@@ -396,4 +400,102 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
             fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
     }
     free(members);
+}
+
+/* ---- the beginning of a run */
+
+/* "868 thousand", "1.24 billion". */
+static const char *print_count(char out[32], double count) {
+    static const struct {
+        double unit;
+        const char *name;
+    } units[] = {{1e12, "trillion"}, {1e9, "billion"}, {1e6, "million"}, {1e3, "thousand"}};
+    snprintf(out, 32, "%.0f", count);
+    for (size_t i = sizeof units / sizeof *units; i-- > 0;) // 999.5 thousand and more are a million
+        if (count >= 0.9995 * units[i].unit)
+            snprintf(out, 32, "%.*f %s",
+                     count < 9.995 * units[i].unit   ? 2
+                     : count < 99.95 * units[i].unit ? 1
+                                                     : 0,
+                     count / units[i].unit, units[i].name);
+    return out;
+}
+
+/* "llama model: 4 layers, hidden size 128, 868 thousand parameters". */
+static void print_model(const mt_options *o, FILE *file) {
+    char parameters[32];
+    fprintf(file, "%s model: %lld layer%s, hidden size %lld, ", mt_hf_family_name(o->hf_family),
+            (long long)o->num_layers, o->num_layers == 1 ? "" : "s", (long long)o->hidden_size);
+    if (mt_num_expert_layers(o) > 0)
+        fprintf(file, "%lld experts with top-%lld routing, ", (long long)o->num_experts, (long long)o->moe_router_topk);
+    fprintf(file, "%s parameters", print_count(parameters, (double)mt_num_parameters(o)));
+}
+
+/* "CPU in fp32, 4 ranks with 1 thread each: TP 2 x PP 2 x CP 1 x DP 1". EP divides the ranks of a stage anew. */
+static void print_device(const mt_options *o, const mt_ops *ops, const mt_grid *grid, FILE *file) {
+    bool cuda = strcmp(ops->name, "cuda") == 0;
+    int ranks = grid->world.size, threads = 1;
+    mt_grid_shape shape = mt_grid_shape_of(o, ranks);
+#ifdef MT_HAVE_OPENMP
+    threads = omp_get_max_threads();
+#endif
+    fprintf(file, "%s in %s, ", cuda ? "CUDA" : "CPU", o->bf16 ? "bf16" : "fp32");
+    fprintf(file, "%d rank%s with %d %s%s%s", ranks, ranks == 1 ? "" : "s", cuda ? 1 : threads, cuda ? "GPU" : "thread",
+            threads == 1 || cuda ? "" : "s", ranks == 1 ? "" : " each");
+    if (ranks == 1) return;
+    fprintf(file, ": TP %lld x PP %lld x CP %lld x DP %lld", (long long)shape.tensor, (long long)shape.pipeline,
+            (long long)shape.context, (long long)shape.data);
+    if (shape.expert * shape.expert_tensor > 1)
+        fprintf(file, "; experts: ETP %lld x EP %lld x EDP %lld", (long long)shape.expert_tensor,
+                (long long)shape.expert, (long long)shape.expert_data);
+}
+
+/* "1.64 million tokens in 400 iterations: 3.2 epochs of corpus_text_document, which has 510 thousand". */
+static void print_data(const mt_options *o, const mt_dataset *data, FILE *file) {
+    char wanted[32], tokens[32];
+    double total = (double)mt_consumed_samples(o, o->num_iterations) * (double)o->seq_length;
+    mt_blend blend = {0};
+    mt_error ignored;
+    fprintf(file, "%s tokens in %lld iteration%s: ", print_count(wanted, total), (long long)o->num_iterations,
+            o->num_iterations == 1 ? "" : "s");
+    if (data->num_tokens == 0) {
+        fprintf(file, "synthetic");
+        return;
+    }
+    fprintf(file, "%.*f epochs of ", total < 10 * (double)data->num_tokens ? 2 : 0, total / (double)data->num_tokens);
+    const mt_strings *words = o->data_path.count > 0 ? &o->data_path : &o->train_data_path;
+    if (words->count > 0) mt_blend_parse(&blend, words, "", &ignored);
+    if (blend.count > 1)
+        fprintf(file, "%lld datasets, which have", (long long)blend.count);
+    else
+        fprintf(file, "%s, which has", blend.count == 1 ? blend.paths[0] : o->tokens_file);
+    fprintf(file, " %s to train on", print_count(tokens, (double)data->num_tokens));
+    mt_blend_free(&blend);
+}
+
+void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *grid, const mt_dataset *data,
+                       FILE *file) {
+    print_model(o, file);
+    fprintf(file, o->load ? ", loaded from %s.\nDevice: " : ", random weights.\nDevice: ", o->load);
+    print_device(o, ops, grid, file);
+    fprintf(file, ".\nData: ");
+    if (data)
+        print_data(o, data, file);
+    else
+        fprintf(file, "none, the weights stay as they are");
+    fprintf(file, ".\n");
+    if (o->save && o->save_interval > 0)
+        fprintf(file, "Checkpoints: %s, every %lld iterations and at the end.\n\n", o->save,
+                (long long)o->save_interval);
+    else
+        fprintf(file, "Checkpoints: %s%s.\n\n", o->save ? o->save : "none, because there is no --save",
+                o->save ? ", at the end" : "");
+}
+
+void mt_report_inference(const mt_model *model, int64_t context, FILE *file) {
+    const mt_options *o = mt_model_options(model);
+    print_model(o, file);
+    fprintf(file, ", loaded from %s; ", o->load);
+    print_device(o, mt_model_ops(model), mt_model_grid(model), file);
+    fprintf(file, "; texts of at most %lld tokens\n", (long long)context);
 }

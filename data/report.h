@@ -2,7 +2,7 @@
 #ifndef MT_REPORT_H
 #define MT_REPORT_H
 
-#include "../megatron.h"
+#include "dataset.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -43,6 +43,14 @@ int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_
 
 /* Prints a line on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Prints the paragraph with which a run begins: its model, weights, device, ranks, data (NULL: it trains no step), and
+ * where it saves. The options are finished, and `ops` is the backend that will compute. */
+void mt_report_opening(const mt_options *options, const mt_ops *ops, const mt_grid *grid, const mt_dataset *data,
+                       FILE *file);
+
+/* The line with which `infer` begins: the model, its folder, device and ranks, and the longest text. */
+void mt_report_inference(const mt_model *model, int64_t context, FILE *file);
 
 /* Prints one line per kind of group. */
 void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file);

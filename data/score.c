@@ -77,6 +77,13 @@ static int read_batch(mt_batch *batch, FILE *file, int64_t first, int64_t count,
     return 0;
 }
 
+/* True if two open outputs are one file, under any two names. Devices and pipes may be given twice. */
+static bool same_file(const mt_new_file *a, const mt_new_file *b) {
+    struct stat first, second;
+    return a->stream && b->stream && fstat(fileno(a->stream), &first) == 0 && S_ISREG(first.st_mode) &&
+           fstat(fileno(b->stream), &second) == 0 && first.st_dev == second.st_dev && first.st_ino == second.st_ino;
+}
+
 /* Scores the open file, a batch at a time, into the open outputs. */
 static int score_batches(mt_model *model, FILE *file, int64_t num_sequences, mt_new_file *out, mt_error *error) {
     const mt_options *o = mt_model_options(model);
@@ -119,8 +126,13 @@ int64_t mt_score(mt_model *model, mt_error *error) {
     int64_t num_sequences = 0;
     FILE *file = open_sequences(o, &num_sequences, error);
     int status = file ? 0 : -1;
-    for (int i = 0; i < NUM_OUTPUTS && status == 0 && world->rank == 0; i++)
+    for (int i = 0; i < NUM_OUTPUTS && status == 0 && world->rank == 0; i++) {
         if (outputs[i].path) status = mt_new_file_open(&out[i], outputs[i].path, outputs[i].option, error);
+        for (int j = 0; j < i && status == 0; j++)
+            if (same_file(&out[i], &out[j]))
+                status = mt_error_set(error, "%s and %s name one file, %s; give each its own", outputs[j].option,
+                                      outputs[i].option, outputs[i].path);
+    }
     status = mt_agree(world, status != 0, error);
     if (status == 0) status = score_batches(model, file, num_sequences, out, error);
     for (int i = 0; i < NUM_OUTPUTS; i++) status = mt_new_file_close(&out[i], status, error);

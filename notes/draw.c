@@ -430,7 +430,7 @@ static int layer_flow(flow *flows, const table *t) {
         {"linear (o)", "hidden", C, false, "dropout_add_backward"},
         {"dropout_add", "middle", C, true, "rmsnorm_backward, + residual"},
         {"rmsnorm", "mlp_normed", C, true, "linear_backward (gate up)"},
-        {"linear (gate up)", "mlp_hidden", gate + up, true, "swiglu_backward"},
+        {"linear (gate up)", "mlp_hidden", gate + up, true, "activation_backward"},
         {"swiglu", "mlp_active", gate, true, "linear_backward (down)"},
         {"linear (down)", "hidden", C, false, "dropout_add_backward"},
         {"dropout_add", "the next layer's input", C, false, "the next layer's backward"},
@@ -1324,9 +1324,10 @@ static void noted_attention(const mt_attention *a, mt_dtype dtype, mt_stream *st
     mt_cpu_ops.attention_forward(a, dtype, stream);
 }
 
-static void noted_swiglu(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype, mt_stream *stream) {
+static void noted_swiglu(void *y, const void *gate_up, const float *weights, int64_t T, int64_t F,
+                         mt_activation activation, mt_dtype dtype, mt_stream *stream) {
     note("swiglu", T, F, 0);
-    mt_cpu_ops.swiglu_forward(y, gate_up, T, F, dtype, stream);
+    mt_cpu_ops.activation_forward(y, gate_up, weights, T, F, activation, dtype, stream);
 }
 
 static void noted_sum(void *out, const void *x, const void *residual, const int64_t *token_index, int64_t T, int64_t C,
@@ -1371,7 +1372,7 @@ static void note_layer(bool sequence_parallel) {
     mt_error error;
     ops.all_reduce = noted_all_reduce, ops.all_gather = noted_gather, ops.reduce_scatter = noted_scatter;
     ops.rmsnorm_forward = noted_norm, ops.rmsnorm_backward = noted_norm_back, ops.linear_forward = noted_linear;
-    ops.attention_forward = noted_attention, ops.swiglu_forward = noted_swiglu, ops.dropout_add_forward = noted_sum;
+    ops.attention_forward = noted_attention, ops.activation_forward = noted_swiglu, ops.dropout_add_forward = noted_sum;
     parse_options(&options, words, sizeof words / sizeof *words);
     grid.tensor.size = TENSOR_RANKS;
     options.tensor_model_parallel_size = TENSOR_RANKS, options.sequence_parallel = sequence_parallel;

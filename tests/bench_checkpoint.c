@@ -274,7 +274,7 @@ static void bench_save_and_load(bench *b) {
 static void copy_plainly(const bench *b, series *s, char *to, const char *from, int64_t bytes) {
     mt_stream *stream = mt_model_stream(b->model);
     begin(b, s);
-    if (strcmp(b->ops->name, "cpu") == 0)
+    if (!b->ops->on_device)
         memcpy(to, from, (size_t)bytes);
     else
         b->ops->memory_copy(to, from, bytes, stream), b->ops->stream_wait(stream);
@@ -297,7 +297,7 @@ static void bench_stall(bench *b) {
     mt_error error;
     mt_saver *saver;
     mt_stream *stream = mt_model_stream(b->model);
-    bool on_cpu = strcmp(b->ops->name, "cpu") == 0;
+    bool on_cpu = !b->ops->on_device;
     int64_t share = (int64_t)(b->bytes / b->grid.world.size), num_buckets;
     series stall = {0}, copy = {0}, follows = {0}, copied = {0}, finish = {0};
     char *from = b->ops->memory_alloc(share), *to = b->ops->memory_alloc_host(share);

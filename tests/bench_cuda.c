@@ -130,27 +130,27 @@ static double qk_backward(bench *b, const int64_t *n) {
     return (n[3] ? 3 : 2) * size(b) * (double)(a.T * (a.H + a.G) * a.D);
 }
 
-static double gelu_forward(bench *b, const int64_t *n) { // elements, tanh
+static double gelu_forward(bench *b, const int64_t *n) { // elements, activation
     void *y = elements(b, n[0]), *x = elements(b, n[0]);
-    ENQUEUE(gelu_forward, y, x, n[0], n[1], b->dtype);
+    ENQUEUE(activation_forward, y, x, NULL, 1, n[0], (mt_activation)n[1], b->dtype);
     return 2 * size(b) * (double)n[0];
 }
 
 static double gelu_backward(bench *b, const int64_t *n) {
     void *dx = elements(b, n[0]), *dy = elements(b, n[0]), *x = elements(b, n[0]);
-    ENQUEUE(gelu_backward, dx, dy, x, n[0], n[1], b->dtype);
+    ENQUEUE(activation_backward, dx, NULL, dy, x, NULL, 1, n[0], (mt_activation)n[1], b->dtype);
     return 3 * size(b) * (double)n[0];
 }
 
 static double swiglu_forward(bench *b, const int64_t *n) { // T, F
     void *y = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
-    ENQUEUE(swiglu_forward, y, gate_up, n[0], n[1], b->dtype);
+    ENQUEUE(activation_forward, y, gate_up, NULL, n[0], n[1], MT_ACTIVATION_SWIGLU, b->dtype);
     return 3 * size(b) * (double)(n[0] * n[1]);
 }
 
 static double swiglu_backward(bench *b, const int64_t *n) {
     void *d = elements(b, n[0] * 2 * n[1]), *dy = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
-    ENQUEUE(swiglu_backward, d, dy, gate_up, n[0], n[1], b->dtype);
+    ENQUEUE(activation_backward, d, NULL, dy, gate_up, NULL, n[0], n[1], MT_ACTIVATION_SWIGLU, b->dtype);
     return 5 * size(b) * (double)(n[0] * n[1]);
 }
 
@@ -268,14 +268,14 @@ static double combine_rows(bench *b, const int64_t *n) {
 static double expert_swiglu_forward(bench *b, const int64_t *n) { // M, F
     void *y = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
     float *weights = floats(b, n[0]);
-    ENQUEUE(expert_swiglu_forward, y, gate_up, weights, n[0], n[1], b->dtype);
+    ENQUEUE(activation_forward, y, gate_up, weights, n[0], n[1], MT_ACTIVATION_SWIGLU, b->dtype);
     return 3 * size(b) * (double)(n[0] * n[1]);
 }
 
 static double expert_swiglu_backward(bench *b, const int64_t *n) {
     void *d = elements(b, n[0] * 2 * n[1]), *dy = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
     float *weights = floats(b, n[0]), *dweights = floats(b, n[0]);
-    ENQUEUE(expert_swiglu_backward, d, dweights, dy, gate_up, weights, n[0], n[1], b->dtype);
+    ENQUEUE(activation_backward, d, dweights, dy, gate_up, weights, n[0], n[1], MT_ACTIVATION_SWIGLU, b->dtype);
     return 5 * size(b) * (double)(n[0] * n[1]);
 }
 
@@ -357,10 +357,10 @@ static const struct {
     {"their backward", qk_backward, MT_BF16, {8192, 32, 8, 1}},
     {"swiglu_forward", swiglu_forward, MT_BF16, {8192, 14336}},
     {"swiglu_backward", swiglu_backward, MT_BF16, {8192, 14336}},
-    {"gelu_forward, tanh", gelu_forward, MT_BF16, {65536ll * 3072, 1}},
-    {"gelu_backward, tanh", gelu_backward, MT_BF16, {65536ll * 3072, 1}},
-    {"gelu_forward, exact", gelu_forward, MT_BF16, {65536ll * 3072, 0}},
-    {"gelu_backward, exact", gelu_backward, MT_BF16, {65536ll * 3072, 0}},
+    {"gelu_forward, tanh", gelu_forward, MT_BF16, {65536ll * 3072, MT_ACTIVATION_GELU_TANH}},
+    {"gelu_backward, tanh", gelu_backward, MT_BF16, {65536ll * 3072, MT_ACTIVATION_GELU_TANH}},
+    {"gelu_forward, exact", gelu_forward, MT_BF16, {65536ll * 3072, MT_ACTIVATION_GELU}},
+    {"gelu_backward, exact", gelu_backward, MT_BF16, {65536ll * 3072, MT_ACTIVATION_GELU}},
     {"residual without dropout", dropout_add, MT_BF16, {8192, 4096, 0}},
     {"residual and dropout", dropout_add, MT_BF16, {65536, 768, 10}},
     {"residual and RMSNorm", residual_norm, MT_BF16, {8192, 4096, 0, 0}},

@@ -108,19 +108,20 @@ static void attention_backward(void) {
     ops->attention_backward(&a, dtype, NULL);
 }
 static void gelu_forward(void) {
-    ops->gelu_forward(buffers[0], buffers[1], T * F, true, dtype, NULL);
+    ops->activation_forward(buffers[0], buffers[1], NULL, T, F, MT_ACTIVATION_GELU_TANH, dtype, NULL);
 }
 static void gelu_backward(void) {
-    ops->gelu_backward(buffers[0], buffers[1], buffers[2], T * F, true, dtype, NULL);
+    ops->activation_backward(buffers[0], NULL, buffers[1], buffers[2], NULL, T, F, MT_ACTIVATION_GELU_TANH, dtype,
+                             NULL);
 }
 static void gelu_erf_forward(void) {
-    ops->gelu_forward(buffers[0], buffers[1], T * F, false, dtype, NULL);
+    ops->activation_forward(buffers[0], buffers[1], NULL, T, F, MT_ACTIVATION_GELU, dtype, NULL);
 }
 static void swiglu_forward(void) {
-    ops->swiglu_forward(buffers[0], buffers[1], T, F, dtype, NULL);
+    ops->activation_forward(buffers[0], buffers[1], NULL, T, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
 }
 static void swiglu_backward(void) {
-    ops->swiglu_backward(buffers[0], buffers[1], buffers[2], T, F, dtype, NULL);
+    ops->activation_backward(buffers[0], NULL, buffers[1], buffers[2], NULL, T, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
 }
 static void residual_add(void) {
     mt_dropout off = {0};

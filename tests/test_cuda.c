@@ -312,16 +312,24 @@ static void qk_backward(run *r, const int64_t *n) {
     }
 }
 
-static void gelu_forward(run *r, const int64_t *n) { // elements, elements before the first, tanh
-    int64_t size = mt_dtype_size(r->dtype);
-    char *y = output(r, n[1] + n[0]), *x = input(r, n[1] + n[0]);
-    r->ops->gelu_forward(y + n[1] * size, x + n[1] * size, n[0], n[2], r->dtype, r->stream);
+/* T, F, activation, weights, elements before the first */
+static void activation_forward(run *r, const int64_t *n) {
+    int64_t size = mt_dtype_size(r->dtype), width = mt_activation_rows[n[2]].gated ? 2 * n[1] : n[1];
+    char *y = output(r, n[4] + n[0] * n[1]), *x = input(r, n[4] + n[0] * width);
+    float *weights = n[3] ? float_input(r, n[0], NORMAL) : NULL;
+    r->ops->activation_forward(y + n[4] * size, x + n[4] * size, weights, n[0], n[1], (mt_activation)n[2], r->dtype,
+                               r->stream);
 }
 
-static void gelu_backward(run *r, const int64_t *n) {
-    int64_t size = mt_dtype_size(r->dtype);
-    char *dx = changed(r, n[1] + n[0]), *x = input(r, n[1] + n[0]);
-    r->ops->gelu_backward(dx + n[1] * size, dx + n[1] * size, x + n[1] * size, n[0], n[2], r->dtype, r->stream);
+/* In place: of x if gated, else of dy. */
+static void activation_backward(run *r, const int64_t *n) {
+    bool gated = mt_activation_rows[n[2]].gated;
+    int64_t at = n[4] * mt_dtype_size(r->dtype), count = n[0] * n[1];
+    char *changes = changed(r, n[4] + (gated ? 2 * count : count)), *reads = input(r, n[4] + count);
+    float *dweights = n[3] ? float_output(r, n[0]) : NULL, *weights = n[3] ? float_input(r, n[0], NORMAL) : NULL;
+    const char *x = gated ? changes : reads, *dy = gated ? reads : changes;
+    r->ops->activation_backward(changes + at, dweights, dy + at, x + at, weights, n[0], n[1], (mt_activation)n[2],
+                                r->dtype, r->stream);
 }
 
 /* By the operations that they stand for where there is no fused one. */
@@ -333,7 +341,7 @@ static void linear_gelu_forward(run *r, const int64_t *n) { // T, N, K, bias
         return;
     }
     r->ops->linear_forward(pre, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
-    r->ops->gelu_forward(y, pre, n[0] * n[1], true, r->dtype, r->stream);
+    r->ops->activation_forward(y, pre, NULL, n[0], n[1], MT_ACTIVATION_GELU_TANH, r->dtype, r->stream);
 }
 
 static void linear_backward_gelu(run *r, const int64_t *n) {
@@ -344,17 +352,7 @@ static void linear_backward_gelu(run *r, const int64_t *n) {
         return;
     }
     r->ops->linear_backward_input(dpre, dy, w, n[0], n[1], n[2], r->dtype, r->stream);
-    r->ops->gelu_backward(dpre, dpre, pre, n[0] * n[2], true, r->dtype, r->stream);
-}
-
-static void swiglu_forward(run *r, const int64_t *n) { // T, F
-    void *y = output(r, n[0] * n[1]), *gate_up = input(r, n[0] * 2 * n[1]);
-    r->ops->swiglu_forward(y, gate_up, n[0], n[1], r->dtype, r->stream);
-}
-
-static void swiglu_backward(run *r, const int64_t *n) {
-    void *gate_up = changed(r, n[0] * 2 * n[1]), *dy = input(r, n[0] * n[1]);
-    r->ops->swiglu_backward(gate_up, dy, gate_up, n[0], n[1], r->dtype, r->stream);
+    r->ops->activation_backward(dpre, NULL, dpre, pre, NULL, n[0], n[2], MT_ACTIVATION_GELU_TANH, r->dtype, r->stream);
 }
 
 static void dropout_add_forward(run *r, const int64_t *n) { // T, C, first channel, p in percent, residual
@@ -575,17 +573,6 @@ static void combine_rows(run *r, const int64_t *n) { // T, rows for each, C, bas
     void *base = n[3] == 2 ? out : n[3] == 1 ? input(r, n[0] * n[2]) : NULL, *in = input(r, 50 * n[2]);
     int32_t *position = integers(r, n[0] * n[1], -9, 50, false);
     r->ops->combine_rows(out, in, position, base, n[0], n[1], n[2], r->dtype, r->stream);
-}
-
-static void expert_swiglu_forward(run *r, const int64_t *n) { // M, F
-    void *y = output(r, n[0] * n[1]), *gate_up = input(r, n[0] * 2 * n[1]);
-    r->ops->expert_swiglu_forward(y, gate_up, float_input(r, n[0], NORMAL), n[0], n[1], r->dtype, r->stream);
-}
-
-static void expert_swiglu_backward(run *r, const int64_t *n) {
-    void *gate_up = changed(r, n[0] * 2 * n[1]), *dy = input(r, n[0] * n[1]);
-    float *dweights = float_output(r, n[0]), *weights = float_input(r, n[0], NORMAL);
-    r->ops->expert_swiglu_backward(gate_up, dweights, dy, gate_up, weights, n[0], n[1], r->dtype, r->stream);
 }
 
 static void scale_rows_forward(run *r, const int64_t *n) { // M, C
@@ -914,7 +901,22 @@ static const int64_t latent_shapes[][MAX_SIZES] = {
 static const int64_t element_shapes[][MAX_SIZES] = {
     {1, 0, 0}, {3, 1, 1}, {8, 0, 1}, {1000, 0, 0}, {100003, 0, 1}, {100003, 64, 0}, {8192, 3, 1}, {300001, 0, 5}, {0}};
 static const int64_t square_shapes[][MAX_SIZES] = {{1, 0}, {3, 1}, {1000, 0}, {100003, 64}, {5000001, 0}, {0}};
-static const int64_t swiglu_shapes[][MAX_SIZES] = {{1, 1}, {1, 24}, {7, 33}, {129, 344}, {33, 14336}, {5, 4099}, {0}};
+/* T, F, activation, weights, elements before the first: {elements} as one row, and rows of all activations */
+#define ROWS_OF(activation, weights)                                                                                   \
+    {1, 1, activation, weights, 0}, {1, 24, activation, weights, 0}, {7, 33, activation, weights, 0},                  \
+        {129, 344, activation, weights, 0}, {33, 14336, activation, weights, 0}, {5, 4099, activation, weights, 0},    \
+        {1001, 768, activation, weights, 0}, {                                                                         \
+        35, 100, activation, weights, 0                                                                                \
+    }
+static const int64_t activation_shapes[][MAX_SIZES] = {{1, 100003, MT_ACTIVATION_GELU, 0, 64},
+                                                       {1, 8192, MT_ACTIVATION_GELU_TANH, 0, 3},
+                                                       ROWS_OF(MT_ACTIVATION_GELU, 0),
+                                                       ROWS_OF(MT_ACTIVATION_GELU, 1),
+                                                       ROWS_OF(MT_ACTIVATION_GELU_TANH, 0),
+                                                       ROWS_OF(MT_ACTIVATION_GELU_TANH, 1),
+                                                       ROWS_OF(MT_ACTIVATION_SWIGLU, 0),
+                                                       ROWS_OF(MT_ACTIVATION_SWIGLU, 1),
+                                                       {0}};
 static const int64_t dropout_shapes[][MAX_SIZES] = {{1, 1, 0, 50, 1},      {1, 24, 0, 0, 1},        {33, 64, 64, 10, 1},
                                                     {129, 1600, 0, 50, 0}, {7, 33, 3, 30, 1},       {65, 128, 2, 20, 0},
                                                     {5, 5003, 0, 100, 1},  {9, 96, 1 << 20, 90, 1}, {0}};
@@ -1001,8 +1003,8 @@ static const int64_t order_shapes[][MAX_SIZES] = {{1, 1, 3},   {1, 8, 100}, {8, 
 static const int64_t combine_shapes[][MAX_SIZES] = {
     {1, 1, 1, 0},     {1000, 1, 1, 0}, {7, 2, 24, 1},   {100, 8, 2048, 0}, {65, 9, 33, 2},
     {33, 16, 264, 2}, {300, 3, 8, 1},  {3001, 4, 1, 2}, {5, 8, 20000, 1},  {0}};
-static const int64_t expert_swiglu_shapes[][MAX_SIZES] = {{1, 1},    {1, 24},     {7, 33},   {129, 344}, {33, 14336},
-                                                          {5, 4099}, {1001, 768}, {35, 100}, {0}};
+static const int64_t row_scale_shapes[][MAX_SIZES] = {{1, 1},    {1, 24},     {7, 33},   {129, 344}, {33, 14336},
+                                                      {5, 4099}, {1001, 768}, {35, 100}, {0}};
 
 static operation operations[] = {
     {"linear_forward", linear_forward, ONCE, linear_shapes, {0}},
@@ -1024,12 +1026,10 @@ static operation operations[] = {
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
     {"attention_merge", attention_merge, ONCE, merge_shapes, {0}},
     {"accumulate_rows", accumulate_rows, ONCE, merge_shapes, {0}},
-    {"gelu_forward", gelu_forward, ONCE, element_shapes, {0}},
-    {"gelu_backward", gelu_backward, ONCE, element_shapes, {0}},
+    {"activation_forward", activation_forward, ONCE, activation_shapes, {0}},
+    {"activation_backward", activation_backward, ONCE, activation_shapes, {0}},
     {"linear_gelu_forward", linear_gelu_forward, ONCE, linear_gelu_shapes, {0}},
     {"linear_backward_gelu", linear_backward_gelu, ONCE, linear_gelu_shapes, {0}},
-    {"swiglu_forward", swiglu_forward, ONCE, swiglu_shapes, {0}},
-    {"swiglu_backward", swiglu_backward, ONCE, swiglu_shapes, {0}},
     {"dropout_add_forward", dropout_add_forward, ONCE, dropout_shapes, {0}},
     {"dropout_add_backward", dropout_add_backward, ONCE, dropout_shapes, {0}},
     {"residual_norm_forward", residual_norm_forward, ONCE, residual_norm_shapes, {0}},
@@ -1049,10 +1049,8 @@ static operation operations[] = {
     {"dispatch_plan", dispatch_plan, 0, plan_shapes, {0}},
     {"exchange_order", exchange_order, 0, order_shapes, {0}},
     {"combine_rows", combine_rows, ONCE, combine_shapes, {0}},
-    {"expert_swiglu_forward", expert_swiglu_forward, ONCE, expert_swiglu_shapes, {0}},
-    {"expert_swiglu_backward", expert_swiglu_backward, ONCE, expert_swiglu_shapes, {0}},
-    {"scale_rows_forward", scale_rows_forward, ONCE, expert_swiglu_shapes, {0}},
-    {"scale_rows_backward", scale_rows_backward, ONCE, expert_swiglu_shapes, {0}},
+    {"scale_rows_forward", scale_rows_forward, ONCE, row_scale_shapes, {0}},
+    {"scale_rows_backward", scale_rows_backward, ONCE, row_scale_shapes, {0}},
     {"expert_bias_step", expert_bias_step, 1e-5, router_shapes, {0}},
     {"cross_entropy_forward", cross_entropy_forward, ONCE, logit_shapes, {0}},
     {"cross_entropy_combine", cross_entropy_combine, ONCE, logit_shapes, {0}},

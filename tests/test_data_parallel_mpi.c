@@ -100,7 +100,8 @@ static void trainee_open(trainee *t, const mt_grid *ranks, const char *words, in
              overlaps && strategy > 0 ? " --overlap-param-gather" : "");
     *t = (trainee){.grid = ranks};
     trainee_options(&t->options, ranks->world.size, all);
-    mt_model_plan plan = {TINY_LENGTH, TINY_LENGTH, 0, TINY_LENGTH, true};
+    mt_model_plan plan = {
+        .max_tokens = TINY_LENGTH, .max_logits = TINY_LENGTH, .max_position = TINY_LENGTH, .train = true};
     if (mt_model_create(&t->model, &t->options, ranks, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&t->batch, TINY_LENGTH);
 }

@@ -283,7 +283,7 @@ static void splits_and_blends_are_parsed_as_megatron_does(void **state) {
 
     mt_blend blend;
     char *pairs[] = {"30", "a", "7e1", "b"}, *paths[] = {"a", "b"}, *mixed[] = {"1", "a", "b", "c"},
-         *negative[] = {"-1", "a"};
+         *negative[] = {"-1", "a"}, *huge[] = {"1e308", "a", "1e308", "b"};
     assert_ok(mt_blend_parse(&blend, &(mt_strings){4, pairs}, "--data-path", &error), &error);
     assert_int_equal(blend.count, 2);
     assert_string_equal(blend.paths[1], "b");
@@ -295,6 +295,7 @@ static void splits_and_blends_are_parsed_as_megatron_does(void **state) {
     mt_blend_free(&blend);
     assert_refused(mt_blend_parse(&blend, &(mt_strings){4, mixed}, "--data-path", &error), &error, "--data-path");
     assert_refused(mt_blend_parse(&blend, &(mt_strings){2, negative}, "--data-path", &error), &error, "positive");
+    assert_refused(mt_blend_parse(&blend, &(mt_strings){4, huge}, "--data-path", &error), &error, "sum of the weights");
 }
 
 static void only_the_training_split_must_have_documents(void **state) {
@@ -311,6 +312,10 @@ static void only_the_training_split_must_have_documents(void **state) {
     mt_data_close(data);
     config.split = "1,999,0";
     assert_refused(mt_data_open(&data, &config, &error), &error, "hold no tokens");
+    config.split = "0,1,0";
+    assert_refused(mt_data_open(&data, &config, &error), &error, "--split 0,1,0 leaves no data for training");
+    config.split = "0,0,1";
+    assert_refused(mt_data_open(&data, &config, &error), &error, "--split 0,0,1 leaves no data for training");
 }
 
 static void exactly_one_source_must_be_named(void **state) {
@@ -516,7 +521,7 @@ static void counting_free(mt_dataset *dataset) {
 }
 
 static mt_dataset counting_dataset(int64_t num_samples) {
-    return (mt_dataset){num_samples, 4, counting_get, counting_free};
+    return (mt_dataset){.num_samples = num_samples, .seq_length = 4, .get = counting_get, .free = counting_free};
 }
 
 /* Reads an epoch on every rank and counts the reads of each sample. */
@@ -618,7 +623,7 @@ static int handmade_get(const mt_dataset *dataset, int64_t index, int32_t *token
 }
 
 static void fill_handmade(mt_batch *batch, const mt_data_config *config) {
-    mt_dataset dataset = {2, 7, handmade_get, counting_free};
+    mt_dataset dataset = {.num_samples = 2, .seq_length = 7, .get = handmade_get, .free = counting_free};
     mt_loader *loader;
     mt_error error;
     assert_ok(mt_loader_open(&loader, &dataset, config, 2, 0, 1, &error), &error);

@@ -944,59 +944,21 @@ static void grouped_linears_are_exact_on_integers_past_every_block(void **state)
     }
 }
 
-typedef struct activation_shape {
+typedef struct scaling_shape {
     int64_t M, F;
-} activation_shape;
-
-/* out: y[M, F]; in: gate_up[M, 2F] and weights[M]. */
-static void activation_reference(double *y, const double *in, const void *shape) {
-    const activation_shape *s = shape;
-    for (int64_t i = 0; i < s->M * s->F; i++) {
-        int64_t m = i / s->F;
-        double gate = in[m * 2 * s->F + i % s->F], up = in[m * 2 * s->F + s->F + i % s->F];
-        y[i] = in[s->M * 2 * s->F + m] * gate / (1 + exp(-gate)) * up;
-    }
-}
-
-static void expert_swiglu_matches_float64_and_finite_differences(void **state) {
-    (void)state;
-    static const activation_shape shapes[3] = {{5, 9}, {1, 1}, {2, 130}};
-    for (int i = 0; i < 6; i++) {
-        const activation_shape *s = &shapes[i / 2];
-        mt_dtype dtype = both[i % 2];
-        int64_t n = s->M * s->F;
-        double *in = random_values(2 * n + s->M), *dy = random_values(n), *want = mt_malloc(n * 8);
-        void *gate_up = store(in, 2 * n, dtype), *y = nans(n, dtype), *dgate_up = nans(2 * n, dtype);
-        void *dys = store(dy, n, dtype);
-        float *weights = store(in + 2 * n, s->M, MT_F32), *dweights = nans(s->M, MT_F32);
-        ops->expert_swiglu_forward(y, gate_up, weights, s->M, s->F, dtype, NULL);
-        ops->expert_swiglu_backward(dgate_up, dweights, dys, gate_up, weights, s->M, s->F, dtype, NULL);
-        activation_reference(want, in, s);
-        double *got = load(y, n, dtype), *slopes = load(dgate_up, 2 * n, dtype), *dw = load(dweights, s->M, MT_F32);
-        assert_rounded("y", got, want, n, dtype);
-        slopes = realloc(slopes, (size_t)(2 * n + s->M) * 8);
-        memcpy(slopes + 2 * n, dw, (size_t)s->M * 8);
-        assert_gradient("dgate_up and dweights", slopes, activation_reference, s, in, 2 * n + s->M, dy, n, dtype);
-        float *again = nans(s->M, MT_F32);
-        ops->expert_swiglu_backward(gate_up, again, dys, gate_up, weights, s->M, s->F, dtype, NULL); // in place
-        assert_memory_equal(gate_up, dgate_up, 2 * n * mt_dtype_size(dtype));
-        assert_memory_equal(again, dweights, s->M * 4);
-        free(in), free(dy), free(want), free(gate_up), free(y), free(dgate_up), free(dys), free(weights);
-        free(dweights), free(got), free(slopes), free(dw), free(again);
-    }
-}
+} scaling_shape;
 
 /* out: y[M, F]; in: x[M, F] and weights[M]. */
 static void scaling_reference(double *y, const double *in, const void *shape) {
-    const activation_shape *s = shape;
+    const scaling_shape *s = shape;
     for (int64_t i = 0; i < s->M * s->F; i++) y[i] = in[s->M * s->F + i / s->F] * in[i];
 }
 
 static void scaled_rows_match_float64_and_finite_differences(void **state) {
     (void)state;
-    static const activation_shape shapes[3] = {{5, 9}, {1, 1}, {2, 1300}};
+    static const scaling_shape shapes[3] = {{5, 9}, {1, 1}, {2, 1300}};
     for (int i = 0; i < 6; i++) {
-        const activation_shape *s = &shapes[i / 2];
+        const scaling_shape *s = &shapes[i / 2];
         mt_dtype dtype = both[i % 2];
         int64_t n = s->M * s->F;
         double *in = random_values(n + s->M), *dy = random_values(n), *want = mt_malloc(n * 8);
@@ -1047,11 +1009,12 @@ static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     int32_t experts[T], invalid = 0;
     ops->router_logits(logits, x, w, T, 1, C, MT_F32, NULL);
     ops->route_forward(gates, experts, &invalid, logits, NULL, T, &one, NULL);
-    ops->expert_swiglu_forward(y, gate_up, gates, T, F, MT_F32, NULL);
+    ops->activation_forward(y, gate_up, gates, T, F, MT_ACTIVATION_SWIGLU, MT_F32, NULL);
     gated_reference(want, in, NULL);
     double *got = load(y, T * F, MT_F32);
     assert_rounded("y", got, want, T * F, MT_F32);
-    ops->expert_swiglu_backward(gradients + T * C + C, dgates, d, gate_up, gates, T, F, MT_F32, NULL);
+    ops->activation_backward(gradients + T * C + C, dgates, d, gate_up, gates, T, F, MT_ACTIVATION_SWIGLU, MT_F32,
+                             NULL);
     ops->route_backward(dlogits, dgates, experts, logits, T, &one, NULL);
     ops->linear_backward_weight(gradients + T * C, NULL, dlogits, x, T, 1, C, false, MT_F32, NULL);
     ops->linear_backward_input(gradients, dlogits, w, T, 1, C, MT_F32, NULL);
@@ -1061,13 +1024,13 @@ static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     free(in), free(dy), free(x), free(d), free(got), free(slopes);
 }
 
-static void expert_swiglu_sums_long_rows_to_fp32(void **state) {
+static void activation_backward_sums_long_rows_to_fp32(void **state) {
     (void)state;
     enum { F = 20000 };
     double *gate_up = random_values(2 * F), *dy = random_values(F), want = 0;
     float *in = store(gate_up, 2 * F, MT_F32), *d = store(dy, F, MT_F32), weight = 0.5f, dweight;
     for (int64_t f = 0; f < F; f++) want += dy[f] * gate_up[f] / (1 + exp(-gate_up[f])) * gate_up[F + f];
-    ops->expert_swiglu_backward(in, &dweight, d, in, &weight, 1, F, MT_F32, NULL);
+    ops->activation_backward(in, &dweight, d, in, &weight, 1, F, MT_ACTIVATION_SWIGLU, MT_F32, NULL);
     double got = (double)dweight;
     assert_near("dweight", &got, &want, 1, 1e-5);
     free(gate_up), free(dy), free(in), free(d);
@@ -1093,10 +1056,7 @@ static void layer_forward(void *out, const void *x, const void *w1, const void *
     memset(rows + used * C * size, 0xff, (size_t)((M - used) * C * size));
     for (int64_t m = used; m < M; m++) weights[m] = NAN;
     ops->grouped_linear_forward(gate_up, rows, w1, p.offsets, M, 2 * F, C, E, dtype, NULL);
-    if (fused)
-        ops->expert_swiglu_forward(y, gate_up, weights, M, F, dtype, NULL);
-    else
-        ops->swiglu_forward(y, gate_up, M, F, dtype, NULL);
+    ops->activation_forward(y, gate_up, fused ? weights : NULL, M, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
     ops->grouped_linear_forward(back, y, w2, p.offsets, M, C, F, E, dtype, NULL);
     float *sums = mt_calloc(LAYER_T * C * 4);
     if (!fused) ops->scale_rows_forward(back, back, weights, M, C, dtype, NULL);
@@ -1202,8 +1162,8 @@ static uint64_t hash_experts(mt_dtype dtype) {
     ops->gather_rows(rows, xs, p.token, M, C, C, C, dtype, NULL);
     ops->gather_rows(gathered, weights, p.choice, M, 1, 1, 1, MT_F32, NULL);
     ops->grouped_linear_forward(gate_up, rows, ws, p.offsets, M, 2 * F, C, E, dtype, NULL);
-    ops->expert_swiglu_forward(y, gate_up, gathered, M, F, dtype, NULL);
-    ops->expert_swiglu_backward(gate_up, dweights, y, gate_up, gathered, M, F, dtype, NULL);
+    ops->activation_forward(y, gate_up, gathered, M, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
+    ops->activation_backward(gate_up, dweights, y, gate_up, gathered, M, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
     ops->grouped_linear_backward_weight(dw, gate_up, rows, p.offsets, M, 2 * F, C, E, true, dtype, NULL);
     ops->grouped_linear_backward_input(rows, gate_up, ws, p.offsets, M, 2 * F, C, E, dtype, NULL);
     ops->combine_rows(xs, rows, p.position, xs, T, K, C, dtype, NULL);
@@ -1270,10 +1230,9 @@ int main(void) {
         cmocka_unit_test(gather_and_combine_are_each_others_backward),
         cmocka_unit_test(grouped_linears_match_float64_and_finite_differences),
         cmocka_unit_test(grouped_linears_are_exact_on_integers_past_every_block),
-        cmocka_unit_test(expert_swiglu_matches_float64_and_finite_differences),
         cmocka_unit_test(scaled_rows_match_float64_and_finite_differences),
         cmocka_unit_test(a_shared_experts_gate_is_a_router_with_one_expert),
-        cmocka_unit_test(expert_swiglu_sums_long_rows_to_fp32),
+        cmocka_unit_test(activation_backward_sums_long_rows_to_fp32),
         cmocka_unit_test(layers_match_the_reference_with_any_data_in_spare_rows),
         cmocka_unit_test(runs_repeat_bit_for_bit_on_any_number_of_threads),
         cmocka_unit_test(the_profile_times_every_operation),

@@ -88,7 +88,13 @@ answers_lines() {
     long=$(printf '%070d' 0)
     printf '%s\nworld\n' "$long" | "$infer" --load $golden/llama --tokenizer-type ByteLevel --print-tokens \
         --max-new-tokens 5 >"$work/out" 2>"$work/err" && return 1
-    [ "$(wc -w <"$work/out")" = 5 ] && grep -q '^error: .*70 tokens' "$work/err"
+    [ "$(wc -w <"$work/out")" = 5 ] && grep -q '^error: .*70 tokens' "$work/err" || return 1
+    for line in 'ab\0cd' 'ab'; do # a zero byte is a part of the line
+        printf "$line\n" | "$infer" --load $golden/llama --tokenizer-type ByteLevel --print-tokens --temperature 0 \
+            --max-new-tokens 5 2>"$work/err" || return 1
+        grep -o '^read [0-9]* tokens' "$work/err"
+    done >"$work/out"
+    [ "$(grep '^read' "$work/out" | tr '\n' ' ')" = 'read 5 tokens read 2 tokens ' ]
 }
 
 # Generation stops at the context of these models, 64 tokens.
@@ -127,6 +133,7 @@ refuses_bad_scores() {
         refuses "$work" "$@" --score "$work" &&
         refuses "outside.i32: token 160 at position 17 of sequence 1" "$@" --score "$work/outside.i32" &&
         refuses "nowhere/x" "$@" --score $tokens --logits-out "$work/nowhere/x" &&
+        refuses "--out and --logits-out name one file" "$@" --score $tokens --logits-out "$work/./kept" &&
         [ "$(cat "$work/kept")" = good ] && [ "$(find "$work" -name '*.tmp*')" = '' ]
 }
 

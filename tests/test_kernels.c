@@ -903,73 +903,69 @@ static void sums_of_elements_and_of_rows_match_float64(void **state) {
 
 /* ==== activations ================================================================================================ */
 
-typedef struct gelu_shape {
-    int64_t n;
-    bool tanh;
-} gelu_shape;
+typedef struct activation_case {
+    mt_activation activation;
+    int64_t T, F;
+    bool weighted;
+} activation_case;
 
-static void gelu_reference(double *y, const double *x, const void *shape) {
-    const gelu_shape *s = shape;
-    for (int64_t i = 0; i < s->n; i++) {
-        double u = sqrt(2 / M_PI) * (x[i] + 0.044715 * x[i] * x[i] * x[i]);
-        y[i] = s->tanh ? 0.5 * x[i] * (1 + tanh(u)) : 0.5 * x[i] * erfc(-x[i] / sqrt(2));
+/* out: y[T, F]; in: x[T, F or 2F] and weights[T]. */
+static void activation_reference(double *y, const double *in, const void *shape) {
+    const activation_case *s = shape;
+    int64_t F = s->F, width = mt_activation_rows[s->activation].gated ? 2 * F : F;
+    for (int64_t i = 0; i < s->T * F; i++) {
+        int64_t t = i / F;
+        double x = in[t * width + i % F], up = width > F ? in[t * width + F + i % F] : 1;
+        double weight = s->weighted ? in[s->T * width + t] : 1, u = sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
+        const double f[MT_NUM_ACTIVATIONS] = {[MT_ACTIVATION_GELU] = 0.5 * x * erfc(-x / sqrt(2)),
+                                              [MT_ACTIVATION_GELU_TANH] = 0.5 * x * (1 + tanh(u)),
+                                              [MT_ACTIVATION_SWIGLU] = x / (1 + exp(-x))};
+        y[i] = weight * f[s->activation] * up;
     }
 }
 
-static void gelu_matches_float64_and_finite_differences(void **state) {
+static void expect_activation(const activation_case *s, mt_dtype dtype) {
+    const char *name = mt_activation_rows[s->activation].config_names;
+    bool gated = mt_activation_rows[s->activation].gated;
+    int64_t T = s->T, n = T * s->F, inputs = gated ? 2 * n : n, slopes = s->weighted ? inputs + T : inputs;
+    double *in = random_values(inputs + T), *dy = random_values(n), *y = zeros(n), *want = zeros(n), *got;
+    got = zeros(inputs + T);
+    float *weights = malloc((size_t)T * 4), *dweights = malloc((size_t)T * 4), *again = malloc((size_t)T * 4);
+    for (int64_t i = 0; i < inputs; i++) in[i] *= i % 2 ? 8 : 2;
+    for (int64_t t = 0; t < T; t++) weights[t] = (float)in[inputs + t], in[inputs + t] = (double)weights[t];
+    const float *w = s->weighted ? weights : NULL;
+    float *dw = s->weighted ? dweights : NULL, *dw_again = s->weighted ? again : NULL;
+    matrix x_m = matrix_from(in, 1, inputs, inputs, dtype), y_m = matrix_new(1, n, n, dtype);
+    matrix dy_m = matrix_from(dy, 1, n, n, dtype), dx_m = matrix_new(1, inputs, inputs, dtype);
+    ops->activation_forward(y_m.data, x_m.data, w, T, s->F, s->activation, dtype, NULL);
+    ops->activation_backward(dx_m.data, dw, dy_m.data, x_m.data, w, T, s->F, s->activation, dtype, NULL);
+    if (!gated) { // in place of dy, which is as wide
+        matrix d = matrix_from(dy, 1, n, n, dtype);
+        ops->activation_backward(d.data, dw_again, d.data, x_m.data, w, T, s->F, s->activation, dtype, NULL);
+        assert_memory_equal(dx_m.data, d.data, (size_t)(n * mt_dtype_size(dtype)));
+        matrix_take(&d, NULL);
+    }
+    ops->activation_backward(x_m.data, dw_again, dy_m.data, x_m.data, w, T, s->F, s->activation, dtype, NULL);
+    assert_memory_equal(dx_m.data, x_m.data, (size_t)(inputs * mt_dtype_size(dtype)));
+    if (s->weighted) assert_memory_equal(dweights, again, (size_t)T * 4);
+    matrix_take(&y_m, y);
+    activation_reference(want, in, s);
+    assert_forward(name, y, want, n, dtype);
+    matrix_take(&dx_m, got);
+    for (int64_t t = 0; s->weighted && t < T; t++) got[inputs + t] = (double)dweights[t];
+    assert_gradient(name, got, activation_reference, s, in, slopes, dy, n, dtype);
+    matrix_take(&x_m, NULL), matrix_take(&dy_m, NULL);
+    free(in), free(dy), free(y), free(want), free(got), free(weights), free(dweights), free(again);
+}
+
+static void activations_match_float64_and_finite_differences(void **state) {
     (void)state;
-    for (int k = 0; k < 4; k++) {
-        gelu_shape s = {1600, k / 2 == 1};
-        mt_dtype dtype = both[k % 2];
-        double *x = random_values(s.n), *dy = random_values(s.n), *y = zeros(s.n), *want = zeros(s.n);
-        for (int64_t i = 0; i < s.n; i++) x[i] *= i % 2 ? 8 : 2;
-        matrix x_m = matrix_from(x, 1, s.n, s.n, dtype), y_m = matrix_new(1, s.n, s.n, dtype);
-        matrix dy_m = matrix_from(dy, 1, s.n, s.n, dtype), dx_m = matrix_new(1, s.n, s.n, dtype);
-        ops->gelu_forward(y_m.data, x_m.data, s.n, s.tanh, dtype, NULL);
-        ops->gelu_backward(dx_m.data, dy_m.data, x_m.data, s.n, s.tanh, dtype, NULL);
-        ops->gelu_backward(dy_m.data, dy_m.data, x_m.data, s.n, s.tanh, dtype, NULL); // in place
-        assert_memory_equal(dx_m.data, dy_m.data, (size_t)(s.n * mt_dtype_size(dtype)));
-        matrix_take(&y_m, y);
-        gelu_reference(want, x, &s);
-        assert_forward("gelu", y, want, s.n, dtype);
-        matrix_take(&dx_m, y);
-        assert_gradient("gelu", y, gelu_reference, &s, x, s.n, dy, s.n, dtype);
-        matrix_take(&x_m, NULL), matrix_take(&dy_m, NULL);
-        free(x), free(dy), free(y), free(want);
-    }
-}
-
-static void swiglu_reference(double *y, const double *x, const void *shape) {
-    const int64_t *s = shape, F = s[1];
-    for (int64_t t = 0; t < s[0]; t++)
-        for (int64_t f = 0; f < F; f++) {
-            double gate = x[t * 2 * F + f];
-            y[t * F + f] = gate / (1 + exp(-gate)) * x[t * 2 * F + F + f];
+    static const int64_t shapes[4][2] = {{1, 1}, {3, 37}, {70, 301}, {2, 1300}};
+    for (int activation = 0; activation < MT_NUM_ACTIVATIONS; activation++)
+        for (int k = 0; k < 16; k++) {
+            activation_case s = {(mt_activation)activation, shapes[k / 4][0], shapes[k / 4][1], k / 2 % 2};
+            expect_activation(&s, both[k % 2]);
         }
-}
-
-static void swiglu_matches_float64_and_finite_differences(void **state) {
-    (void)state;
-    static const int64_t shapes[3][2] = {{1, 1}, {3, 37}, {70, 301}};
-    for (int k = 0; k < 6; k++) {
-        int64_t T = shapes[k / 2][0], F = shapes[k / 2][1], n = T * F;
-        mt_dtype dtype = both[k % 2];
-        double *x = random_values(2 * n), *dy = random_values(n), *y = zeros(2 * n), *want = zeros(n);
-        for (int64_t i = 0; i < 2 * n; i++) x[i] *= 4;
-        matrix x_m = matrix_from(x, T, 2 * F, 2 * F, dtype), y_m = matrix_new(T, F, F, dtype);
-        matrix dy_m = matrix_from(dy, T, F, F, dtype), dx_m = matrix_new(T, 2 * F, 2 * F, dtype);
-        ops->swiglu_forward(y_m.data, x_m.data, T, F, dtype, NULL);
-        ops->swiglu_backward(dx_m.data, dy_m.data, x_m.data, T, F, dtype, NULL);
-        ops->swiglu_backward(x_m.data, dy_m.data, x_m.data, T, F, dtype, NULL); // in place
-        assert_memory_equal(dx_m.data, x_m.data, (size_t)(2 * n * mt_dtype_size(dtype)));
-        matrix_take(&y_m, y);
-        swiglu_reference(want, x, shapes[k / 2]);
-        assert_forward("swiglu", y, want, n, dtype);
-        matrix_take(&dx_m, y);
-        assert_gradient("swiglu", y, swiglu_reference, shapes[k / 2], x, 2 * n, dy, n, dtype);
-        matrix_take(&x_m, NULL), matrix_take(&dy_m, NULL);
-        free(x), free(dy), free(y), free(want);
-    }
 }
 
 /* ==== residual stream and rows =================================================================================== */
@@ -1079,10 +1075,11 @@ static void loss_reference(double *out, const double *in, const void *shape) {
     const loss_shape *s = shape;
     for (int64_t t = 0; t < s->T; t++) {
         const double *x = in + t * s->V;
-        double sum = 0, weighted = 0;
-        for (int64_t i = 0; i < s->V; i++) sum += exp(x[i]), weighted += exp(x[i]) * x[i];
-        out[t] = log(sum) - (s->labels[t] >= 0 && s->labels[t] < s->V ? x[s->labels[t]] : 0);
-        out[s->T + t] = log(sum) - weighted / sum;
+        double sum = 0, weighted = 0, max = x[0];
+        for (int64_t i = 1; i < s->V; i++) max = fmax(max, x[i]); // so that a vocabulary of 1 has exactly no loss
+        for (int64_t i = 0; i < s->V; i++) sum += exp(x[i] - max), weighted += exp(x[i] - max) * x[i];
+        out[t] = max + log(sum) - (s->labels[t] >= 0 && s->labels[t] < s->V ? x[s->labels[t]] : 0);
+        out[s->T + t] = max + log(sum) - weighted / sum;
     }
 }
 
@@ -1444,9 +1441,9 @@ static uint64_t hash_loss_and_optimizer(mt_dtype dtype) {
                                NULL);
     ops->cross_entropy_backward(o.out[0], o.in[0], o.ids, o.stats[0], NULL, o.stats[4], NULL, T, V, 0, V - 3, dtype,
                                 NULL);
-    ops->swiglu_forward(o.out[1], o.in[0], T, V / 2, dtype, NULL);
-    ops->gelu_forward(o.out[2], o.in[0], T * V, true, dtype, NULL);
-    ops->gelu_backward(o.out[3], o.in[1], o.in[0], T * V, false, dtype, NULL);
+    ops->activation_forward(o.out[1], o.in[0], NULL, T, V / 2, MT_ACTIVATION_SWIGLU, dtype, NULL);
+    ops->activation_forward(o.out[2], o.in[0], NULL, T, V, MT_ACTIVATION_GELU_TANH, dtype, NULL);
+    ops->activation_backward(o.out[3], NULL, o.in[1], o.in[0], NULL, T, V, MT_ACTIVATION_GELU, dtype, NULL);
     ops->random_normal(o.grads[0], T * V, 1, 3, 0, 1, MT_F32, NULL);
     ops->squared_norm(&sum, o.grads[0], T * V, NULL);
     return operands_take(&o, hash_bytes(4, &sum, 8));
@@ -1499,6 +1496,39 @@ static void argmax_is_the_first_maximum_and_needs_numbers(void **state) {
     assert_memory_equal(ids, expected, sizeof ids);
 }
 
+/* dw of linears that share a flag: the first product overwrites what dw holds, every later one adds to it. Without a
+ * flag each product overwrites. Experts without rows count as products: their gradient becomes 0. */
+static void the_first_product_of_a_step_overwrites_a_gradient(void **state) {
+    enum { T = 6, N = 3, K = 4, E = 3 };
+    const mt_group alone = {.size = 1};
+    const mt_tensor_parallel tp = {.ops = ops, .group = &alone, .dtype = MT_F32, .T = T, .rows = T};
+    const int32_t offsets[E + 1] = {0, 4, 4, T}; // the second expert has no rows
+    float x[T * K], dy[T * N], once[E * N * K], dw[E * N * K];
+    (void)state;
+    ops->random_normal(x, T * K, 1, 0, 0, 1, MT_F32, NULL);
+    ops->random_normal(dy, T * N, 2, 0, 0, 1, MT_F32, NULL);
+    for (int kind = MT_LINEAR_REPLICATED; kind <= MT_LINEAR_GROUPED + 1; kind++) { // the last: one product an expert
+        int64_t size = kind >= MT_LINEAR_GROUPED ? E * N * K : N * K;
+        bool has_gradient = false;
+        mt_linear first = {.weight = {.dw = once}, .N = N, .K = K, .num_experts = E}, second;
+        mt_linear_io io = {.x = x, .dy = dy, .offsets = offsets, .num_rows = T};
+        first.kind = kind >= MT_LINEAR_GROUPED ? MT_LINEAR_GROUPED : (mt_linear_kind)kind;
+        if (kind > MT_LINEAR_GROUPED) io.host_offsets = offsets;
+        for (int i = 0; i < E * N * K; i++) once[i] = dw[i] = 1000;
+        for (int i = 0; i < 2; i++) mt_linear_backward_weight(&tp, &first, &io);
+        first.weight = (mt_weight){.dw = dw, .has_gradient = &has_gradient};
+        second = first;
+        for (int uses = 1; uses <= 3; uses++) {
+            mt_linear_backward_weight(&tp, uses == 2 ? &second : &first, &io);
+            assert_true(has_gradient);
+            for (int64_t i = 0; i < size; i++)
+                if (fabsf(dw[i] - (float)uses * once[i]) > 1e-4f || fabsf(once[i]) > 100)
+                    fail_msg("kind %d, %d uses: dw[%lld] is %g, once %g", kind, uses, (long long)i, (double)dw[i],
+                             (double)once[i]);
+        }
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(philox_gives_the_known_answers_of_random123),
@@ -1513,8 +1543,7 @@ int main(void) {
         cmocka_unit_test(norms_match_float64_and_finite_differences),
         cmocka_unit_test(rope_matches_float64_and_finite_differences),
         cmocka_unit_test(attention_matches_float64_and_finite_differences),
-        cmocka_unit_test(gelu_matches_float64_and_finite_differences),
-        cmocka_unit_test(swiglu_matches_float64_and_finite_differences),
+        cmocka_unit_test(activations_match_float64_and_finite_differences),
         cmocka_unit_test(sums_of_elements_and_of_rows_match_float64),
         cmocka_unit_test(dropout_add_matches_float64_and_finite_differences),
         cmocka_unit_test(dropout_keeps_its_share_and_does_not_depend_on_where_a_row_lies),
@@ -1524,6 +1553,7 @@ int main(void) {
         cmocka_unit_test(nll_loss_sums_under_its_weights),
         cmocka_unit_test(argmax_is_the_first_maximum_and_needs_numbers),
         cmocka_unit_test(accumulate_adds_every_element_once),
+        cmocka_unit_test(the_first_product_of_a_step_overwrites_a_gradient),
         cmocka_unit_test(squared_norm_sums_in_float64),
         cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
         cmocka_unit_test(step_guard_refuses_what_is_not_finite_and_what_spikes),

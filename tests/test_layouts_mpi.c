@@ -55,7 +55,8 @@ typedef struct trainee {
 static void open_trainee(trainee *t, const char *family, const layout *l, const char *words) {
     char all[512];
     mt_error error = {{0}};
-    mt_model_plan plan = {max_tokens, max_tokens, 0, SEQ_LENGTH, true};
+    mt_model_plan plan = {
+        .max_tokens = max_tokens, .max_logits = max_tokens, .max_position = SEQ_LENGTH, .train = true};
     bool has_experts = strcmp(family, "mixtral") == 0 || strstr(family, "_moe") || strcmp(family, "deepseek_v3") == 0;
     bool cuts_rows = strstr(l->words, "tensor") &&
                      !strstr(l->words, "sequence"); // experts need sequence parallelism with tensor parallelism
@@ -447,7 +448,8 @@ static void a_failed_mailbox_is_an_error_on_every_rank(void **state) {
     mt_ops closed = *backend;
     mt_error error = {{0}};
     mt_grid grid = mt_grid_of_one;
-    mt_model_plan plan = {max_tokens, max_tokens, 0, SEQ_LENGTH, true};
+    mt_model_plan plan = {
+        .max_tokens = max_tokens, .max_logits = max_tokens, .max_position = SEQ_LENGTH, .train = true};
     closed.mailbox_open = half_open;
     more_options = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap";
     fixture f = open_family("llama", 1, NUM_RANKS, false);

@@ -1,5 +1,9 @@
-/* test_memory.c: the memory plan. The logits share memory with scratch that is unused while they exist. */
+/* test_memory.c: the memory plan. The logits share memory with scratch that is unused while they exist. And the memory
+ * that the machine and its control groups leave. */
+#include "../data/file.h"
+#include "../data/host_memory.h"
 #include "../data/options.h"
+#include "folder.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -70,9 +74,68 @@ static void logits_add_memory_only_beyond_the_size_of_the_scratch_they_share(voi
     assert_true(fabs(larger - large - TOKENS * 4096.0 * 4 / 1024) < 110);
 }
 
+/* Writes a file of a machine whose / is the test's folder. */
+static void machine_has(const char *path, const char *text) {
+    char folder[300];
+    mt_error error;
+    snprintf(folder, sizeof folder, "%s", at(path));
+    *strrchr(folder, '/') = 0;
+    if (mt_folder_create(folder, NULL, &error) != 0 ||
+        mt_file_write(at(path), text, (int64_t)strlen(text), NULL, &error) != 0)
+        fail_msg("%s", error.text);
+}
+
+#define KILO INT64_C(1024)
+
+static void available_memory_is_what_the_machine_has_left(void **state) {
+    (void)state;
+    assert_int_equal(mt_host_memory_available(root), 0); // no /proc: unknown
+    machine_has("proc/meminfo", "MemTotal:       24684092 kB\nMemFree:  100 kB\nMemAvailable:    5000 kB\n");
+    assert_int_equal(mt_host_memory_available(root), 5000 * KILO);
+    assert_true(mt_host_memory_available("") > 0);
+}
+
+/* The group's limit less its use; its page cache is not in use. Groups around it count, too. */
+static void limits_of_control_groups_version_2_count(void **state) {
+    (void)state;
+    machine_has("proc/meminfo", "MemAvailable:    5000 kB\n");
+    machine_has("proc/self/cgroup", "0::/job/step\n");
+    machine_has("sys/fs/cgroup/job/step/memory.max", "max\n");
+    machine_has("sys/fs/cgroup/job/step/memory.current", "512000\n");
+    assert_int_equal(mt_host_memory_available(root), 5000 * KILO);
+    machine_has("sys/fs/cgroup/job/memory.max", "2048000\n");
+    machine_has("sys/fs/cgroup/job/memory.current", "1024000\n");
+    assert_int_equal(mt_host_memory_available(root), 1024000);
+    machine_has("sys/fs/cgroup/job/memory.stat", "anon 7\nfile 9\ninactive_file 300000\nactive_file 200000\n");
+    assert_int_equal(mt_host_memory_available(root), 1524000);
+    machine_has("sys/fs/cgroup/job/step/memory.max", "1000000\n");
+    assert_int_equal(mt_host_memory_available(root), 488000);
+    machine_has("sys/fs/cgroup/job/step/memory.current", "2000000\n"); // above its limit: nothing is left
+    assert_in_range(mt_host_memory_available(root), 1, 1);
+}
+
+/* In a container the path of version 1 is the host's, and only the container's own group is mounted. */
+static void limits_of_control_groups_version_1_count(void **state) {
+    (void)state;
+    machine_has("proc/meminfo", "MemAvailable:    5000 kB\n");
+    machine_has("proc/self/cgroup", "9:name=systemd:/\n4:memory:/docker/abc\n1:cpu:/docker/abc\n");
+    machine_has("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    machine_has("sys/fs/cgroup/memory/memory.usage_in_bytes", "1000\n");
+    assert_int_equal(mt_host_memory_available(root), 5000 * KILO);
+    machine_has("sys/fs/cgroup/memory/memory.limit_in_bytes", "4000000\n");
+    assert_int_equal(mt_host_memory_available(root), 3999000);
+    machine_has("sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes", "3000000\n");
+    machine_has("sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes", "900000\n");
+    machine_has("sys/fs/cgroup/memory/docker/abc/memory.stat", "inactive_file 1\ntotal_inactive_file 400000\n");
+    assert_int_equal(mt_host_memory_available(root), 2500000);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_add_memory_only_beyond_the_size_of_the_scratch_they_share),
+        cmocka_unit_test_setup_teardown(available_memory_is_what_the_machine_has_left, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(limits_of_control_groups_version_2_count, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(limits_of_control_groups_version_1_count, make_root, remove_root),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -473,7 +473,7 @@ static void unsupported_options_with_modules_are_refused(void **state) {
         {"--mtp-num-layers 1 --position-embedding-type learned_absolute", "--position-embedding-type rope or none"},
         {"--mtp-num-layers 4 --seq-length 4", "must be less than --seq-length 4"},
         {"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
-         "leave out --pipeline-schedule"},
+         "and --pipeline-schedule zb-h1 exclude each other"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         mt_options o;

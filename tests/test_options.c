@@ -307,6 +307,8 @@ static void values_out_of_range_are_refused(void **state) {
     expect_error(RUN "--rotary-percent 0", "--rotary-percent must be in (0,1]");
     expect_error(RUN "--micro-batch-size 0", "--micro-batch-size must be in");
     expect_error(RUN "--seed -1", "--seed must be in");
+    expect_error(RUN "--seed 4294967296", "--seed must be in [0,4294967295], got 4294967296");
+    expect_error(RUN "--seq-length 1073741824", "--seq-length must be in [1,1073741823], got 1073741824");
     expect_error(RUN "--hidden-size 1048576 --num-layers 10000 --num-attention-heads 1024 --ffn-hidden-size 16777216",
                  "parameters; at most");
 }
@@ -314,7 +316,8 @@ static void values_out_of_range_are_refused(void **state) {
 static void shapes_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error("--mock-data --train-iters 1 --lr 1 --seq-length 8 --vocab-size 9", "--num-layers is missing");
-    expect_error(RUN "--num-attention-heads 5", "--hidden-size 64 must be a multiple of --num-attention-heads 5");
+    expect_error(RUN "--num-attention-heads 5",
+                 "--hidden-size 64 must be a multiple of --num-attention-heads (without --kv-channels) = 5");
     expect_error(RUN "--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention");
     expect_error(RUN "--group-query-attention --num-query-groups 3",
                  "--num-attention-heads 4 must be a multiple of --num-query-groups 3");
@@ -335,6 +338,34 @@ static void shapes_that_cannot_be_are_refused(void **state) {
     expect_error(
         "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --train-iters 1 --lr 1",
         "the vocabulary is unknown");
+}
+
+/* A program that fills the struct itself and links megatron.c alone meets the same rules. */
+static void rules_between_values_hold_without_the_table(void **state) {
+    (void)state;
+    static const struct {
+        const char *set[5], *expected;
+    } cases[] = {
+        {{"swiglu", "true", "openai-gelu", "true"}, "--swiglu and --openai-gelu exclude each other"},
+        {{"rope-scaling-type", "llama3"}, "--rope-scaling-type needs --position-embedding-type rope"},
+        {{"num-query-groups", "3", "group-query-attention", "true"}, "must be a multiple of --num-query-groups 3"},
+        {{"hidden-size", "66"}, "--hidden-size 66 must be a multiple of --num-attention-heads"},
+        {{"tp-comm-overlap", "true"}, "--tp-comm-overlap needs --sequence-parallel"},
+        {{"overlap-param-gather", "true"}, "--overlap-param-gather needs --overlap-grad-reduce"},
+        {{"attention-backend", "cudnn"}, "--attention-backend cudnn needs --bf16"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_options options;
+        mt_error error;
+        expect_good(&options, RUN);
+        for (const char *const *at = cases[i].set; *at; at += 2)
+            assert_int_equal(mt_options_set(&options, at[0], at[1], &error), 0);
+        memset(options.given, 0, sizeof options.given);
+        if (strcmp(cases[i].set[0], "hidden-size") == 0) options.kv_channels = 0;
+        assert_int_equal(mt_options_derive(&options, MT_PROGRAM_LIBRARY, 1, &error), -1);
+        if (!strstr(error.text, cases[i].expected)) fail_msg("%s: %s", cases[i].set[0], error.text);
+        mt_options_free(&options);
+    }
 }
 
 static void latent_attention_that_cannot_be_is_refused(void **state) {
@@ -591,12 +622,11 @@ static void attention_backends_that_cannot_serve_are_refused(void **state) {
         mt_options_free(&options);
     }
     expect_error(RUN "--attention-backend fast", "--attention-backend expects auto|flash|cudnn|unfused, got 'fast'");
-    expect_error(RUN "--attention-backend unfused --device cpu", "--attention-backend unfused needs --device cuda");
-    expect_error(FOR_CUDNN "--device cpu", "--attention-backend cudnn needs --device cuda");
     expect_error(FOR_CUDNN "--bf16=false", "--attention-backend cudnn needs --bf16");
     expect_error(FOR_CUDNN "--attention-dropout 0.25", "cudnn needs --attention-dropout 0, which is 0.25");
-    expect_error(FOR_CUDNN "--deterministic-mode", "cudnn and --deterministic-mode exclude each other");
-    expect_error(FOR_CUDNN "--window-size 64", "cudnn has no --window-size");
+    expect_error(FOR_CUDNN "--deterministic-mode",
+                 "does not repeat bit for bit, and --deterministic-mode exclude each other");
+    expect_error(FOR_CUDNN "--window-size 64", "cudnn and --window-size exclude each other");
     expect_error(FOR_CUDNN "--kv-channels 20", "a multiple of 8 channels, at most 128, and --kv-channels is 20");
     expect_error(FOR_CUDNN "--kv-channels 136", "a multiple of 8 channels, at most 128, and --kv-channels is 136");
     expect_error(FOR_CUDNN "--seq-length 200", "--seq-length that is a multiple of 128, not 200");
@@ -989,6 +1019,32 @@ static void layers_with_experts_are_counted_or_listed(void **state) {
         snprintf(line, sizeof line, EXPERTS "--moe-layer-freq %s", bad[i]);
         expect_error(line, "--moe-layer-freq expects a number, or 0 or 1 for each of the 4 layers");
     }
+    expect_error(EXPERTS "--moe-layer-freq [0]*4", "--moe-layer-freq [0]*4 gives no layer experts");
+}
+
+/* DeepSeek-V3 has its first layers without experts. */
+static void a_model_cut_to_its_dense_layers_is_dense(void **state) {
+    (void)state;
+    mt_options o;
+    expect_good(&o, "--hf-config tests/golden/hf/deepseek_v3/config.json --num-layers 1 --mock-data --seq-length 16 "
+                    "--train-iters 10 --lr 1e-3");
+    assert_null(o.moe_layers);
+    assert_int_equal(o.num_experts, 0);
+    mt_options_free(&o);
+}
+
+static void layers_without_an_mlp_do_not_split_its_width(void **state) {
+    (void)state;
+    mt_options o;
+    mt_error error;
+    const char *line = EXPERTS "--hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 15 --moe-ffn-hidden-size 4 "
+                               "--tensor-model-parallel-size 2 --sequence-parallel";
+    if (parse(&o, MT_PROGRAM_TRAIN, 2, line, &error)) fail_msg("%s", error.text);
+    mt_options_free(&o);
+    expect_error_of(MT_PROGRAM_TRAIN, 2,
+                    EXPERTS "--ffn-hidden-size 15 --moe-ffn-hidden-size 4 --tensor-model-parallel-size 2 "
+                            "--sequence-parallel --moe-layer-freq [1,1,1,0]",
+                    "--ffn-hidden-size 15 must be a multiple of --tensor-model-parallel-size 2");
 }
 
 static void experts_that_cannot_be_are_refused(void **state) {
@@ -1335,6 +1391,90 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--qk-layernorm --add-qkv-bias", "megatron");
 }
 
+/* A new folder with the config.json of a run's model; remove_model takes it away again. */
+static char *folder_of_model(const char *line) {
+    mt_options options;
+    char *folder = make_folder();
+    expect_good(&options, line);
+    char *json = mt_options_write_hf_config(&options);
+    free(write_file(folder, "config.json", json));
+    free(json);
+    mt_options_free(&options);
+    return folder;
+}
+
+static void remove_model(char *folder) {
+    char path[200];
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    assert_int_equal(unlink(path), 0);
+    remove_folder(folder);
+}
+
+static void own_checkpoints_accept_the_options_that_made_them(void **state) {
+    (void)state;
+    static const char model[] = LIKE_LLAMA "--num-layers 3 --num-experts 8 --ffn-hidden-size 16 ";
+    static const char *const same[][2] = {
+        {"2", "([1]*1+[0]*1+[1]*1)"}, {"[0,1,1]", "([0]*1+[1]*2)"}, {"[0]*1+[1]*2", "[0,1,1]"}, {"1", "[1]*3"}};
+    static const char *const families[] = {"", "--qk-layernorm "}; // mixtral or megatron, qwen3_moe
+    char line[900], saved[600];
+    mt_options options;
+    for (size_t i = 0; i < 2 * sizeof same / sizeof *same; i++) {
+        snprintf(saved, sizeof saved, "%s%s--moe-layer-freq %s", model, families[i % 2], same[i / 2][0]);
+        char *folder = folder_of_model(saved);
+        snprintf(line, sizeof line, "%.599s --load %s", saved, folder);
+        expect_good(&options, line);
+        mt_options_free(&options);
+        snprintf(line, sizeof line, "%.599s --load %s --moe-layer-freq %s", saved, folder, same[i / 2][1]);
+        expect_good(&options, line);
+        mt_options_free(&options);
+        snprintf(line, sizeof line, "%.599s --load %s --moe-layer-freq [1,1,0]", saved, folder);
+        expect_error(line, "--moe-layer-freq is [1,1,0], but the weights have");
+        remove_model(folder);
+    }
+    // Mixtral's config.json has one width, the experts'.
+    snprintf(saved, sizeof saved, "%s--moe-ffn-hidden-size 4", model);
+    char *folder = folder_of_model(saved);
+    snprintf(line, sizeof line, "%.599s --load %s", saved, folder);
+    expect_good(&options, line);
+    assert_int_equal(options.moe_ffn_hidden_size, 4);
+    mt_options_free(&options);
+    snprintf(line, sizeof line, "%.599s --load %s --moe-ffn-hidden-size 6", saved, folder);
+    expect_error(line, "--moe-ffn-hidden-size is 6, but the weights have 4");
+    snprintf(line, sizeof line, "%.599s --load %s", model, folder); // experts of 16
+    expect_error(line, "--ffn-hidden-size is 16, but the weights have 4");
+    remove_model(folder);
+}
+
+static void a_conversion_needs_no_sequence_length(void **state) {
+    (void)state;
+    mt_options o;
+    mt_error error;
+    const char *line = "--load tests/golden/hf/llama --save x --train-iters 0";
+    expect_good(&o, line);
+    assert_true(o.seq_length > 0 && o.seq_length <= o.max_position_embeddings);
+    mt_options_free(&o);
+    if (parse(&o, MT_PROGRAM_TRAIN, 4,
+              "--load tests/golden/hf/llama --save x --train-iters 0 --tensor-model-parallel-size 2 "
+              "--sequence-parallel --context-parallel-size 2",
+              &error))
+        fail_msg("%s", error.text);
+    mt_options_free(&o);
+    char *folder = folder_of_model(RUN), run[300];
+    char *trainer = write_file(folder, "trainer.json", "{\"seed\": 77, \"seq_length\": 12}");
+    snprintf(run, sizeof run, "--load %s --save x --train-iters 0", folder);
+    expect_good(&o, run);
+    assert_int_equal(o.seed, 77);
+    assert_int_equal(o.seq_length, 12);
+    mt_options_free(&o);
+    snprintf(run, sizeof run, "--load %s --save x --train-iters 0 --seed 5 --seq-length 8", folder);
+    expect_good(&o, run);
+    assert_true(o.seed == 5 && o.seq_length == 8);
+    mt_options_free(&o);
+    snprintf(run, sizeof run, "--load %s --train-iters 1 --mock-data --lr 1", folder);
+    expect_error(run, "--seq-length is missing");
+    remove_file(trainer), remove_model(folder);
+}
+
 static void bad_steps_have_rules_that_go_together(void **state) {
     (void)state;
     mt_options o;
@@ -1410,7 +1550,7 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "experts");
     check_limits(RUN "--attention-backend unfused", &none, NULL);
     check_limits(RUN "--attention-backend unfused", &mt_cpu_ops.limits,
-                 "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");
+                 "--attention-backend cudnn and unfused need a GPU, and this run is on the CPU; leave it out");
 }
 
 static void a_model_asks_its_backend_for_limits(void **state) {
@@ -1427,60 +1567,66 @@ static void a_model_asks_its_backend_for_limits(void **state) {
     mt_options_free(&options);
 }
 
-int main(void) {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(defaults_are_those_of_megatron),
-        cmocka_unit_test(command_line_sets_every_type),
-        cmocka_unit_test(shape_is_derived_as_megatron_does),
-        cmocka_unit_test(finish_twice_changes_nothing),
-        cmocka_unit_test(vocabulary_may_come_from_the_tokenizer_after_parsing),
-        cmocka_unit_test(the_table_of_options_is_sound),
-        cmocka_unit_test(options_are_set_by_name),
-        cmocka_unit_test(a_program_with_its_own_data_needs_no_option_of_data),
-        cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
-        cmocka_unit_test(values_out_of_range_are_refused),
-        cmocka_unit_test(shapes_that_cannot_be_are_refused),
-        cmocka_unit_test(latent_attention_that_cannot_be_is_refused),
-        cmocka_unit_test(the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_saves),
-        cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
-        cmocka_unit_test(layouts_that_cannot_be_are_refused),
-        cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),
-        cmocka_unit_test(context_parallelism_that_cannot_be_is_refused),
-        cmocka_unit_test(schedules_that_cannot_be_are_refused),
-        cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
-        cmocka_unit_test(strategies_of_data_parallelism_are_checked),
-        cmocka_unit_test(a_split_backward_needs_whole_gradients),
-        cmocka_unit_test(attention_backends_that_cannot_serve_are_refused),
-        cmocka_unit_test(infer_is_checked_too),
-        cmocka_unit_test(help_shows_the_programs_own_options_within_100_columns),
-        cmocka_unit_test(configuration_prints_what_differs_from_defaults),
+static const struct CMUnitTest tests[] = {
+    cmocka_unit_test(defaults_are_those_of_megatron),
+    cmocka_unit_test(command_line_sets_every_type),
+    cmocka_unit_test(shape_is_derived_as_megatron_does),
+    cmocka_unit_test(finish_twice_changes_nothing),
+    cmocka_unit_test(vocabulary_may_come_from_the_tokenizer_after_parsing),
+    cmocka_unit_test(the_table_of_options_is_sound),
+    cmocka_unit_test(options_are_set_by_name),
+    cmocka_unit_test(a_program_with_its_own_data_needs_no_option_of_data),
+    cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
+    cmocka_unit_test(values_out_of_range_are_refused),
+    cmocka_unit_test(shapes_that_cannot_be_are_refused),
+    cmocka_unit_test(rules_between_values_hold_without_the_table),
+    cmocka_unit_test(latent_attention_that_cannot_be_is_refused),
+    cmocka_unit_test(the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_saves),
+    cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
+    cmocka_unit_test(layouts_that_cannot_be_are_refused),
+    cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),
+    cmocka_unit_test(context_parallelism_that_cannot_be_is_refused),
+    cmocka_unit_test(schedules_that_cannot_be_are_refused),
+    cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
+    cmocka_unit_test(strategies_of_data_parallelism_are_checked),
+    cmocka_unit_test(a_split_backward_needs_whole_gradients),
+    cmocka_unit_test(attention_backends_that_cannot_serve_are_refused),
+    cmocka_unit_test(infer_is_checked_too),
+    cmocka_unit_test(help_shows_the_programs_own_options_within_100_columns),
+    cmocka_unit_test(configuration_prints_what_differs_from_defaults),
 #ifdef MT_HAVE_YAML
-        cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
-        cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
-        cmocka_unit_test(huge_yaml_is_refused),
-        cmocka_unit_test(an_empty_yaml_sets_nothing),
+    cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
+    cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
+    cmocka_unit_test(huge_yaml_is_refused),
+    cmocka_unit_test(an_empty_yaml_sets_nothing),
 #else
-        cmocka_unit_test(yaml_is_refused_without_the_library),
+    cmocka_unit_test(yaml_is_refused_without_the_library),
 #endif
-        cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
-        cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
-        cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
-        cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
-        cmocka_unit_test(golden_configs_are_read_as_their_families_are),
-        cmocka_unit_test(layers_with_experts_are_counted_or_listed),
-        cmocka_unit_test(experts_that_cannot_be_are_refused),
-        cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
-        cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
-        cmocka_unit_test(rope_is_read_in_both_forms),
-        cmocka_unit_test(windows_are_read_where_every_layer_has_one),
-        cmocka_unit_test(biases_are_read_apart),
-        cmocka_unit_test(bad_configs_are_refused_by_key),
-        cmocka_unit_test(what_a_family_cannot_compute_is_refused),
-        cmocka_unit_test(tokens_are_the_first_of_a_list),
-        cmocka_unit_test(bad_steps_have_rules_that_go_together),
-        cmocka_unit_test(written_configs_read_back_as_the_same_model),
-        cmocka_unit_test(what_exceeds_a_backends_limits_is_refused_in_one_line),
-        cmocka_unit_test(a_model_asks_its_backend_for_limits),
-    };
+    cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
+    cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
+    cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
+    cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
+    cmocka_unit_test(golden_configs_are_read_as_their_families_are),
+    cmocka_unit_test(layers_with_experts_are_counted_or_listed),
+    cmocka_unit_test(a_model_cut_to_its_dense_layers_is_dense),
+    cmocka_unit_test(layers_without_an_mlp_do_not_split_its_width),
+    cmocka_unit_test(own_checkpoints_accept_the_options_that_made_them),
+    cmocka_unit_test(a_conversion_needs_no_sequence_length),
+    cmocka_unit_test(experts_that_cannot_be_are_refused),
+    cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
+    cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
+    cmocka_unit_test(rope_is_read_in_both_forms),
+    cmocka_unit_test(windows_are_read_where_every_layer_has_one),
+    cmocka_unit_test(biases_are_read_apart),
+    cmocka_unit_test(bad_configs_are_refused_by_key),
+    cmocka_unit_test(what_a_family_cannot_compute_is_refused),
+    cmocka_unit_test(tokens_are_the_first_of_a_list),
+    cmocka_unit_test(bad_steps_have_rules_that_go_together),
+    cmocka_unit_test(written_configs_read_back_as_the_same_model),
+    cmocka_unit_test(what_exceeds_a_backends_limits_is_refused_in_one_line),
+    cmocka_unit_test(a_model_asks_its_backend_for_limits),
+};
+
+int main(void) {
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

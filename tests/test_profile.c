@@ -138,14 +138,14 @@ static void qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) 
 static void linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
                                 int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     mt_cpu_ops.linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
-    mt_cpu_ops.gelu_forward(y, pre, T * N, true, dtype, stream);
+    mt_cpu_ops.activation_forward(y, pre, NULL, T, N, MT_ACTIVATION_GELU_TANH, dtype, stream);
 }
 
 static void linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T, int64_t N,
                                  int64_t K, mt_dtype dtype, mt_stream *stream) {
     void *dy_w = mt_malloc(T * K * mt_dtype_size(dtype));
     mt_cpu_ops.linear_backward_input(dy_w, dy, w, T, N, K, dtype, stream);
-    mt_cpu_ops.gelu_backward(dpre, dy_w, pre, T * K, true, dtype, stream);
+    mt_cpu_ops.activation_backward(dpre, NULL, dy_w, pre, NULL, T, K, MT_ACTIVATION_GELU_TANH, dtype, stream);
     free(dy_w);
 }
 
@@ -192,7 +192,8 @@ static void gelu_is_fused_with_the_products_on_either_side(void **state) {
     const double layers = (STEPS - 1) * MICRO_BATCHES * 2;
     const mt_profile_row *rows = mt_profile_read()->rows;
     assert_int_equal(rows[MT_OPERATION_linear_gelu_forward].calls + rows[MT_OPERATION_linear_backward_gelu].calls, 0);
-    assert_true(rows[MT_OPERATION_gelu_forward].calls == layers && rows[MT_OPERATION_gelu_backward].calls == layers);
+    assert_true(rows[MT_OPERATION_activation_forward].calls == layers &&
+                rows[MT_OPERATION_activation_backward].calls == layers);
     double products = rows[MT_OPERATION_linear_forward].calls, flops = rows[MT_OPERATION_linear_forward].flops;
     mt_profile_close();
     train_with(&ops, "--openai-gelu", true, fused);
@@ -200,7 +201,7 @@ static void gelu_is_fused_with_the_products_on_either_side(void **state) {
     assert_true(rows[MT_OPERATION_linear_backward_gelu].calls == layers);
     assert_true(rows[MT_OPERATION_linear_forward].calls == products - layers);
     assert_true(rows[MT_OPERATION_linear_forward].flops + rows[MT_OPERATION_linear_gelu_forward].flops == flops);
-    assert_int_equal(rows[MT_OPERATION_gelu_forward].calls + rows[MT_OPERATION_gelu_backward].calls, 0);
+    assert_int_equal(rows[MT_OPERATION_activation_forward].calls + rows[MT_OPERATION_activation_backward].calls, 0);
     mt_profile_close();
     expect_same(plain, fused);
 }
@@ -275,7 +276,7 @@ static void work_equals_the_count_from_the_parameter_table(void **state) {
     double seen = passes * 2 * SEQUENCES * (SEQ_LENGTH * (SEQ_LENGTH + 1) / 2) * 64; // two layers; 64 = H D
     assert_true(rows[MT_OPERATION_attention_forward].flops == 4 * seen);
     assert_true(rows[MT_OPERATION_attention_backward].flops == 10 * seen);
-    assert_true(rows[MT_OPERATION_swiglu_forward].bytes ==
+    assert_true(rows[MT_OPERATION_activation_forward].bytes ==
                 passes * 2 * TOKENS * (double)options.ffn_hidden_size * 3 * 4);
     assert_true(rows[MT_OPERATION_squared_norm].calls == (STEPS - 1) * 4); // one per bucket
     assert_true(rows[MT_OPERATION_adamw_step].bytes == 7 * rows[MT_OPERATION_squared_norm].bytes);

@@ -215,8 +215,8 @@ no_steps_convert_a_checkpoint() {
     run --train-iters 4 --save "$work/f" || return 1
     convert() {
         # shellcheck disable=SC2086
-        $launch "$train" --load "$work/$1" --save "$work/$2" --train-iters 0 --seq-length 16 --device $device ${3:-} \
-            >"$work/out" 2>"$work/err" </dev/null
+        $launch "$train" --load "$work/$1" --save "$work/$2" --train-iters 0 --device $device ${3:-} >"$work/out" \
+            2>"$work/err" </dev/null
     }
     convert f h --bf16 && convert h g && convert f i || return 1
     [ "$(cat "$work/h/latest_checkpointed_iteration.txt")" = 4 ] || return 1

@@ -1,6 +1,7 @@
 #!/bin/sh
 # megatron.c compiles with no package installed and no -D, under gcc and clang, and includes headers of libc alone;
-# megatron.h and its macros serve C++ as well.
+# megatron.h and its macros serve C++ as well. The companions in data/ call megatron.c, never the other way round, and
+# no companion calls another that needs it.
 set -u
 . tests/suite.sh
 strict='-Wall -Wextra -pedantic -Werror'
@@ -38,6 +39,32 @@ opens_no_file() {
     ! grep -nE '\b(fopen|fdopen|open|openat|creat|opendir|mkstemp|mmap|popen)\(' megatron.c >"$work/out"
 }
 
+# Writes a line "CALLER CALLEE" for every pair of objects of the library where one calls a function of the other.
+list_calls() {
+    nm -A -g "$1"/megatron.o "$1"/data/*.o | awk '{
+        split($1, place, /:/)
+        sub(/.*\//, "", place[1])
+        if ($(NF - 1) == "U") calls[place[1] " " $NF] = 1
+        else home[$NF] = place[1]
+    } END {
+        for (call in calls) {
+            split(call, part, " ")
+            if (part[2] in home && home[part[2]] != part[1]) print part[1], home[part[2]]
+        }
+    }' | sort -u
+}
+
+# A circle of calls fails here: tsort finds no order.
+calls_have_an_order() {
+    list_calls "$objects" >"$work/calls"
+    grep -q '^checkpoint_load.o megatron.o$' "$work/calls" || return 1 # the list is not empty
+    tsort "$work/calls" >"$work/out" 2>"$work/err"
+}
+
+calls_no_companion() {
+    ! grep '^megatron.o ' "$work/calls" >"$work/out"
+}
+
 for compiler in gcc clang; do
     if command -v $compiler >/dev/null; then
         check "compiles_alone_$compiler" compiles_alone $compiler
@@ -54,4 +81,11 @@ for compiler in g++ clang++; do
     fi
 done
 check opens_no_file opens_no_file
+objects=${MT_TESTS:-build/tests}/..
+if [ -f "$objects/megatron.o" ] && command -v nm >/dev/null; then
+    check calls_have_an_order calls_have_an_order
+    check calls_no_companion calls_no_companion
+else
+    echo "skipped: no object files, or no nm, to find who calls whom"
+fi
 exit $failed

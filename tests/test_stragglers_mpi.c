@@ -22,16 +22,17 @@ static void wait_if(bool slow) {
     if (slow) usleep(DELAY_MS * 1000);
 }
 
-static void slow_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
-                              mt_stream *stream) {
+static void slow_activation_forward(void *y, const void *x, const float *weights, int64_t T, int64_t F,
+                                    mt_activation activation, mt_dtype dtype, mt_stream *stream) {
     wait_if(slow_forward);
-    mt_cpu_ops.gelu_forward(y, x, n, tanh_approximation, dtype, stream);
+    mt_cpu_ops.activation_forward(y, x, weights, T, F, activation, dtype, stream);
 }
 
-static void slow_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
-                               mt_dtype dtype, mt_stream *stream) {
+static void slow_activation_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                     int64_t T, int64_t F, mt_activation activation, mt_dtype dtype,
+                                     mt_stream *stream) {
     wait_if(slow_backward);
-    mt_cpu_ops.gelu_backward(dx, dy, x, n, tanh_approximation, dtype, stream);
+    mt_cpu_ops.activation_backward(dx, dweights, dy, x, weights, T, F, activation, dtype, stream);
 }
 
 static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
@@ -152,8 +153,8 @@ static void a_slow_rank_of_a_tensor_group_is_distinguished_from_ranks_that_wait_
 
 int main(int argc, char **argv) {
     slow_ops = mt_cpu_ops;
-    slow_ops.gelu_forward = slow_gelu_forward;
-    slow_ops.gelu_backward = slow_gelu_backward;
+    slow_ops.activation_forward = slow_activation_forward;
+    slow_ops.activation_backward = slow_activation_backward;
     mt_grid_start(&grid, &argc, &argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_rank_that_is_slow_is_named_with_what_is_slow),

@@ -246,6 +246,8 @@ check a_trace_has_the_requested_steps a_trace_has_the_requested_steps_and_change
 check a_trace_of_a_run_that_stops_early_has_its_steps a_trace_of_a_run_that_stops_early_has_its_steps
 check a_bad_trace_is_refused_before_training a_bad_trace_is_refused_before_training
 # shellcheck disable=SC2086
+check the_longest_sequence_needs_too_much_memory refuses 'the model needs [0-9.]* GiB of memory' $small \
+    --train-iters 1 --seq-length 1073741823 --max-position-embeddings 1073741823
 check an_unknown_option_names_the_nearest refuses 'did you mean --num-layers' --num-layer 3
 check two_sources_of_data_are_refused refuses 'mock-data' --mock-data --data-path x $small --train-iters 1
 exit $failed

@@ -80,7 +80,7 @@ static void train_layout(const layout *way, const char *more, mt_metrics metrics
     fixture f = open_llama(words, RANKS);
     mt_grid built = grid; // only the world is shared
     if (mt_grid_build(&built, &f.options, &error) != 0) fail_msg("%s", error.text);
-    backend = mt_backend_open(strcmp(real_ops->name, "cpu") == 0 ? MT_DEVICE_CPU : MT_DEVICE_CUDA, &built, &error);
+    backend = mt_backend_open(real_ops->on_device ? MT_DEVICE_CUDA : MT_DEVICE_CPU, &built, &error);
     if (!backend) fail_msg("%s", error.text);
     bool timed = f.options.trace || f.options.profile;
     if (timed) backend = mt_profile_open(backend);

@@ -1,0 +1,81 @@
+/* test_memory_mpi.c: the memory plans of a machine's ranks are added up. Run by mpirun. */
+#include "../data/options.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { TOKENS = 16 };
+static mt_grid grid;
+
+/* Creates a data-parallel model where `host_memory` bytes are available to all ranks; returns the status. */
+static int create(int64_t host_memory, mt_error *error) {
+    char *arguments[] = {"train", "--num-layers", "1",    "--hidden-size", "256", "--num-attention-heads",
+                         "4",     "--seq-length", "16",   "--vocab-size",  "64",  "--train-iters",
+                         "1",     "--lr",         "1e-3", "--mock-data"};
+    mt_model_plan plan = {
+        .max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .host_memory = host_memory, .train = true};
+    mt_options options;
+    mt_model *model = NULL;
+    if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof arguments / sizeof *arguments, arguments, error) != 0 ||
+        mt_options_finish(&options, MT_PROGRAM_TRAIN, grid.world.size, error) != 0)
+        fail_msg("%s", error->text);
+    int status = mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, error);
+    assert_true((status == 0) == (model != NULL));
+    mt_model_destroy(model);
+    mt_options_free(&options);
+    return status;
+}
+
+/* Finds the bytes from which on the ranks are accepted, by halving. */
+static void ranks_of_a_machine_share_its_memory(void **state) {
+    (void)state;
+    mt_error error;
+    int64_t refused = 0, accepted = INT64_C(1) << 30;
+    char expected[100];
+    assert_int_equal(create(accepted, &error), 0);
+    while (accepted - refused > 1024) {
+        int64_t middle = (refused + accepted) / 2;
+        if (create(middle, &error) == 0)
+            accepted = middle;
+        else
+            refused = middle;
+    }
+    // 789,760 parameters with 16 bytes each for weights, gradients and moments, and a little more, on each rank
+    assert_true(accepted > grid.world.size * INT64_C(789760) * 16 && accepted < grid.world.size * INT64_C(789760) * 24);
+    assert_true(create(accepted / grid.world.size + (1 << 20), &error) != 0); // enough for one rank
+    snprintf(expected, sizeof expected,
+             "the %d ranks of a machine need %.1f GiB of memory together and it has %.1f GiB", grid.world.size,
+             (double)accepted / (1 << 30), (double)accepted / grid.world.size / (1 << 30));
+    assert_non_null(strstr(error.text, expected));
+    assert_null(strchr(error.text, '\n'));
+}
+
+/* A rank that sees less than the others, as in a control group of its own, decides for all. */
+static void every_rank_refuses_when_one_must(void **state) {
+    (void)state;
+    mt_error error = {""};
+    bool last = grid.world.rank == grid.world.size - 1;
+    assert_int_equal(create(INT64_C(1) << 30, &error), 0);
+    assert_true(create(last ? 1 << 20 : INT64_C(1) << 30, &error) != 0);
+    assert_non_null(strstr(error.text, "0.0 GiB available"));
+}
+
+int main(int argc, char **argv) {
+    mt_options options;
+    mt_error error;
+    mt_grid_start(&grid, &argc, &argv);
+    mt_options_default(&options);
+    if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
+    mt_options_free(&options);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(ranks_of_a_machine_share_its_memory),
+        cmocka_unit_test(every_rank_refuses_when_one_must),
+    };
+    int failures = cmocka_run_group_tests(tests, NULL, NULL);
+    mt_grid_stop(&grid);
+    return failures;
+}

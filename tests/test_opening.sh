@@ -1,0 +1,113 @@
+#!/bin/sh
+# The paragraph with which train begins, infer's line, and the warnings about data that is too small.
+set -u
+. tests/suite.sh
+export OMP_NUM_THREADS=1
+preprocess=$(cd "${MT_BIN:-.}" && pwd)/data/preprocess
+shape='--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2
+    --global-batch-size 4 --train-iters 3 --lr 1e-3 --eval-iters 1 --eval-interval 2 --device cpu'
+
+# trains ARGUMENTS...: a short run must end well; its output is in $work/out and $work/err.
+trains() {
+    # shellcheck disable=SC2086
+    "$train" $shape "$@" >"$work/out" 2>"$work/err" </dev/null || return 1
+}
+
+# begins FILE LINE...: the first lines of a file are these.
+begins() {
+    file=$1
+    shift
+    printf '%s\n' "$@" >"$work/want"
+    head -n $# "$file" | diff "$work/want" - >"$work/difference" && return 0
+    cat "$work/difference"
+    return 1
+}
+
+# prepares NAME LINES HOW: a text of so many lines, divided into documents.
+prepares() {
+    awk -v lines="$2" 'BEGIN { for (i = 0; i < lines; i++) print "the quick brown fox jumps over the lazy dog" }' \
+        >"$work/$1.txt"
+    "$preprocess" --input "$work/$1.txt" --output-prefix "$work/$1" --tokenizer-type ByteLevel --append-eod \
+        --documents "$3" --workers 1 >"$work/out" 2>"$work/err"
+}
+
+trains_on() {
+    data=$1
+    shift
+    trains --tokenizer-type ByteLevel --data-path "$work/${data}_text_document" "$@"
+}
+
+train_says_what_it_will_do() {
+    trains --mock-data --vocab-size 64 --save "$work/run" --save-interval 2 &&
+        begins "$work/out" \
+            'gpt2 model: 2 layers, hidden size 32, 28.0 thousand parameters, random weights.' \
+            'Device: CPU in fp32, 1 rank with 1 thread.' \
+            'Data: 192 tokens in 3 iterations: synthetic.' \
+            "Checkpoints: $work/run, every 2 iterations and at the end." || return 1
+    trains --mock-data --load "$work/run" --finetune &&
+        begins "$work/out" "gpt2 model: 2 layers, hidden size 32, 28.0 thousand parameters, loaded from $work/run." \
+            'Device: CPU in fp32, 1 rank with 1 thread.' \
+            'Data: 192 tokens in 3 iterations: synthetic.' \
+            'Checkpoints: none, because there is no --save.'
+}
+
+train_says_epochs_of_its_data() {
+    prepares lines 20 lines && trains_on lines --split 80,20,0 || return 1
+    # 16 documents of 44 bytes and an end of document
+    says "^Data: 192 tokens in 3 iterations: 0.27 epochs of $work/lines_text_document, which has 720 to train on.\$" \
+        "$work/out"
+}
+
+train_says_the_grid() {
+    [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || {
+        echo 'skipped: MPI is absent'
+        return 0
+    }
+    # shellcheck disable=SC2046,SC2086
+    $(mpirun_here) -np 4 "$train" $shape --mock-data --vocab-size 64 --tensor-model-parallel-size 2 --bf16 \
+        --swiglu --disable-bias-linear --sequence-parallel --num-experts 4 --moe-router-topk 2 \
+        --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 >"$work/out" 2>"$work/err" </dev/null || return 1
+    says '^Device: CPU in bf16, 4 ranks with 1 thread each: TP 2 x PP 1 x CP 1 x DP 2; experts: ' "$work/out" &&
+        says '; experts: ETP 1 x EP 2 x EDP 2.$' "$work/out" && says ' 4 experts with top-2 routing, ' "$work/out"
+}
+
+infer_says_what_it_runs_on_standard_error() {
+    "$infer" --load "$work/run" --prompt-tokens 1,2 --print-tokens --max-new-tokens 4 --device cpu \
+        >"$work/out" 2>"$work/err" || return 1
+    begins "$work/err" "gpt2 model: 2 layers, hidden size 32, 28.0 thousand parameters, loaded from $work/run; CPU in\
+ fp32, 1 rank with 1 thread; texts of at most 16 tokens" && [ "$(wc -l <"$work/out")" = 1 ] &&
+        grep -Eqx '[0-9]+( [0-9]+){0,3}' "$work/out"
+}
+
+one_document_leaves_none_for_validation() {
+    prepares one 20 file && trains_on one --split 80,20,0 &&
+        says "^warning: no validation data, so no validation loss: $work/one_text_document is one document, which\
+ --split does not divide; make more documents of the text, with data/preprocess --documents lines\$" "$work/err" &&
+        [ "$(wc -l <"$work/err")" = 1 ]
+}
+
+an_empty_validation_split_is_reported() {
+    prepares few 4 lines && trains_on few --split 99,1,0 &&
+        says "^warning: no validation data, so no validation loss: --split 99,1,0 leaves it none of the 4 documents of\
+ $work/few_text_document; make more documents of the text, with data/preprocess --documents lines, or give it a larger\
+ share\$" "$work/err" || return 1
+    trains_on few --split 1,0,0 &&
+        says '^note: no validation data, so no validation loss: its share in --split is 0$' "$work/err" || return 1
+    trains_on few --split 1,1,0 && [ ! -s "$work/err" ]
+}
+
+data_shorter_than_a_sequence_is_reported() {
+    prepares short 1 lines && trains_on short --split 1,0,0 --eval-iters 0 --seq-length 64 &&
+        says "^warning: the training data has 45 tokens, fewer than the 65 of a sequence and its last label, so that\
+ every sample repeats them; give more data or a smaller --seq-length\$" "$work/err" || return 1
+    trains_on short --split 1,0,0 --eval-iters 0 --seq-length 44 && [ ! -s "$work/err" ]
+}
+
+check train_says_what_it_will_do train_says_what_it_will_do
+check train_says_epochs_of_its_data train_says_epochs_of_its_data
+check train_says_the_grid train_says_the_grid
+check infer_says_what_it_runs_on_standard_error infer_says_what_it_runs_on_standard_error
+check one_document_leaves_none_for_validation one_document_leaves_none_for_validation
+check an_empty_validation_split_is_reported an_empty_validation_split_is_reported
+check data_shorter_than_a_sequence_is_reported data_shorter_than_a_sequence_is_reported
+exit $failed
