@@ -12,6 +12,7 @@
 ## make bench-experts  measure a layer of experts on the GPU against its matrix products alone
 ## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
+## make fuzz-layouts  train random models on random layouts, compare with one rank; SECONDS=600 SEED=1 NUMBER=n
 ## make lint          check the project's rules;  make format: format the code;  make format-check: check its format
 ## make probe         look for libraries again
 ## make clean         remove what was built
@@ -52,12 +53,13 @@ LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*.c))
 SUITES ?= $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh)))
 TESTS = $(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c %_mpi8.c),$(wildcard $(SUITES:%=tests/test_%.c))))
 BENCHES := $(wildcard tests/bench_*.c)
-FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(wildcard tests/fuzz_*.c))
+FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(filter-out %/fuzz_layouts.c,$(wildcard tests/fuzz_*.c)))
 
 PROGRAMS := $(MAINS:%.c=$(BIN)%)
 TEST_PROGRAMS = $(TESTS:%.c=$(B)/%)
 BENCH_PROGRAMS := $(BENCHES:%.c=$(B)/%)
 FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
+FUZZ_LAYOUTS := $(B)/tests/fuzz_layouts
 EXAMPLE_PROGRAMS := $(patsubst %.c,$(B)/%,$(wildcard notes/examples/*.c))
 DRAW := $(if $(wildcard notes/draw.c),$(B)/notes/draw)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
@@ -72,7 +74,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: fuzz-programs plot pictures demo deps deps-dev probe lint format format-check clean FORCE
+.PHONY: fuzz-programs fuzz-layouts plot pictures demo deps deps-dev probe lint format format-check clean FORCE
 all:
 
 # Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they
@@ -138,7 +140,7 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW)
+everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)
@@ -149,7 +151,7 @@ $(PROGRAMS): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(TEST_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,$(CMOCKA_LIBS))
-$(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW): %: %.o $(OBJECTS) $(B)/flags
+$(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,-fsanitize=fuzzer)
@@ -225,7 +227,7 @@ uninstall:
 SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
 	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
 
-test: all $(TEST_PROGRAMS) $(EXAMPLE_PROGRAMS) $(B)/tests/bench_cuda_attention $(DRAW)
+test: all $(TEST_PROGRAMS) $(EXAMPLE_PROGRAMS) $(B)/tests/bench_cuda_attention $(FUZZ_LAYOUTS) $(DRAW)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
 		MT_EXAMPLES='$(B)/notes/examples' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
@@ -264,6 +266,13 @@ fuzz:
 	+@$(MAKE) --no-print-directory CC=$(or $(FUZZ_CC),clang) FUZZER=1 fuzz-programs
 fuzz-programs: $(FUZZ_PROGRAMS)
 	@$(SANITIZER_SETTINGS) tests/run_fuzz.sh $(FUZZ_SECONDS) $^
+
+# Configuration NUMBER of SEED alone, or as many as SECONDS allow.
+SECONDS ?= 600
+SEED ?= 1
+fuzz-layouts: all $(FUZZ_LAYOUTS)
+	@$(if $(HAVE_MPI),$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' $(FUZZ_LAYOUTS) $(SECONDS) $(SEED) $(NUMBER),\
+		echo "skipped: MPI is absent")
 
 # ---- Lint, format, help ----------------------------------------------------------------------------------------------
 

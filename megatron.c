@@ -578,7 +578,7 @@ static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error
                         (long long)tp);
 }
 
-/* Context parallelism: the ranks that trade tokens for heads, and the layouts that a sliding window allows. With one
+/* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
  * context rank --cp-comm-type has no effect, as in Megatron. */
 static int mt_options_derive_context(mt_options *o, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
@@ -1183,7 +1183,7 @@ static void mt_cpu_stream_destroy(mt_stream *stream) {
     (void)stream;
 }
 
-static void mt_cpu_stream_wait(mt_stream *stream) {
+static void mt_cpu_stream_synchronize(mt_stream *stream) {
     (void)stream;
 }
 
@@ -1199,7 +1199,7 @@ static void mt_cpu_event_record(mt_event *event, mt_stream *stream) {
     (void)event, (void)stream;
 }
 
-static void mt_cpu_event_wait(mt_event *event) {
+static void mt_cpu_event_synchronize(mt_event *event) {
     (void)event;
 }
 
@@ -3955,7 +3955,7 @@ static void mt_cpu_broadcast(void *buffer, int64_t count, mt_dtype dtype, int ro
     mt_broadcast(group, buffer, count * mt_dtype_size(dtype), root);
 }
 
-static void mt_cpu_stream_follow(mt_stream *stream, mt_stream *other) {
+static void mt_cpu_stream_wait_stream(mt_stream *stream, mt_stream *other) {
     (void)stream, (void)other; // operations are complete when they return
 }
 
@@ -4041,13 +4041,13 @@ static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void
     return 0;
 }
 
-static void mt_cpu_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
-                                 mt_dtype dtype, int to, int from, mt_stream *stream) {
+static void mt_cpu_mailbox_exchange(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
+                                    mt_dtype dtype, int to, int from, mt_stream *stream) {
     (void)stream;
     int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
 #ifdef MT_HAVE_MPI
-    mt_watch_begin("mailbox_trade", mailbox->group->name);
+    mt_watch_begin("mailbox_exchange", mailbox->group->name);
     mt_mpi_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
     mt_watch_end();
 #else
@@ -4194,17 +4194,17 @@ static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
  * `first` on. Runs on tp->comm, as all mailbox transfers. */
 static void mt_mailbox_send(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
                             int step) {
-    tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
-                           mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
+    tp->ops->mailbox_exchange(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
+                              mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
 }
 
 /* Gathers x[rows, C] of all ranks in t steps. Each step returns the rows of one rank, `owner`, while those of the next
  * rank are in transfer. Step 0 returns x itself; later steps return rows of `gathered`. */
 static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, int64_t C, int step, int *owner) {
     if (step == 0)
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
     else
-        tp->ops->stream_follow(tp->stream, tp->comm);
+        tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (step + 1 < tp->group->size) mt_mailbox_send(tp, x, 0, tp->rows, C, step + 1);
     *owner = mt_tensor_rank_after(tp, -step);
     return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
@@ -4234,13 +4234,13 @@ static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
 /* After all steps: out[rows, C] = the fp32 sum of this rank's part and all received parts. */
 static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
     const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
-    tp->ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->stream_wait_stream(tp->stream, tp->comm);
     tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
 }
 
 /* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
 static void mt_scatter_begin(const mt_tensor_parallel *tp, void *dx, int64_t C) {
-    tp->ops->stream_follow(tp->comm, tp->stream);
+    tp->ops->stream_wait_stream(tp->comm, tp->stream);
     if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
     for (int step = 1; tp->overlaps && step < tp->group->size; step++) mt_scatter_step(tp, C, step);
 }
@@ -4248,7 +4248,7 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
     if (tp->overlaps)
         mt_scatter_sum(tp, dx, C);
     else
-        tp->ops->stream_follow(tp->stream, tp->comm);
+        tp->ops->stream_wait_stream(tp->stream, tp->comm);
 }
 
 /* ==== §7 linear ================================================================================================== */
@@ -4319,12 +4319,12 @@ static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l,
     const void *x = io->x;
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
         x = mt_gather_overlapped(tp, x, l->K);
     }
     if (halves & MT_BACKWARD_INPUT)
         mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
-    if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
+    if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
     if (halves & MT_BACKWARD_WEIGHT)
         mt_product_backward_weight(tp, l, io->dy, x, tp->T, mt_weight_accumulates(&l->weight));
@@ -4346,7 +4346,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
         mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
                            mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
         if (step == tp->group->size) break; // this rank's own
-        tp->ops->stream_follow(tp->comm, tp->stream);
+        tp->ops->stream_wait_stream(tp->comm, tp->stream);
         mt_scatter_step(tp, l->N, step);
     }
     mt_scatter_sum(tp, io->y, l->N);
@@ -4361,7 +4361,7 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
                                   io->gelu_input ? mt_rows_of_rank(tp, io->gelu_input, owner, l->K) : NULL, tp->rows);
     }
     const void *dy = mt_gather_own(tp, io->dy, l->N);
-    tp->ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->stream_wait_stream(tp->stream, tp->comm);
     return dy;
 }
 
@@ -5114,7 +5114,7 @@ struct mt_model {
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
 static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *other) {
-    if (stream != other) m->ops->stream_follow(stream, other);
+    if (stream != other) m->ops->stream_wait_stream(stream, other);
 }
 
 /* Zeroed host memory that lives as long as the model. */
@@ -5171,7 +5171,7 @@ static void mt_rope_tables(mt_model *model) {
     }
     model->ops->memory_copy(model->rope_cos, cosines, count * 4, model->stream);
     model->ops->memory_copy(model->rope_sin, sines, count * 4, model->stream);
-    model->ops->stream_wait(model->stream);
+    model->ops->stream_synchronize(model->stream);
     free(cosines);
     free(sines);
 }
@@ -6099,7 +6099,7 @@ static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
     int64_t size = e->group->size, rank = e->group->rank, local = e->num_local, stride = e->num_destinations + 1;
     m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
     m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
-    m->ops->stream_wait(p->stream);
+    m->ops->stream_synchronize(p->stream);
     r->num_rows = 0;
     for (int64_t other = 0; other < size; other++) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
@@ -6119,7 +6119,7 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
     r->num_rows = size * local * capacity;
     for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
     if (e->host_counts[0] == capacity) return;
-    m->ops->stream_wait(p->stream); // for the copy of the previous host_counts
+    m->ops->stream_synchronize(p->stream); // for the copy of the previous host_counts
     for (int64_t i = 0; i < size * local; i++) e->host_counts[i] = (int32_t)capacity;
     m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
@@ -6144,7 +6144,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r)
     r->num_rows = r->num_choices = P;
     if (e->uses_allgather || (e->group->size == 1 && !e->grouped)) {
         m->ops->memory_copy(e->host_offsets, r->offsets, (num_destinations + 1) * 4, p->stream);
-        m->ops->stream_wait(p->stream);
+        m->ops->stream_synchronize(p->stream);
         if (e->uses_allgather) r->num_rows = e->host_offsets[num_destinations];
         if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(num_destinations + 1) * 4);
     } else if (e->group->size > 1) {
@@ -6619,7 +6619,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     c->host_spans = mt_malloc(MT_CONTEXT_LISTS * plan->max_tokens * (int64_t)sizeof(mt_span));
     for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
     ops->memory_copy(c->identity, c->host_rows, c->M * 4, stream);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
     mt_context_open_ring(c);
     return c;
 }
@@ -7359,7 +7359,7 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     mb->num_spans = num_spans;
     memcpy(mb->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
-    m->ops->event_wait(m->copied[staged]); // until the block's previous contents are copied
+    m->ops->event_synchronize(m->copied[staged]); // until the block's previous contents are copied
     return mt_batch_block_at(m, &on_host, T, num_spans);
 }
 
@@ -8734,7 +8734,7 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     int64_t iteration = m->trainer->pending[slot].iteration;
     const mt_step_result *result = &m->trainer->results[slot];
     if (iteration == 0) return 0;
-    m->ops->event_wait(m->trainer->pending[slot].done);
+    m->ops->event_synchronize(m->trainer->pending[slot].done);
     m->trainer->pending[slot].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
     if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
@@ -8751,7 +8751,7 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
 /* Completes all pending work and asks the caller to rewind to the last checkpoint. */
 static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     return MT_REWIND;
 }
 
@@ -8770,7 +8770,7 @@ void mt_train_rewound(mt_model *m) {
 static mt_step_numbers mt_step_numbers_read(mt_model *m) {
     mt_step_numbers result;
     m->ops->memory_copy(&result, m->numbers, (int64_t)sizeof result, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     return result;
 }
 
@@ -8890,7 +8890,7 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
     mt_sums_finish(m, false);
     m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     *loss = mt_mean_loss(sums);
     return 0;
 }
@@ -9156,7 +9156,7 @@ static void mt_experts_fill_data_ranks(mt_model *m) {
     int32_t *numbers = mt_malloc(count * 4);
     for (int64_t i = 0; i < count; i++) numbers[i] = (int32_t)i;
     m->ops->memory_copy(m->experts->data_ranks, numbers, count * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     free(numbers);
 }
 
@@ -9465,7 +9465,7 @@ static int mt_tensor_open(mt_model *m, mt_error *error) {
         for (int64_t r = 0; r < ranks; r++)
             part_rows[row * ranks + r] = r == own ? -1 : (int32_t)(r * tp->max_rows + row); // own part: in `partial`
     m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     free(part_rows);
     return 0;
 }
@@ -9702,7 +9702,7 @@ static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logi
             shares = m->gathered_logits;
         }
         m->ops->memory_copy(m->staged_logits, shares, ranks * count * V * size, m->stream);
-        m->ops->stream_wait(m->stream);
+        m->ops->stream_synchronize(m->stream);
         for (int64_t t = 0; t < count; t++)
             for (int64_t rank = 0; rank < ranks; rank++) {
                 const char *row = (const char *)m->staged_logits + (rank * count + t) * V * size;
@@ -9723,7 +9723,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
         MT_CHECK(!m->last_forward.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     if (logp) mt_broadcast_from_last_stage(m, logp, T * 4);
     if (entropy) mt_broadcast_from_last_stage(m, entropy, T * 4);
     if (logits) mt_logits_to_host(m, m->last_forward.mb, logits, T);
@@ -9803,7 +9803,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
     if (num_rows == 0)
-        m->ops->stream_wait(m->stream);
+        m->ops->stream_synchronize(m->stream);
     else
         mt_logits_to_host(m, mt_decode_output(m), logits, num_rows);
 }
@@ -9816,7 +9816,7 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     const void *logits = mt_decode_output(m)->outputs[0].logits;
     m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
     m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->stream_synchronize(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 

@@ -210,9 +210,9 @@ typedef enum mt_device { MT_DEVICE_AUTO, MT_DEVICE_CPU, MT_DEVICE_CUDA } mt_devi
  * CPU has one implementation. */
 typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
 typedef enum mt_cp_comm_type {
-    MT_CP_P2P,        // keys go round a ring, hidden behind the attention to those before
+    MT_CP_P2P,        // keys and values pass around a ring while attention to the previous ones runs
     MT_CP_ALL_GATHER, // every rank gets all keys
-    MT_CP_A2A,        // ranks trade tokens for heads
+    MT_CP_A2A,        // all-to-all: ranks exchange tokens for heads
     MT_CP_A2A_P2P     // a2a within groups of neighbours, a ring across them
 } mt_cp_comm_type;
 typedef enum mt_schedule_kind {
@@ -367,7 +367,7 @@ typedef struct mt_options {
     uint64_t given[28]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     /* not options: derived by mt_options_finish, or read from config.json */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
-    int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
+    int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
     char *moe_layers;          // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
@@ -464,16 +464,16 @@ typedef struct mt_event mt_event;
     OP(stream_create, mt_stream *, void *workspace, int64_t workspace_bytes, bool deterministic)                       \
     OP(stream_destroy, void, mt_stream *stream)                                                                        \
     /* The host waits for all work on the stream. */                                                                   \
-    OP(stream_wait, void, mt_stream *stream)                                                                           \
+    OP(stream_synchronize, void, mt_stream *stream)                                                                    \
     /* Operations enqueued on `stream` after this call wait for those enqueued on `other` before it. */                \
-    OP(stream_follow, void, mt_stream *stream, mt_stream *other)                                                       \
+    OP(stream_wait_stream, void, mt_stream *stream, mt_stream *other)                                                  \
     /* NULL on the CPU. */                                                                                             \
     OP(event_create, mt_event *, void)                                                                                 \
     OP(event_destroy, void, mt_event *event)                                                                           \
     /* Marks the point at which all work that `stream` holds now is done. */                                           \
     OP(event_record, void, mt_event *event, mt_stream *stream)                                                         \
     /* The host waits for the point recorded last; returns at once without one. Any thread may wait. */                \
-    OP(event_wait, void, mt_event *event)
+    OP(event_synchronize, void, mt_event *event)
 
 #define MT_MEMORY_OPERATIONS(OP)                                                                                       \
     /* Copies between any two of host and device memory. */                                                            \
@@ -994,7 +994,7 @@ enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // most r
      * `from` writes as much here at first + from * stride. That part of the mailbox may be overwritten when           \
      * earlier operations of `stream` are done, and is complete before later ones begin. Ranks call in one order,      \
      * in matching pairs, on one stream. */                                                                            \
-    OP(mailbox_trade, mt_work_sent(MT_OPERATION_mailbox_trade, count, dtype, mailbox->group),                          \
+    OP(mailbox_exchange, mt_work_sent(MT_OPERATION_mailbox_exchange, count, dtype, mailbox->group),                    \
        (mailbox, in, count, first, stride, dtype, to, from, stream), mt_mailbox *mailbox, const void *in,              \
        int64_t count, int64_t first, int64_t stride, mt_dtype dtype, int to, int from, mt_stream *stream)
 
@@ -1672,7 +1672,7 @@ const mt_grid *mt_model_grid(const mt_model *model);
 int64_t mt_model_bytes(const mt_model *model); // of memory that its plan takes on the device
 
 /* Sets a stream whose work enqueued so far still reads parameters or optimizer state, such as the copies of a save: the
- * next change of them follows it (stream_follow). NULL: nothing reads any more. */
+ * next change of them follows it (stream_wait_stream). NULL: nothing reads any more. */
 void mt_model_set_reader(mt_model *model, mt_stream *reader);
 
 /* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. With context

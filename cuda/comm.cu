@@ -258,15 +258,15 @@ extern "C" void mt_cuda_broadcast(void *buffer, int64_t count, mt_dtype dtype, i
 }
 
 /* A wait uses the event as last recorded before the wait was enqueued, so one event per stream can be reused. */
-static void mt_follow(cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
+static void mt_wait_event(cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
     MT_CUDA(cudaEventRecord(event, other));
     MT_CUDA(cudaStreamWaitEvent(stream, event, 0));
 }
 
-extern "C" void mt_cuda_stream_follow(mt_stream *stream, mt_stream *other) {
+extern "C" void mt_cuda_stream_wait_stream(mt_stream *stream, mt_stream *other) {
     MT_CHECK(stream && other);
     if (stream == other) return;
-    mt_follow(stream->stream, other->stream, other->followed);
+    mt_wait_event(stream->stream, other->stream, other->wait_event);
 }
 
 /* ---- channels ---------------------------------------------------------------------------------------------------- */
@@ -333,7 +333,7 @@ static int64_t mt_channel_begin(mt_channel *head, int64_t bytes, const char *ope
     if (ticket >= MT_CHANNEL_TICKETS)
         mt_comm_wait(operation, head->group->name, [oldest] { return cudaEventQuery(oldest); });
     head->bytes[place] = bytes;
-    mt_follow(channel->stream, mt_cuda_stream(stream), channel->ready);
+    mt_wait_event(channel->stream, mt_cuda_stream(stream), channel->ready);
     mt_watch_note(operation, head->group->name);
     return ticket;
 }
@@ -499,8 +499,8 @@ static CUdeviceptr mt_mailbox_counter(const mt_cuda_mailbox *mailbox, int owner,
 
 /* A stream wait returns when the counter is at least the value; writes enqueued before the counter's write are visible
  * then. */
-extern "C" void mt_cuda_mailbox_trade(mt_mailbox *head, const void *in, int64_t count, int64_t first, int64_t stride,
-                                      mt_dtype dtype, int to, int from, mt_stream *stream) {
+extern "C" void mt_cuda_mailbox_exchange(mt_mailbox *head, const void *in, int64_t count, int64_t first, int64_t stride,
+                                         mt_dtype dtype, int to, int from, mt_stream *stream) {
     static CUresult (*write)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
     static CUresult (*wait)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
     if (!write) write = mt_driver_function<decltype(write)>("cuStreamWriteValue32");
@@ -512,7 +512,7 @@ extern "C" void mt_cuda_mailbox_trade(mt_mailbox *head, const void *in, int64_t 
     cudaStream_t on = mt_cuda_stream(stream);
     int64_t last = first + (rank > from ? rank : from) * stride + count;
     MT_CHECK(to != rank && from != rank && last * width <= head->bytes - MT_MAILBOX_OWN);
-    mt_watch_note("mailbox_trade", group->name);
+    mt_watch_note("mailbox_exchange", group->name);
     uint32_t sent = ++mailbox->sent[to], received = ++mailbox->received[from];
     const char *call = "stream memory operation";
     mt_driver_check(write(on, mt_mailbox_counter(mailbox, from, rank, false), received, 0), call, group);

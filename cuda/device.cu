@@ -153,7 +153,7 @@ extern "C" void mt_cuda_memory_zero(void *memory, int64_t bytes, mt_stream *stre
     MT_CUDA(cudaMemsetAsync(memory, 0, (size_t)bytes, mt_cuda_stream(stream)));
 }
 
-extern "C" void mt_cuda_stream_wait(mt_stream *stream) {
+extern "C" void mt_cuda_stream_synchronize(mt_stream *stream) {
     if (mt_cuda_comm_is_open()) mt_cuda_comm_wait(mt_cuda_stream(stream));
     MT_CUDA(cudaStreamSynchronize(mt_cuda_stream(stream)));
 }
@@ -178,14 +178,14 @@ extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_b
     stream->workspace_bytes = workspace_bytes;
     stream->deterministic = deterministic;
     MT_CUDA(cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking));
-    MT_CUDA(cudaEventCreateWithFlags(&stream->followed, cudaEventDisableTiming));
+    MT_CUDA(cudaEventCreateWithFlags(&stream->wait_event, cudaEventDisableTiming));
     MT_CUBLAS(cublasLtCreate(&stream->cublas));
     return stream;
 }
 
 extern "C" void mt_cuda_stream_destroy(mt_stream *stream) {
     MT_CUBLAS(cublasLtDestroy(stream->cublas));
-    MT_CUDA(cudaEventDestroy(stream->followed));
+    MT_CUDA(cudaEventDestroy(stream->wait_event));
     MT_CUDA(cudaStreamDestroy(stream->stream));
     free(stream);
 }
@@ -213,7 +213,7 @@ extern "C" void mt_cuda_event_record(mt_event *event, mt_stream *stream) {
     MT_CUDA(cudaEventRecord(event->event, mt_cuda_stream(stream)));
 }
 
-extern "C" void mt_cuda_event_wait(mt_event *event) {
+extern "C" void mt_cuda_event_synchronize(mt_event *event) {
     MT_CUDA(cudaSetDevice(event->device)); // a new thread starts on device 0 and would create a context there
     MT_CUDA(cudaEventSynchronize(event->event));
 }

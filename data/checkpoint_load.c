@@ -535,7 +535,7 @@ static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float 
             mt_shard_write(m, shard, at + done, shard->dtype == MT_BF16 ? (const void *)r->staged_bf16 : values + done,
                            count);
         }
-        mt_model_ops(m)->stream_wait(mt_model_stream(m)); // before the buffers are filled again
+        mt_model_ops(m)->stream_synchronize(mt_model_stream(m)); // before the buffers are filled again
     }
 }
 

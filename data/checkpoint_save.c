@@ -474,7 +474,7 @@ static void *mt_writer_run(void *context) {
     char *path = NULL;
     int64_t open = -1, number;
     int status;
-    if (w->holds_all) w->ops->event_wait(w->copied);
+    if (w->holds_all) w->ops->event_synchronize(w->copied);
     while ((number = mt_writer_next(w, &piece, &status)) >= 0) {
         if (status == 0 && piece.file != open) {
             if (out.descriptor >= 0) status = mt_output_close(&out, true, 0);
@@ -514,7 +514,7 @@ static void mt_writer_start(mt_writer *w, const char *folder) {
 /* Waits for the copies and the threads; returns the threads' status, with their error. */
 static int mt_writer_wait(mt_writer *w, mt_error *error) {
     if (!w->started) return 0;
-    if (w->holds_all) w->ops->event_wait(w->copied);
+    if (w->holds_all) w->ops->event_synchronize(w->copied);
     for (int i = 0; i < MT_WRITERS; i++) pthread_join(w->threads[i], NULL);
     w->started = false;
     if (w->status != 0) *error = w->error;
@@ -581,7 +581,7 @@ static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *fro
         memcpy(to, from, (size_t)bytes);
     } else {
         mt_model_ops(m)->memory_copy(to, from, bytes, mt_model_stream(m));
-        mt_model_ops(m)->stream_wait(mt_model_stream(m));
+        mt_model_ops(m)->stream_synchronize(mt_model_stream(m));
     }
 }
 
@@ -604,7 +604,7 @@ static void mt_copies_make(mt_model *m, mt_writer *w) {
 #pragma omp parallel for schedule(dynamic)
         for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
     } else {
-        mt_model_ops(m)->stream_follow(w->stream, mt_model_stream(m));
+        mt_model_ops(m)->stream_wait_stream(w->stream, mt_model_stream(m));
         for (int64_t i = 0, count; i < w->num_copies; i += count) {
             int64_t bytes = mt_copies_merge(copies + i, w->num_copies - i, &count);
             mt_model_ops(m)->memory_copy(copies[i].to, copies[i].from, bytes, w->stream);

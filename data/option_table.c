@@ -225,8 +225,8 @@ const mt_option mt_option_table[] = {
      "with --sequence-parallel: overlap tensor-parallel communication with matrix products, rank by rank; GPUs of one "
      "host"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
-     "how context-parallel ranks exchange keys and values; p2p: round a ring; all_gather: all at once; a2a: trade "
-     "tokens for heads; a2a+p2p: a2a within groups, p2p between them"},
+     "how context-parallel ranks exchange keys and values; p2p: round a ring; all_gather: all at once; a2a: "
+     "exchange tokens for heads; a2a+p2p: a2a within groups, p2p between them"},
     {"hierarchical-context-parallel-sizes", MT_INTS, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
      NULL, "A2A RING", "a2a+p2p: ranks of an a2a group, and number of groups in the ring",
      .needs = "cp-comm-type a2a+p2p"},

@@ -120,7 +120,7 @@ void mt_profile_step_begin(void) {
     mt_profiler.recording = true;
     mt_moment_mark(&mt_profiler.base, NULL);
 #ifdef MT_HAVE_CUDA
-    if (mt_profiler.on_gpu) mt_profiler.ops->event_wait(mt_profiler.base.event);
+    if (mt_profiler.on_gpu) mt_profiler.ops->event_synchronize(mt_profiler.base.event);
 #endif
     mt_profiler.step.begin = mt_time();
 }
@@ -351,7 +351,7 @@ static mt_work mt_profile_ceilings(mt_dtype dtype) {
         rates.flops = 2.0 * (double)n * (double)n * (double)n / seconds;
     } else
         rates.flops = mt_cpu_matmul_rate(2048);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
     ops->memory_free(memory);
     ops->stream_destroy(stream);
     if (workspace) ops->memory_free(workspace);

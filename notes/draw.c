@@ -1006,7 +1006,7 @@ static mt_stream *recorded_create(void *workspace, int64_t bytes, bool determini
     return (mt_stream *)(void *)&recorder.now[recorder.streams++];
 }
 
-static void recorded_follow(mt_stream *stream, mt_stream *other) {
+static void recorded_wait_stream(mt_stream *stream, mt_stream *other) {
     double *now = &recorder.now[lane_of(stream)];
     *now = fmax(*now, recorder.now[lane_of(other)]);
 }
@@ -1056,7 +1056,8 @@ static void draw_talk(picture *p, double y, bool overlaps, double scale) {
     mt_ops ops = mt_cpu_ops;
     mt_batch batch = {0};
     sharer s;
-    ops.stream_create = recorded_create, ops.stream_follow = recorded_follow, ops.stream_destroy = recorded_destroy;
+    ops.stream_create = recorded_create, ops.stream_wait_stream = recorded_wait_stream,
+    ops.stream_destroy = recorded_destroy;
     ops.linear_forward = recorded_forward, ops.linear_backward_input = recorded_backward_input;
     ops.linear_backward_weight = recorded_backward_weight;
     ops.all_gather = recorded_gather, ops.reduce_scatter = recorded_scatter;

@@ -126,7 +126,7 @@ static void open_model(bench *b, int argc, char **argv) {
     mt_model_plan plan = {.max_tokens = 64, .max_logits = 64, .max_position = 64, .train = true};
     check(b->ops ? mt_model_create(&b->model, &b->options, &b->grid, b->ops, &plan, &error) : -1, &error);
     mt_model_init(b->model);
-    b->ops->stream_wait(mt_model_stream(b->model));
+    b->ops->stream_synchronize(mt_model_stream(b->model));
     b->bytes = (double)mt_num_parameters(&b->options) * (b->options.bf16 ? 14 : 12);
 }
 
@@ -277,7 +277,7 @@ static void copy_plainly(const bench *b, series *s, char *to, const char *from, 
     if (!b->ops->on_device)
         memcpy(to, from, (size_t)bytes);
     else
-        b->ops->memory_copy(to, from, bytes, stream), b->ops->stream_wait(stream);
+        b->ops->memory_copy(to, from, bytes, stream), b->ops->stream_synchronize(stream);
     end(b, s);
 }
 
@@ -313,10 +313,10 @@ static void bench_stall(bench *b) {
         check(mt_saver_save(saver, &state, &error), &error);
         end(b, &stall);
         begin(b, &follows);
-        b->ops->stream_wait(stream);
+        b->ops->stream_synchronize(stream);
         end(b, &follows);
         mt_model_buckets(b->model, &num_buckets); // a caller may change buckets, so the stream waits for the copies
-        b->ops->stream_wait(stream);
+        b->ops->stream_synchronize(stream);
         end(b, &copied);
         check(mt_saver_finish(saver, &error), &error);
         end(b, &finish);

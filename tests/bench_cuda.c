@@ -449,7 +449,7 @@ static int64_t count_bytes(bench *b, bench_fn *enqueue, const int64_t *sizes) {
 static void *upload(bench *b, const void *data, int64_t bytes) {
     void *device = b->ops->memory_alloc(bytes);
     b->ops->memory_copy(device, data, bytes, b->stream);
-    b->ops->stream_wait(b->stream);
+    b->ops->stream_synchronize(b->stream);
     return device;
 }
 

@@ -59,7 +59,7 @@ static void *random_bf16(int64_t n) {
     void *x = ops->memory_alloc(n * 2);
     ops->random_normal(floats, n, (uint64_t)n, 0, 0, 1, MT_F32, stream);
     ops->convert(x, MT_BF16, floats, MT_F32, n, stream);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
     ops->memory_free(floats);
     return x;
 }

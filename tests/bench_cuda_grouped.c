@@ -43,7 +43,7 @@ static void *random_bf16(const bench *b, int64_t n) {
     void *x = b->ops->memory_alloc(n * 2);
     b->ops->random_normal(floats, n, (uint64_t)n, 0, 0, 1, MT_F32, b->stream);
     b->ops->convert(x, MT_BF16, floats, MT_F32, n, b->stream);
-    b->ops->stream_wait(b->stream);
+    b->ops->stream_synchronize(b->stream);
     b->ops->memory_free(floats);
     return x;
 }
@@ -154,7 +154,7 @@ static void set_pointers(const bench *b) {
                                                                                       : e * N * K * 4);
     }
     b->ops->memory_copy(b->pointers, host, 3 * c->E * (int64_t)sizeof *host, b->stream);
-    b->ops->stream_wait(b->stream);
+    b->ops->stream_synchronize(b->stream);
 }
 
 static void print_rate(const char *name, double flops, double milliseconds) {

@@ -57,7 +57,7 @@ static double copy_bandwidth(const mt_ops *ops) {
     for (int round = 0; round < ROUNDS; round++) {
         double start = mt_time();
         for (int64_t i = 0; i < calls; i++) ops->memory_copy(memory, memory + bytes, bytes, stream);
-        ops->stream_wait(stream);
+        ops->stream_synchronize(stream);
         double rate = 2.0 * (double)(bytes * calls) / (mt_time() - start);
         if (rate > best) best = rate;
     }

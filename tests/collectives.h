@@ -57,7 +57,7 @@ static void *to_device(const void *host, int64_t bytes) {
 
 static void to_host(void *host, const void *device, int64_t bytes) {
     ops->memory_copy(host, device, bytes, stream);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
 }
 
 /* The sum over ranks of input i as the CPU makes it, its exact value, and the sum of magnitudes. */
@@ -293,8 +293,8 @@ static void check_mailbox(const mt_group *group) {
     for (int round = 0; round < ROUNDS; round++) {
         int64_t n = round % 3 == 2 ? 1 : PIECE - round * 7;
         for (int step = 1; step < group->size; step++)
-            ops->mailbox_trade(mailbox, in[round], n, FIRST, PIECE, MT_BF16, (group->rank + step) % group->size,
-                               (group->rank + group->size - step) % group->size, stream);
+            ops->mailbox_exchange(mailbox, in[round], n, FIRST, PIECE, MT_BF16, (group->rank + step) % group->size,
+                                  (group->rank + group->size - step) % group->size, stream);
         int64_t whole = group->size * PIECE * 2; // of the next round nothing may come before this is read
         ops->memory_copy(seen + round * whole, memory + FIRST * 2, whole, stream);
     }

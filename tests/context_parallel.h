@@ -209,14 +209,14 @@ static void compare(const attention_case *c, const layout *l, const operands *o,
 static void *upload(const void *data, int64_t bytes) {
     void *memory = ops->memory_alloc(bytes);
     ops->memory_copy(memory, data, bytes, ops_stream);
-    ops->stream_wait(ops_stream);
+    ops->stream_synchronize(ops_stream);
     return memory;
 }
 
 /* Copies backend memory to the host (unless `data` is NULL) and frees it. */
 static void download(void *data, void *memory, int64_t bytes) {
     if (data) ops->memory_copy(data, memory, bytes, ops_stream);
-    ops->stream_wait(ops_stream);
+    ops->stream_synchronize(ops_stream);
     ops->memory_free(memory);
 }
 

@@ -60,15 +60,15 @@ static inline int close_gpu(void **state) {
 static inline void *to_gpu(const void *from, int64_t bytes) {
     void *to = gpu->memory_alloc(bytes);
     gpu->memory_copy(to, from, bytes, stream);
-    gpu->stream_wait(stream);
+    gpu->stream_synchronize(stream);
     return to;
 }
 
 /* Copies results of either stream from the GPU. */
 static inline void from_gpu(void *to, const void *from, int64_t bytes) {
-    gpu->stream_wait(deterministic_stream);
+    gpu->stream_synchronize(deterministic_stream);
     gpu->memory_copy(to, from, bytes, stream);
-    gpu->stream_wait(stream);
+    gpu->stream_synchronize(stream);
 }
 
 static uint64_t random_state = 88172645463325252u;

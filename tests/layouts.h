@@ -311,7 +311,7 @@ static float *bucket_weights(mt_model *model, int64_t bucket, const mt_bucket *b
     float *values = mt_malloc(count * 4);
     ops->memory_copy(raw, mt_bucket_gather_state(model, bucket, MT_STATE_WEIGHTS), count * size,
                      mt_model_stream(model));
-    ops->stream_wait(mt_model_stream(model));
+    ops->stream_synchronize(mt_model_stream(model));
     for (int64_t i = 0; i < count; i++)
         values[i] = size == 4 ? ((float *)(void *)raw)[i] : mt_bf16_to_f32(((uint16_t *)(void *)raw)[i]);
     free(raw);
@@ -1192,7 +1192,7 @@ static void set_router(mt_model *model, int64_t layer, int64_t count, float valu
         for (int64_t k = 0; k < (count > 0 ? count : params[i].rows * params[i].cols); k++)
             ops->memory_copy(weights + k, &value, 4, mt_model_stream(model));
     }
-    ops->stream_wait(mt_model_stream(model));
+    ops->stream_synchronize(mt_model_stream(model));
 }
 
 /* A router of zeros gives every expert the same score, so all tokens choose the first two of the eight experts. In

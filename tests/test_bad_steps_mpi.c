@@ -457,7 +457,7 @@ static void a_bad_step_found_late_is_reported_before_a_save(void **state) {
     mt_metrics metrics = {0};
     char folder[64], words[160], text[4096];
     int64_t bytes, plain_bytes;
-    ops.event_create = any_event, ops.event_destroy = ops.event_wait = no_event;
+    ops.event_create = any_event, ops.event_destroy = ops.event_synchronize = no_event;
     ops.event_record = nothing_is_recorded;
     make_folder(folder);
     snprintf(words, sizeof words, "--bad-step-policy rewind --save %s", folder);

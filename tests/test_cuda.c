@@ -54,7 +54,7 @@ static void *upload(run *r, const void *data, int64_t count, mt_dtype dtype, boo
     int64_t bytes = count * mt_dtype_size(dtype);
     void *device = r->ops->memory_alloc(bytes);
     r->ops->memory_copy(device, data, bytes, r->stream);
-    r->ops->stream_wait(r->stream);
+    r->ops->stream_synchronize(r->stream);
     r->buffers[r->num_buffers++] = (buffer){device, count, dtype, is_output};
     return device;
 }
@@ -1086,7 +1086,7 @@ static void execute(results *out, const operation *op, const int64_t *sizes, con
     run r = {
         .ops = ops, .stream = stream, .dtype = dtype, .round_inputs = round_inputs, .seed = (uint64_t)sizes[0] << 8};
     op->test(&r, sizes);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
     out->count = 0;
     for (int64_t i = 0; i < r.num_buffers; i++) {
         buffer *b = &r.buffers[i];
@@ -1094,7 +1094,7 @@ static void execute(results *out, const operation *op, const int64_t *sizes, con
             int64_t bytes = b->count * mt_dtype_size(b->dtype);
             void *host = mt_malloc(bytes);
             ops->memory_copy(host, b->device, bytes, stream);
-            ops->stream_wait(stream);
+            ops->stream_synchronize(stream);
             out->outputs[out->count++] = (buffer){host, b->count, b->dtype, true};
         }
         ops->memory_free(b->device);
@@ -1210,12 +1210,12 @@ static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **sta
         for (int64_t i = 0; i < count; i++) host[i] = turn + (int32_t)i;
         gpu->memory_copy(device, host, count * 4, gpu_stream);
         gpu->event_record(done, gpu_stream);
-        gpu->event_wait(never);
-        gpu->event_wait(done);
+        gpu->event_synchronize(never);
+        gpu->event_synchronize(done);
         memset(host, 0, (size_t)count * 4); // has left
         gpu->memory_copy(host, device, count * 4, gpu_stream);
         gpu->event_record(done, gpu_stream);
-        gpu->event_wait(done);
+        gpu->event_synchronize(done);
         int64_t wrong = 0;
         for (int64_t i = 0; i < count; i++) wrong += host[i] != turn + (int32_t)i;
         assert_int_equal(wrong, 0);

@@ -168,7 +168,7 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
     call.dq = dqkv, call.dk = dqkv + k, call.dv = dqkv + v, call.row_dot = row_dot;
     call.dout = to_gpu(o->dout, o->num_out * 2);
     if (served) served = rung->backward(&call, MT_BF16, on);
-    gpu->stream_wait(on);
+    gpu->stream_synchronize(on);
     from_gpu(o->out, call.out, o->num_out * 2);
     from_gpu(o->lse, call.lse, o->num_lse * 4);
     from_gpu(o->dqkv, dqkv, o->num_qkv * 2);

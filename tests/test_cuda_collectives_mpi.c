@@ -54,14 +54,14 @@ static void a_stream_that_follows_another_sees_its_work(void **state) {
     uint32_t word = 0x12345678, got = 0;
     ops->memory_zero(middle, BYTES, stream);
     ops->memory_copy(from + BYTES - 4, &word, 4, stream);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
     for (int i = 0; i < TIMES; i++) ops->memory_copy(middle, from, BYTES, stream);
-    ops->stream_follow(second, stream);
+    ops->stream_wait_stream(second, stream);
     ops->memory_copy(to, middle + BYTES - 4, 4, second);
     ops->memory_copy(&got, to, 4, second);
-    ops->stream_wait(second);
+    ops->stream_synchronize(second);
     assert_int_equal(got, word);
-    ops->stream_wait(stream);
+    ops->stream_synchronize(stream);
     ops->memory_free(from);
     ops->memory_free(middle);
     ops->memory_free(to);

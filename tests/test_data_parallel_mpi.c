@@ -302,7 +302,7 @@ static void late_run(mt_stream *stream) {
     pthread_mutex_unlock(&late_lock);
 }
 
-static void late_follow(mt_stream *stream, mt_stream *other) {
+static void late_wait_stream(mt_stream *stream, mt_stream *other) {
     assert_ptr_not_equal(stream, other);
     late_run(other);
 }
@@ -332,7 +332,7 @@ static void late_event_record(mt_event *event, mt_stream *stream) {
     *(mt_stream **)(void *)event = stream;
 }
 
-static void late_event_wait(mt_event *event) {
+static void late_event_synchronize(mt_event *event) {
     late_stream *stream = *(late_stream **)(void *)event;
     bool mine = pthread_equal(pthread_self(), own_thread) != 0;
     if (stream && mine) late_run((mt_stream *)(void *)stream);
@@ -354,12 +354,12 @@ static void late_memory_copy(void *to, const void *from, int64_t bytes, mt_strea
 static mt_ops late_ops(void) {
     mt_ops late = mt_cpu_ops;
     own_thread = pthread_self();
-    late.name = "late"; // disables special cases for the CPU
+    late.on_device = true; // disables special cases for the CPU
     late.all_reduce = late_all_reduce, late.all_gather = late_all_gather, late.reduce_scatter = late_reduce_scatter;
-    late.accumulate = late_accumulate, late.stream_follow = late_follow, late.memory_copy = late_memory_copy;
+    late.accumulate = late_accumulate, late.stream_wait_stream = late_wait_stream, late.memory_copy = late_memory_copy;
     late.stream_create = late_create, late.stream_destroy = late_destroy;
     late.event_create = late_event_create, late.event_destroy = late_event_destroy;
-    late.event_record = late_event_record, late.event_wait = late_event_wait;
+    late.event_record = late_event_record, late.event_synchronize = late_event_synchronize;
     return late;
 }
 

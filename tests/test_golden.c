@@ -36,7 +36,7 @@ static void add_gradient_error(const mt_model *model, const mt_param *param, con
     int64_t bytes = param->rows_stored * param->cols * 4;
     float *grad = mt_malloc(bytes); // the bucket may be on a GPU
     mt_model_ops(model)->memory_copy(grad, grads + param->offset, bytes, mt_model_stream(model));
-    mt_model_ops(model)->stream_wait(mt_model_stream(model));
+    mt_model_ops(model)->stream_synchronize(mt_model_stream(model));
     for (int64_t row = 0; row < param->rows_stored; row++)
         for (int64_t col = 0; col < param->cols; col++) {
             int64_t hf_row = param->hf_row + row;
@@ -161,7 +161,7 @@ static void poison(mt_model *model) {
     mt_bucket *last = mt_model_buckets(model, &count);
     last += count - 1; // with the final norm
     ops->memory_copy((float *)last->params + last->decay_count, &nan, 4, mt_model_stream(model));
-    ops->stream_wait(mt_model_stream(model));
+    ops->stream_synchronize(mt_model_stream(model));
 }
 
 static void a_non_finite_loss_is_reported_with_its_step_within_two_steps(void **state) {

@@ -1319,7 +1319,7 @@ static void memory_is_zeroed_and_copied_whole(void **state) {
         for (int64_t i = 0; i < sizes[k]; i++) a[i] = (char)(i * 31);
         mt_stream *stream = ops->stream_create(NULL, 0, false);
         ops->memory_copy(b, a, sizes[k], stream);
-        ops->stream_wait(stream);
+        ops->stream_synchronize(stream);
         ops->stream_destroy(stream);
         assert_memory_equal(a, b, (size_t)sizes[k]);
         assert_int_equal(b[sizes[k]], 7);

@@ -71,7 +71,51 @@ static void a_replayed_forward_counts_nothing(void **state) {
     }
 }
 
+/* Sets the first weight of the first router to NaN. */
+static void break_router(mt_model *model) {
+    int64_t num_params, num_buckets;
+    const mt_param *param = mt_model_params(model, &num_params);
+    mt_bucket *buckets = mt_model_buckets(model, &num_buckets);
+    while (param->role != MT_ROUTER) param++;
+    ((float *)buckets[param->bucket].params)[param->offset] = NAN;
+}
+
+/* The error of a step whose router logits are not finite. */
+static mt_error bad_step(const char *family, bool replay) {
+    fixture f = open_family(family, 2, 1, false);
+    mt_run_state run = {0};
+    mt_error error;
+    create_model(&f, &mt_grid_of_one);
+    break_router(f.model);
+    replayed = replay ? f.model : NULL;
+    source from = {&f, 0, 2, 0, 2};
+    assert_int_equal(mt_train_step(f.model, &run, 2, next_micro_batch, &from, &f.batch, NULL, &error), -1);
+    replayed = NULL;
+    close_family(&f);
+    return error;
+}
+
+/* Both routings report each of the step's tokens once, however often its forward runs. */
+static void a_replay_reports_no_token_twice(void **state) {
+    static const char *const routings[] = {"", "--moe-router-load-balancing-type sinkhorn"};
+    char expected[80];
+    snprintf(expected, sizeof expected, "had %d tokens whose logits are not finite", TOKENS);
+    (void)state;
+    static mt_ops ops;
+    ops = mt_cpu_ops;
+    ops.cross_entropy_backward = replaying_cross_entropy_backward;
+    backend = &ops;
+    for (int i = 0; i < 2; i++) {
+        more_options = routings[i];
+        for (int replay = 0; replay < 2; replay++) {
+            mt_error error = bad_step("qwen2_moe", replay);
+            if (!strstr(error.text, expected)) fail_msg("replay %d: %s", replay, error.text);
+        }
+    }
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(a_replayed_forward_counts_nothing)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_replayed_forward_counts_nothing),
+                                       cmocka_unit_test(a_replay_reports_no_token_twice)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

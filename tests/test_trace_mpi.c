@@ -62,8 +62,8 @@ static void tensor_communication_is_what_the_notes_count(void **state) {
         assert_true(bytes ==
                     tensor_bytes(&f.options, TOKENS / 2, 2, k > 0)); // two data-parallel ranks share the tokens
         // ten of a layer and three of the output layer's five go rank by rank: with two ranks, one exchange each
-        int64_t trades = sums->rows[MT_OPERATION_mailbox_trade].calls, micro_batches = SEQUENCES / 2;
-        assert_int_equal(trades, k < 2 ? 0 : (RUN_STEPS - 1) * micro_batches * (10 * f.options.num_layers + 3));
+        int64_t exchanges = sums->rows[MT_OPERATION_mailbox_exchange].calls, micro_batches = SEQUENCES / 2;
+        assert_int_equal(exchanges, k < 2 ? 0 : (RUN_STEPS - 1) * micro_batches * (10 * f.options.num_layers + 3));
         mt_profile_close();
     }
     mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);

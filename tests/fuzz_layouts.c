@@ -1,0 +1,647 @@
+/* fuzz_layouts.c: trains random models on random layouts of ranks and compares each run with one rank.
+ *
+ *   usage: fuzz_layouts SECONDS SEED [NUMBER]
+ *
+ * A configuration is drawn from the table below by its number and the seed: a model, a layout of ranks, and often a
+ * second layout, on which the run resumes from a checkpoint of the first. All metrics that do not measure time or
+ * memory must equal those of one rank up to rounding. A configuration that train refuses in one line counts as refused.
+ * Anything else is a failure: other numbers, a crash, a hang, a checkpoint that is not accepted. A failure is shrunk:
+ * options are left out as long as the rest fails, and the commands of the rest are printed.
+ *
+ * MT_BIN is the folder of train; FUZZ_TIMEOUT: the seconds of one run (60); a run that did not end is tried once more
+ * with five times as many.
+ */
+#include "../data/file.h"
+#include "../data/options.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define TOLERANCE 1e-5 // relative, of fp32 sums in another order
+
+enum { MAX_ITEMS = 96, MAX_WORDS = 256, LINE = 8192, STEPS = 4, SAVED = 2, MAX_SHRINKS = 300, MAX_HANGS = 60 };
+
+/* ---- the table of options ---------------------------------------------------------------------------------------- */
+
+/* An item of a configuration belongs to all three runs or to those on one of the layouts. */
+typedef enum part { ONE_RANK = 0, ALL = 1, FIRST = 2, SECOND = 4 } part;
+
+/* A row is drawn with some chance, if all texts of `needs` and none of `without` (separated by &) are in the words
+ * drawn before, and gives one of its choices (separated by ;). A choice of the form NAME=VALUE is for the environment.
+ */
+typedef struct row {
+    int percent;
+    const char *needs, *without, *choices;
+} row;
+
+#define LATENT  "--multi-latent-attention --normalization RMSNorm --position-embedding-type rope --kv-lora-rank "
+#define EXPERTS "--num-experts"
+#define STAGES  "--pipeline-model-parallel-size"
+#define DROPOUT "--hidden-dropout 0 --attention-dropout 0;--hidden-dropout 0.1 --attention-dropout 0.1"
+
+/* Of the model and the run. A new capability adds a row here, or below. */
+static const row model_rows[] = {
+    {15, "", "", "RAMP"}, // the batch grows; see words_of
+    {100, "", "", "--micro-batch-size 1;--micro-batch-size 1;--micro-batch-size 2;--micro-batch-size 3"},
+    {100, "", "", "--num-layers 4;--num-layers 2;--num-layers 3;--num-layers 4;--num-layers 5;--num-layers 6"},
+    {20, "", "",
+     LATENT "12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7;" LATENT
+            "5 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 9"},
+    {50, "latent", "", "--q-lora-rank 10;--q-lora-rank 40"},
+    {100, "latent", "", "--hidden-size 32 --num-attention-heads 8;--hidden-size 28 --num-attention-heads 4"},
+    {100, "", "latent",
+     "--hidden-size 32 --num-attention-heads 8;--hidden-size 24 --num-attention-heads 4 --kv-channels 10;"
+     "--hidden-size 40 --num-attention-heads 4 --kv-channels 6;--hidden-size 20 --num-attention-heads 12 "
+     "--kv-channels 8;--hidden-size 18 --num-attention-heads 6 --kv-channels 4"},
+    {50, "", "latent",
+     "--group-query-attention --num-query-groups 2;--group-query-attention --num-query-groups 1;"
+     "--group-query-attention --num-query-groups 4"},
+    {100, "", "", "--ffn-hidden-size 48;--ffn-hidden-size 20;--ffn-hidden-size 36;--ffn-hidden-size 72"},
+    {50, "", "RMSNorm", "--normalization RMSNorm"},
+    {60, "", "embedding-type", "--position-embedding-type rope;--position-embedding-type none"},
+    {15, "type rope", "latent", "--rotary-percent 0.5"},
+    {20, "type rope", "", "--rotary-interleaved"},
+    {15, "type rope", "",
+     "--rope-scaling-type linear --rope-scaling-factor 2;--use-rope-scaling;--rope-scaling-type yarn "
+     "--rope-scaling-factor 4 --original-max-position-embeddings 8"},
+    {60, "", "", "--swiglu"},
+    {20, "", "swiglu", "--openai-gelu"},
+    {60, "", "", "--disable-bias-linear"},
+    {20, "", "latent", "--add-qkv-bias"},
+    {30, "", "", "--qk-layernorm"},
+    {50, "", "", "--untie-embeddings-and-output-weights"},
+    {25, "", "", "--window-size 5"},
+    {100, "", "", DROPOUT ";" DROPOUT ";--hidden-dropout 0 --attention-dropout 0.2"},
+    {20, "RMSNorm", "RMSNorm&type none", "--mtp-num-layers 1"},
+    {30, "RMSNorm&embedding-type", "", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
+
+    {60, "--swiglu&--disable-bias-linear", "",
+     "--num-experts 8 --moe-ffn-hidden-size 16;--num-experts 4 --moe-ffn-hidden-size 12;--num-experts 6 "
+     "--moe-ffn-hidden-size 8;--num-experts 8"},
+    {100, EXPERTS, "",
+     "--moe-router-topk 2;--moe-router-topk 2 --moe-router-pre-softmax;--moe-router-topk 1 --moe-router-pre-softmax;"
+     "--moe-router-topk 3 --moe-router-score-function sigmoid;--moe-router-topk 2 --moe-router-score-function sigmoid "
+     "--moe-router-num-groups 2 --moe-router-group-topk 1"},
+    {15, "--moe-router-pre-softmax", "topk 1", "--moe-router-load-balancing-type sinkhorn"},
+    {60, EXPERTS, "sinkhorn",
+     "--moe-aux-loss-coeff 1e-2;--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss;"
+     "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss"},
+    {30, EXPERTS, "", "--moe-z-loss-coeff 1e-3"},
+    {30, "sigmoid", "", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
+    {20, EXPERTS, "sinkhorn",
+     "--moe-expert-capacity-factor 1;--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position;"
+     "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"},
+    {30, EXPERTS, "", "--moe-shared-expert-intermediate-size 24"},
+    {40, "shared-expert", "", "--moe-shared-expert-gate"},
+    {20, EXPERTS, "", "--moe-layer-freq 2;--moe-layer-freq 3"},
+    {20, EXPERTS "&num-layers 4", "moe-layer-freq", "--moe-layer-freq [0,1,1,0];--moe-layer-freq ([0]*1+[1]*3)"},
+
+    {100, "", "", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},
+    {10, "", "", "--max-position-embeddings 64"},
+    {30, "", "",
+     "--tokenizer-type ByteLevel --reset-attention-mask;--tokenizer-type ByteLevel --reset-position-ids "
+     "--reset-attention-mask --eod-mask-loss;--tokenizer-type ByteLevel --reset-position-ids"},
+    {100, "", "ByteLevel", "--vocab-size 61;--vocab-size 128;--vocab-size 67"},
+    {30, "ByteLevel", "", "--vocab-size 300"},
+    {30, "", "RAMP", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 1"},
+    {20, "", "", "--clip-grad 0.1;--clip-grad 0"},
+    {20, "", "", "--eval-interval 2 --eval-iters 2"},
+};
+
+/* Of a layout, besides its sizes (draw_layout). */
+static const row layout_rows[] = {
+    {100, "tensor-model-parallel-size&" EXPERTS, "", "--sequence-parallel"},
+    {60, "tensor-model-parallel-size", "sequence-parallel", "--sequence-parallel"},
+    {30, "--sequence-parallel", "", "--tp-comm-overlap"},
+    {50, "context-parallel-size", "window", "--cp-comm-type all_gather;--cp-comm-type a2a"},
+    {100, "context-parallel-size&window", "", "--cp-comm-type all_gather;--cp-comm-type a2a"},
+    {40, "context-parallel-size 4", "--cp-comm-type&window",
+     "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"},
+    {40, STAGES, "",
+     "--num-virtual-stages-per-pipeline-rank 2;--num-layers-per-virtual-pipeline-stage 1;"
+     "--num-virtual-stages-per-pipeline-rank 3"},
+    {20, STAGES, "virtual", "--decoder-first-pipeline-num-layers 1;--decoder-last-pipeline-num-layers 1"},
+    {15, STAGES, "decoder-first&decoder-last",
+     "--account-for-embedding-in-pipeline-split;--account-for-loss-in-pipeline-split;"
+     "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"},
+    {50, STAGES, "virtual&mtp-num-layers", "--pipeline-schedule zb-h1"},
+    {60, "", "zb-h1",
+     "--data-parallel-sharding-strategy optim;--data-parallel-sharding-strategy optim_grads;"
+     "--data-parallel-sharding-strategy optim_grads_params"},
+    {30, "", "sharding-strategy", "--use-distributed-optimizer"},
+    {40, "", "", "--overlap-grad-reduce"},
+    {50, "--overlap-grad-reduce&sharding-strategy", "", "--overlap-param-gather"},
+    {30, EXPERTS, "", "--moe-token-dispatcher-type allgather"},
+    {20, EXPERTS, "", "--no-moe-permute-fusion"},
+    {20, EXPERTS, "", "--no-moe-grouped-gemm"},
+    {20, "", "", "--deterministic-mode"},
+    {10, "", "", "--rerun-mode validate_results"},
+    {10, "", "", "--profile;--log-straggler;--profile --log-straggler"},
+    {20, "--save", "", "--async-save"},
+    {40, "", "", "OMPI_MCA_btl_vader_eager_limit=256"}, // longer messages wait for their receiver
+};
+
+/* In all runs. The large epsilon keeps AdamW from dividing gradients that are rounding errors by their own size. */
+static const char always[] = "--device cpu --mock-data --make-vocab-size-divisible-by 16 --lr 5e-3 --weight-decay 0.5 "
+                             "--adam-eps 1e-3 --init-method-std 0.1";
+
+/* ---- configurations ---------------------------------------------------------------------------------------------- */
+
+typedef struct item {
+    part part;
+    const row *row; // NULL: a size of the layout
+    char text[200];
+} item;
+
+typedef struct config {
+    item items[MAX_ITEMS];
+    int count;
+    int data[2];    // data-parallel sizes of the layouts
+    bool resumes;   // on the second layout
+    int batch_unit; // a multiple of both layouts' smallest batch
+    int batches;    // the global batch, in units
+} config;
+
+typedef struct random_words {
+    uint64_t seed, number, count;
+} random_words;
+
+static int draw_below(random_words *random, int limit) {
+    uint32_t words[4];
+    mt_philox(words, random->seed, random->number, random->count++);
+    return (int)(words[0] % (uint32_t)limit);
+}
+
+static int draw_of(random_words *random, const int *values, int count) {
+    return values[draw_below(random, count)];
+}
+
+static void add_item(config *c, part part, const row *row, const char *text, size_t length) {
+    MT_CHECK(c->count < MAX_ITEMS && length < sizeof c->items[0].text);
+    item *new = &c->items[c->count++];
+    *new = (item){.part = part, .row = row};
+    memcpy(new->text, text, length);
+}
+
+/* The texts of a part's items with a blank before each. `part` ONE_RANK has only the items of all runs. */
+static void texts_of(const config *c, part part, char text[LINE]) {
+    size_t used = 0;
+    text[0] = 0;
+    for (int i = 0; i < c->count; i++)
+        if (c->items[i].part & (ALL | part)) {
+            used += (size_t)snprintf(text + used, LINE - used, " %s", c->items[i].text);
+            MT_CHECK(used < LINE);
+        }
+}
+
+/* True if some (or all) of the texts in `list`, separated by &, are in `text`. */
+static bool has_texts(const char *text, const char *list, bool all) {
+    char one[80];
+    for (; *list; list += strcspn(list, "&"), list += *list == '&') {
+        snprintf(one, sizeof one, "%.*s", (int)strcspn(list, "&"), list);
+        if ((strstr(text, one) != NULL) != all) return !all;
+    }
+    return all;
+}
+
+static void draw_rows(config *c, random_words *random, part part, const row *rows, size_t count) {
+    char text[LINE];
+    for (const row *row = rows; row < rows + count; row++) {
+        int chance = draw_below(random, 100), which = draw_below(random, 1 << 20), choices = 1;
+        for (const char *at = row->choices; *at; at++) choices += *at == ';';
+        texts_of(c, part, text);
+        if (chance >= row->percent || !has_texts(text, row->needs, true) || has_texts(text, row->without, false))
+            continue;
+        const char *choice = row->choices;
+        for (which %= choices; which > 0; which--) choice += strcspn(choice, ";") + 1;
+        add_item(c, part, row, choice, strcspn(choice, ";"));
+    }
+}
+
+/* The number behind an option in a text, or `absent`. */
+static int number_of(const char *text, const char *option, int absent) {
+    const char *at = strstr(text, option);
+    return at ? atoi(at + strlen(option)) : absent;
+}
+
+static void add_size(config *c, part part, const char *option, int size, int absent) {
+    char text[100];
+    if (size != absent) add_item(c, part, NULL, text, (size_t)snprintf(text, sizeof text, "%s %d", option, size));
+}
+
+/* The sizes of a layout of 2 to 8 ranks, then its rows. */
+static void draw_layout(config *c, random_words *random, part part) {
+    static const int tensor[] = {1, 1, 2, 2, 4}, stages[] = {1, 1, 2, 2, 3, 4}, context[] = {1, 1, 1, 2, 2, 4},
+                     data[] = {1, 1, 2, 2, 3, 4};
+    int tp, pp, cp, dp, ranks;
+    char text[LINE];
+    texts_of(c, part, text);
+    bool documents = strstr(text, "--reset-attention-mask") != NULL;
+    do {
+        tp = draw_of(random, tensor, 5), pp = draw_of(random, stages, 6);
+        cp = draw_of(random, context, 6), dp = draw_of(random, data, 6);
+        ranks = tp * pp * cp * dp;
+    } while (ranks < 2 || ranks > 8 || (cp > 1 && documents)); // documents of any length do not divide into chunks
+    c->data[part == SECOND] = dp;
+    add_size(c, part, "--tensor-model-parallel-size", tp, 1);
+    add_size(c, part, "--pipeline-model-parallel-size", pp, 1);
+    add_size(c, part, "--context-parallel-size", cp, 1);
+    texts_of(c, part, text);
+    int experts = number_of(text, EXPERTS, 0), etp = draw_below(random, 2) ? 1 : tp, ep = 1;
+    for (int size = 2; size <= 8; size++)
+        if (experts % size == 0 && ranks / pp % (etp * size) == 0 && draw_below(random, 3) > 0) ep = size;
+    if (experts > 0) add_size(c, part, "--expert-tensor-parallel-size", etp, tp);
+    if (experts > 0) add_size(c, part, "--expert-model-parallel-size", ep, 1);
+    if (part == FIRST) add_item(c, part, NULL, "--save saved", strlen("--save saved"));
+    draw_rows(c, random, part, layout_rows, sizeof layout_rows / sizeof *layout_rows);
+}
+
+/* Both layouts, and a batch that both can divide. */
+static void draw_layouts(config *c, random_words *random) {
+    char text[LINE];
+    draw_layout(c, random, FIRST);
+    if (c->resumes) draw_layout(c, random, SECOND);
+    texts_of(c, ONE_RANK, text);
+    int common = c->data[0]; // the least common multiple
+    while (common % c->data[1] != 0) common += c->data[0];
+    c->batch_unit = common * number_of(text, "--micro-batch-size", 1);
+    c->batches = 2 + draw_below(random, 3);
+}
+
+/* ---- commands ---------------------------------------------------------------------------------------------------- */
+
+/* A command: its words, and the texts NAME=VALUE that come before. */
+typedef struct command {
+    char text[LINE], copy[LINE];
+    char *words[MAX_WORDS], *environment[8];
+    int count, num_environment, ranks;
+} command;
+
+static void add_word(command *to, char *word) {
+    MT_CHECK(to->count + 1 < MAX_WORDS);
+    to->words[to->count++] = word;
+    to->words[to->count] = NULL;
+}
+
+/* The words of a part's run with further options. A ramp grows from one unit of the batch to all of them. */
+static void words_of(command *to, const config *c, part part, const char *further) {
+    char texts[LINE], ramp[200], *rest = NULL;
+    int unit = c->batch_unit, units = c->batches;
+    texts_of(c, part, texts);
+    char *at = strstr(texts, " RAMP");
+    snprintf(ramp, sizeof ramp, "--rampup-batch-size %d %d %d --train-samples %d", unit, unit, 3 * unit, 10 * unit);
+    if (at) memset(at, ' ', strlen(" RAMP"));
+    if (!at) snprintf(ramp, sizeof ramp, "--train-iters %d", STEPS);
+    if (!at && !strstr(texts, "lr-decay-style")) strcat(ramp, " --lr-decay-style constant");
+    if (!strstr(texts, "--eval-interval")) strcat(ramp, " --eval-iters 0");
+    *to = (command){.ranks = part == ONE_RANK
+                                 ? 1
+                                 : c->data[part == SECOND] * number_of(texts, "--tensor-model-parallel-size", 1) *
+                                       number_of(texts, "--pipeline-model-parallel-size", 1) *
+                                       number_of(texts, "--context-parallel-size", 1)};
+    int length =
+        snprintf(to->text, LINE, "%s %s --global-batch-size %d%s %s", always, ramp, unit * units, texts, further);
+    MT_CHECK(length < LINE);
+    memcpy(to->copy, to->text, LINE);
+    for (char *word = strtok_r(to->copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
+        if (strncmp(word, "OMPI_", 5) == 0)
+            to->environment[to->num_environment++] = word;
+        else
+            add_word(to, word);
+    }
+}
+
+/* Prints a command for a shell. */
+static void print_command(const command *run) {
+    printf("  ");
+    for (int i = 0; i < run->num_environment; i++) printf("%s ", run->environment[i]);
+    if (run->ranks > 1) printf("mpirun --oversubscribe -np %d ", run->ranks);
+    printf("./train");
+    for (int i = 0; i < run->count; i++) printf(strpbrk(run->words[i], "[]()*") ? " '%s'" : " %s", run->words[i]);
+    printf("\n");
+}
+
+/* True if the options of a part go together; they are not yet checked against a machine. */
+static bool options_fit(const config *c, part part, mt_error *error) {
+    mt_options options;
+    command run;
+    char *words[MAX_WORDS + 1] = {"train"};
+    words_of(&run, c, part, "");
+    memcpy(words + 1, run.words, sizeof(char *) * (size_t)run.count);
+    int status = mt_options_parse(&options, MT_PROGRAM_TRAIN, run.count + 1, words, error);
+    if (status == 0 && options.vocab_size == 0) options.vocab_size = 257; // of the tokenizer
+    if (status == 0) status = mt_options_finish(&options, MT_PROGRAM_TRAIN, run.ranks, error);
+    mt_options_free(&options);
+    return status == 0;
+}
+
+/* Configuration `number`; of its layouts the first of several that fit the model. */
+static config draw_config(uint64_t seed, int64_t number) {
+    enum { TRIES = 10 };
+    random_words random = {.seed = seed, .number = (uint64_t)number};
+    config model = {.data = {1, 1}}, c;
+    mt_error unused;
+    model.resumes = draw_below(&random, 10) < 6;
+    draw_rows(&model, &random, ALL, model_rows, sizeof model_rows / sizeof *model_rows);
+    for (int i = 0; i < TRIES; i++) {
+        c = model;
+        draw_layouts(&c, &random);
+        if (options_fit(&c, FIRST, &unused) && (!c.resumes || options_fit(&c, SECOND, &unused))) break;
+    }
+    return c;
+}
+
+/* ---- runs -------------------------------------------------------------------------------------------------------- */
+
+typedef enum outcome { AGREES, REFUSED, FAILED, HUNG } outcome;
+
+static char train_path[4096];
+static double timeout_seconds = 60;
+static bool shrinks; // a failure, which was seen before
+static bool is_open_mpi;
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Replaces this process; standard output and error go to the files `out` and `err`. */
+static void become(const command *run) {
+    char *words[MAX_WORDS + 8], ranks[16];
+    int count = 0;
+    for (int i = 0; i < run->num_environment; i++) putenv(run->environment[i]);
+    snprintf(ranks, sizeof ranks, "%d", run->ranks);
+    if (run->ranks > 1) {
+        words[count++] = "mpirun";
+        if (is_open_mpi) words[count++] = "--oversubscribe";
+        words[count++] = "-np";
+        words[count++] = ranks;
+    }
+    words[count++] = train_path;
+    memcpy(words + count, run->words, sizeof(char *) * (size_t)(run->count + 1));
+    int out = open("out", O_WRONLY | O_CREAT | O_TRUNC, 0600), err = open("err", O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    int nothing = open("/dev/null", O_RDONLY);
+    setpgid(0, 0);
+    if (out >= 0 && err >= 0 && dup2(nothing, 0) == 0 && dup2(out, 1) == 1 && dup2(err, 2) == 2)
+        execvp(words[0], words);
+    _exit(127);
+}
+
+/* Waits for a process, at most some seconds; false if it still runs. */
+static bool await(pid_t process, double seconds, int *status) {
+    const struct timespec pause = {.tv_nsec = 5000000};
+    for (double end = now() + seconds; now() < end; nanosleep(&pause, NULL))
+        if (waitpid(process, status, WNOHANG) == process) return true;
+    return false;
+}
+
+/* Reads the files `out` and `err` of a run that failed. It refused its options if it has printed one error, and ended
+ * by itself before it trained. */
+static outcome read_failure(const char *metrics, int status, mt_error *detail) {
+    mt_error unused;
+    int64_t bytes;
+    char *text = mt_file_read("err", 1 << 24, &bytes, &unused), *line = text ? strstr(text, "error: ") : NULL;
+    char *reported = mt_file_read(metrics, 1 << 24, &bytes, &unused);
+    bool by_itself = WIFEXITED(status) && line && (line == text || line[-1] == '\n') && (!reported || !*reported);
+    free(reported);
+    static const char *const crashes[] = {"internal check", "Sanitizer", "runtime error", "Segmentation", "signal"};
+    for (size_t i = 0; i < sizeof crashes / sizeof *crashes; i++)
+        if (text && strstr(text, crashes[i])) by_itself = false;
+    if (!line && text && *text) line = text;
+    mt_error_set(detail, "%.*s (status %#x)", line ? (int)strcspn(line, "\n") : 10, line ? line : "no message", status);
+    free(text);
+    return by_itself ? REFUSED : FAILED;
+}
+
+/* Runs a command, which writes `metrics`, for some seconds at most. */
+static outcome run_command(const command *run, const char *metrics, double seconds, mt_error *detail) {
+    int status = 0;
+    unlink(metrics);
+    fflush(stdout);
+    pid_t process = fork();
+    if (process == 0) become(run);
+    if (process < 0) mt_die("fork: %s", strerror(errno));
+    if (!await(process, seconds, &status)) {
+        kill(process, SIGTERM); // mpirun ends its ranks
+        if (!await(process, 10, &status)) {
+            kill(-process, SIGKILL);
+            waitpid(process, &status, 0);
+        }
+        mt_error_set(detail, "no end after %g seconds", seconds);
+        return HUNG;
+    }
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? AGREES : read_failure(metrics, status, detail);
+}
+
+/* ---- comparison -------------------------------------------------------------------------------------------------- */
+
+/* The metrics of a run by iteration, "3": {...}; to free. Several lines of an iteration are joined. */
+static json_t *read_metrics(const char *path) {
+    mt_error error;
+    int64_t bytes;
+    json_t *all = json_object();
+    char *text = mt_file_read(path, 1 << 24, &bytes, &error), *rest = NULL, key[32];
+    for (char *line = text ? strtok_r(text, "\n", &rest) : NULL; line; line = strtok_r(NULL, "\n", &rest)) {
+        json_t *object = json_loads(line, 0, NULL);
+        snprintf(key, sizeof key, "%lld", (long long)json_integer_value(json_object_get(object, "iteration")));
+        json_t *before = json_object_get(all, key);
+        if (before) json_object_update(before, object);
+        if (!before && object) json_object_set(all, key, object);
+        json_decref(object);
+    }
+    free(text);
+    return all;
+}
+
+/* True for a metric that measures time or memory. */
+static bool is_measured(const char *key) {
+    return strstr(key, "_per_") || strstr(key, "_ms") || strstr(key, "_bytes") || strstr(key, "straggler") ||
+           strstr(key, "seconds");
+}
+
+/* Compares the metrics of one rank from an iteration on with those of another run. */
+static outcome compare_metrics(const char *path, int64_t from, mt_error *detail) {
+    json_t *expected = read_metrics("one.jsonl"), *actual = read_metrics(path), *wanted, *value;
+    const char *iteration, *key;
+    outcome result = AGREES;
+    int compared = 0;
+    json_object_foreach(expected, iteration, wanted) {
+        const json_t *found = json_object_get(actual, iteration);
+        if (atoll(iteration) < from || result != AGREES) continue;
+        json_object_foreach(wanted, key, value) {
+            const json_t *other = json_object_get(found, key);
+            double a = json_number_value(other), b = json_number_value(value);
+            bool good = json_is_number(value) ? json_is_number(other) && fabs(a - b) <= TOLERANCE * fabs(b)
+                                              : json_typeof(value) == (other ? json_typeof(other) : JSON_NULL);
+            if (is_measured(key) || result != AGREES) continue;
+            compared++;
+            if (good) continue;
+            result = FAILED;
+            mt_error_set(detail, "%s: iteration %s has %s %.9g, one rank has %.9g%s", path, iteration, key, a, b,
+                         other ? "" : " (it is absent)");
+        }
+    }
+    if (result == AGREES && compared == 0) {
+        result = FAILED;
+        mt_error_set(detail, "%s: no iteration from %lld on", path, (long long)from);
+    }
+    json_decref(expected), json_decref(actual);
+    return result;
+}
+
+/* ---- a configuration --------------------------------------------------------------------------------------------- */
+
+#define FIRST_FURTHER  "--save-interval 2 --metrics first.jsonl"
+#define SECOND_FURTHER "--load saved/iter_0000002 --metrics second.jsonl"
+
+/* A run that did not end is tried once more with five times the time: the machine may have been busy. */
+static outcome run_part(const config *c, part part, const char *further, const char *metrics, mt_error *detail) {
+    static command run;
+    words_of(&run, c, part, further);
+    outcome result = run_command(&run, metrics, timeout_seconds, detail);
+    if (result != HUNG || shrinks) return result;
+    if (part == FIRST && system("rm -rf saved") != 0) mt_die("the folder of the checkpoints cannot be removed");
+    return run_command(&run, metrics, 5 * timeout_seconds, detail);
+}
+
+/* The second layout resumes. If it is refused, it must be refused without a checkpoint, too. */
+static outcome resume(const config *c, mt_error *detail) {
+    mt_error unused;
+    outcome result = run_part(c, SECOND, SECOND_FURTHER, "second.jsonl", detail);
+    if (result == REFUSED)
+        return run_part(c, SECOND, "--metrics fresh.jsonl", "fresh.jsonl", &unused) == REFUSED ? REFUSED : FAILED;
+    return result == AGREES ? compare_metrics("second.jsonl", SAVED + 1, detail) : result;
+}
+
+/* Runs a configuration in the current folder. */
+static outcome try_config(const config *c, mt_error *detail) {
+    if (!options_fit(c, FIRST, detail) || (c->resumes && !options_fit(c, SECOND, detail))) return REFUSED;
+    if (system("rm -rf saved *.jsonl") != 0) mt_die("the folder of the runs cannot be emptied");
+    outcome result = run_part(c, FIRST, FIRST_FURTHER, "first.jsonl", detail);
+    if (result == AGREES) result = run_part(c, ONE_RANK, "--metrics one.jsonl", "one.jsonl", detail);
+    if (result == AGREES) result = compare_metrics("first.jsonl", 1, detail);
+    return result == AGREES && c->resumes ? resume(c, detail) : result;
+}
+
+/* Takes over a smaller configuration if it fails in the same way. */
+static bool accept(config *c, const config *smaller, outcome how, mt_error *detail, int *tries) {
+    mt_error own;
+    if ((*tries)-- <= 0 || try_config(smaller, &own) != how) return false;
+    *c = *smaller;
+    *detail = own;
+    return true;
+}
+
+/* Leaves out groups of `size` items that the failure does not need; true if it needs one less. */
+static bool leave_out(config *c, int size, outcome how, mt_error *detail, int *tries) {
+    bool smaller = false;
+    for (int first = c->count - size; first > -size; first -= size) {
+        int from = first > 0 ? first : 0, to = first + size, kept = from;
+        if (to > c->count) continue; // of a group that was left out
+        config other = *c;
+        for (int i = from; i < c->count; i++)
+            if (i >= to || strcmp(c->items[i].text, "--save saved") == 0) other.items[kept++] = c->items[i];
+        other.count = kept;
+        smaller |= kept < c->count && accept(c, &other, how, detail, tries);
+    }
+    return smaller;
+}
+
+/* Leaves out what the failure does not need: the second layout, data-parallel ranks, groups of options and options one
+ * at a time; then replaces choices by the first one of their row. */
+static void shrink(config *c, outcome how, mt_error *detail) {
+    int tries = how == HUNG ? MAX_HANGS : MAX_SHRINKS;
+    bool smaller = true;
+    config other = *c;
+    other.resumes = false;
+    if (c->resumes) accept(c, &other, how, detail, &tries);
+    for (int i = c->count - 1; i >= 0 && !c->resumes; i--) // items of the second layout have no effect now
+        if (c->items[i].part == SECOND) c->count = i;
+    for (int layout = 0; layout < 2; layout++) {
+        other = *c, other.data[layout] = 1;
+        if (c->data[layout] > 1) accept(c, &other, how, detail, &tries);
+    }
+    for (int size = c->count / 2; size > 1; size /= 2) leave_out(c, size, how, detail, &tries);
+    while (smaller && tries > 0) smaller = leave_out(c, 1, how, detail, &tries);
+    for (int i = 0; i < c->count; i++) {
+        const row *row = c->items[i].row;
+        size_t first = row ? strcspn(row->choices, ";") : 0;
+        if (!row || strncmp(c->items[i].text, row->choices, first) == 0) continue;
+        other = *c;
+        snprintf(other.items[i].text, sizeof other.items[i].text, "%.*s", (int)first, row->choices);
+        accept(c, &other, how, detail, &tries);
+    }
+}
+
+static void report_failure(config *c, outcome how, mt_error *detail, long long seed, long long number) {
+    command run;
+    printf("%lld FAILED: %s\n", number, detail->text);
+    fflush(stdout);
+    shrinks = true;
+    shrink(c, how, detail);
+    shrinks = false;
+    printf("shrunk: %s\n", detail->text);
+    words_of(&run, c, ONE_RANK, "--metrics one.jsonl");
+    print_command(&run);
+    words_of(&run, c, FIRST, FIRST_FURTHER);
+    print_command(&run);
+    if (c->resumes) words_of(&run, c, SECOND, SECOND_FURTHER);
+    if (c->resumes) print_command(&run);
+    printf("again: make fuzz-layouts SEED=%lld NUMBER=%lld\n", seed, number);
+}
+
+/* ---- the program ------------------------------------------------------------------------------------------------- */
+
+/* Finds train and what mpirun is, and enters an empty folder, in memory if possible. */
+static void prepare(char folder[64]) {
+    const char *bin = getenv("MT_BIN"), *limit = getenv("FUZZ_TIMEOUT");
+    char name[4200], *absolute;
+    snprintf(name, sizeof name, "%.4000s/train", bin ? bin : ".");
+    absolute = realpath(name, NULL);
+    if (!absolute || strlen(absolute) >= sizeof train_path) mt_die("%s: not found; build train first", name);
+    strcpy(train_path, absolute);
+    free(absolute);
+    if (limit) timeout_seconds = atof(limit);
+    is_open_mpi = system("mpirun --version 2>/dev/null | grep -qi 'open.mpi\\|openrte'") == 0;
+    static char settings[][60] = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+                                  "OMPI_MCA_mpi_yield_when_idle=1", "OMPI_MCA_btl_vader_single_copy_mechanism=none",
+                                  "OMP_NUM_THREADS=1"};
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) putenv(settings[i]);
+    snprintf(folder, 64, "%s/mt-fuzz-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
+    if (!mkdtemp(folder) || chdir(folder) != 0) mt_die("%s: %s", folder, strerror(errno));
+}
+
+int main(int argc, char **argv) {
+    if (argc < 3 || argc > 4) mt_die("usage: fuzz_layouts SECONDS SEED [NUMBER]");
+    double seconds = atof(argv[1]);
+    long long seed = atoll(argv[2]), count[4] = {0}, number = argc > 3 ? atoll(argv[3]) : 0;
+    char folder[64], command[100];
+    mt_error detail;
+    prepare(folder);
+    printf("random layouts of seed %lld\n", seed);
+    for (double end = now() + seconds; now() < end; number++) {
+        config c = draw_config((uint64_t)seed, number);
+        outcome how = try_config(&c, &detail);
+        count[how]++;
+        if (how == AGREES) printf("%lld agrees\n", number);
+        if (how == REFUSED) printf("%lld refused: %s\n", number, detail.text);
+        if (how >= FAILED) report_failure(&c, how, &detail, seed, number);
+        fflush(stdout);
+        if (argc > 3) break;
+    }
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    if (system(command) != 0) mt_die("%s cannot be removed", folder);
+    long long failed = count[FAILED] + count[HUNG], all = count[AGREES] + count[REFUSED] + failed;
+    printf("%lld configurations; refused: %lld%%; hung: %lld\n", all, all ? 100 * count[REFUSED] / all : 0,
+           count[HUNG]);
+    printf("%lld passed, %lld failed, %lld skipped\n", count[AGREES], failed, count[REFUSED]);
+    return failed > 0;
+}

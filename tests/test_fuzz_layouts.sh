@@ -1,0 +1,86 @@
+#!/bin/sh
+# tests/fuzz_layouts finds what it looks for: a stand-in for train, which writes metrics and trains nothing, has a fault
+# that depends on an option. The fault is found, and shrunk to that option; the same number gives the same commands.
+set -u
+. tests/suite.sh
+fuzz=${MT_TESTS:-build/default/tests}/fuzz_layouts
+bin=$work/bin
+mkdir -p "$bin"
+unset HAVE_MPI
+
+# An mpirun that starts one rank.
+cat >"$bin/mpirun" <<'END'
+#!/bin/sh
+while [ "${1#-}" != "$1" ]; do [ "$1" = -np ] && shift; shift; done
+MPIRUN=1 exec "$@"
+END
+
+# FAULT is an option, MANNER what happens to runs of several ranks that have it.
+cat >"$bin/train" <<'END'
+#!/bin/sh
+case " $* " in *" $FAULT"*) bad=${MPIRUN:-0} ;; *) bad=0 ;; esac
+case " $* " in *" --load "*) first=3 ;; *) first=1 ;; esac
+while [ "$1" != --metrics ]; do shift; done
+grad_norm=1.00001
+[ $bad = 1 ] && case $MANNER in
+wrong) grad_norm=1.00003 ;;
+crash) kill -SEGV $$ ;;
+hang) exec sleep 60 ;;
+refuse) echo 'error: these options do not go together' >&2; exit 1 ;;
+resume) [ $first = 3 ] && echo 'error: --num-layers is 4, but the weights have 5' >&2 && exit 1 ;;
+esac
+for i in 1 2 3 4; do
+    [ $i -lt $first ] || echo "{\"iteration\": $i, \"lm_loss\": $i, \"grad_norm\": $grad_norm, \"iteration_ms\": $$}"
+done >"$2"
+END
+chmod +x "$bin/mpirun" "$bin/train"
+
+# fuzz MANNER FAULT SEED [NUMBER]: prints what the program does in some seconds, or with one number.
+fuzz() {
+    MANNER=$1 FAULT=$2 PATH="$bin:$PATH" MT_BIN=$bin FUZZ_TIMEOUT=${timeout:-30} "$fuzz" "${seconds:-2}" "$3" \
+        ${4:+"$4"} >"$work/out" 2>"$work/err"
+}
+
+# The number of the first failure in the output.
+first_failure() {
+    sed -n 's/^\([0-9]*\) FAILED.*/\1/p' "$work/out" | head -n 1
+}
+
+# shrinks MANNER FAULT PATTERN: what fails has a message with PATTERN, and the shrunk commands have FAULT and no other
+# option that they can do without.
+shrinks() {
+    fuzz "$1" "$2" 5 && return 1
+    number=$(first_failure)
+    [ -n "$number" ] || return 1
+    fuzz "$1" "$2" 5 "$number" && return 1
+    says "^shrunk: .*$3" "$work/out" && says "mpirun .* $2" "$work/out" || return 1
+    grep -q -e --qk-layernorm -e --untie -e --clip-grad -e --swiglu -e --async-save -e --profile "$work/out" && return 1
+    cp "$work/out" "$work/before" && ! fuzz "$1" "$2" 5 "$number" && cmp "$work/out" "$work/before"
+}
+
+equal_runs_agree() {
+    fuzz wrong --no-such-option 5 && says '^0 agrees' "$work/out" && ! grep -q FAILED "$work/out" &&
+        tail -n 1 "$work/out" | grep -q '^[1-9][0-9]* passed, 0 failed, [0-9]* skipped$'
+}
+
+refused_options_are_no_failure() {
+    fuzz refuse --overlap-grad-reduce 5 && says 'refused: error: these options' "$work/out" &&
+        ! grep -q FAILED "$work/out"
+}
+
+# On a busy machine other runs may seem to hang, too.
+a_hang_is_found() {
+    timeout=0.5 seconds=0.1
+    fuzz hang --device 5
+    result=$?
+    unset timeout seconds
+    [ $result = 1 ] && says 'FAILED: no end after 2.5 seconds' "$work/out" && says '; hung: 1$' "$work/out"
+}
+
+check equal_runs_agree equal_runs_agree
+check refused_options_are_no_failure refused_options_are_no_failure
+check a_wrong_number_is_shrunk_to_the_option_that_makes_it shrinks wrong --overlap-grad-reduce 'grad_norm 1.00003'
+check a_crash_is_shrunk_to_the_option_that_makes_it shrinks crash --use-distributed-optimizer 'no message'
+check a_refused_checkpoint_of_its_own_is_a_failure shrinks resume --deterministic-mode 'the weights have 5'
+check a_hang_is_a_failure a_hang_is_found
+exit $failed
