@@ -232,8 +232,8 @@ int main(int argc, char **argv) {
     mt_options *o = &r.options;
     mt_error error;
     bool all = true;
-    check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
     check(mt_launch_check(argv, &error), &error);
+    check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
     mt_watch_start(o);
     mt_grid_start(&r.grid, &argc, &argv);
     r.is_first = r.grid.world.rank == 0;

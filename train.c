@@ -276,9 +276,9 @@ int main(int argc, char **argv) {
     run r = {.start = mt_time(), .saved = -1};
     mt_error error;
     mt_signals_hold();
+    check(mt_launch_check(argv, &error), &error);
     check(mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
     mt_signals_select(&r.options);
-    check(mt_launch_check(argv, &error), &error);
     if (r.options.print_launch > 0) return print_launch(&r);
     mt_watch_start(&r.options);
     mt_grid_start(&r.grid, &argc, &argv);

@@ -96,13 +96,15 @@ begin_ranks() {
     job=$!
 }
 
+# shellcheck disable=SC2016
 a_rank_that_never_starts_ends_the_job() {
-    for command in '[ $rank = 1 ] && exec sleep 1000' '[ $rank = 1 ] && exit 0'; do
-        begin_ranks 2 "$command" --distributed-timeout-minutes 0.05
-        ends 25 || return 1
-        says '^error: rank 0 waited more than 3 s for MPI_Init during the start: .*--distributed-timeout-minutes' \
-            "$work/err" || return 1
-    done
+    begin_ranks 2 '[ $rank = 1 ] && exec sleep 1000' --distributed-timeout-minutes 0.05
+    ends 60 || return 1
+    says '^error: rank 0 waited more than 3 s for MPI_Init during the start: .*--distributed-timeout-minutes' \
+        "$work/err" || return 1
+    begin_ranks 2 '[ $rank = 1 ] && exit 0' --distributed-timeout-minutes 0.05
+    ends 60 || return 1
+    says 'rank 0 waited more than 3 s for MPI_Init\|rank 1 .*exiting improperly' "$work/err" # mpirun may notice it too
 }
 
 a_save_may_take_longer_than_a_step_may_wait() {
@@ -116,10 +118,9 @@ a_disk_that_hangs_during_a_save_is_named() {
     has_disk || return 0
     begin_ranks 2 "export LD_PRELOAD=$work/disk.so SLOW_FSYNC=1000 ONLY_RANK=1" --train-iters 3 \
         --save "$work/hung" --save-timeout-seconds $patience
-    ends $((patience + 25)) || return 1
+    ends $((patience + 60)) || return 1
     says "^error: rank 1 waited more than $patience s for the disk to write .*/hung/.*safetensors during a save: .*\
---save-timeout-seconds" "$work/err" || return 1
-    says "^error: rank 0 waited more than $patience s for .* in group world during a save" "$work/err"
+--save-timeout-seconds" "$work/err"
 }
 
 a_disk_that_hangs_under_the_data_is_named() {
@@ -130,7 +131,7 @@ a_disk_that_hangs_under_the_data_is_named() {
     data=$(ls "$work"/text*.bin)
     begin_ranks 2 "export LD_PRELOAD=$work/disk.so HANGING_MAP=$data ONLY_RANK=1" --mock-data=false \
         --vocab-size 300 --data-path "${data%.bin}" --train-iters 100 --distributed-timeout-seconds $patience
-    ends $((patience + 25)) || return 1
+    ends $((patience + 60)) || return 1
     says "^error: rank 1 waited more than $patience s for the disk to read data during a step: " "$work/err"
 }
 
