@@ -306,11 +306,14 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
     bool yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN, linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
     bool factor = o->rope_scaling_factor > 0 || o->rotary_seq_len_interpolation_factor > 0;
     bool rope = o->position_embedding_type == MT_POSITION_ROPE, rms = o->normalization == MT_RMSNORM;
+    bool latent = o->multi_latent_attention;
+    int64_t heads = mt_max(o->num_attention_heads, 1);
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, mtp = trains && o->mtp_num_layers > 0;
     bool experts = o->num_experts > 0, sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
     const mt_rule rules[] = {
-        MT_NEEDS("--multi-latent-attention", o->multi_latent_attention,
-                 "--normalization RMSNorm and --position-embedding-type rope", rms && rope),
+        MT_NEEDS("--multi-latent-attention", latent, "--normalization RMSNorm and --position-embedding-type rope",
+                 rms && rope),
+        MT_EXCLUDES("--multi-latent-attention", latent, "--num-query-groups", o->num_query_groups % heads != 0),
         MT_NEEDS("--rope-scaling-type", o->rope_scaling_type != MT_ROPE_SCALING_NONE, "--position-embedding-type rope",
                  rope),
         MT_NEEDS("--rope-scaling-type linear and yarn", linear || yarn, "--rope-scaling-factor", factor),
@@ -320,9 +323,8 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
         MT_NEEDS("--mtp-num-layers", mtp, "--position-embedding-type rope or none", !learned),
         MT_EXCLUDES("--mtp-num-layers, whose backward is not split,", mtp, "--pipeline-schedule zb-h1",
                     o->pipeline_schedule == MT_SCHEDULE_ZB_H1),
-        MT_NEEDS("--num-experts", experts, "--swiglu: experts have gates", o->swiglu),
-        MT_NEEDS("--num-experts", experts, "--disable-bias-linear: experts have no biases",
-                 !o->mlp_bias && !o->add_bias_linear),
+        MT_NEEDS("--moe-shared-expert-intermediate-size", experts && o->moe_shared_expert_intermediate_size > 0,
+                 "--disable-bias-linear: a shared expert has no biases", !o->mlp_bias && !o->add_bias_linear),
         MT_NEEDS("--moe-router-pre-softmax", experts && o->moe_router_pre_softmax,
                  "--moe-router-score-function softmax", !sigmoid),
         MT_NEEDS("--moe-router-enable-expert-bias", experts && o->moe_router_enable_expert_bias,
@@ -365,7 +367,8 @@ static bool mt_options_gated(const mt_options *o) {
 void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
         o->ffn_hidden_size = mt_options_gated(o) ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
-    if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
+    bool one_group = o->group_query_attention && !MT_GIVEN(o, num_query_groups);
+    if (o->num_query_groups == 0) o->num_query_groups = one_group ? 1 : o->num_attention_heads;
     if (o->multi_latent_attention) {
         o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
         o->qk_layernorm = true;
@@ -379,8 +382,8 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
     const mt_rule before[] = {
         {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
         {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
-        {!o->group_query_attention && groups > 0 && groups != heads,
-         "--num-query-groups %lld needs --group-query-attention",
+        {MT_GIVEN(o, group_query_attention) && !o->group_query_attention && groups > 0 && groups != heads,
+         "--num-query-groups %lld needs --group-query-attention, which is false",
          {groups}},
     };
     if (MT_CHECK_RULES(before, error)) return -1;
@@ -2950,6 +2953,32 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
     }
 }
 
+static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
+                                        int64_t E, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(3 * N);
+#pragma omp parallel for if (M * N > MT_PARALLEL)
+    for (int64_t m = 0; m < mt_min(M, offsets[E]); m++) {
+        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, y, m * N, dtype);
+        int64_t e = 0;
+        while (offsets[e + 1] <= m) e++;
+        const float *in = mt_row_load(slice + N, y, m * N, N, dtype);
+        const float *own = mt_row_load(slice + 2 * N, bias, e * N, N, dtype);
+#pragma omp simd
+        for (int64_t n = 0; n < N; n++) out[n] = in[n] + own[n];
+        mt_row_close(y, m * N, out, N, dtype);
+    }
+}
+
+static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int32_t *offsets, int64_t M, int64_t N,
+                                         int64_t E, mt_dtype dtype, mt_stream *stream) {
+    (void)M, (void)stream;
+    for (int64_t e = 0; e < E; e++) {
+        int64_t rows = offsets[e + 1] - offsets[e];
+        if (rows > 0) mt_column_sums(dbias + e * N, mt_rows_from(dy, offsets[e], N, dtype), rows, N, dtype);
+    }
+}
+
 static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
     (void)stream;
@@ -4387,7 +4416,9 @@ static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear
                                    mt_linear_io *own, int64_t *count) {
     int64_t first = io->host_offsets[i], size = l->N * l->K;
     mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
+    expert.bias.w = io->omits_bias ? NULL : mt_operand(tp, l->bias.w, i * l->N);
     if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
+    if (l->bias.dw) expert.bias.dw = l->bias.dw + i * l->N;
     *count = io->host_offsets[i + 1] - first;
     *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
     own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
@@ -4398,12 +4429,15 @@ static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     if (!io->host_offsets) {
         tp->ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
                                         l->num_experts, tp->dtype, tp->stream);
+        if (l->bias.w && !io->omits_bias)
+            tp->ops->grouped_bias_forward(io->y, l->bias.w, io->offsets, io->num_rows, l->N, l->num_experts, tp->dtype,
+                                          tp->stream);
         return;
     }
     for (int64_t i = 0, count; i < l->num_experts; i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0) mt_product_forward(tp, &expert, NULL, own.y, own.x, NULL, count);
+        if (count > 0) mt_product_forward(tp, &expert, NULL, own.y, own.x, expert.bias.w, count);
     }
 }
 
@@ -4425,6 +4459,9 @@ static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_li
     if (!io->host_offsets)
         tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
                                                 l->num_experts, accumulate, tp->dtype, tp->stream);
+    if (!io->host_offsets && l->bias.dw)
+        tp->ops->grouped_bias_backward(l->bias.dw, io->dy, io->offsets, io->num_rows, l->N, l->num_experts, tp->dtype,
+                                       tp->stream);
     for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
@@ -4781,17 +4818,26 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
              "attn.c_attn.bias"),
     MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
-    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.gate_proj.bias"),
-    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
-    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), MT_HAS(EXPERTS),
+            "mlp.gate_proj.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.up_proj.bias",
+             "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
-    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product */
-    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product; then
+     * their biases in the same order */
+    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
             "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"),
     MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
              "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"),
     MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
             "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
+    MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
+            MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.experts.#.gate_proj.bias"),
+    MT_FUSED(EXPERT_UP_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS),
+             0, "mlp.experts.#.up_proj.bias"),
+    MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
+            "mlp.experts.#.down_proj.bias"),
     /* output */
     MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
     MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
@@ -4847,7 +4893,7 @@ static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t inde
 static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
     const mt_partition *at = &table->partition;
     int64_t parts = param->expert >= 0 ? at->etp : at->tp, rank = param->expert >= 0 ? at->etp_rank : at->tp_rank;
-    param->counted = at->tp_rank == 0;
+    param->counted = rank == 0;
     if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
     if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
     if (cut != MT_CUT_KV_HEADS) return;
@@ -4964,7 +5010,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = options->num_layers + options->mtp_num_layers;
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
     for (int64_t i = 0; i < at->num_stages; i++) {
@@ -5769,8 +5815,8 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
  * by expert; the combine runs the same three phases in reverse order. The alltoall dispatcher sends each row to the
  * ranks that hold its expert. The allgather dispatcher sends all tokens to all ranks, and each rank selects the rows of
  * its own experts. A group of one rank exchanges nothing. Invariants: routing is in fp32; the expert's activation is
- * scaled by the row's probability, so the backward needs no expert output (--no-moe-permute-fusion scales the output
- * instead, and saves it); the results of a token are summed in one fixed order. */
+ * scaled by the row's probability, so the backward needs no expert output (--no-moe-permute-fusion and experts with
+ * biases scale the output instead, and save it); the results of a token are summed in one fixed order. */
 
 /* M rows for the experts of this rank, sorted by expert, and their intermediate results. */
 typedef struct mt_expert_rows {
@@ -5778,9 +5824,9 @@ typedef struct mt_expert_rows {
     int64_t capacity;                 // allocated rows
     void *input;                      // [M, C]
     float *weights;                   // [M] probabilities
-    void *hidden;                     // [M, 2F]
+    void *hidden;                     // [M, 2F], or [M, F] without gates
     void *active;                     // [M, F]
-    void *output;                     // [M, C] before scaling, without permute fusion
+    void *output;                     // [M, C] before scaling, if the output is scaled
     int32_t *to_expert, *from_expert; // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
@@ -5818,6 +5864,7 @@ typedef struct mt_experts {
     mt_stream *comm;          // stream of the exchange
     bool uses_allgather;      // --moe-token-dispatcher-type allgather
     bool has_capacity, pads_to_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
+    bool scales_output;                  // by the probabilities; else they scale the activation
     bool sinkhorn;                       // training routes by Sinkhorn's iteration
     mt_expert_rows rows;                 // gradients, and rows before they are sent
     mt_expert_rows dispatched;           // exchanged rows, sorted by source rank
@@ -5866,9 +5913,9 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
-    mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, 2 * e->F, m->dtype);
+    mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, mt_fc1_width(m, e->F), m->dtype);
     mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
-    if (!e->permute_fusion) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
+    if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
     if (e->group->size == 1 || e->uses_allgather) return;
     mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
     mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
@@ -6290,7 +6337,7 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
                           .num_rows = r->num_rows};
 }
 
-/* ---- the experts' MLPs; probabilities scale the activation, or without permute fusion the output */
+/* ---- the experts' MLPs; probabilities scale the activation or the output */
 
 /* mt_expert_output = experts(rows.input), scaled by rows.weights. */
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
@@ -6299,12 +6346,13 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
     fc1.x = rows->input, fc1.y = rows->hidden;
-    down.x = rows->active, down.y = e->permute_fusion ? mt_expert_output(m) : rows->output;
+    down.x = rows->active, down.y = e->scales_output ? rows->output : mt_expert_output(m);
+    down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    m->ops->activation_forward(rows->active, rows->hidden, e->permute_fusion ? rows->weights : NULL, M, F,
+    m->ops->activation_forward(rows->active, rows->hidden, e->scales_output ? NULL : rows->weights, M, F,
                                mt_options_activation(m->options), m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->expert_down, &down);
-    if (!e->permute_fusion)
+    if (e->scales_output)
         m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
 }
 
@@ -6314,7 +6362,8 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
     int64_t F = m->experts->F, M = r->num_rows;
     const void *dout = d->input;
-    if (!m->experts->permute_fusion) {
+    bool scaled = !m->experts->scales_output;
+    if (!scaled) {
         m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
                                     p->stream);
         dout = d->output;
@@ -6322,7 +6371,6 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
-    bool scaled = m->experts->permute_fusion;
     m->ops->activation_backward(d->hidden, scaled ? d->weights : NULL, d->active, rows->hidden,
                                 scaled ? rows->weights : NULL, M, F, mt_options_activation(m->options), m->dtype,
                                 p->stream);
@@ -9181,6 +9229,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->has_capacity = o->moe_expert_capacity_factor > 0,
     e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
     e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
+    e->scales_output = !e->permute_fusion || o->mlp_bias;
     e->has_aux_loss = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
     e->global_aux_loss = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
     e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;

@@ -49,9 +49,10 @@ extern "C" {
 /* The version of the library that is linked: its MT_VERSION. */
 const char *mt_version(void);
 
-/* One line for the user: what went wrong, where, and what to do. Parsers fill it and return -1; they never exit. */
+/* For the user: what went wrong, where, and what to do; one line, or a line per reason where many options are refused.
+ * Parsers fill it and return -1; they never exit. */
 typedef struct mt_error {
-    char text[1024];
+    char text[4096];
 } mt_error;
 
 /* Fills `error` as printf does and returns -1, so that a parser can `return mt_error_set(error, ...)`. */
@@ -248,17 +249,18 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
  * A model belongs to the first family that fits; MEGATRON, which fits always: transformers has no class for it. */
 #define MT_HF_FAMILIES(X)                                                                                              \
     X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2, LAYERNORM | LEARNED | QKV_BIAS | OUT_BIAS | MLP_BIAS,                     \
-      LATENT | GROUPS | FREE_HEADS | GATED | QK_NORM | WINDOW)                                                         \
+      LATENT | GROUPS | FREE_HEADS | GATED | QK_NORM | WINDOW | EXPERTS)                                               \
     X(LLAMA, "llama", "LlamaForCausalLM", LLAMA, BLOCK, OTHER | EXPERTS | QK_NORM | ODD_BIAS | WINDOW)                 \
     X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA, BLOCK,                                                          \
       OTHER | EXPERTS | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                                                      \
     X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA, BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS)    \
     X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA, BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS)               \
     X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL, BLOCK | EXPERTS,                                              \
-      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS)                                     \
+      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                          \
     X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, BLOCK | EXPERTS | SHARED | GATE,                       \
       OTHER | QK_NORM | OUT_BIAS | MLP_BIAS)                                                                           \
-    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM, OTHER | SHARED | ODD_BIAS)      \
+    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM,                                 \
+      OTHER | SHARED | ODD_BIAS | MLP_BIAS)                                                                            \
     X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA, BLOCK | LATENT,                                      \
       LAYERNORM | OUT_BIAS | MLP_BIAS | WINDOW | NOT_DEEPSEEK)                                                         \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, 0, 0)
@@ -835,6 +837,12 @@ typedef struct mt_dispatch {
        (dw, dy, x, offsets, M, N, K, E, accumulate, dtype, stream), float *dw, const void *dy, const void *x,          \
        const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate, mt_dtype dtype,            \
        mt_stream *stream)                                                                                              \
+    /* y[M, N] += bias[E, N] of each row's expert. */                                                                  \
+    OP(grouped_bias_forward, mt_work_bytes(2 * M * N, dtype), (y, bias, offsets, M, N, E, dtype, stream), void *y,     \
+       const void *bias, const int32_t *offsets, int64_t M, int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream)   \
+    /* dbias[E, N] += column sums of dy over each expert's rows, in fp32. */                                           \
+    OP(grouped_bias_backward, mt_work_bytes(M *N, dtype), (dbias, dy, offsets, M, N, E, dtype, stream), float *dbias,  \
+       const void *dy, const int32_t *offsets, int64_t M, int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream)     \
     /* y[M, C] = weights[M] x[M, C]; y may be x. The activation's weights replace it where possible. */                \
     OP(scale_rows_forward, mt_work_bytes(2 * M * C, dtype), (y, x, weights, M, C, dtype, stream), void *y,             \
        const void *x, const float *weights, int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream)                   \
@@ -1366,7 +1374,7 @@ typedef enum mt_linear_kind {
 
 /* y = x w^T + bias. N and K are this rank's sizes. */
 typedef struct mt_linear {
-    mt_weight weight, bias; // [N, K], or [num_experts, N, K] if grouped; [N]
+    mt_weight weight, bias; // [N, K] and [N], or [num_experts, N, K] and [num_experts, N] if grouped
     int64_t N, K;
     int64_t num_experts; // grouped
     mt_linear_kind kind;
@@ -1384,6 +1392,7 @@ typedef struct mt_linear_io {
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;
+    bool omits_bias; // grouped, forward: y is a partial sum to which another rank adds the bias
 } mt_linear_io;
 
 /* The halves of a backward: gradient of the input, gradient of the weights, or both. */
@@ -1458,7 +1467,7 @@ typedef enum mt_role {
     MT_ROUTER,
     MT_ROUTER_BIAS, // added to scores for the choice of experts; updated towards equal loads, not trained
     MT_EXPERT_GATE,
-    MT_EXPERT_UP,
+    MT_EXPERT_UP, // without a gate, an expert's only first linear
     MT_EXPERT_DOWN,
     MT_SHARED_GATE, // this and the next two: the shared expert, which every token visits
     MT_SHARED_UP,
@@ -1468,6 +1477,9 @@ typedef enum mt_role {
     MT_MTP_HIDDEN_NORM,
     MT_MTP_PROJECTION,
     MT_MTP_FINAL_NORM,
+    MT_EXPERT_GATE_BIAS,
+    MT_EXPERT_UP_BIAS,
+    MT_EXPERT_DOWN_BIAS,
     MT_NUM_ROLES
 } mt_role;
 

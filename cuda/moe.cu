@@ -865,6 +865,78 @@ extern "C" void mt_cuda_combine_rows(void *out, const void *in, const int32_t *p
     });
 }
 
+/* ---- biases of grouped linear layers ----------------------------------------------------------------------------- */
+
+/* y += bias of the row's expert. Reads and writes y: 4 bytes per element in bf16, 8 in fp32; biases are cached. */
+template <class T, int N>
+__global__ void grouped_bias_forward(T *y, const T *bias, const int32_t *offsets, int64_t M, int E, int width,
+                                     int blocks_per_row) {
+    int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
+    int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
+    if (row >= M || row >= offsets[E] || c >= width) return;
+    int expert = 0;
+    for (int last = E - 1; expert < last;) { // the last expert that begins at or before the row
+        int middle = (expert + last + 1) / 2;
+        if (offsets[middle] <= row)
+            expert = middle;
+        else
+            last = middle - 1;
+    }
+    mt_pack<float, N> pack = mt_to_float(mt_load<N>(y + row * width + c));
+    mt_pack<float, N> more = mt_to_float(mt_load<N>(bias + (int64_t)expert * width + c));
+    for (int i = 0; i < N; i++) pack.value[i] += more.value[i];
+    mt_store(y + row * width + c, mt_from_float<T>(pack));
+}
+
+extern "C" void mt_cuda_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
+                                             int64_t E, mt_dtype dtype, mt_stream *stream) {
+    if (M == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {y, bias}, {N}), [&](auto type, auto pack) {
+        using T = decltype(type);
+        constexpr int K = decltype(pack)::value;
+        mt_many_row_grid grid = mt_many_rows(M, mt_divide_up(N, K), 1);
+        grouped_bias_forward<T, K><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
+            (T *)y, (const T *)bias, offsets, M, (int)E, (int)N, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+static constexpr int bias_rows = 16; // rows that a block reads at once
+
+/* dbias += column sums of an expert's rows (blockIdx.y), for 32 N columns. Every bias_rows-th row is summed by one
+ * warp, then the warps' sums in order. Reads dy: 2 bytes per element in bf16, 4 in fp32. */
+template <class T, int N>
+__global__ void grouped_bias_backward(float *dbias, const T *dy, const int32_t *offsets, int width) {
+    __shared__ float sums[bias_rows][32 * N];
+    int c = (blockIdx.x * 32 + threadIdx.x) * N, end = offsets[blockIdx.y + 1];
+    mt_pack<float, N> sum = {};
+#pragma unroll 4
+    for (int64_t row = offsets[blockIdx.y] + (int)threadIdx.y; row < end; row += bias_rows) {
+        mt_pack<float, N> d = mt_to_float(mt_load<N>(dy + row * width + c, c < width));
+        for (int i = 0; i < N; i++) sum.value[i] += d.value[i];
+    }
+    for (int i = 0; i < N; i++) sums[threadIdx.y][threadIdx.x * N + i] = sum.value[i];
+    __syncthreads();
+    for (int i = threadIdx.y * 32 + threadIdx.x; i < 32 * N; i += 32 * bias_rows) {
+        int column = blockIdx.x * 32 * N + i;
+        float total = 0;
+        for (int k = 0; k < bias_rows; k++) total += sums[k][i];
+        if (column < width) dbias[(int64_t)blockIdx.y * width + column] += total;
+    }
+}
+
+extern "C" void mt_cuda_grouped_bias_backward(float *dbias, const void *dy, const int32_t *offsets, int64_t M,
+                                              int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream) {
+    if (M == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {dy}, {N}), [&](auto type, auto pack) {
+        using T = decltype(type);
+        constexpr int K = decltype(pack)::value;
+        dim3 grid(mt_grid_size(N, 32 * K), (unsigned)E), block(32, bias_rows);
+        grouped_bias_backward<T, K><<<grid, block, 0, mt_cuda_stream(stream)>>>(dbias, (const T *)dy, offsets, (int)N);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
 /* ---- scaling of rows --------------------------------------------------------------------------------------------- */
 
 /* y = weight x. Reads x, writes y: 4 bytes per element in bf16, 8 in fp32, and 4 per row. */

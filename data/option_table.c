@@ -20,8 +20,8 @@ const mt_option mt_option_table[] = {
      "query heads"},
     {"group-query-attention", MT_FLAG, MT_AT(group_query_attention), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
      "groups of query heads share a key and value head"},
-    {"num-query-groups", MT_INT, MT_AT(num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "key and value heads with --group-query-attention (default: 1)"},
+    {"num-query-groups", MT_INT, MT_AT(num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,65536]",
+     "key and value heads; 0: one per query head (default: 0, with --group-query-attention 1)"},
     {"kv-channels", MT_INT, MT_AT(kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
      "channels of a head (default: hidden size / heads)"},
     {"multi-latent-attention", MT_FLAG, MT_AT(multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
@@ -45,7 +45,8 @@ const mt_option mt_option_table[] = {
      "[1,1048576]", "pad the vocabulary to a multiple of this times the tensor-parallel size"},
     {"normalization", MT_CHOICE, MT_AT(normalization), MT_TRAIN, MT_OF_WEIGHTS, "LayerNorm", "LayerNorm|RMSNorm",
      "type of norm"},
-    {"norm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)", "epsilon of the norms"},
+    {"norm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)", "epsilon of the norms",
+     .own = true},
     {"layernorm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
      "older name of --norm-epsilon"},
     {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU"},
@@ -84,14 +85,14 @@ const mt_option mt_option_table[] = {
      "RoPE scaling of Llama 3.1: --rope-scaling-type llama3", .needs = "position-embedding-type rope",
      .excludes = "rotary-seq-len-interpolation-factor"},
     {"rope-scaling-type", MT_CHOICE, MT_AT(rope_scaling_type), MT_TRAIN, MT_OF_MODEL, "none", "none|linear|llama3|yarn",
-     "how RoPE is scaled to longer sequences"},
+     "how RoPE is scaled to longer sequences", .own = true},
     {"rope-scaling-factor", MT_REAL, MT_AT(rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
      "factor of RoPE scaling (default for llama3: 8)", .needs = "rope-scaling-type linear|llama3|yarn",
      .excludes = "rotary-seq-len-interpolation-factor"},
     {"rope-low-freq-factor", MT_REAL, MT_AT(rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
-     "llama3: scale wavelengths above original positions / this", .needs = "rope-scaling-type llama3"},
+     "llama3: scale wavelengths above original positions / this", .needs = "rope-scaling-type llama3", .own = true},
     {"rope-high-freq-factor", MT_REAL, MT_AT(rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
-     "llama3: keep wavelengths below original positions / this", .needs = "rope-scaling-type llama3"},
+     "llama3: keep wavelengths below original positions / this", .needs = "rope-scaling-type llama3", .own = true},
     {"original-max-position-embeddings", MT_INT, MT_AT(original_max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL,
      "[1,1073741824]", "llama3, yarn: positions before scaling (default for llama3: 8192)",
      .needs = "rope-scaling-type llama3|yarn"},
@@ -101,11 +102,11 @@ const mt_option mt_option_table[] = {
      "yarn: scale channels with fewer rotations than this", .needs = "rope-scaling-type yarn"},
     {"yarn-mscale", MT_REAL, MT_AT(yarn_mscale), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
      "yarn: attention is scaled by g(mscale) / g(mscale-all-dim), where g(m) = 0.1 m ln(factor) + 1",
-     .needs = "rope-scaling-type yarn"},
+     .needs = "rope-scaling-type yarn", .own = true},
     {"yarn-mscale-all-dim", MT_REAL, MT_AT(yarn_mscale_all_dim), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
-     "yarn: see --yarn-mscale", .needs = "rope-scaling-type yarn"},
+     "yarn: see --yarn-mscale", .needs = "rope-scaling-type yarn", .own = true},
     {"yarn-attention-factor", MT_REAL, MT_AT(yarn_attention_factor), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1048576]",
-     "yarn: the scale of attention itself (default: g(1))", .needs = "rope-scaling-type yarn"},
+     "yarn: the scale of attention itself (default: g(1))", .needs = "rope-scaling-type yarn", .own = true},
 
     {.help = "batches and length of training"},
     {"micro-batch-size", MT_INT, MT_AT(micro_batch_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
@@ -132,7 +133,7 @@ const mt_option mt_option_table[] = {
      .excludes = "no-exit-signal-handler"},
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "compute in bf16 (default: fp32)"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
-     "device to compute on; auto: the GPU if there is one"},
+     "device to compute on; auto: the GPU if there is one", .own = true},
     {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
      "attention on a GPU; flash: fused kernels; cudnn: cuDNN for sequences of equal length, otherwise flash; unfused: "
      "plain kernels; auto: the faster of flash and cudnn, measured once"},
@@ -232,14 +233,13 @@ const mt_option mt_option_table[] = {
      .needs = "cp-comm-type a2a+p2p"},
     {"distributed-timeout-minutes", MT_REAL, MT_AT(distributed_timeout_minutes), MT_BOTH, MT_OF_RUN, "10", "(0,1e7]",
      "end the job when a rank waits this long for another rank or a file while the job starts; also the limit of a "
-     "step "
-     "unless that is given"},
+     "step unless that is given"},
     {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
-     "[1,1000000000]", "the same for one wait during a step"},
+     "[1,1000000000]", "the same for one wait during a step", .own = true},
     {"distributed-timeout-seconds-after-init", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, NULL,
      "[1,1000000000]", "another name of --distributed-timeout-seconds"},
     {"save-timeout-seconds", MT_INT, MT_AT(save_timeout_seconds), MT_TRAIN, MT_OF_RUN, "1800", "[1,1000000000]",
-     "the same while a checkpoint is saved; at least the limit of a step unless given"},
+     "the same while a checkpoint is saved; at least the limit of a step unless given", .own = true},
     {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
      "1", "[1,10000]", "pipeline stages per rank: more stages, a smaller bubble and more messages",
      .needs = "pipeline-model-parallel-size"},
@@ -250,7 +250,8 @@ const mt_option mt_option_table[] = {
          "num-virtual-stages-per-pipeline-rank, decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers"},
     {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
      MT_AT(microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
-     "micro-batches that run through a virtual stage before the next stage's turn (default: the pipeline size)"},
+     "micro-batches that run through a virtual stage before the next stage's turn (default: the pipeline size)",
+     .own = true},
     {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
      "[1,10000]", "layers of the first pipeline rank (default: an equal share)",
      .needs = "pipeline-model-parallel-size",
@@ -273,11 +274,13 @@ const mt_option mt_option_table[] = {
                  "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers, "
                  "account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split"},
     {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
-     "order of forwards and backwards (default: interleaved with several stages per rank, otherwise 1f1b)"},
+     "order of forwards and backwards (default: interleaved with several stages per rank, otherwise 1f1b)",
+     .own = true},
     {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
-     "print the stages and the schedule, optionally draw them into a file, and exit; needs no mpirun"},
+     "print the stages and the schedule, optionally draw them into a file, and exit; needs no mpirun", .own = true},
     {"print-launch", MT_INT, MT_AT(print_launch), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]",
-     "print what launch.sh needs, first the largest number of ranks up to this that can run these options, and exit"},
+     "print what launch.sh needs, first the largest number of ranks up to this that can run these options, and exit",
+     .own = true},
     {"use-distributed-optimizer", MT_FLAG, MT_AT(use_distributed_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "split the optimizer state over the data-parallel ranks: --data-parallel-sharding-strategy optim"},
     {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
@@ -330,40 +333,41 @@ const mt_option mt_option_table[] = {
 
     {.help = "bad steps"},
     {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
-     NULL, "treat a step as bad if its loss or gradient norm is not finite"},
+     NULL, "treat a step as bad if its loss or gradient norm is not finite", .own = true},
     {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "continue after a loss or gradient norm that is not finite"},
     {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "treat a step as bad if its loss is far above the running average"},
     {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
-     "a loss above this many times the average is a spike", .needs = "check-for-spiky-loss"},
+     "a loss above this many times the average is a spike", .needs = "check-for-spiky-loss", .own = true},
     {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
-     "steps of the running average; earlier steps are never spikes", .needs = "check-for-spiky-loss"},
+     "steps of the running average; earlier steps are never spikes", .needs = "check-for-spiky-loss", .own = true},
     {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
      "stop: end the run; skip: make no update; rewind: return to the last checkpoint and skip the step if it is bad "
-     "again"},
+     "again",
+     .own = true},
     {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
-     "end the run after more consecutive bad steps than this", .needs = "bad-step-policy skip|rewind"},
+     "end the run after more consecutive bad steps than this", .needs = "bad-step-policy skip|rewind", .own = true},
     {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
      "repeat a bad step to distinguish a transient fault from a reproducible one, and name the rank"},
 
     {.help = "data"},
-    {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
+    {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, MT_PREFIXES,
      "indexed datasets, divided by --split: one prefix, several, or weight prefix weight prefix ...",
      .excludes = "train-data-path, mock-data, tokens-file"},
     {"split", MT_STRING, MT_AT(split), MT_TRAIN, MT_OF_RUN, "969,30,1", "A,B,C",
      "fractions of --data-path for training, validation and test", .needs = "data-path"},
-    {"train-data-path", MT_LIST, MT_AT(train_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
+    {"train-data-path", MT_LIST, MT_AT(train_data_path), MT_TRAIN, MT_OF_RUN, NULL, MT_PREFIXES,
      "datasets for training, instead of --data-path", .excludes = "mock-data, tokens-file"},
-    {"valid-data-path", MT_LIST, MT_AT(valid_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX", "datasets for validation",
-     .needs = "train-data-path"},
-    {"test-data-path", MT_LIST, MT_AT(test_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX", "datasets for test",
+    {"valid-data-path", MT_LIST, MT_AT(valid_data_path), MT_TRAIN, MT_OF_RUN, NULL, MT_PREFIXES,
+     "datasets for validation", .needs = "train-data-path"},
+    {"test-data-path", MT_LIST, MT_AT(test_data_path), MT_TRAIN, MT_OF_RUN, NULL, MT_PREFIXES, "datasets for test",
      .needs = "train-data-path"},
     {"mock-data", MT_FLAG, MT_AT(mock_data), MT_TRAIN, MT_OF_RUN, NULL, NULL, "train on synthetic tokens",
      .excludes = "tokens-file"},
     {"tokens-file", MT_STRING, MT_AT(tokens_file), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
      "int32 [iterations, global batch, seq + 1], read in order",
-     .excludes = "reset-position-ids, reset-attention-mask, eod-mask-loss, dataloader-type"},
+     .excludes = "reset-position-ids, reset-attention-mask, eod-mask-loss, dataloader-type", .own = true},
     {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, "auto", MT_TOKENIZER_TYPES,
      "type of tokenizer; auto: the one in the --load folder"},
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH",
@@ -385,30 +389,32 @@ const mt_option mt_option_table[] = {
      "global batches of an evaluation; 0: none"},
     {"log-interval", MT_INT, MT_AT(log_interval), MT_TRAIN, MT_OF_RUN, "1", "[1,1000000000000]",
      "steps between printed lines"},
-    {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write one JSON object per step"},
+    {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write one JSON object per step",
+     .own = true},
     {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "time every operation and print at the end where the time of a step went"},
+     "time every operation and print at the end where the time of a step went", .own = true},
     {"tensorboard-dir", MT_STRING, MT_AT(tensorboard_dir), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "write event files for TensorBoard"},
     {"log-straggler", MT_FLAG, MT_AT(log_straggler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "with every printed line, name the slowest and the fastest rank of each part of a step"},
     {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
-     "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
+     "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing", .own = true},
     {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "first step to trace, counted from the start of this run (default: 2)", .needs = "trace"},
+     "first step to trace, counted from the start of this run (default: 2)", .needs = "trace", .own = true},
     {"trace-last-step", MT_INT, MT_AT(trace_last_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "last step to trace (default: the one after the first)", .needs = "trace"},
+     "last step to trace (default: the one after the first)", .needs = "trace", .own = true},
     {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
      "load model and weights from a Hugging Face folder, a folder of --save, or ORG/NAME in the cache of Hugging Face"},
     {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "take the model from a config.json, or that of ORG/NAME in the cache of Hugging Face, with random weights"},
+     "take the model from a config.json, or that of ORG/NAME in the cache of Hugging Face, with random weights",
+     .own = true},
     {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints into this folder"},
     {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps between checkpoints (default: one at the end)", .needs = "save"},
     {"async-save", MT_FLAG, MT_AT(async_save), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "continue training while a checkpoint is written; takes host memory for a copy", .needs = "save"},
     {"keep-checkpoints", MT_INT, MT_AT(keep_checkpoints), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "keep only this many of the last checkpoints (default: all)", .needs = "save"},
+     "keep only this many of the last checkpoints (default: all)", .needs = "save", .own = true},
     {"save-retain-interval", MT_INT, MT_AT(save_retain_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "keep the checkpoints whose step is a multiple of this; of the others only the last, or those of "
      "--keep-checkpoints",
@@ -420,42 +426,44 @@ const mt_option mt_option_table[] = {
     {"no-load-rng", MT_FLAG, MT_AT(no_load_rng), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "continue with another --seed: dropout and the order of data change from here on", .needs = "load"},
     {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "resume from --save if it holds an intact checkpoint, otherwise start as --load says", .needs = "save"},
+     "resume from --save if it holds an intact checkpoint, otherwise start as --load says", .needs = "save",
+     .own = true},
     {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "stop with an error if a run that resumes from --save finds no checkpoint there"},
     {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state",
      .needs = "save"},
     {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
-     "read options from a file; the command line takes precedence"},
+     "read options from a file; the command line takes precedence", .own = true},
 
     {.help = "generation (interactive without --prompt)"},
     {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
-     "texts to continue as one batch; several are printed in order, each after a header", .excludes = "prompt-tokens"},
+     "texts to continue as one batch; several are printed in order, each after a header", .excludes = "prompt-tokens",
+     .own = true},
     {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
-     "tokens to continue; needs no tokenizer"},
+     "tokens to continue; needs no tokenizer", .own = true},
     {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL,
-     "print the ids of the new tokens, one line per prompt, instead of text"},
+     "print the ids of the new tokens, one line per prompt, instead of text", .own = true},
     {"max-new-tokens", MT_INT, MT_AT(max_new_tokens), MT_INFER, MT_OF_RUN, "256", "[0,1073741824]",
-     "maximum number of new tokens per prompt"},
+     "maximum number of new tokens per prompt", .own = true},
     {"temperature", MT_REAL, MT_AT(temperature), MT_INFER, MT_OF_RUN, "1", "[0,1e6]",
-     "temperature of sampling; 0: argmax"},
+     "temperature of sampling; 0: argmax", .own = true},
     {"top-k", MT_INT, MT_AT(top_k), MT_INFER, MT_OF_RUN, "0", "[0,16777216]",
-     "sample from the k most probable tokens; 0: from all"},
+     "sample from the k most probable tokens; 0: from all", .own = true},
     {"top-p", MT_REAL, MT_AT(top_p), MT_INFER, MT_OF_RUN, "1", "(0,1]",
-     "sample from the smallest set of most probable tokens with total probability p"},
+     "sample from the smallest set of most probable tokens with total probability p", .own = true},
 
     {.help = "scoring"},
     {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE.i32",
      "int32 [sequences, seq length + 1] to score, without a backward",
-     .excludes = "prompt, prompt-tokens, print-tokens, max-new-tokens, temperature, top-k, top-p"},
+     .excludes = "prompt, prompt-tokens, print-tokens, max-new-tokens, temperature, top-k, top-p", .own = true},
     {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "write the log-probability of every label",
-     .needs = "score"},
+     .needs = "score", .own = true},
     {"entropy-out", MT_STRING, MT_AT(entropy_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32",
-     "write the entropy of every distribution", .needs = "score"},
+     "write the entropy of every distribution", .needs = "score", .own = true},
     {"logits-out", MT_STRING, MT_AT(logits_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "write all logits",
-     .needs = "score"},
+     .needs = "score", .own = true},
     {"max-sequences", MT_INT, MT_AT(max_sequences), MT_INFER, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences to score (default: all)", .needs = "score"},
+     "sequences to score (default: all)", .needs = "score", .own = true},
     {0},
 };
 
@@ -500,7 +508,7 @@ bool mt_option_is_list(const mt_option *row) {
     return row->type == MT_LIST || row->type == MT_INTS;
 }
 
-static void mt_strings_free(mt_strings *strings) {
+void mt_strings_free(mt_strings *strings) {
     for (int64_t i = 0; i < strings->count; i++) free(strings->items[i]);
     free(strings->items);
     *strings = (mt_strings){0};
@@ -511,7 +519,7 @@ void mt_option_clear(mt_options *options, const mt_option *row) {
     if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
 }
 
-static void mt_strings_add(mt_strings *strings, const char *text) {
+void mt_strings_add(mt_strings *strings, const char *text) {
     strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
     strings->items[strings->count++] = mt_strdup(text);
 }
@@ -648,6 +656,11 @@ void mt_options_free(mt_options *options) {
     mt_string_set(&options->pipeline_letters, NULL);
 }
 
+bool mt_parse_bool(const char *text, bool *value) {
+    *value = strcmp(text, "true") == 0 || strcmp(text, "True") == 0 || strcmp(text, "TRUE") == 0;
+    return *value || strcmp(text, "false") == 0 || strcmp(text, "False") == 0 || strcmp(text, "FALSE") == 0;
+}
+
 bool mt_parse_int(const char *text, int64_t *value) {
     const char *digits = text + (*text == '-');
     if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
@@ -664,14 +677,13 @@ static bool mt_parse_real(const char *text, double *value) {
 }
 
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
-    bool is_true = strcmp(text, "true") == 0;
+    bool is_true, is_bool = mt_parse_bool(text, &is_true);
     int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
     mt_ints *ints = mt_option_ints(options, row);
     switch (row->type) {
     case MT_FLAG:
     case MT_NO:
-        if (!is_true && strcmp(text, "false") != 0)
-            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
+        if (!is_bool) return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
         *mt_option_bool(options, row) = is_true == (row->type == MT_FLAG);
         break;
     case MT_INT:
@@ -693,7 +705,7 @@ int mt_option_set(mt_options *options, const mt_option *row, const char *text, c
         break;
     case MT_OPTIONAL: // true and false in a file
         if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
-        mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
+        mt_string_set(mt_option_string(options, row), is_true ? "-" : is_bool ? NULL : text);
         break;
     case MT_LIST:
         mt_strings_add(mt_option_list(options, row), text);

@@ -38,7 +38,11 @@ typedef struct mt_option {
     const char *help;
     // Other options, separated by ", ". Needs "save": a value other than its default; "device cpu|cuda": one of these.
     const char *needs, *excludes;
+    bool own; // Megatron-LM has no option of this name
 } mt_option;
+
+/* The kind of word of an option that names datasets, or a blend of them. */
+#define MT_PREFIXES "PREFIX"
 
 #define MT_AT(field) offsetof(mt_options, field)
 
@@ -70,6 +74,13 @@ bool mt_option_is_default(const mt_options *options, const mt_option *row);
 /* Replaces a string of the options by a copy of `text`, which may be NULL or the string itself. */
 void mt_string_set(char **string, const char *text);
 
+/* Adds a copy of a text to a list; frees a list. */
+void mt_strings_add(mt_strings *strings, const char *text);
+void mt_strings_free(mt_strings *strings);
+
+/* Reads true or false, as they are or as Python writes them. False if `text` is neither. */
+bool mt_parse_bool(const char *text, bool *value);
+
 /* Reads a plain decimal; strtoll alone would accept leading blanks. False if `text` is none. */
 bool mt_parse_int(const char *text, int64_t *value);
 
@@ -100,6 +111,12 @@ char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_lon
 
 /* The letters of moe_layers as a value of --moe-layer-freq, ([0]*3+[1]*58); to free. */
 char *mt_layer_freq_print(const char *layers);
+
+/* ---- the table as text (option_help.c) */
+
+/* Answers --help, --help WORD and --version on rank 0, and ends the program; returns if they are not among the
+ * arguments. */
+void mt_options_help(mt_program program, int argc, char **argv);
 
 /* ---- config.json (hf_config.c) */
 

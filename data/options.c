@@ -1,6 +1,7 @@
 /* options.c: the options of a run as text: command line, YAML, --help, and the rules of the option table. */
 #include "options.h"
 
+#include "megatron_names.h"
 #include "option_table.h"
 
 #include "checkpoint.h"
@@ -16,8 +17,6 @@
 #endif
 
 enum { MT_CONFIG_BYTES = 1 << 22 }; // limit of config.json and of a YAML file
-
-static void mt_options_help(mt_program program, FILE *file);
 
 /* ---- the command line and YAML: both find a row and a text, and call mt_option_set with the place for messages */
 
@@ -51,79 +50,258 @@ static const mt_option *mt_option_nearest(const char *name, size_t length, int p
     return nearest;
 }
 
-/* Finds an option of the program; NULL with error if there is none. `place` is its place in a file ("run.yaml:3: "), or
- * "" for the command line. */
-static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
-                                         mt_error *error) {
-    const mt_option *row = mt_option_find(name, length);
-    if (row && row->programs & (int)program) return row;
-    const mt_option *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
-    const char *dashes = *place ? "" : "--";
-    char key[80] = "";
-    int shown = length < 100 ? (int)length : 100;
-    if (nearest) mt_option_key(key, nearest);
-    if (row)
-        mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
-                     program == MT_PROGRAM_INFER ? "train" : "infer", program == MT_PROGRAM_INFER ? "infer" : "train");
-    else if (nearest)
-        mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
-                     *place ? key : nearest->name);
-    else
-        mt_error_set(error, "%sunknown option %s%.*s; --help lists them all", place, dashes, shown, name);
-    return NULL;
+/* ---- names: an option, another name of one, or a reason why it is refused */
+
+/* A name that was refused. */
+typedef struct mt_refusal {
+    char place[300]; // in a file ("run.yaml:3: "), or "" for the command line
+    char name[112];
+    char reason[300];  // reads after the name; "": unknown
+    char nearest[112]; // the option with the nearest name, or ""
+} mt_refusal;
+
+/* A pass over a file and the command line. */
+typedef struct mt_reader {
+    mt_options *options;
+    mt_program program;
+    mt_refusal *refused;
+    int64_t num_refused;
+    mt_strings always; // names that state what is so in any case
+} mt_reader;
+
+/* The option, or the answer, that a name stands for. */
+typedef struct mt_setting {
+    const mt_option *row;      // NULL: no option takes the value
+    mt_megatron_name megatron; // the answer to a name that is no row
+} mt_setting;
+
+static mt_setting mt_setting_find(const char *name, size_t length) {
+    mt_setting setting = {.row = mt_option_find(name, length)};
+    if (!setting.row) setting.megatron = mt_megatron_name_find(name, length);
+    if (setting.megatron.kind == MT_NAME_ALIAS)
+        setting.row = mt_option_find(setting.megatron.text, strlen(setting.megatron.text));
+    return setting;
 }
 
-/* The kind of value that the option expects, for messages. */
-static const char *mt_option_metavar(const mt_option *row) {
+static bool mt_setting_is_accepted(const mt_setting *setting, mt_program program) {
+    return setting->row ? setting->row->programs & (int)program : setting->megatron.kind == MT_NAME_ALWAYS;
+}
+
+/* True if the command line gives it without a value. */
+static bool mt_setting_is_flag(const mt_setting *setting) {
+    const char *value = setting->megatron.value;
+    if (setting->megatron.kind == MT_NAME_ALWAYS) return strcmp(value, "true") == 0 || strcmp(value, "false") == 0;
+    return value || setting->row->type == MT_FLAG || setting->row->type == MT_NO;
+}
+
+/* The kind of value that it expects, for messages. */
+static const char *mt_setting_metavar(const mt_setting *setting) {
+    const mt_option *row = setting->row;
+    if (mt_setting_is_flag(setting)) return "true or false";
+    if (!row) return setting->megatron.value;
     return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
 }
 
-int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error) {
-    char where[80];
-    const mt_option *row = mt_option_lookup(name, strlen(name), MT_PROGRAM_LIBRARY, "", error);
-    if (!row) return -1;
-    snprintf(where, sizeof where, "--%s", row->name);
-    mt_option_clear(options, row);
-    if (!mt_option_is_list(row)) return mt_option_set(options, row, value, where, error);
-    char *words = mt_strdup(value), *rest = NULL;
-    int status = 0;
-    for (char *word = strtok_r(words, " ", &rest); word && !status; word = strtok_r(NULL, " ", &rest))
+/* Records a name that was refused; `value` is its value, or NULL. A feature that is not supported may be off. */
+static void mt_reader_refuse(mt_reader *reader, const mt_setting *setting, const char *place, const char *name,
+                             size_t length, const char *value) {
+    const char *dashes = *place ? "" : "--", *text = setting->megatron.text;
+    bool is_on, infers = reader->program == MT_PROGRAM_INFER;
+    mt_name_kind kind = setting->megatron.kind;
+    if (kind == MT_NAME_UNSUPPORTED && value && mt_parse_bool(value, &is_on) && !is_on) return;
+    reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
+    mt_refusal *refusal = &reader->refused[reader->num_refused++];
+    *refusal = (mt_refusal){0};
+    snprintf(refusal->place, sizeof refusal->place, "%s", place);
+    snprintf(refusal->name, sizeof refusal->name, "%s%.*s", dashes, length < 100 ? (int)length : 100, name);
+    size_t room = sizeof refusal->reason;
+    if (setting->row)
+        snprintf(refusal->reason, room, "is an option of %s, not of %s", infers ? "train" : "infer",
+                 infers ? "infer" : "train");
+    else if (kind == MT_NAME_NAMED)
+        snprintf(refusal->reason, room, "is named %s here", text);
+    else if (kind == MT_NAME_NO_MEANING)
+        snprintf(refusal->reason, room, "has no meaning here (%s)", text);
+    else if (kind == MT_NAME_UNSUPPORTED)
+        snprintf(refusal->reason, room, "is not supported (%s)", text);
+    const mt_option *nearest = *refusal->reason ? NULL : mt_option_nearest(name, length, (int)reader->program);
+    char key[80];
+    if (!nearest) return;
+    mt_option_key(key, nearest);
+    snprintf(refusal->nearest, sizeof refusal->nearest, "%s%s", dashes, *place ? key : nearest->name);
+}
+
+/* Appends the names that were refused for the reason of `first`. */
+static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refusal *end) {
+    fprintf(file, "\n  %s: ", *first->reason ? first->reason : "is unknown");
+    for (const mt_refusal *r = first; r < end; r++) {
+        if (strcmp(r->reason, first->reason) != 0) continue;
+        fprintf(file, r > first ? ", %s%s" : "%s%s", r->place, r->name);
+        if (*r->nearest) fprintf(file, " (did you mean %s?)", r->nearest);
+    }
+}
+
+/* One error for all names that were refused: a line for each reason. */
+static int mt_reader_report(const mt_reader *reader, mt_error *error) {
+    const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
+    if (first == end) return 0;
+    if (end == first + 1 && *first->reason)
+        return mt_error_set(error, "%s%s %s", first->place, first->name, first->reason);
+    if (end == first + 1 && *first->nearest)
+        return mt_error_set(error, "%sunknown option %s; did you mean %s?", first->place, first->name, first->nearest);
+    if (end == first + 1)
+        return mt_error_set(error, "%sunknown option %s; --help lists them all", first->place, first->name);
+    char *text = NULL;
+    size_t size;
+    FILE *file = open_memstream(&text, &size);
+    MT_CHECK(file);
+    fprintf(file, "%lld options cannot be used:", (long long)reader->num_refused);
+    for (const mt_refusal *r = first; r < end; r++) {
+        const mt_refusal *same = first;
+        while (strcmp(same->reason, r->reason) != 0) same++;
+        if (same == r) mt_refusals_print(file, r, end);
+    }
+    MT_CHECK(fclose(file) == 0);
+    for (char *c = text; *c; c++)
+        if (iscntrl((unsigned char)*c) && *c != '\n') *c = '?';
+    if (snprintf(error->text, sizeof error->text, "%s", text) >= (int)sizeof error->text)
+        strcpy(error->text + sizeof error->text - sizeof " ...", " ...");
+    free(text);
+    return -1;
+}
+
+/* Prints the names that change nothing, because they state what is so in any case. */
+static void mt_reader_print_always(const mt_reader *reader) {
+    if (reader->always.count == 0 || mt_launch_rank() != 0) return;
+    for (int64_t i = 0; i < reader->always.count; i++) printf(i ? ", %s" : "%s", reader->always.items[i]);
+    printf(": so in any case, without effect\n");
+}
+
+static void mt_reader_free(mt_reader *reader) {
+    free(reader->refused);
+    mt_strings_free(&reader->always);
+}
+
+/* Adds the words of a blend in one text, "0.7 a 0.3 b", or else one prefix, which may have blanks. */
+static int mt_option_add_paths(mt_options *options, const mt_option *row, const char *text, const char *where,
+                               mt_error *error) {
+    char *end, *words = mt_strdup(text), *rest = NULL;
+    (void)strtod(text, &end);
+    bool is_blend = end > text && *end == ' ';
+    int status = is_blend ? 0 : mt_option_set(options, row, text, where, error);
+    for (char *word = is_blend ? strtok_r(words, " ", &rest) : NULL; word && !status; word = strtok_r(NULL, " ", &rest))
         status = mt_option_set(options, row, word, where, error);
     free(words);
     return status;
 }
 
+/* Gives a setting that is accepted its value, or the next one of a list. `where` names it in messages. */
+static int mt_setting_set(mt_reader *reader, const mt_setting *setting, const char *text, const char *where,
+                          mt_error *error) {
+    const mt_option *row = setting->row;
+    const char *value = setting->megatron.value;
+    bool is_true = false;
+    if (mt_setting_is_flag(setting)) {
+        if (!mt_parse_bool(text, &is_true))
+            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
+        text = is_true ? "true" : "false";
+    }
+    if (!row) {
+        if (mt_choice_index(value, text) < 0)
+            return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);
+        mt_strings_add(&reader->always, where);
+        return 0;
+    }
+    if (row->type == MT_LIST && strcmp(row->values, MT_PREFIXES) == 0)
+        return mt_option_add_paths(reader->options, row, text, where, error);
+    if (!value) return mt_option_set(reader->options, row, text, where, error);
+    if (*value == '!') return mt_option_set(reader->options, row, is_true ? "false" : "true", where, error);
+    bool weak = *value == '?';
+    if (!is_true || (weak && mt_options_gave(reader->options, row->offset))) return 0;
+    return mt_option_set(reader->options, row, value + weak, where, error);
+}
+
+int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error) {
+    char where[112];
+    mt_reader reader = {.options = options, .program = MT_PROGRAM_LIBRARY};
+    mt_setting setting = mt_setting_find(name, strlen(name));
+    int status = 0;
+    snprintf(where, sizeof where, "--%.100s", setting.megatron.kind || !setting.row ? name : setting.row->name);
+    if (!mt_setting_is_accepted(&setting, reader.program)) {
+        mt_reader_refuse(&reader, &setting, "", name, strlen(name), value);
+        status = mt_reader_report(&reader, error);
+    } else if (!setting.row || !mt_option_is_list(setting.row)) {
+        status = mt_setting_set(&reader, &setting, value, where, error);
+    } else {
+        mt_option_clear(options, setting.row);
+        char *words = mt_strdup(value), *rest = NULL;
+        for (char *word = strtok_r(words, " ", &rest); word && !status; word = strtok_r(NULL, " ", &rest))
+            status = mt_option_set(options, setting.row, word, where, error);
+        free(words);
+    }
+    mt_reader_free(&reader);
+    return status;
+}
+
+/* ---- the command line and YAML: both find a setting, a text, and a place for messages, and call mt_setting_set */
+
+static bool mt_is_name(const char *argument) {
+    return strncmp(argument, "--", 2) == 0;
+}
+
 /* Takes the option at arguments[index]; returns the index after its values, or -1. */
-static int mt_options_read_argument(mt_options *options, mt_program program, int index, int count, char **arguments,
-                                    mt_error *error) {
+static int mt_options_read_argument(mt_reader *reader, int index, int count, char **arguments, mt_error *error) {
     const char *argument = arguments[index++];
-    if (strncmp(argument, "--", 2) != 0 || !argument[2])
+    if (!mt_is_name(argument) || !argument[2])
         return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
-    const char *equals = strchr(argument, '=');
-    size_t length = equals ? (size_t)(equals - argument - 2) : strlen(argument) - 2;
-    const mt_option *row = mt_option_lookup(argument + 2, length, program, "", error);
-    if (!row) return -1;
-    char where[80];
-    snprintf(where, sizeof where, "--%s", row->name);
-    mt_option_clear(options, row); // the last one wins
-    if (equals) return mt_option_set(options, row, equals + 1, where, error) ? -1 : index;
-    if (row->type == MT_FLAG || row->type == MT_NO)
-        return mt_option_set(options, row, "true", where, error) ? -1 : index;
+    const char *name = argument + 2, *equals = strchr(argument, '=');
+    size_t length = equals ? (size_t)(equals - name) : strlen(name);
+    mt_setting setting = mt_setting_find(name, length);
+    const mt_option *row = setting.row;
+    if (!mt_setting_is_accepted(&setting, reader->program)) {
+        mt_reader_refuse(reader, &setting, "", name, length, equals ? equals + 1 : NULL);
+        while (index < count && !mt_is_name(arguments[index])) index++;
+        return index;
+    }
+    char where[112];
+    snprintf(where, sizeof where, "--%.*s", length < 100 ? (int)length : 100, name);
+    for (char *c = where; *c; c++)
+        if (*c == '_') *c = '-';
+    bool is_list = row && mt_option_is_list(row), is_weak = setting.megatron.value != NULL;
+    if (row && !is_weak) mt_option_clear(reader->options, row); // the last one wins
+    if (equals) return mt_setting_set(reader, &setting, equals + 1, where, error) ? -1 : index;
+    if (mt_setting_is_flag(&setting)) return mt_setting_set(reader, &setting, "true", where, error) ? -1 : index;
     int first = index;
-    while (index < count && strncmp(arguments[index], "--", 2) != 0 && (mt_option_is_list(row) || index == first))
-        if (mt_option_set(options, row, arguments[index++], where, error)) return -1;
-    if (index == first && row->type == MT_OPTIONAL)
-        return mt_option_set(options, row, "true", where, error) ? -1 : index;
-    if (index == first) return mt_error_set(error, "%s expects %s, got nothing", where, mt_option_metavar(row));
+    while (index < count && !mt_is_name(arguments[index]) && (is_list || index == first))
+        if (mt_setting_set(reader, &setting, arguments[index++], where, error)) return -1;
+    if (index == first && row && row->type == MT_OPTIONAL)
+        return mt_setting_set(reader, &setting, "true", where, error) ? -1 : index;
+    if (index == first) return mt_error_set(error, "%s expects %s, got nothing", where, mt_setting_metavar(&setting));
     return index;
 }
 
-static int mt_options_read_arguments(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+static int mt_options_read_arguments(mt_reader *reader, int argc, char **argv, mt_error *error) {
     for (int index = 1; index < argc;) {
-        index = mt_options_read_argument(options, program, index, argc, argv, error);
+        index = mt_options_read_argument(reader, index, argc, argv, error);
         if (index < 0) return -1;
     }
     return 0;
+}
+
+/* The value of the last --config; NULL if there is none. */
+static const char *mt_options_find_config(int argc, char **argv) {
+    const char *config = NULL;
+    for (int i = 1; i < argc; i++) {
+        size_t length = strcspn(argv[i], "=");
+        if (!mt_is_name(argv[i])) continue;
+        mt_setting setting = mt_setting_find(argv[i] + 2, length - 2);
+        if (!setting.row || setting.row->offset != MT_AT(config)) continue;
+        if (argv[i][length])
+            config = argv[i] + length + 1;
+        else if (i + 1 < argc && !mt_is_name(argv[i + 1]))
+            config = argv[i + 1];
+    }
+    return config;
 }
 
 #ifdef MT_HAVE_YAML
@@ -136,8 +314,7 @@ typedef struct mt_yaml {
     bool has_event;
     int64_t events;
     uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
-    mt_options *options;
-    mt_program program;
+    mt_reader *reader;
     const char *path;
     mt_error *error;
 } mt_yaml;
@@ -171,26 +348,39 @@ static int mt_yaml_scalar(mt_yaml *yaml, const char **text) {
 }
 
 static bool mt_yaml_is_null(const yaml_event_t *event) {
+    static const char *const nulls[] = {"", "~", "null", "Null", "NULL", "None"};
     const char *text = (const char *)event->data.scalar.value;
-    return event->type == YAML_SCALAR_EVENT && event->data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
-           (!*text || strcmp(text, "~") == 0 || strcmp(text, "null") == 0);
+    if (event->type != YAML_SCALAR_EVENT || event->data.scalar.style != YAML_PLAIN_SCALAR_STYLE) return false;
+    for (size_t i = 0; i < sizeof nulls / sizeof *nulls; i++)
+        if (strcmp(text, nulls[i]) == 0) return true;
+    return false;
 }
 
-/* Reads the value of `row`: the current event is a scalar or begins a sequence. */
-static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *where) {
+/* Reads the value of a setting: the current event is a scalar or begins a sequence. */
+static int mt_yaml_read_value(mt_yaml *yaml, const mt_setting *setting, const char *where) {
     const char *text;
     bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
-    if (mt_yaml_is_null(&yaml->event)) return 0;
-    if (is_sequence && !mt_option_is_list(row))
-        return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_option_metavar(row));
-    mt_option_clear(yaml->options, row);
+    if (is_sequence && (!setting->row || !mt_option_is_list(setting->row)))
+        return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
+    if (setting->row && !setting->megatron.value) mt_option_clear(yaml->reader->options, setting->row);
     if (is_sequence && mt_yaml_next(yaml)) return -1;
     while (yaml->event.type != YAML_SEQUENCE_END_EVENT) {
         if (yaml->event.type != YAML_SCALAR_EVENT)
             return mt_error_set(yaml->error, "%s expects plain values in its list", where);
-        if (mt_yaml_scalar(yaml, &text) || mt_option_set(yaml->options, row, text, where, yaml->error)) return -1;
+        if (mt_yaml_scalar(yaml, &text) || mt_setting_set(yaml->reader, setting, text, where, yaml->error)) return -1;
         if (!is_sequence) return 0;
         if (mt_yaml_next(yaml)) return -1;
+    }
+    return 0;
+}
+
+/* Moves from the beginning of a sequence to its end. */
+static int mt_yaml_skip_sequence(mt_yaml *yaml) {
+    for (int depth = 1; depth > 0;) {
+        if (mt_yaml_next(yaml)) return -1;
+        yaml_event_type_t type = yaml->event.type;
+        depth += type == YAML_SEQUENCE_START_EVENT || type == YAML_MAPPING_START_EVENT;
+        depth -= type == YAML_SEQUENCE_END_EVENT || type == YAML_MAPPING_END_EVENT;
     }
     return 0;
 }
@@ -198,15 +388,25 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *w
 /* Reads the option `name`, whose value is the current event; `place` is its place in the file. */
 static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
     char where[400];
-    const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
-    if (!row) return -1;
+    const char *text;
+    mt_setting setting = mt_setting_find(name, strlen(name));
+    bool is_scalar = yaml->event.type == YAML_SCALAR_EVENT, is_null = mt_yaml_is_null(&yaml->event);
+    if (!mt_setting_is_accepted(&setting, yaml->reader->program)) {
+        if (is_scalar && mt_yaml_scalar(yaml, &text)) return -1;
+        if (!is_null || setting.megatron.kind == MT_NAME_UNKNOWN)
+            mt_reader_refuse(yaml->reader, &setting, place, name, strlen(name), is_scalar ? text : NULL);
+        return is_scalar ? 0 : mt_yaml_skip_sequence(yaml);
+    }
     snprintf(where, sizeof where, "%s%.80s", place, name);
     if (yaml->event.type == YAML_MAPPING_START_EVENT)
-        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
-    if (yaml->seen[row->offset / 64] >> row->offset % 64 & 1)
-        return mt_error_set(yaml->error, "%s is given twice in this file", where);
-    yaml->seen[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
-    return mt_yaml_read_value(yaml, row, where);
+        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_setting_metavar(&setting));
+    if (setting.row && !setting.megatron.value) {
+        size_t offset = setting.row->offset;
+        if (yaml->seen[offset / 64] >> offset % 64 & 1)
+            return mt_error_set(yaml->error, "%s is given twice in this file", where);
+        yaml->seen[offset / 64] |= (uint64_t)1 << offset % 64;
+    }
+    return is_null ? 0 : mt_yaml_read_value(yaml, &setting, where);
 }
 
 /* Reads a key, the current event, and its value, whose last event is current afterwards. If the value is a section,
@@ -252,9 +452,8 @@ static int mt_yaml_read(mt_yaml *yaml) {
                         (long long)yaml->event.start_mark.line + 1);
 }
 
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error) {
-    mt_yaml yaml = {.options = options, .program = program, .path = path, .error = error};
+static int mt_reader_read_yaml(mt_reader *reader, const char *text, int64_t bytes, const char *path, mt_error *error) {
+    mt_yaml yaml = {.reader = reader, .path = path, .error = error};
     if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
     yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
     int result = mt_yaml_read(&yaml);
@@ -263,12 +462,20 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
     return result;
 }
 #else
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error) {
-    (void)options, (void)program, (void)text, (void)bytes;
+static int mt_reader_read_yaml(mt_reader *reader, const char *text, int64_t bytes, const char *path, mt_error *error) {
+    (void)reader, (void)text, (void)bytes;
     return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
 }
 #endif
+
+int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+                         mt_error *error) {
+    mt_reader reader = {.options = options, .program = program};
+    int status = mt_reader_read_yaml(&reader, text, bytes, path, error);
+    if (!status) status = mt_reader_report(&reader, error);
+    mt_reader_free(&reader);
+    return status;
+}
 
 /* Resume from --save if it holds an intact checkpoint: for --auto-resume, or if --load is the same folder. Then
  * everything is resumed, whatever --load was to take at the start of the run. */
@@ -346,32 +553,27 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
     return result;
 }
 
-static int mt_options_read_config(mt_options *options, mt_program program, const char *path, mt_error *error) {
+static int mt_options_read_config(mt_reader *reader, const char *path, mt_error *error) {
     int64_t bytes;
     char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = text ? mt_options_read_yaml(options, program, text, bytes, path, error) : -1;
+    int result = text ? mt_reader_read_yaml(reader, text, bytes, path, error) : -1;
     free(text);
-    if (!result && options->config)
+    if (!result && reader->options->config)
         return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
     return result;
 }
 
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+    mt_reader reader = {.options = options, .program = program};
+    const char *config = mt_options_find_config(argc, argv);
     mt_options_default(options);
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
-        if (mt_launch_rank() == 0) mt_options_help(program, stdout);
-        exit(0);
-    }
-    if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    if (options->config) { // read again, the file first: later settings win
-        char *path = mt_strdup(options->config);
-        mt_options_free(options);
-        mt_options_default(options);
-        int result = mt_options_read_config(options, program, path, error);
-        free(path);
-        if (result || mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    }
+    mt_options_help(program, argc, argv);
+    int status = config ? mt_options_read_config(&reader, config, error) : 0; // later settings win
+    if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
+    if (!status) status = mt_reader_report(&reader, error);
+    if (!status) mt_reader_print_always(&reader);
+    mt_reader_free(&reader);
+    if (status) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
@@ -631,83 +833,6 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     mt_options_derive_family(options);
     if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
     return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
-}
-
-/* ---- printing */
-
-/* Prints words from `column` on, wraps them at column 100 and indents further lines by `indent`. */
-static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
-    enum { WIDTH = 100 };
-    while (*text) {
-        int length = (int)strcspn(text, " ");
-        if (column > indent && column + 1 + length > WIDTH) {
-            fprintf(file, "\n%*s", indent, "");
-            column = indent;
-        } else if (column > indent) {
-            fputc(' ', file);
-            column++;
-        }
-        fprintf(file, "%.*s", length, text);
-        column += length, text += length;
-        text += *text == ' ';
-    }
-    fputc('\n', file);
-}
-
-/* Prints an option: name and value on the left, then help, choices and default. */
-static void mt_option_help(const mt_option *row, FILE *file) {
-    enum { INDENT = 34 };
-    char left[120], text[600];
-    const char *value = row->type == MT_INT || row->type == MT_REAL ? " N"
-                        : row->type == MT_CHOICE                    ? " NAME"
-                        : mt_option_is_list(row)                    ? " ..."
-                                                                    : "";
-    if (row->type == MT_OPTIONAL)
-        snprintf(left, sizeof left, "  --%s [%s]", row->name, row->values);
-    else if (row->type == MT_STRING || mt_option_is_list(row))
-        snprintf(left, sizeof left, "  --%s %s%s", row->name, row->values, value);
-    else
-        snprintf(left, sizeof left, "  --%s%s", row->name, value);
-    int end = snprintf(text, sizeof text, "%s", row->help), room = (int)sizeof text;
-    if (row->type == MT_CHOICE) { // "(a, b, c; default: a)"
-        end += snprintf(text + end, (size_t)(room - end), " (");
-        for (const char *at = row->values; *at; at++)
-            end += snprintf(text + end, (size_t)(room - end), *at == '|' ? ", " : "%c", *at);
-        end += snprintf(text + end, (size_t)(room - end), row->fallback ? "; default: %s)" : ")", row->fallback);
-    } else if (row->fallback)
-        snprintf(text + end, (size_t)(room - end), " (default: %s)", row->fallback);
-    if (strlen(left) > INDENT - 2)
-        fprintf(file, "%s\n%*s", left, INDENT, "");
-    else
-        fprintf(file, "%-*s", INDENT, left);
-    mt_print_wrapped(file, text, INDENT, INDENT);
-}
-
-static void mt_options_help(mt_program program, FILE *file) {
-    fprintf(file, program == MT_PROGRAM_TRAIN ? "usage: train [options]; trains a GPT-family model\n"
-                                              : "usage: infer --load DIR [options]; runs a GPT-family model\n");
-    const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row->help; row++) {
-        if (!row->name) group = row->help;
-        if (!row->name || !(row->programs & (int)program)) continue;
-        if (group) fprintf(file, "\n%s\n", group);
-        group = NULL;
-        mt_option_help(row, file);
-    }
-}
-
-void mt_options_print(const mt_options *options, mt_program program, FILE *file) {
-    const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row->help; row++) {
-        if (!row->name) group = row->help;
-        if (!row->name || !(row->programs & (int)program) || mt_option_of(row->offset) != row) continue;
-        if (mt_option_is_default(options, row)) continue;
-        if (group) fprintf(file, "%s\n", group);
-        group = NULL;
-        char *text = mt_option_text(options, row);
-        fprintf(file, "  %-36s %s\n", row->name, text);
-        free(text);
-    }
 }
 
 /* ---- agreement of the ranks */

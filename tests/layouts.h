@@ -65,6 +65,8 @@ typedef enum subject {
     GATED,          // after a dense layer; shared expert with a gate, as in Qwen2-MoE
     DROPPED,        // tokens over an expert's capacity are dropped by probability
     PADDED,         // dropped by position; inputs padded to the capacity
+    UNGATED,        // experts of two matrices with GELU and biases, after a dense layer
+    GATED_BIASES,   // experts with gates and biases
     SINKHORN,       // Sinkhorn routing
     SINKHORN_1,     // Sinkhorn routing, top-1
     LATENT,         // multi-head latent attention with q latents; heads narrower than the model
@@ -128,6 +130,14 @@ static const struct {
     [PADDED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
                              " --moe-pad-expert-input-to-capacity --global-batch-size 8",
                 1},
+    [UNGATED] = {" --openai-gelu --num-layers 4 --kv-channels 4 --num-experts 8 --moe-ffn-hidden-size 16"
+                 " --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-layer-freq ([0]*1+[1]*3)"
+                 " --global-batch-size 8",
+                 1},
+    [GATED_BIASES] = {" --swiglu --num-layers 4 --untie-embeddings-and-output-weights --num-experts 8"
+                      " --moe-ffn-hidden-size 16 --moe-router-topk 4 --moe-aux-loss-coeff 1e-2"
+                      " --moe-z-loss-coeff 1e-3 --global-batch-size 8",
+                      1},
     [SINKHORN] = {EXPERTS_LIKE " --moe-aux-loss-coeff 0 --moe-router-load-balancing-type sinkhorn"
                                " --moe-router-pre-softmax --global-batch-size 8",
                   1},
@@ -974,6 +984,18 @@ static const layout with_experts[] = {
     {2, GATED, TP "2" SP ETP "1" EP "2"},
     {2, GATED, EP "2" PLAIN SHARD "optim" PREFETCH},
     {2, GATED, PP "2" ZB},
+    {2, UNGATED, EP "2"},
+    {2, UNGATED, EP "2 --no-moe-grouped-gemm"},
+    {2, UNGATED, TP "2" SP},
+    {2, UNGATED, PP "2" ZB},
+    {2, GATED_BIASES, EP "2" GATHER SHARD "optim" PREFETCH},
+    {2, GATED_BIASES, TP "2" SP PLAIN},
+    {4, UNGATED, TP "2" SP EP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, UNGATED, EP "2" ETP "2" GATHER},
+    {4, UNGATED, EP "2 --moe-expert-capacity-factor 9 --moe-pad-expert-input-to-capacity" SHARD "optim_grads"},
+    {4, UNGATED, TP "2" SP CP "2" ETP "1" EP "4"},
+    {4, GATED_BIASES, EP "2" ETP "2" SHARD "optim" OVERLAP},
+    {4, GATED_BIASES, PP "2" VP "2" TP "2" SP ETP "1" EP "2"},
     {4, EXPERTS, EP "4"},
     {4, SHARED, EP "4" GATHER SHARD "optim_grads" OVERLAP},
     {4, SHARED, EP "2" SHARD "optim_grads_params" PREFETCH},
@@ -1021,6 +1043,7 @@ static const layout in_bf16[] = {
     {2, EXPERTS, EP "2"},
     {4, SHARED, TP "2" SP EP "4" ETP "1"},
     {4, GATED, TP "2" SP EP "2"},
+    {4, UNGATED, TP "2" SP EP "2"},
     {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
     {2, LLAMA, TP "2" SP},
     {4, LLAMA, TP "4" STEPWISE},
@@ -1130,6 +1153,8 @@ static const pair pairs[] = {
     {SHARED, {1, "", false}, {4, EP "2" SHARD "optim_grads_params" PREFETCH, false}},
     {DROPPED, {4, TP "2" SP EP "2" SHARD "optim_grads", false}, {4, CP "2" BY "all_gather" EP "4", false}},
     {MTP_LATENT, {4, TP "2" SP PP "2" EP "2" ETP "1", false}, {4, PP "4", false}},
+    {UNGATED, {4, TP "2" SP EP "2" SHARD "optim" PREFETCH, false}, {2, EP "2" GATHER, false}},
+    {GATED_BIASES, {1, "", false}, {4, EP "2" ETP "2" SHARD "optim_grads_params" PREFETCH, false}},
     // nothing changes
     {LLAMA, {4, TP "2" SP PP "2" ZB SAME, false}, {4, TP "2" SP PP "2" ZB SAME, false}},
     {GPT2, {4, TP "2" SP SHARD "optim" PREFETCH SAME, true}, {4, TP "2" SP SHARD "optim" PREFETCH SAME, true}},

@@ -575,6 +575,26 @@ static void combine_rows(run *r, const int64_t *n) { // T, rows for each, C, bas
     r->ops->combine_rows(out, in, position, base, n[0], n[1], n[2], r->dtype, r->stream);
 }
 
+/* Offsets of E experts: few rows for the first, and a tenth of the M rows of no expert. */
+static int32_t *expert_offsets(run *r, int64_t M, int64_t E) {
+    int32_t *data = mt_malloc((E + 1) * 4);
+    for (int64_t e = 0; e <= E; e++) data[e] = (int32_t)((M - M / 10) * e * e / (E * E));
+    int32_t *device = upload(r, data, E + 1, MT_I32, false);
+    free(data);
+    return device;
+}
+
+static void grouped_bias_forward(run *r, const int64_t *n) { // M, N, E
+    void *y = changed(r, n[0] * n[1]), *bias = input(r, n[2] * n[1]);
+    r->ops->grouped_bias_forward(y, bias, expert_offsets(r, n[0], n[2]), n[0], n[1], n[2], r->dtype, r->stream);
+}
+
+static void grouped_bias_backward(run *r, const int64_t *n) {
+    void *dy = input(r, n[0] * n[1]);
+    float *dbias = float_changed(r, n[2] * n[1], NORMAL);
+    r->ops->grouped_bias_backward(dbias, dy, expert_offsets(r, n[0], n[2]), n[0], n[1], n[2], r->dtype, r->stream);
+}
+
 static void scale_rows_forward(run *r, const int64_t *n) { // M, C
     void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
     r->ops->scale_rows_forward(y, x, float_input(r, n[0], NORMAL), n[0], n[1], r->dtype, r->stream);
@@ -1005,6 +1025,8 @@ static const int64_t combine_shapes[][MAX_SIZES] = {
     {33, 16, 264, 2}, {300, 3, 8, 1},  {3001, 4, 1, 2}, {5, 8, 20000, 1},  {0}};
 static const int64_t row_scale_shapes[][MAX_SIZES] = {{1, 1},    {1, 24},     {7, 33},   {129, 344}, {33, 14336},
                                                       {5, 4099}, {1001, 768}, {35, 100}, {0}};
+static const int64_t grouped_bias_shapes[][MAX_SIZES] = {{1, 1, 1},       {7, 33, 2},      {129, 344, 8}, {3, 24, 64},
+                                                         {5000, 4099, 3}, {1001, 768, 64}, {35, 100, 1},  {0}};
 
 static operation operations[] = {
     {"linear_forward", linear_forward, ONCE, linear_shapes, {0}},
@@ -1049,6 +1071,8 @@ static operation operations[] = {
     {"dispatch_plan", dispatch_plan, 0, plan_shapes, {0}},
     {"exchange_order", exchange_order, 0, order_shapes, {0}},
     {"combine_rows", combine_rows, ONCE, combine_shapes, {0}},
+    {"grouped_bias_forward", grouped_bias_forward, ONCE, grouped_bias_shapes, {0}},
+    {"grouped_bias_backward", grouped_bias_backward, ONCE, grouped_bias_shapes, {0}},
     {"scale_rows_forward", scale_rows_forward, ONCE, row_scale_shapes, {0}},
     {"scale_rows_backward", scale_rows_backward, ONCE, row_scale_shapes, {0}},
     {"expert_bias_step", expert_bias_step, 1e-5, router_shapes, {0}},

@@ -944,6 +944,41 @@ static void grouped_linears_are_exact_on_integers_past_every_block(void **state)
     }
 }
 
+/* out: y[M, N] + bias[E, N]; in: bias. */
+static void bias_reference(double *out, const double *in, const void *shape) {
+    const grouped_shape *s = shape;
+    for (int64_t e = 0; e < s->E; e++)
+        for (int64_t i = s->offsets[e] * s->N; i < s->offsets[e + 1] * s->N; i++) out[i] = in[e * s->N + i % s->N];
+}
+
+/* Rows of no expert are not touched, biases of experts without rows have no gradient, and gradients add. */
+static void grouped_biases_match_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const int32_t offsets[4][9] = {{0, 0, 1, 12, 12, 26}, {0, 900}, {0, 0, 0}, {0, 1, 2, 3, 4, 6, 8, 8, 17}};
+    static const int64_t counts[4] = {5, 1, 2, 8}, rows[4] = {29, 900, 3, 20};
+    for (int i = 0; i < 8; i++) {
+        grouped_shape s = {rows[i / 2], 37, 0, counts[i / 2], offsets[i / 2]};
+        mt_dtype dtype = both[i % 2];
+        int64_t used = s.offsets[s.E], n = s.M * s.N, size = mt_dtype_size(dtype), biases = s.E * s.N;
+        double *y = random_values(n), *bias = random_values(biases), *dy = random_values(n);
+        double *want = mt_calloc(n * 8);
+        void *ys = store_rows(y, used, s.M, s.N, dtype), *b = store(bias, biases, dtype);
+        void *dys = store_rows(dy, used, s.M, s.N, dtype);
+        float *dbias = mt_calloc(biases * 4);
+        ops->grouped_bias_forward(ys, b, s.offsets, s.M, s.N, s.E, dtype, NULL);
+        ops->grouped_bias_backward(dbias, dys, s.offsets, s.M, s.N, s.E, dtype, NULL);
+        bias_reference(want, bias, &s);
+        double *got = load(ys, n, dtype), *slopes = load(dbias, biases, MT_F32);
+        for (int64_t k = 0; k < used * s.N; k++) want[k] += y[k];
+        assert_rounded("y", got, want, used * s.N, dtype);
+        assert_nans((char *)ys + used * s.N * size, (s.M - used) * s.N, dtype);
+        assert_gradient("dbias", slopes, bias_reference, &s, bias, biases, dy, used * s.N, MT_F32);
+        ops->grouped_bias_backward(dbias, dys, s.offsets, s.M, s.N, s.E, dtype, NULL);
+        for (int64_t k = 0; k < biases; k++) assert_true(fabs((double)dbias[k] - 2 * slopes[k]) <= 1e-4);
+        free(y), free(bias), free(dy), free(want), free(ys), free(b), free(dys), free(dbias), free(got), free(slopes);
+    }
+}
+
 typedef struct scaling_shape {
     int64_t M, F;
 } scaling_shape;
@@ -1229,6 +1264,7 @@ int main(void) {
         cmocka_unit_test(combine_adds_rows_in_their_order_to_the_base),
         cmocka_unit_test(gather_and_combine_are_each_others_backward),
         cmocka_unit_test(grouped_linears_match_float64_and_finite_differences),
+        cmocka_unit_test(grouped_biases_match_float64_and_finite_differences),
         cmocka_unit_test(grouped_linears_are_exact_on_integers_past_every_block),
         cmocka_unit_test(scaled_rows_match_float64_and_finite_differences),
         cmocka_unit_test(a_shared_experts_gate_is_a_router_with_one_expert),

@@ -1,4 +1,5 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
+#include "../data/megatron_names.h"
 #include "../data/option_table.h"
 #include "../data/options.h"
 
@@ -318,7 +319,8 @@ static void shapes_that_cannot_be_are_refused(void **state) {
     expect_error("--mock-data --train-iters 1 --lr 1 --seq-length 8 --vocab-size 9", "--num-layers is missing");
     expect_error(RUN "--num-attention-heads 5",
                  "--hidden-size 64 must be a multiple of --num-attention-heads (without --kv-channels) = 5");
-    expect_error(RUN "--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention");
+    expect_error(RUN "--num-query-groups 2 --group-query-attention=False",
+                 "--num-query-groups 2 needs --group-query-attention, which is false");
     expect_error(RUN "--group-query-attention --num-query-groups 3",
                  "--num-attention-heads 4 must be a multiple of --num-query-groups 3");
     expect_error(RUN "--position-embedding-type rope --kv-channels 15", "must be even");
@@ -376,7 +378,7 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
                                                  "--position-embedding-type rope");
     expect_error(LATENT_RUN "--kv-channels 16", "--multi-latent-attention and --kv-channels exclude each other");
     expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
-    expect_error(LATENT_RUN "--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention");
+    expect_error(LATENT_RUN "--num-query-groups 2", "and --num-query-groups exclude each other");
     expect_error(LATENT_RUN "--add-qkv-bias", "and --add-qkv-bias exclude each other");
     expect_error(LATENT_RUN "--rotary-percent 0.5", "and --rotary-percent exclude each other");
     expect_error(LATENT_RUN "--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 must be even");
@@ -686,17 +688,17 @@ static char *read_stream(FILE *file) {
     return text;
 }
 
-/* The output of `--help`, from a child process because it exits. */
-static char *help_of(mt_program program) {
+/* The output of `--help WORD`, from a child process because it exits. */
+static char *help_of(mt_program program, char *word) {
     FILE *file = tmpfile();
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) {
-        char *words[] = {"program", "--help"};
+        char *words[] = {"program", "--help", word};
         mt_options options;
         mt_error error;
         dup2(fileno(file), 1);
-        mt_options_parse(&options, program, 2, words, &error);
+        mt_options_parse(&options, program, word ? 3 : 2, words, &error);
         _exit(3); // --help returned
     }
     int status = -1;
@@ -705,9 +707,157 @@ static char *help_of(mt_program program) {
     return read_stream(file);
 }
 
+/* ---- names of Megatron-LM */
+
+/* The next name of the list, without dashes; NULL at its end. */
+static char *next_megatron_name(FILE *list, char line[1000]) {
+    while (fgets(line, 1000, list)) {
+        if (strncmp(line, "--", 2) != 0) continue;
+        line[strcspn(line, "\t\n")] = 0;
+        return line + 2;
+    }
+    return NULL;
+}
+
+static void every_name_of_megatron_has_one_answer(void **state) {
+    (void)state;
+    static const char *const answers[] = {"is named", "has no meaning here", "is not supported"};
+    FILE *list = fopen("tests/megatron-arguments.tsv", "r");
+    assert_non_null(list);
+    char line[1000], option[200];
+    int count = 0, accepted = 0;
+    for (char *name; (name = next_megatron_name(list, line)); count++) {
+        bool is_row = mt_option_find(name, strlen(name)) != NULL, is_refused = false;
+        mt_megatron_name megatron = mt_megatron_name_find(name, strlen(name));
+        if (is_row == (megatron.kind != MT_NAME_UNKNOWN))
+            fail_msg("--%s: %s", name,
+                     is_row ? "is an option; remove it from data/megatron_names.c"
+                            : "has no answer in data/megatron_names.c");
+        if (megatron.kind == MT_NAME_ALIAS) assert_non_null(mt_option_find(megatron.text, strlen(megatron.text)));
+        mt_options options;
+        mt_error error = {""};
+        snprintf(option, sizeof option, "--%s", name);
+        if (parse(&options, MT_PROGRAM_TRAIN, 1, option, &error) == 0) fail_msg("%s alone was accepted", option);
+        for (size_t i = 0; i < sizeof answers / sizeof *answers; i++) is_refused |= !!strstr(error.text, answers[i]);
+        if (strstr(error.text, "unknown")) fail_msg("%s: %s", option, error.text);
+        if (is_refused == (is_row || megatron.kind <= MT_NAME_ALWAYS)) fail_msg("%s: %s", option, error.text);
+        accepted += !is_refused;
+        mt_options_free(&options);
+    }
+    fclose(list);
+    assert_int_equal(count, 970);
+    assert_true(accepted > 190);
+}
+
+/* --no-X and --disable-X are forms of Megatron's X and add-X. */
+static bool megatron_has(const char *name) {
+    char line[1000], added[120];
+    const char *bare = strncmp(name, "no-", 3) == 0 ? name + 3 : strncmp(name, "disable-", 8) == 0 ? name + 8 : name;
+    snprintf(added, sizeof added, "add-%s", bare);
+    FILE *list = fopen("tests/megatron-arguments.tsv", "r");
+    bool has = false;
+    assert_non_null(list);
+    for (char *other; !has && (other = next_megatron_name(list, line));)
+        has = strcmp(other, name) == 0 || strcmp(other, bare) == 0 || strcmp(other, added) == 0;
+    fclose(list);
+    return has;
+}
+
+static void options_that_megatron_lacks_are_marked(void **state) {
+    (void)state;
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (row->name && row->own == megatron_has(row->name))
+            fail_msg("--%s: .own must be %s", row->name, row->own ? "left out" : "true");
+}
+
+static void all_refused_names_are_reported_at_once(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    const char *line = "--fp16 --loss-scale 3 --use-mcore-models --learning-rate 3 --numlayers 3 4 --foo --lr 1";
+    assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
+    assert_string_equal(error.text, "6 options cannot be used:\n"
+                                    "  is not supported (fp16, which needs loss scaling: take --bf16): --fp16, "
+                                    "--loss-scale\n"
+                                    "  has no meaning here (there is one implementation of the model): "
+                                    "--use-mcore-models\n"
+                                    "  is named --lr here: --learning-rate\n"
+                                    "  is unknown: --numlayers (did you mean --num-layers?), --foo");
+    mt_options_free(&options);
+    char many[6000] = "";
+    for (int i = 0; i < 110; i++) sprintf(many + strlen(many), "--no-such-option-at-all-with-a-long-name-%d ", i);
+    assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, many, &error), -1);
+    assert_true(strlen(error.text) < sizeof error.text);
+    assert_string_equal(error.text + strlen(error.text) - 4, " ...");
+    mt_options_free(&options);
+}
+
+static void other_names_of_an_option_set_it(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, RUN "--use-rotary-position-embeddings --num-query-groups 2 --use-megatron-fsdp "
+                              "--enable-straggler-detection --add-bias-linear=False --num_moe_experts=2 --swiglu "
+                              "--use-flash-attn --no-gradient-accumulation-fusion --init-model-with-meta-device");
+    assert_int_equal(options.position_embedding_type, MT_POSITION_ROPE);
+    assert_int_equal(options.num_query_groups, 2);
+    assert_int_equal(options.data_parallel_sharding_strategy, MT_SHARD_PARAMS);
+    assert_int_equal(options.attention_backend, MT_ATTENTION_FLASH);
+    assert_int_equal(options.num_experts, 2);
+    assert_true(options.log_straggler && !options.add_bias_linear);
+    mt_options_free(&options);
+    expect_good(&options, RUN "--data-parallel-sharding-strategy optim --use-megatron-fsdp --num-query-groups 0");
+    assert_int_equal(options.data_parallel_sharding_strategy, MT_SHARD_OPTIM);
+    assert_int_equal(options.num_query_groups, 4);
+    mt_options_free(&options);
+    expect_good(&options, RUN "--group-query-attention --num-query-groups 0 --use-flash-attn=false");
+    assert_int_equal(options.num_query_groups, 4);
+    assert_int_equal(options.attention_backend, MT_ATTENTION_AUTO);
+    mt_options_free(&options);
+    mt_error error;
+    assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 2,
+                           RUN "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 4 "
+                               "--virtual-pipeline-model-parallel-size 2",
+                           &error),
+                     0);
+    assert_int_equal(options.num_virtual_stages_per_pipeline_rank, 2);
+    mt_options_free(&options);
+}
+
+static void names_that_state_what_is_so_take_no_other_value(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, RUN "--attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --optimizer adam "
+                              "--calculate-per-token-loss --no-gradient-accumulation-fusion --no-save-rng "
+                              "--grad-reduce-in-fp32=True --fp16=False --main-params-dtype fp32");
+    mt_options_free(&options);
+    expect_error(RUN "--attention-softmax-in-fp32=false", "can only be true here: softmax is computed in fp32");
+    expect_error(RUN "--accumulate-allreduce-grads-in-fp32=False", "can only be true here: gradients are accumulated");
+    expect_error(RUN "--calculate-per-token-loss=false", "can only be true here: the loss is the sum over the tokens");
+    expect_error(RUN "--no-gradient-accumulation-fusion=false", "can only be true here");
+    expect_error(RUN "--optimizer muon", "--optimizer can only be adam here");
+    expect_error(RUN "--attention-softmax-in-fp32=1", "expects true or false, got '1'");
+    expect_error(RUN "--optimizer", "--optimizer expects adam, got nothing");
+}
+
+static void a_blend_may_be_one_text(void **state) {
+    (void)state;
+    char *words[] = {"program", "--train-data-path", "0.7 a_text_document 0.3 b_text_document", "--valid-data-path",
+                     "my data"};
+    mt_options options;
+    mt_error error;
+    assert_int_equal(mt_options_parse(&options, MT_PROGRAM_TRAIN, 5, words, &error), 0);
+    assert_int_equal(options.train_data_path.count, 4);
+    assert_string_equal(options.train_data_path.items[0], "0.7");
+    assert_string_equal(options.train_data_path.items[3], "b_text_document");
+    assert_int_equal(options.valid_data_path.count, 1);
+    mt_options_free(&options);
+}
+
 static void help_shows_the_programs_own_options_within_100_columns(void **state) {
     (void)state;
-    char *train = help_of(MT_PROGRAM_TRAIN), *infer = help_of(MT_PROGRAM_INFER);
+    char *train = help_of(MT_PROGRAM_TRAIN, NULL), *infer = help_of(MT_PROGRAM_INFER, NULL);
+    char *common = strstr(train, "what most people need\n"), *model = strstr(train, "\nmodel\n");
+    assert_true(common && model && strstr(common, "  --lr N") < model && strstr(common, "* --config FILE") < model);
     assert_non_null(strstr(train, "--untie-embeddings-and-output-weights"));
     assert_non_null(strstr(train, "(default: 0.999)"));
     assert_null(strstr(train, "--prompt"));
@@ -716,6 +866,23 @@ static void help_shows_the_programs_own_options_within_100_columns(void **state)
     for (const char *line = train; *line; line += strcspn(line, "\n") + 1) assert_true(strcspn(line, "\n") <= 100);
     for (const char *line = infer; *line; line += strcspn(line, "\n") + 1) assert_true(strcspn(line, "\n") <= 100);
     free(train), free(infer);
+}
+
+static void help_searches_names_and_texts(void **state) {
+    (void)state;
+    char *text = help_of(MT_PROGRAM_TRAIN, "rotary_base");
+    assert_int_equal(strncmp(text, "  --rotary-base N", 17), 0);
+    assert_null(strstr(text, "--lr"));
+    free(text);
+    text = help_of(MT_PROGRAM_TRAIN, "WARM-UP");
+    assert_non_null(strstr(text, "--lr-warmup-iters"));
+    free(text);
+    text = help_of(MT_PROGRAM_TRAIN, "--lr");
+    assert_non_null(strstr(text, "  --lr N"));
+    free(text);
+    text = help_of(MT_PROGRAM_TRAIN, "fp16-lm-cross-entropy");
+    assert_non_null(strstr(text, "is not supported"));
+    free(text);
 }
 
 static void configuration_prints_what_differs_from_defaults(void **state) {
@@ -743,7 +910,9 @@ static void yaml_sets_options_and_the_command_line_wins(void **state) {
         write_file(folder, "run.yaml",
                    "# a run\nmodel:\n  num_layers: 3\n  hidden-size: 64\n  attention: {num_attention_heads: 4}\n"
                    "  swiglu: true\n  disable_bias_linear: false\nvocab_size: 300\nseq_length: 16\n"
-                   "data_path: [0.5, a, 0.5, \"b c\"]\nlr: 1e-3\ntrain_iters: 10\nsave: null\nsplit: ~\n");
+                   "data_path: [0.5, a, 0.5, \"b c\"]\nlr: 1e-3\ntrain_iters: 10\nsave: null\nsplit: ~\n"
+                   "fp16: False\nload: None\nuse_rotary_position_embeddings: True\nwandb_project: null\n"
+                   "qk_layernorm: False\n");
     snprintf(line, sizeof line, "--lr 5e-4 --config %s --num-layers 2", path);
     expect_good(&options, line);
     assert_int_equal(options.num_layers, 2);
@@ -752,6 +921,8 @@ static void yaml_sets_options_and_the_command_line_wins(void **state) {
     assert_int_equal(options.data_path.count, 4);
     assert_string_equal(options.data_path.items[3], "b c");
     assert_null(options.save);
+    assert_null(options.load);
+    assert_int_equal(options.position_embedding_type, MT_POSITION_ROPE);
     assert_string_equal(options.split, "969,30,1");
     mt_options_free(&options);
     snprintf(line, sizeof line, "--config %s --swiglu=false", path);
@@ -774,6 +945,11 @@ static void expect_yaml_error(const char *text, const char *expected) {
 
 static void bad_yaml_is_refused_with_file_and_line(void **state) {
     (void)state;
+    expect_yaml_error("fp16: True\nlr: 1\nfoo: [1, [2]]\nspec: a\n",
+                      "3 options cannot be used:\n"
+                      "  is not supported (fp16, which needs loss scaling: take --bf16): run.yaml:1: fp16\n"
+                      "  is unknown: run.yaml:3: foo\n"
+                      "  has no meaning here (there is one implementation of the model): run.yaml:4: spec");
     expect_yaml_error("lr: 1\nnum_layer: 3\n", "run.yaml:2: unknown option num_layer; did you mean num_layers?");
     expect_yaml_error("prompt: x\n", "run.yaml:1: prompt is an option of infer, not of train");
     expect_yaml_error("lr: 1\nlr: 2\n", "run.yaml:2: lr is given twice in this file");
@@ -1000,6 +1176,34 @@ static void golden_configs_are_read_as_their_families_are(void **state) {
     "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data --train-iters " \
     "1 "                                                                                                               \
     "--ffn-hidden-size 16 --lr 1 --swiglu --disable-bias-linear --ffn-hidden-size 16 --num-experts 8 "
+
+static void experts_have_the_matrices_and_biases_of_their_activation(void **state) {
+    (void)state;
+    static const struct {
+        const char *words;
+        int64_t matrices, biases; // of an expert; biases in widths of an expert, besides C
+    } cases[] = {{"", 2, 1}, {"--openai-gelu ", 2, 1}, {"--swiglu ", 3, 2}};
+    for (int k = 0; k < 6; k++) {
+        int64_t parameters[2], C = 0, F = 5, L = 0, T = 0, added;
+        double flops[2];
+        for (int more = 0; more < 2; more++) {
+            char line[512];
+            mt_options o;
+            snprintf(line, sizeof line, RUN "%s%s--moe-ffn-hidden-size 5 --num-experts %d --moe-router-topk %d",
+                     cases[k / 2].words, k % 2 ? "--disable-bias-linear " : "", more ? 7 : 4, more ? 3 : 2);
+            expect_good(&o, line);
+            parameters[more] = mt_num_parameters(&o), flops[more] = mt_flops(&o, 1);
+            C = o.hidden_size, L = o.num_layers, T = o.seq_length;
+            mt_options_free(&o);
+        }
+        added = cases[k / 2].matrices * C * F + C; // a row of the router too
+        if (k % 2 == 0) added += cases[k / 2].biases * F + C;
+        assert_int_equal(parameters[1] - parameters[0], 3 * L * added);
+        assert_true(flops[1] - flops[0] == 6.0 * (double)(T * L * cases[k / 2].matrices * C * F));
+    }
+    expect_error(RUN "--num-experts 4 --moe-shared-expert-intermediate-size 8",
+                 "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases");
+}
 
 static void layers_with_experts_are_counted_or_listed(void **state) {
     (void)state;
@@ -1384,6 +1588,11 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--add-qkv-bias " GATED, "qwen2_moe");
     expect_round_trip(LIKE_LLAMA "--moe-router-pre-softmax --moe-layer-freq ([1]*1+[0]*1) " GATED, "qwen2_moe");
     expect_round_trip(LIKE_LLAMA "--qk-layernorm " GATED, "megatron");
+    expect_round_trip(RUN "--num-experts 4", "megatron"); // GELU and biases, which no family's experts have
+    expect_round_trip(RUN "--num-experts 4 --openai-gelu --disable-bias-linear", "megatron");
+    expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --num-experts 4",
+                      "megatron");
+    expect_round_trip(LIKE_LLAMA "--num-experts 4", "mixtral");
     expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope", "llama");
     expect_round_trip(RUN "--swiglu --position-embedding-type rope --rotary-percent 0.5", "megatron");
     expect_round_trip(RUN "--position-embedding-type none --disable-bias-linear --window-size 3", "megatron");
@@ -1592,7 +1801,14 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(a_split_backward_needs_whole_gradients),
     cmocka_unit_test(attention_backends_that_cannot_serve_are_refused),
     cmocka_unit_test(infer_is_checked_too),
+    cmocka_unit_test(every_name_of_megatron_has_one_answer),
+    cmocka_unit_test(options_that_megatron_lacks_are_marked),
+    cmocka_unit_test(all_refused_names_are_reported_at_once),
+    cmocka_unit_test(other_names_of_an_option_set_it),
+    cmocka_unit_test(names_that_state_what_is_so_take_no_other_value),
+    cmocka_unit_test(a_blend_may_be_one_text),
     cmocka_unit_test(help_shows_the_programs_own_options_within_100_columns),
+    cmocka_unit_test(help_searches_names_and_texts),
     cmocka_unit_test(configuration_prints_what_differs_from_defaults),
 #ifdef MT_HAVE_YAML
     cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
@@ -1607,6 +1823,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
     cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
     cmocka_unit_test(golden_configs_are_read_as_their_families_are),
+    cmocka_unit_test(experts_have_the_matrices_and_biases_of_their_activation),
     cmocka_unit_test(layers_with_experts_are_counted_or_listed),
     cmocka_unit_test(a_model_cut_to_its_dense_layers_is_dense),
     cmocka_unit_test(layers_without_an_mlp_do_not_split_its_width),

@@ -1,0 +1,379 @@
+/* megatron_names.c: the answers to Megatron-LM's option names that are no row of the option table, grouped by reason.
+ * Whoever adds a row to option_table.c removes its name here; tests/test_options.c checks that every name of
+ * tests/megatron-arguments.tsv has one answer. */
+#include "megatron_names.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most answers have no value
+
+/* See mt_megatron_name.value. */
+static const struct {
+    const char *name, *option, *value;
+} aliases[] = {
+    {"add-bias-linear", "disable-bias-linear", "!"},
+    {"beta-fast", "yarn-beta-fast"},
+    {"beta-slow", "yarn-beta-slow"},
+    {"enable-straggler-detection", "log-straggler"},
+    {"load-optim", "no-load-optim", "!"},
+    {"load-rng", "no-load-rng", "!"},
+    {"microbatch-group-size-per-vp-stage", "microbatch-group-size-per-virtual-pipeline-stage"},
+    {"mscale", "yarn-mscale"},
+    {"mscale-all-dim", "yarn-mscale-all-dim"},
+    {"no-position-embedding", "position-embedding-type", "none"},
+    {"num-layers-in-first-pipeline-stage", "decoder-first-pipeline-num-layers"},
+    {"num-layers-in-last-pipeline-stage", "decoder-last-pipeline-num-layers"},
+    {"num-moe-experts", "num-experts"},
+    {"rotary-scaling-factor", "rope-scaling-factor"},
+    {"save-optim", "no-save-optim", "!"},
+    {"use-custom-fsdp", "data-parallel-sharding-strategy", "?optim_grads_params"},
+    {"use-flash-attn", "attention-backend", "flash"},
+    {"use-megatron-fsdp", "data-parallel-sharding-strategy", "?optim_grads_params"},
+    {"use-rotary-position-embeddings", "position-embedding-type", "rope"},
+    {"virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"},
+    {"yaml-cfg", "config"},
+    {"yarn-original-max-position-embeddings", "original-max-position-embeddings"},
+};
+
+/* Names with the same answer, with blanks between them. */
+static const struct {
+    mt_name_kind kind;
+    const char *text, *names, *value;
+} groups[] = {
+    {MT_NAME_ALWAYS, "gradients are accumulated and reduced in fp32",
+     "accumulate-allreduce-grads-in-fp32 grad-reduce-in-fp32", "true"},
+    {MT_NAME_ALWAYS, "softmax is computed in fp32", "attention-softmax-in-fp32", "true"},
+    {MT_NAME_ALWAYS, "the loss is the sum over the tokens of a step, divided by their number",
+     "calculate-per-token-loss", "true"},
+    {MT_NAME_ALWAYS, "no extension accumulates gradients: the matrix product itself does, in fp32",
+     "no-gradient-accumulation-fusion", "true"},
+    {MT_NAME_ALWAYS, "no extension accumulates gradients: the matrix product itself does, in fp32",
+     "gradient-accumulation-fusion", "false"},
+    {MT_NAME_ALWAYS, "kernels derive the mask from the lengths of the sequences",
+     "no-create-attention-mask-in-dataloader", "true"},
+    {MT_NAME_ALWAYS, "no state of random numbers is saved: they are functions of --seed and of their place",
+     "no-save-rng", "true"},
+    {MT_NAME_ALWAYS, "each rank creates only the parameters that it keeps", "init-model-with-meta-device", "true"},
+    {MT_NAME_ALWAYS, "parameters and gradients of two units have buffers at a time", "fsdp-double-buffer", "true"},
+    {MT_NAME_ALWAYS, "products of bf16 matrices are summed in fp32", "disable-bf16-reduced-precision-matmul", "true"},
+    {MT_NAME_ALWAYS, "schedules follow the options of this run, not those of the checkpoint",
+     "override-opt-param-scheduler", "true"},
+    {MT_NAME_ALWAYS, "schedules follow the options of this run, not those of the checkpoint",
+     "use-checkpoint-opt-param-scheduler", "false"},
+    {MT_NAME_ALWAYS, "the model is the one of the --load folder", "use-checkpoint-args", "true"},
+    {MT_NAME_ALWAYS, "a checkpoint loads on any layout, which the options of this run give",
+     "use-mp-args-from-checkpoint-args", "false"},
+    {MT_NAME_ALWAYS, "all ranks write and read their parts of a checkpoint",
+     "ckpt-fully-parallel-save fully-parallel-load fully-parallel-save", "true"},
+    {MT_NAME_ALWAYS, "checkpoints have checksums, which are verified when they are loaded", "verify-integrity", "true"},
+    {MT_NAME_ALWAYS, "the tokenizer is saved with each checkpoint", "save-tokenizer-assets", "true"},
+    {MT_NAME_ALWAYS, "YaRN's range is rounded to whole channels", "yarn-correction-range-round-to-int", "true"},
+    {MT_NAME_ALWAYS, "YaRN's range is rounded to whole channels", "no-yarn-correction-range-round-to-int", "false"},
+    {MT_NAME_ALWAYS, "weights that are not loaded are initialized", "perform-initialization", "true"},
+    {MT_NAME_ALWAYS, "printed lines and --metrics have the throughput", "log-throughput", "true"},
+    {MT_NAME_ALWAYS, "this program contacts no other service", "disable-msc no-one-logger", "true"},
+    {MT_NAME_ALWAYS, "weight decay is decoupled, as in AdamW", "decoupled-weight-decay", "true"},
+    {MT_NAME_ALWAYS, "the optimizer is Adam", "optimizer", "adam"},
+    {MT_NAME_ALWAYS, "master weights, gradients and moments are fp32",
+     "exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype megatron-fsdp-grad-comm-dtype "
+     "megatron-fsdp-main-grads-dtype megatron-fsdp-main-params-dtype",
+     "fp32|float32"},
+    {MT_NAME_ALWAYS, "the router computes in fp32", "moe-router-dtype", "fp32"},
+    {MT_NAME_ALWAYS, "attention has a plain softmax", "softmax-type", "vanilla"},
+    {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
+    {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "num-distributed-optimizer-instances", "1"},
+    {MT_NAME_NAMED, "--lr-decay-iters or --lr-decay-samples", "lr-decay-steps"},
+    {MT_NAME_NAMED, "--lr-warmup-iters or --lr-warmup-samples", "lr-warmup-steps"},
+    {MT_NAME_NAMED, "--lr", "learning-rate"},
+    {MT_NAME_NAMED, "--train-iters", "max-steps num-steps steps"},
+    {MT_NAME_NAMED, "--lr-warmup-fraction", "warmup warmup-ratio"},
+    {MT_NAME_NAMED, "--lr-warmup-iters", "warmup-iters warmup-steps"},
+    {MT_NAME_NAMED, "--global-batch-size", "gradient-accumulation-steps train-batch-size"},
+    {MT_NAME_NAMED, "--hidden-size", "d-model n-embd"},
+    {MT_NAME_NAMED, "--num-layers", "encoder-num-layers n-layer"},
+    {MT_NAME_NAMED, "--num-attention-heads", "n-head"},
+    {MT_NAME_NAMED, "--save", "output-dir"},
+    {MT_NAME_NAMED, "--load", "model-name-or-path"},
+    {MT_NAME_NAMED, "--lr-wsd-decay-iters or --lr-wsd-decay-samples", "wsd-decay-steps"},
+    {MT_NAME_NAMED, "--weight-decay-incr-style", "wd-incr-steps"},
+    {MT_NAME_NAMED, "--rope-scaling-type", "rope-type"},
+    {MT_NAME_NAMED, "--check-for-nan-in-loss-and-grad", "check-for-nan-in-grad check-for-nan-in-loss"},
+    {MT_NAME_NAMED, "--check-for-spiky-loss", "check-for-large-grads"},
+    {MT_NAME_NAMED, "--exit-signal-handler", "exit-signal-handler-for-dataloader exit-signal-handler-for-training"},
+    {MT_NAME_NAMED, "--auto-resume", "adlr-autoresume"},
+    {MT_NAME_NAMED, "--keep-checkpoints", "most-recent-k"},
+    {MT_NAME_NAMED, "--load with the folder of that step, DIR/iter_NNNNNNN", "ckpt-step override-ckpt-iteration"},
+    {MT_NAME_NAMED, "--load, with --finetune", "pretrained-checkpoint"},
+    {MT_NAME_NAMED, "--tokenizer-type auto", "use-tokenizer-model-from-checkpoint-args"},
+    {MT_NAME_NAMED, "--tokenizer-model", "merge-file vocab-file"},
+    {MT_NAME_NAMED, "--swiglu", "gated-linear-unit"},
+    {MT_NAME_NAMED, "--bf16", "autocast-dtype params-dtype pipeline-dtype"},
+    {MT_NAME_NAMED, "--make-vocab-size-divisible-by", "pad-vocab-size padded-vocab-size"},
+    {MT_NAME_NAMED, "--micro-batch-size", "batch-size per-device-train-batch-size"},
+    {MT_NAME_NAMED, "--tensor-model-parallel-size", "model-parallel-size"},
+    {MT_NAME_NAMED, "--seq-length", "block-size encoder-seq-length sequence-length"},
+    {MT_NAME_NAMED, "--log-interval", "tensorboard-log-interval"},
+    {MT_NAME_NAMED, "--trace-first-step", "profile-step-start"},
+    {MT_NAME_NAMED, "--trace-last-step", "profile-step-end"},
+    {MT_NAME_NAMED, "--profile, a table of operations, or --trace, a timeline",
+     "nvtx-ranges profile-ranks timing-log-level timing-log-option use-nsys-profiler use-pytorch-profiler"},
+    {MT_NAME_NAMED, "--data-parallel-sharding-strategy optim_grads_params", "use-torch-fsdp2"},
+    {MT_NAME_UNSUPPORTED, "buckets of a given size",
+     "bucket-size ddp-bucket-size dp-comm-overlap-bucket-size ddp-num-buckets num-buckets"},
+    {MT_NAME_NAMED, "--reset-attention-mask and --reset-position-ids", "dataloader-inter-document-masking"},
+    {MT_NAME_NAMED, "--config FILE.yaml", "data-args-path per-split-data-args-path"},
+    {MT_NAME_NAMED, "--recompute-granularity", "checkpoint-activations"},
+    {MT_NAME_NO_MEANING, "there is one implementation of the model",
+     "enable-experimental flash-attention-version is-hybrid-model memory-efficient-layer-norm "
+     "moe-single-grouped-bias moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe "
+     "persist-layer-norm spec test-mode transformer-impl use-flashinfer-fused-rope use-gigatoken "
+     "use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert use-inference-optimized-layers "
+     "use-legacy-static-engine use-mcore-models use-te-activation-func use-transformer-engine-op-fuser"},
+    {MT_NAME_NO_MEANING, "kernels are fused wherever that is faster",
+     "apply-rope-fusion bias-activation-fusion bias-dropout-fusion cross-entropy-fusion-impl "
+     "cross-entropy-loss-fusion disable-jit-fuser fused-residual-rmsnorm fused-single-qkv-rope "
+     "gradient-reduce-div-fusion masked-softmax-fusion mla-down-proj-fusion moe-mlp-glu-interleave-size "
+     "moe-router-fusion moe-shared-expert-glu-interleave-size no-bias-dropout-fusion no-bias-gelu-fusion "
+     "no-bias-swiglu-fusion no-gradient-reduce-div-fusion no-masked-softmax-fusion no-rope-fusion"},
+    {MT_NAME_NO_MEANING, "no PyTorch, Python or garbage collector runs here",
+     "clone-scatter-output-in-embedding config-logger-dir create-all-gather-group deallocate-pipeline-outputs "
+     "distributed-backend empty-unused-memory-level fake-process-group filter-warnings "
+     "flight-recorder-dump-on-timeout flight-recorder-dump-path flight-recorder-extra-dump-on-exec "
+     "flight-recorder-include-only-active flight-recorder-include-stack-trace flight-recorder-trace-buffer-size "
+     "lazy-mpu-init local-rank logging-level manual-gc manual-gc-eval manual-gc-interval memory-keys "
+     "memory-snapshot-path modules-to-filter pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra "
+     "pytorch-profiler-collect-shapes record-memory-history record-shapes run-workload-inspector-server "
+     "set-level-for-all-loggers torch-fsdp2-no-reshard-after-forward trust-remote-code use-gloo-process-groups"},
+    {MT_NAME_NO_MEANING, "it is a Python function, or a part of one of Megatron's configuration classes",
+     "activation-func attr checkpoint ddp dist embedding-init-method experimental-attention-variant-loss-scale-func "
+     "finalize-model-grads-func fn grad-scale-func grad-sync-func heterogeneous-block-specs inference init-method "
+     "logger model moe-grad-scale-func mtp-grad-scale-func name no-sync-func output-layer-init-method "
+     "param-sync-func predicate profiling quant-recipe rerun-state-machine rng scheduler straggler timers tokenizer "
+     "train validation with-name-predicate"},
+    {MT_NAME_NO_MEANING, "random numbers are functions of --seed and of their place, on every device and layout",
+     "inference-rng-tracker save-rng te-rng-tracker use-cpu-initialization use-te-rng-tracker"},
+    {MT_NAME_NO_MEANING, "a checkpoint is a Hugging Face folder, and one thread writes it",
+     "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy auto-detect-ckpt-format "
+     "ckpt-assume-constant-structure ckpt-convert-format ckpt-convert-save "
+     "ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state ckpt-format "
+     "ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects "
+     "ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group "
+     "ckpt-load-validate-sharding-integrity ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path "
+     "dist-ckpt-format dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 dist-ckpt-strictness "
+     "dist-ckpt-workers distrib-optim-fully-reshardable-mem-efficient hetereogenous-dist-checkpoint "
+     "load-main-params-from-ckpt strict-fsdp-dtensor-load use-dist-ckpt use-persistent-ckpt-worker"},
+    {MT_NAME_NO_MEANING, "token files are mapped into memory, and samples are found when a run starts",
+     "data-cache-path dataloader-defer-npy-index-mmap dataloader-fast-cache-load mid-level-dataset-surplus "
+     "no-mmap-bin-files num-dataset-builder-threads num-workers"},
+    {MT_NAME_NO_MEANING, "messages and collectives choose their order, buffers and streams themselves",
+     "align-grad-reduce align-param-gather average-in-collective barrier-with-L1-time batch-p2p-comm batch-p2p-sync "
+     "ddp-average-in-collective disable-symmetric-registration fsdp-all-gather-in-start-param-sync "
+     "fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration high-priority-a2a-comm-stream "
+     "megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer "
+     "megatron-fsdp-use-decoupled-grad megatron-fsdp-version no-align-param-gather no-overlap-p2p-communication "
+     "overlap-p2p-comm overlap-p2p-comm-warmup-flush pipeline-model-parallel-comm-backend "
+     "suggested-communication-unit-size train-sync-interval use-ring-exchange-p2p"},
+    {MT_NAME_NO_MEANING, "gradients are accumulated and reduced in fp32",
+     "ddp-param-name-patterns-for-fp32-local-accumulation ddp-reduce-scatter-with-fp32-accumulation "
+     "param-name-patterns-for-fp32-local-accumulation reduce-scatter-with-fp32-accumulation"},
+    {MT_NAME_NO_MEANING, "printed lines, --metrics and --tensorboard-dir have all numbers that are known",
+     "log-device-memory-used log-l2-norm-grad-to-tensorboard log-loss-scale-to-tensorboard log-memory-interval "
+     "log-memory-to-tensorboard log-progress log-runtime-to-tensorboard log-throughput-to-tensorboard "
+     "log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-world-size-to-tensorboard runtime-time-unit "
+     "tensorboard-queue-size throughput-window-size"},
+    {MT_NAME_NO_MEANING, "--log-straggler measures each printed line and needs no port",
+     "disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count"},
+    {MT_NAME_NO_MEANING, "tokenizer.json and the SentencePiece model say it",
+     "allow-ambiguous-pad-tokens metadata-path special-tokens tokenizer-hf-no-include-special-tokens "
+     "tokenizer-hf-no-use-fast tokenizer-sentencepiece-ignore-extra-whitespaces tokenizer-sentencepiece-legacy"},
+    {MT_NAME_UNSUPPORTED, "fp16, which needs loss scaling: take --bf16",
+     "enable-autocast fp16 fp16-lm-cross-entropy fp32-residual-connection grad-reduce-in-bf16 hysteresis "
+     "initial-loss-scale loss-scale loss-scale-window min-loss-scale output-logit-dtype"},
+    {MT_NAME_UNSUPPORTED, "training in fp8 or fp4",
+     "activation-func-fp8-input-store disable-parameter-transpose-cache first-last-layers-bf16 fp4 fp4-param "
+     "fp4-param-gather fp4-quantizer-factory fp4-recipe fp8 fp8-amax-compute-algo fp8-amax-history-len "
+     "fp8-dot-product-attention fp8-interval fp8-margin fp8-multi-head-attention fp8-output-proj fp8-param "
+     "fp8-param-gather fp8-quantizer-factory fp8-recipe fp8-wgrad keep-fp8-transpose-cache "
+     "kitchen-attention-backend kitchen-config-file kitchen-recipe-number moe-combine-bwd-dtype "
+     "moe-dispatch-fwd-dtype moe-router-padding-for-fp8 moe-router-padding-for-quantization "
+     "num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 reuse-grad-buf-for-mxfp8-param-ag "
+     "te-precision-config-file tp-only-amax-red use-kitchen use-kitchen-attention"},
+    {MT_NAME_UNSUPPORTED, "recomputation of activations",
+     "distribute-saved-activations moe-layer-recompute num-microbatches-with-partial-activation-checkpoints "
+     "recompute-activations recompute-granularity recompute-method recompute-modules recompute-num-layers"},
+    {MT_NAME_UNSUPPORTED, "keeping activations, weights or optimizer state in host memory",
+     "activation-offload-fraction cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering "
+     "cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers cpu-offloading-weights "
+     "delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading "
+     "fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size moe-paged-stash "
+     "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size "
+     "no-pin-cpu-grads no-pin-cpu-params offload-modules optimizer-cpu-offload optimizer-offload-fraction "
+     "overlap-cpu-optimizer-d2h-h2d pin-cpu-grads pin-cpu-params use-torch-optimizer-for-cpu-offload"},
+    {MT_NAME_UNSUPPORTED, "optimizers other than Adam",
+     "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method lion-beta1 lion-beta2 "
+     "muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov "
+     "muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-split-qkv muon-tp-mode "
+     "muon-use-syrk no-use-layer-wise-param-layout sgd-momentum soap-shampoo-beta soap-use-kl-shampoo "
+     "use-layer-wise-distributed-optimizer"},
+    {MT_NAME_UNSUPPORTED, "a precision of the optimizer's state other than fp32",
+     "store-param-remainders use-precision-aware-optimizer"},
+    {MT_NAME_UNSUPPORTED, "CUDA graphs",
+     "cuda-graph-impl cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "
+     "cuda-graph-use-single-mempool cuda-graph-warmup-steps decode-only-cuda-graphs enable-cuda-graph "
+     "external-cuda-graph inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens "
+     "inference-cuda-graph-scope megatron-fsdp-cuda-graph-mode moe-pad-experts-for-cuda-graph-inference "
+     "optimizer-cuda-graph"},
+    {MT_NAME_UNSUPPORTED, "activations other than GELU and SwiGLU",
+     "activation-func-clamp-value glu-linear-offset quick-geglu squared-relu use-fused-weighted-squared-relu"},
+    {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
+     "apply-query-key-layer-scaling attention-output-gate dsa-indexer-head-dim dsa-indexer-k-norm-epsilon "
+     "dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff dsa-indexer-n-heads dsa-indexer-rope-interleaved "
+     "dsa-indexer-rotate-activation dsa-indexer-scoring-relu dsa-indexer-skip-topk-offset dsa-indexer-topk "
+     "dsa-indexer-topk-freq dsa-indexer-use-sparse-loss dsa-kernel-backend experimental-attention-variant "
+     "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder linear-attention-freq "
+     "linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads linear-value-head-dim "
+     "log-max-attention-logit mrope-section no-rope-freq qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm "
+     "relative-attention-max-distance relative-attention-num-buckets softmax-scale window-attn-skip-freq"},
+    {MT_NAME_UNSUPPORTED, "layers other than the transformer's attention, MLP and experts",
+     "apply-residual-connection-post-layernorm enable-mhc-connections heterogeneous-layers-config-encoded-json "
+     "heterogeneous-layers-config-path hybrid-layer-pattern hybrid-override-pattern layernorm-zero-centered-gamma "
+     "mamba-head-dim mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-num-groups "
+     "mamba-num-heads mamba-state-dim mamba-training-ssm-states-dtype mhc-init-gating-factor "
+     "mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations use-mamba-mem-eff-path"},
+    {MT_NAME_UNSUPPORTED, "other initial weights, or other learning rates and weight decays for a part of them",
+     "apply-wd-to-qk-layernorm data-parallel-random-init decoupled-lr decoupled-min-lr "
+     "dump-param-to-param-group-map embedding-init-method-std freeze-all-layers head-lr-mult "
+     "init-method-xavier-uniform mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult "
+     "mup-output-mult mup-width-mult no-weight-decay-cond-type use-mup"},
+    {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction",
+     "mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-standalone mtp-use-repeated-layer"},
+    {MT_NAME_UNSUPPORTED, "other forms of experts and of their dispatch",
+     "ep-overlap-early-attn-memory-release expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input "
+     "moe-deepep-num-sms moe-enable-deepep moe-enable-routing-replay moe-expert-rank-capacity-factor "
+     "moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute "
+     "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing "
+     "moe-hybridep-pad-uneven-dispatch-inputs moe-input-jitter-eps moe-latent-size moe-ncclep-zero-copy "
+     "moe-per-layer-logging moe-permute-fusion-into-hybridep moe-router-force-biased "
+     "moe-router-force-load-balancing moe-router-quantile-balancing-ema moe-router-topk-limited-devices "
+     "moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights "
+     "moe-routing-trace-max-training-iters moe-routing-trace-path moe-shared-expert-overlap moe-token-dropping "
+     "moe-upcycling-granularity moe-use-upcycling overlap-dispatch-backward-with-experts-wgrad "
+     "overlap-moe-expert-parallel-comm save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},
+    {MT_NAME_UNSUPPORTED, "models other than decoder-only GPT",
+     "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
+     "biencoder-shared-query-context-model block-data-path classes-fraction data-per-class-fraction "
+     "decoder-num-layers decoder-seq-length dino-bottleneck-size dino-freeze-last-layer dino-head-hidden-size "
+     "dino-local-crops-number dino-local-img-size dino-norm-last-layer dino-teacher-temp dino-warmup-teacher-temp "
+     "dino-warmup-teacher-temp-epochs embedding-path evidence-data-path ict-head-size ict-load img-h img-w "
+     "indexer-batch-size indexer-log-interval iter-per-epoch mask-factor mask-prob mask-type no-data-sharding "
+     "num-channels num-classes output-bert-embeddings patch-dim query-in-block-prob "
+     "retriever-report-topk-accuracies retriever-score-scaling sample-rate short-seq-prob swin-backbone-type "
+     "titles-data-path use-one-sent-docs vision-backbone-type vision-pretraining vision-pretraining-type "
+     "vocab-extra-ids"},
+    {MT_NAME_UNSUPPORTED, "fine-tuning on conversations, filling in the middle, and distillation",
+     "chat-template fim-data fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token "
+     "fim-prefix-token fim-rate fim-split-sample fim-spm-rate fim-suffix-token logits-load-decode-threads "
+     "logits-load-dir logits-load-ignore-errors logits-load-kd-loss-alpha logits-load-msc-prefetch-depth "
+     "logits-load-prefetch-factor logits-save-dir logits-save-dtype logits-save-top-k logits-save-top-p "
+     "logits-save-top-p-min-k sft sft-tokenizer-prompt-format"},
+    {MT_NAME_UNSUPPORTED, "reinforcement learning",
+     "grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-entropy-term-weight grpo-filter-groups-with-same-reward "
+     "grpo-group-size grpo-iterations grpo-kl-beta grpo-prompts-per-step langrl-env-config perform-rl-step "
+     "refit-method rl-consumption-granularity rl-default-temperature rl-default-top-k rl-default-top-p "
+     "rl-durable-rollout-bank rl-generation-lag rl-importance-sampling-truncation-coef "
+     "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size "
+     "rl-inference-logprobs-is-correction rl-inference-model-unified-memory-level rl-inference-parsers "
+     "rl-inference-pipeline-model-parallel-size rl-inference-tensor-model-parallel-size rl-kv-cache-management-mode "
+     "rl-max-inflight-requests rl-offload-inference-model-weights-when-idle rl-offload-optimizer-during-inference "
+     "rl-partial-rollouts rl-persist-cuda-graphs rl-profile rl-profile-dir rl-prompts-per-eval rl-rollout-bank-dir "
+     "rl-rollout-bank-max-bytes rl-sequence-packing-algo rl-sequence-packing-max-sequences-per-bin "
+     "rl-skip-bos-token rl-submission-granularity rl-training-cuda-graphs rl-use-sequence-packing "
+     "rl-verify-model-weights-swap"},
+    {MT_NAME_UNSUPPORTED, "a server for inference, and its caches",
+     "batch-invariant-backend batch-invariant-mode cache-mla-latents enable-chunked-prefill flash-decode "
+     "inference-batch-times-seqlen-threshold inference-coordinator-port inference-disable-ep-consensus "
+     "inference-disable-triton-nvls-kernels inference-dynamic-batching inference-dynamic-batching-async-sched-mode "
+     "inference-dynamic-batching-block-size inference-dynamic-batching-buffer-size-gb "
+     "inference-dynamic-batching-cuda-graph-mixed-prefill-count "
+     "inference-dynamic-batching-cuda-graph-sizing-distribution inference-dynamic-batching-enable-prefix-caching "
+     "inference-dynamic-batching-logprobs-mode inference-dynamic-batching-mamba-memory-ratio "
+     "inference-dynamic-batching-max-requests inference-dynamic-batching-max-tokens "
+     "inference-dynamic-batching-num-cuda-graphs inference-dynamic-batching-paused-buffer-size-gb "
+     "inference-dynamic-batching-prefix-caching inference-dynamic-batching-prefix-caching-coordinator-policy "
+     "inference-dynamic-batching-prefix-caching-eviction-policy inference-dynamic-batching-prefix-caching-mamba-gb "
+     "inference-dynamic-batching-prefix-caching-routing-alpha inference-dynamic-batching-sampling-backend "
+     "inference-dynamic-batching-track-generated-token-events "
+     "inference-dynamic-batching-track-paused-request-events inference-dynamic-batching-unified-memory-level "
+     "inference-fuse-tp-communication inference-grouped-gemm-backend inference-logging-step-interval "
+     "inference-max-requests inference-max-seq-length inference-moe-disable-fused-quant-kernels "
+     "inference-moe-token-dispatcher-type inference-sampling-seed inference-shards "
+     "inference-text-gen-server-logging inference-use-synchronous-zmq-collectives inference-wandb-logging "
+     "max-tokens-to-oom mlp-chunks-for-prefill nccl-all-reduce-for-prefill num-speculative-tokens "
+     "offset-sampling-seed-by-dp-rank return-log-probs skip-prompt-log-probs symmetric-ar-type "
+     "use-same-sampling-seed-across-dp-ranks"},
+    {MT_NAME_UNSUPPORTED, "other ways to split the model over ranks",
+     "enable-full-sharding-in-hsdp expert-gtp-weight-remat-size gtp-expert-remat-nccl-ub gtp-remat-nccl-ub "
+     "gtp-remat-opt-in-modules gtp-remat-reduce-scatter-with-fp32-accumulation gtp-weight-remat-size "
+     "hybrid-context-parallel max-seqlen-per-dp-cp-rank mlp-chunks-for-training use-tp-pp-dp-mapping "
+     "variable-seq-lengths"},
+    {MT_NAME_UNSUPPORTED, "other ways to hide or speed up communication and products",
+     "ddp-pad-buckets-for-high-nccl-busbw defer-embedding-wgrad-compute delay-wgrad-compute "
+     "high-priority-stream-groups nccl-communicator-config-path nccl-ub overlap-param-gather-with-optimizer-step "
+     "pad-buckets-for-high-nccl-busbw sharp-enabled-group tp-comm-atomic-ag tp-comm-atomic-rs "
+     "tp-comm-bootstrap-backend tp-comm-bulk-dgrad tp-comm-bulk-wgrad tp-comm-overlap-ag tp-comm-overlap-cfg "
+     "tp-comm-overlap-disable-fc1 tp-comm-overlap-disable-qkv tp-comm-overlap-rs tp-comm-overlap-rs-dgrad "
+     "tp-comm-split-ag tp-comm-split-rs use-nccl-ub use-sharp wgrad-deferral-limit"},
+    {MT_NAME_UNSUPPORTED, "other batches, and skipping of steps or of training",
+     "decrease-batch-size-if-needed exit-interval grad-norm-skip-threshold iterations-to-skip "
+     "per-dataset-sequences-path phase-transition-iterations skip-train step-batch-size-schedule"},
+    {MT_NAME_UNSUPPORTED, "other forms of evaluation",
+     "eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets start-eval-at-iter "
+     "validation-set-names"},
+    {MT_NAME_UNSUPPORTED, "other tokenizers",
+     "null-tokenizer-eod-id null-tokenizer-pad-id tiktoken-num-special-tokens tiktoken-pattern"},
+    {MT_NAME_UNSUPPORTED, "checkpoints in other places, or of other things",
+     "enable-msc non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo "
+     "non-persistent-local-ckpt-dir non-persistent-save-interval object-storage-cache-path replication "
+     "replication-factor replication-jump save-activations-interval save-config-filepath save-dgrads-interval "
+     "save-params-interval save-wgrads-interval"},
+    {MT_NAME_UNSUPPORTED, "other reports, and services that collect them",
+     "app-tag-run-name app-tag-run-version log-energy log-num-zeros-in-grad log-params-norm one-logger-async "
+     "one-logger-project one-logger-run-name otel-enabled otel-service-name otel-span-groups wandb-entity "
+     "wandb-exp-name wandb-project wandb-save-dir"},
+    {MT_NAME_UNSUPPORTED, "restarts inside a process (launch.sh restarts a run) and injected faults",
+     "adlr-autoresume-interval calc-ft-timeouts check-weight-hash-across-dp-replicas-interval enable-ft-package "
+     "error-injection-rate error-injection-type ft-num-warmup-iters gpu-sniff-test-interval "
+     "inprocess-active-world-size inprocess-barrier-timeout inprocess-completion-timeout inprocess-empty-cuda-cache "
+     "inprocess-granularity inprocess-hard-timeout inprocess-heartbeat-interval inprocess-heartbeat-timeout "
+     "inprocess-last-call-wait inprocess-max-iterations inprocess-monitor-process-interval "
+     "inprocess-monitor-thread-interval inprocess-progress-watchdog-interval inprocess-restart "
+     "inprocess-soft-timeout inprocess-termination-grace-time result-rejected-tracker-filename"},
+};
+
+/* '_' in `name` equals '-'. */
+static bool mt_name_equals(const char *name, size_t length, const char *other, size_t other_length) {
+    if (length != other_length) return false;
+    for (size_t i = 0; i < length; i++)
+        if ((name[i] == '_' ? '-' : name[i]) != other[i]) return false;
+    return true;
+}
+
+static bool mt_name_is_listed(const char *names, const char *name, size_t length) {
+    for (const char *at = names; *at; at += strspn(at, " ")) {
+        size_t listed = strcspn(at, " ");
+        if (mt_name_equals(name, length, at, listed)) return true;
+        at += listed;
+    }
+    return false;
+}
+
+mt_megatron_name mt_megatron_name_find(const char *name, size_t length) {
+    for (size_t i = 0; i < sizeof aliases / sizeof *aliases; i++)
+        if (mt_name_equals(name, length, aliases[i].name, strlen(aliases[i].name)))
+            return (mt_megatron_name){MT_NAME_ALIAS, aliases[i].option, aliases[i].value};
+    for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+        if (mt_name_is_listed(groups[i].names, name, length))
+            return (mt_megatron_name){groups[i].kind, groups[i].text, groups[i].value};
+    return (mt_megatron_name){MT_NAME_UNKNOWN, NULL, NULL};
+}

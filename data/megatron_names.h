@@ -1,0 +1,28 @@
+/* megatron_names.h: the option names of Megatron-LM (August 2026), and of a few other trainers, that are no row of the
+ * option table: each one's answer. */
+#ifndef MT_MEGATRON_NAMES_H
+#define MT_MEGATRON_NAMES_H
+
+#include <stddef.h>
+
+typedef enum mt_name_kind {
+    MT_NAME_UNKNOWN,
+    MT_NAME_ALIAS,       // another name, or another form, of the option `text`
+    MT_NAME_ALWAYS,      // states what is so here in any case, `text`: accepts `value` and nothing else
+    MT_NAME_NAMED,       // refused: the option is named `text` here, and its values may differ
+    MT_NAME_NO_MEANING,  // refused: there is nothing here that it could change; `text` is the reason
+    MT_NAME_UNSUPPORTED, // refused: not supported; `text` is what the name belongs to. A value of false is accepted
+} mt_name_kind;
+
+typedef struct mt_megatron_name {
+    mt_name_kind kind;
+    const char *text;
+    // MT_NAME_ALWAYS: the values that are accepted, "a|b". MT_NAME_ALIAS: NULL takes the option's values; "!" is the
+    // opposite of a flag; any other is a flag that gives the option this value, with "?" in front unless it was given.
+    const char *value;
+} mt_megatron_name;
+
+/* The answer to a name, with dashes or underscores. */
+mt_megatron_name mt_megatron_name_find(const char *name, size_t length);
+
+#endif

@@ -1,0 +1,226 @@
+/* Gradients of whole models against central differences of the loss. */
+#include "data/options.h"
+#include "megatron.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { TOKENS = 32, VOCABULARY = 64 };
+
+static int fill(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)context, (void)index, (void)error;
+    batch->num_tokens = TOKENS, batch->num_spans = 2;
+    for (int64_t s = 0; s < 2; s++) batch->spans[s] = (mt_span){s * 16, 16, s * 16, 16, true};
+    for (int64_t t = 0; t < TOKENS; t++) {
+        batch->tokens[t] = (int32_t)(t * t * 7 % 61), batch->labels[t] = (int32_t)(t * 13 % VOCABULARY);
+        batch->positions[t] = (int32_t)(t % 16), batch->loss_mask[t] = 1, batch->token_index[t] = t;
+    }
+    return 0;
+}
+
+/* A model with the gradients of one batch; its biases are random too, not zeros. */
+typedef struct subject {
+    mt_options options;
+    mt_model *model;
+    mt_batch batch;
+    const mt_param *params;
+    int64_t num_params;
+    mt_bucket *buckets;
+    float **gradients; // [num_params]
+} subject;
+
+static float *values_of(const subject *s, const mt_param *param, bool gradient) {
+    const mt_bucket *b = &s->buckets[param->bucket];
+    return (gradient ? b->grads : (float *)b->params) + param->offset;
+}
+
+static void subject_open(subject *s, const char *words) {
+    char line[1024], *arguments[128];
+    int count = 0;
+    int64_t buckets;
+    mt_error error;
+    snprintf(line, sizeof line,
+             "train --mock-data --seq-length 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1 "
+             "--hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24 --vocab-size %d --init-method-std 0.3 "
+             "--hidden-dropout 0 --attention-dropout 0 --device cpu %s",
+             VOCABULARY, words);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    if (mt_options_parse(&s->options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
+        mt_options_finish(&s->options, MT_PROGRAM_TRAIN, 1, &error) != 0)
+        fail_msg("%s", error.text);
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = 16, .train = true};
+    if (mt_model_create(&s->model, &s->options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
+        fail_msg("%s", error.text);
+    mt_model_init(s->model);
+    mt_batch_alloc(&s->batch, TOKENS);
+    s->params = mt_model_params(s->model, &s->num_params);
+    s->buckets = mt_model_buckets(s->model, &buckets);
+    s->gradients = mt_calloc(s->num_params * (int64_t)sizeof *s->gradients);
+    for (int64_t i = 0; i < s->num_params; i++)
+        for (int64_t k = 0; s->params[i].is_vector && k < s->params[i].rows; k++)
+            values_of(s, &s->params[i], false)[k] += 0.3f * sinf((float)(k + 3 * (int)s->params[i].role));
+    fill(NULL, 0, &s->batch, NULL);
+    mt_model_forward(s->model, &s->batch, true);
+    mt_model_backward(s->model);
+    for (int64_t i = 0; i < s->num_params; i++) {
+        const mt_param *param = &s->params[i];
+        size_t bytes = (size_t)(param->rows * param->cols) * sizeof(float);
+        s->gradients[i] = mt_calloc((int64_t)bytes);
+        if (param->trained) memcpy(s->gradients[i], values_of(s, param, true), bytes);
+    }
+}
+
+static void subject_close(subject *s) {
+    for (int64_t i = 0; i < s->num_params; i++) free(s->gradients[i]);
+    free(s->gradients);
+    mt_batch_free(&s->batch);
+    mt_model_destroy(s->model);
+    mt_options_free(&s->options);
+}
+
+/* Adds `step` times the gradient of a role (MT_NUM_ROLES: none), over all layers and experts, to its values. */
+static void move(const subject *s, mt_role role, double step) {
+    for (int64_t i = 0; i < s->num_params; i++) {
+        const mt_param *param = &s->params[i];
+        float *values = values_of(s, param, false);
+        for (int64_t k = 0; param->role == role && k < param->rows * param->cols; k++)
+            values[k] += (float)(step * (double)s->gradients[i][k]);
+    }
+}
+
+/* The sum of the tokens' losses with a role's values `step` further along its gradient. */
+static double loss_at(subject *s, mt_role role, double step) {
+    double loss;
+    mt_error error;
+    move(s, role, step);
+    if (mt_evaluate(s->model, 1, fill, NULL, &s->batch, &loss, &error) != 0) fail_msg("%s", error.text);
+    move(s, role, -step);
+    return loss * TOKENS;
+}
+
+/* Along its own gradient, the loss must rise by the gradient's norm. Returns false for a role that the model lacks. */
+static bool expect_slope(subject *s, mt_role role, const char *words) {
+    const double h = 0.01;
+    double norm = 0;
+    bool exists = false;
+    for (int64_t i = 0; i < s->num_params; i++) {
+        if (s->params[i].role != role || !s->params[i].trained) continue;
+        exists = true;
+        for (int64_t k = 0; k < s->params[i].rows * s->params[i].cols; k++)
+            norm += (double)s->gradients[i][k] * (double)s->gradients[i][k];
+    }
+    norm = sqrt(norm);
+    if (norm < 1e-3) return false; // as of keys' biases, which change no softmax
+    double slope = (loss_at(s, role, h / norm) - loss_at(s, role, -h / norm)) / (2 * h);
+    if (!(fabs(slope - norm) <= 0.01 * norm))
+        fail_msg("%s\n  role %d: the loss rises by %g, and the gradient's norm is %g", words, (int)role, slope, norm);
+    return exists;
+}
+
+#define EVERY_EXPERT " --num-layers 2 --num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size 8"
+
+/* Every parameter of models in which all experts are chosen, so that no step changes the choice. */
+static void every_gradient_is_the_slope_of_the_loss(void **state) {
+    (void)state;
+    static const char *const cases[] = {
+        "--num-layers 2",
+        "--num-layers 2 --openai-gelu",
+        "--num-layers 2 --swiglu",
+        EVERY_EXPERT,
+        EVERY_EXPERT " --openai-gelu --disable-bias-linear",
+        EVERY_EXPERT " --swiglu",
+        EVERY_EXPERT " --swiglu --disable-bias-linear",
+        EVERY_EXPERT " --no-moe-permute-fusion",
+        EVERY_EXPERT " --disable-bias-linear --no-moe-permute-fusion",
+        EVERY_EXPERT " --no-moe-grouped-gemm",
+        EVERY_EXPERT " --disable-bias-linear --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate",
+        EVERY_EXPERT " --openai-gelu --disable-bias-linear --moe-shared-expert-intermediate-size 12",
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        subject s;
+        int roles = 0;
+        subject_open(&s, cases[i]);
+        for (int role = 0; role < MT_NUM_ROLES; role++) roles += expect_slope(&s, (mt_role)role, cases[i]);
+        assert_true(roles >= 10);
+        subject_close(&s);
+    }
+}
+
+/* Experts choose, drop and pad; their own parameters are behind the choice of their layer. */
+static void gradients_of_chosen_experts_are_slopes_of_the_loss(void **state) {
+    (void)state;
+    static const char *const capacities[] = {"", " --moe-expert-capacity-factor 1",
+                                             " --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"};
+    static const char *const kinds[] = {"", " --openai-gelu", " --swiglu"};
+    static const char *const ways[] = {"", " --no-moe-permute-fusion", " --no-moe-grouped-gemm"};
+    for (int k = 0; k < 27; k++) {
+        char words[400];
+        subject s;
+        int roles = 0;
+        snprintf(words, sizeof words, "--num-layers 1 --num-experts 8 --moe-ffn-hidden-size 8%s%s%s", capacities[k / 9],
+                 kinds[k / 3 % 3], ways[k % 3]);
+        subject_open(&s, words);
+        for (int role = MT_EXPERT_GATE; role <= MT_EXPERT_DOWN; role++) roles += expect_slope(&s, (mt_role)role, words);
+        for (int role = MT_EXPERT_GATE_BIAS; role <= MT_EXPERT_DOWN_BIAS; role++)
+            roles += expect_slope(&s, (mt_role)role, words);
+        assert_int_equal(roles, strstr(words, "swiglu") ? 6 : 4);
+        subject_close(&s);
+    }
+}
+
+/* The sum of the tokens' losses of a model, and of one whose every expert is that model's MLP. */
+static void expect_experts_like_mlp(const char *words, const char *more) {
+    static const struct {
+        mt_role expert, mlp;
+    } roles[] = {{MT_EXPERT_GATE, MT_GATE},       {MT_EXPERT_UP, MT_UP},
+                 {MT_EXPERT_DOWN, MT_DOWN},       {MT_EXPERT_GATE_BIAS, MT_GATE_BIAS},
+                 {MT_EXPERT_UP_BIAS, MT_UP_BIAS}, {MT_EXPERT_DOWN_BIAS, MT_DOWN_BIAS}};
+    char line[400];
+    subject dense, experts;
+    int copied = 0;
+    subject_open(&dense, words);
+    snprintf(line, sizeof line, "%s --num-experts 8 --moe-router-topk 3%s", words, more);
+    subject_open(&experts, line);
+    for (int64_t i = 0; i < experts.num_params; i++)
+        for (size_t k = 0; k < sizeof roles / sizeof *roles; k++)
+            for (int64_t d = 0; experts.params[i].role == roles[k].expert && d < dense.num_params; d++) {
+                const mt_param *to = &experts.params[i], *from = &dense.params[d];
+                if (from->role != roles[k].mlp || from->layer != to->layer) continue;
+                assert_true(from->rows == to->rows && from->cols == to->cols);
+                memcpy(values_of(&experts, to, false), values_of(&dense, from, false),
+                       (size_t)(to->rows * to->cols) * sizeof(float));
+                copied++;
+            }
+    int per_expert = (dense.options.swiglu ? 3 : 2) * (dense.options.mlp_bias ? 2 : 1);
+    assert_int_equal(copied, 8 * 2 * per_expert);
+    double want = loss_at(&dense, MT_NUM_ROLES, 0), got = loss_at(&experts, MT_NUM_ROLES, 0);
+    if (!(fabs(got - want) <= 1e-5 * want)) fail_msg("%s\n  loss %.9g, of the MLP %.9g", line, got, want);
+    subject_close(&dense), subject_close(&experts);
+}
+
+/* A token's probabilities sum to 1, so that they scale biases too, and not only products. */
+static void equal_experts_compute_the_mlp_that_each_of_them_is(void **state) {
+    (void)state;
+    static const char *const kinds[] = {"--num-layers 2", "--num-layers 2 --openai-gelu", "--num-layers 2 --swiglu"};
+    static const char *const ways[] = {"", " --no-moe-permute-fusion", " --no-moe-grouped-gemm"};
+    for (int k = 0; k < 18; k++) {
+        char words[200];
+        snprintf(words, sizeof words, "%s%s", kinds[k / 3 % 3], k < 9 ? "" : " --disable-bias-linear");
+        expect_experts_like_mlp(words, ways[k % 3]);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_gradient_is_the_slope_of_the_loss),
+        cmocka_unit_test(equal_experts_compute_the_mlp_that_each_of_them_is),
+        cmocka_unit_test(gradients_of_chosen_experts_are_slopes_of_the_loss),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
