@@ -454,6 +454,39 @@ static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *er
                         (long long)o->mtp_num_layers, (long long)o->seq_length);
 }
 
+/* Recomputation: defaults and refusals are Megatron's, except that full recomputation without a method is uniform. */
+static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
+    bool shorthand = o->recompute_activations || o->moe_layer_recompute;
+    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL, distributes = o->distribute_saved_activations;
+    const mt_rule rules[] = {
+        MT_EXCLUDES("--recompute-activations", o->recompute_activations, "--recompute-granularity full", full),
+        MT_EXCLUDES("--moe-layer-recompute", o->moe_layer_recompute, "--recompute-granularity full", full),
+        MT_NEEDS("--moe-layer-recompute", o->moe_layer_recompute, "--num-experts", o->num_experts > 0),
+        MT_NEEDS("--recompute-method", o->recompute_method, "--recompute-granularity full", full),
+        MT_NEEDS("--recompute-num-layers", o->recompute_num_layers, "--recompute-granularity full", full),
+        MT_NEEDS("--recompute-modules", o->recompute_modules, "--recompute-granularity selective",
+                 shorthand || o->recompute_granularity == MT_RECOMPUTE_SELECTIVE),
+        MT_NEEDS("--recompute-modules moe_act", o->recompute_modules & MT_MODULE_MOE_ACT, "--moe-grouped-gemm",
+                 o->moe_grouped_gemm),
+        MT_NEEDS("--recompute-modules mla_up_proj", o->recompute_modules & MT_MODULE_MLA_UP_PROJ,
+                 "--multi-latent-attention", o->multi_latent_attention),
+        MT_NEEDS("--distribute-saved-activations", distributes, "--recompute-granularity full", full),
+        MT_NEEDS("--distribute-saved-activations", distributes, "--tensor-model-parallel-size",
+                 o->tensor_model_parallel_size > 1),
+        MT_EXCLUDES("--distribute-saved-activations", distributes, "--sequence-parallel", o->sequence_parallel),
+    };
+    const mt_multiple multiples[] = {{"--distribute-saved-activations: --hidden-size", distributes ? o->hidden_size : 0,
+                                      "--tensor-model-parallel-size", o->tensor_model_parallel_size}};
+    if (MT_CHECK_RULES(rules, error) || MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    if (shorthand) o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;
+    if (o->moe_layer_recompute) o->recompute_modules |= MT_MODULE_MOE;
+    bool selective = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE;
+    if (selective && o->recompute_modules == 0) o->recompute_modules = MT_MODULE_CORE_ATTN;
+    if (full && o->recompute_method == MT_RECOMPUTE_DEFAULT) o->recompute_method = MT_RECOMPUTE_UNIFORM;
+    if (full && o->recompute_num_layers == 0) o->recompute_num_layers = 1;
+    return 0;
+}
+
 /* Vocabulary, positions and sequence length. */
 static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
@@ -889,6 +922,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (mt_options_check_pairs(o, program, error)) return -1;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
+    if (mt_options_derive_recompute(o, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, program, error)) return -1;
     if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
@@ -3070,7 +3104,9 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
     mt_guard_check check = MT_STEP_PASSED;
-    if (rules->finite && !isfinite(loss))
+    if (tokens[0] == 0)
+        check = MT_NO_TOKENS;
+    else if (rules->finite && !isfinite(loss))
         check = MT_LOSS_NOT_FINITE;
     else if (rules->finite && !isfinite(norm[0]))
         check = MT_NORM_NOT_FINITE;
@@ -4572,11 +4608,14 @@ typedef struct mt_norm {
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
     int64_t number; // in the whole model
+    int64_t index;  // in its chunk
     int64_t bucket;
     int64_t expert_bucket;  // -1: an MLP, no experts
     int64_t moe_index;      // among this rank's layers with experts
     int64_t F;              // width here of the MLP or the shared expert; 0: none
     struct mt_slots *slots; // saved by its forward
+    int64_t unit;           // index in its chunk of the first layer of its unit, see mt_layers_forward
+    bool recomputed;        // full recomputation: of a unit only the input is kept
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
@@ -5137,6 +5176,11 @@ struct mt_model {
     mt_batch local_batch;  // this rank's shard of a batch, with context parallelism
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
+    /* recomputation */
+    unsigned recompute_modules;                    // MT_MODULE_*: of selective recomputation
+    struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
+    int64_t num_recompute_buffers;
+    const struct mt_activations *recomputed; // the layer whose values the buffers hold, the last one of its unit
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_link *links;                 // [MT_NUM_LINKS]
@@ -5225,7 +5269,8 @@ static void mt_rope_tables(mt_model *model) {
 /* ==== §9b saved values ============================================================================================ */
 /* Each layer has a list of slots: the values that its forward saves for its backward. Memory plan, arena and the stash
  * of a split backward derive from the list. With pass->replay a forward writes the same slots again and changes nothing
- * else. */
+ * else. Recomputed slots (Chen et al., "Training deep nets with sublinear memory cost") lie in buffers that all
+ * micro-batches share; a replay restores them before the backward reads them. */
 
 /* Saved values of a norm: y[R, C], mean[R] (LayerNorm only), rstd[R]. */
 typedef struct mt_normed {
@@ -5245,6 +5290,7 @@ enum { MT_MAX_DEFERRED = 8 };
  * and F: this rank's share. The slots of a layer define its fields and their sizes; other fields are NULL. */
 typedef struct mt_activations {
     void *input;            // [R, C] the residual stream
+    void *input_part;       // [R, C / tp] this rank's part of it, with --distribute-saved-activations
     mt_normed input_norm;   // [R, C]
     void *qkv;              // [T, (H + 2G) D]; without q/k norm, rotated in place
     void *qk;               // [T, (H + G) D] normalised and rotated q and k, with q/k norm
@@ -5265,14 +5311,16 @@ typedef struct mt_activations {
     int64_t num_deferred;
 } mt_activations;
 
-/* Location of a saved value between forward and backward. */
-typedef enum mt_residency { MT_KEEP } mt_residency;
+/* Location of a saved value between forward and backward: its own memory, or a buffer that others overwrite. */
+typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE } mt_residency;
 
 typedef struct mt_slot {
     const char *name;
     size_t field; // offset of a pointer in mt_activations, or in mt_routing
     int64_t rows, width;
     mt_dtype dtype;
+    unsigned modules; // MT_MODULE_*: selective recomputation of any of these computes the value again
+    bool once;        // depends on the state of the step: a replay cannot compute it, so it is kept
     mt_residency residency;
     size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
 } mt_slot;
@@ -5297,33 +5345,71 @@ static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int6
 #define MT_ROUTING_SLOT(list, member, rows, width, dtype)                                                              \
     mt_slot_add(list, #member, offsetof(mt_routing, member), rows, width, dtype)
 
-/* The pointer of a slot of `a`. */
-static void *mt_slot_read(const mt_activations *a, const mt_slot *slot) {
+/* The pointer of a slot in the struct at `base`. */
+static void *mt_slot_read(const void *base, const mt_slot *slot) {
     void *value;
-    memcpy(&value, (const char *)a + slot->field, sizeof value);
+    memcpy(&value, (const char *)base + slot->field, sizeof value);
     return value;
 }
 
-/* Allocates every slot and stores its pointer in the struct at `base`. */
-static void mt_slots_allocate(const mt_slots *list, void *base, mt_arena *arena) {
+/* Sets the residency of a layer's slots; w NULL: all are kept. */
+static void mt_slots_place(const mt_model *m, mt_slots *list, const mt_layer *w) {
+    for (mt_slot *slot = list->slots; w && slot < list->slots + list->count; slot++) {
+        bool recompute = w->recomputed || (slot->modules & m->recompute_modules);
+        slot->residency = recompute && !slot->once ? MT_RECOMPUTE : MT_KEEP;
+    }
+}
+
+/* Allocates the slots of one residency and stores their pointers in the struct at `base`. */
+static void mt_slots_allocate(const mt_slots *list, mt_residency residency, void *base, mt_arena *arena) {
     for (const mt_slot *slot = list->slots; slot < list->slots + list->count; slot++) {
+        if (slot->residency != residency) continue;
         void *value = mt_arena_alloc(arena, slot->rows * slot->width * mt_dtype_size(slot->dtype));
         memcpy((char *)base + slot->field, &value, sizeof value);
     }
+}
+
+/* The buffer of the recomputed values of one layer of a unit. All units and micro-batches share it. */
+typedef struct mt_recompute_buffer {
+    void *memory;
+    int64_t bytes;
+    struct mt_expert_rows *rows; // recomputed rows of experts, if their number depends on the data
+} mt_recompute_buffer;
+
+static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_layer *w) {
+    return &m->recompute_buffers[w->recomputed ? w->index - w->unit : 0];
 }
 
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
  * product. x is saved in any case. dy overwrites a slot that only the input's half reads, so a split backward needs no
  * extra memory. */
 
-/* Defers the gradient of a weight: copies dy to the linear's stash slot. */
-static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                            const mt_linear *linear, const void *x, const void *dy) {
+/* The slot in which a split backward keeps dy of a linear. */
+static const mt_slot *mt_stash_slot(const mt_layer *w, const mt_linear *linear) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
     size_t offset = (size_t)((const char *)linear - (const char *)w);
     while (slot < end && slot->stash_of != offset) slot++;
-    MT_CHECK(slot < end && a->num_deferred < MT_MAX_DEFERRED);
-    void *stash = mt_slot_read(a, slot);
+    MT_CHECK(slot < end);
+    return slot;
+}
+
+/* The halves of a linear's backward to compute now. A split backward defers the weights' half if x and the stash keep
+ * their values until then. */
+static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_activations *a, const mt_linear *linear,
+                                  const void *x) {
+    const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
+    if (p->halves != MT_BACKWARD_INPUT) return p->halves;
+    while (slot < end && mt_slot_read(a, slot) != x) slot++;
+    MT_CHECK(slot < end);
+    bool kept = slot->residency == MT_KEEP && mt_stash_slot(w, linear)->residency == MT_KEEP;
+    return kept ? MT_BACKWARD_INPUT : MT_BACKWARD_BOTH;
+}
+
+/* Defers the gradient of a weight: copies dy to the linear's stash slot. */
+static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                            const mt_linear *linear, const void *x, const void *dy) {
+    MT_CHECK(a->num_deferred < MT_MAX_DEFERRED);
+    void *stash = mt_slot_read(a, mt_stash_slot(w, linear));
     int64_t rows = linear->kind == MT_LINEAR_COLUMN ? p->T : p->rows;
     m->ops->memory_copy(stash, dy, rows * linear->N * mt_dtype_size(m->dtype), p->stream);
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
@@ -5332,8 +5418,9 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer 
 /* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
 static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                                      const mt_linear *linear, const mt_linear_io *io) {
-    mt_linear_backward(&p->tp, linear, io, p->halves);
-    if (p->halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
+    int halves = mt_layer_linear_halves(p, w, a, linear, io->x);
+    mt_linear_backward(&p->tp, linear, io, halves);
+    if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
 
 /* The weights' half of a split backward. */
@@ -5373,7 +5460,7 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
 }
 
 static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
-    mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
+    mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype)->modules = MT_MODULE_LAYERNORM;
     if (mt_uses_layernorm(m)) mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
     mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
@@ -5414,7 +5501,9 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
     mt_dropout dropout = mt_model_dropout(m, p, number, place);
     const int64_t *index = p->batch->token_index + p->first_row;
     const void *x = m->scratch.block_out;
-    if (next.w && m->ops->residual_norm_forward) {
+    // a replayed norm runs alone, and the two may sum in different orders
+    bool fuses = m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM);
+    if (next.w && fuses) {
         mt_norm_args a = mt_norm_operands(m, p, next.w, next.n);
         a.x = x, a.residual = residual, a.sum = out, a.token_index = index, a.dropout = dropout;
         m->ops->residual_norm_forward(&a, m->dtype, p->stream);
@@ -5459,8 +5548,9 @@ static int64_t mt_latent_width(const mt_options *o) {
 static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     const mt_options *o = m->options;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
-    MT_SLOT(s, q, T, m->H * m->D, m->dtype)->stash_of = offsetof(mt_layer, q_b);
-    MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype)->stash_of = offsetof(mt_layer, kv_b);
+    mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
+    q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
+    q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ;
     MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype)->stash_of = offsetof(mt_layer, latent);
     MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype);
     MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype);
@@ -5468,9 +5558,14 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
 }
 
-static void mt_attention_slots(const mt_model *m, mt_slots *s) {
+/* A recomputed unit keeps its first layer's input, or this rank's part of it. */
+static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    bool starts_unit = w && w->recomputed && w->index == w->unit,
+         splits_input = m->options->distribute_saved_activations;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
-    MT_SLOT(s, input, R, m->C, m->dtype)->stash_of = offsetof(mt_layer, o);
+    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype);
+    input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
+    if (starts_unit && splits_input) MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype)->once = true;
     mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm));
     if (m->options->multi_latent_attention)
         mt_latent_slots(m, s);
@@ -5654,17 +5749,20 @@ static int64_t mt_rope_column(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank;
 }
 
-/* input_norm.y -> q, k and v. */
-static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    const mt_layer_scratch *s = &m->scratch;
-    const void *x = a->input_norm.y;
-    bool has_q_latent = m->options->q_lora_rank > 0;
-    int64_t R = m->rotary_dim;
-    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = x, .y = a->latent});
+/* input_norm.y -> latents, normalised. */
+static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_norm.y, .y = a->latent});
     mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
-    if (has_q_latent) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
-    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = has_q_latent ? a->q_latent : x, .y = a->q});
+    if (m->options->q_lora_rank > 0) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
     m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
+}
+
+/* Latents -> q, k and v. */
+static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t R = m->rotary_dim;
+    const void *q_input = m->options->q_lora_rank > 0 ? a->q_latent : a->input_norm.y;
+    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = q_input, .y = a->q});
     mt_linear_forward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv_b_out});
     mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = mt_at(m, a->latent, mt_rope_column(m->options)), rope.x_stride = mt_latent_width(m->options);
@@ -5723,7 +5821,8 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer 
 /* middle = input + dropout(attention(input_norm)), with input_norm = norm(input) as input; then mlp_norm of middle. */
 static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     if (m->options->multi_latent_attention) {
-        mt_latent_qkv_forward(m, p, w, a);
+        mt_latent_down_forward(m, p, w, a);
+        mt_latent_up_forward(m, p, w, a);
     } else {
         mt_linear_forward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_norm.y, .y = a->qkv});
         mt_qk_forward(m, p, w, a);
@@ -5739,11 +5838,18 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
     mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, mlp_norm);
 }
 
+/* Selective recomputation of the attention block. */
+static void mt_attention_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    if (m->recompute_modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
+    if (m->recompute_modules & MT_MODULE_MLA_UP_PROJ) mt_latent_up_forward(m, p, w, a);
+}
+
 /* scratch.dresidual: gradient of `middle` in, gradient of `input` out. */
 static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
-    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->dattended}, p->halves);
+    int halves = mt_layer_linear_halves(p, w, a, &w->o, a->attended);
+    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->dattended}, halves);
 
     mt_qkv_view d = mt_gradient_view(m, p);
     mt_attention call = mt_attention_call(m, p, w, a);
@@ -5760,7 +5866,7 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
         mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
     }
     mt_residual_norm_backward(m, p, &w->input_norm, &a->input_norm, a->input);
-    if (p->halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
+    if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
 }
 
 /* ==== §9e MLP ===================================================================================================== */
@@ -5771,36 +5877,40 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
 }
 
 /* F: width of the MLP or of the shared expert; 0: none. */
-static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F) {
+static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shared_expert) {
     int64_t T = m->plan.max_tokens;
+    unsigned modules = is_shared_expert ? MT_MODULE_SHARED_EXPERTS | MT_MODULE_MOE : MT_MODULE_MLP;
     MT_SLOT(s, middle, m->max_rows, m->C, m->dtype)->stash_of = offsetof(mt_layer, down);
     mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm));
-    MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype)->stash_of = offsetof(mt_layer, fc1);
-    MT_SLOT(s, mlp_active, T, F, m->dtype);
+    mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
+    hidden->stash_of = offsetof(mt_layer, fc1), hidden->modules = modules;
+    MT_SLOT(s, mlp_active, T, F, m->dtype)->modules = modules;
 }
 
-/* scratch.block_out = down(activation(fc1(mlp_norm))). gates[T] scale a shared expert's activation, or NULL. fc1
- * computes the tanh approximation of GELU itself. */
-static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates) {
+/* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
+ * output. gates[T] scale a shared expert's activation, or NULL. fc1 computes the tanh approximation of GELU itself. */
+static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates,
+                           bool replay) {
     mt_activation activation = mt_options_activation(m->options);
     bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
     if (!fused)
         m->ops->activation_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, activation, m->dtype, p->stream);
+    if (replay) return;
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
 
 /* scratch.dnormed = gradient of mlp_norm.y, from dout, the gradient of the MLP's output; and dgates[T]. In a split
- * backward the caller defers `down`: its stash slot is still in use here. */
+ * backward `halves` are those of `down`, and the caller defers its weights' half: the stash is still in use here. */
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
-                            const float *gates, float *dgates) {
+                            const float *gates, float *dgates, int halves) {
     mt_layer_scratch *s = &m->scratch;
     mt_activation activation = mt_options_activation(m->options);
     bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
     if (fused) down.gelu_input = a->mlp_hidden;
-    mt_linear_backward(&p->tp, &w->down, &down, p->halves);
+    mt_linear_backward(&p->tp, &w->down, &down, halves);
     if (!fused)
         m->ops->activation_backward(s->dmlp_hidden, gates ? dgates : NULL, s->dmlp_active, a->mlp_hidden, gates, p->T,
                                     w->F, activation, m->dtype, p->stream);
@@ -5914,11 +6024,14 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
     mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, mt_fc1_width(m, e->F), m->dtype);
-    mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
+    mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
+    active->modules = MT_MODULE_MOE_ACT;
     if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
-    if (e->group->size == 1 || e->uses_allgather) return;
-    mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
-    mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+    if (e->group->size > 1 && !e->uses_allgather) {
+        mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
+        mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+    }
+    for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
 }
 
 /* True if the number of received rows does not depend on the data. */
@@ -5932,8 +6045,8 @@ static int64_t mt_expert_rows_received(const mt_experts *e) {
     return size == 1 ? e->num_choices : e->num_choices / e->num_destinations * e->num_local * size;
 }
 
-/* The slots of an mt_routing. */
-static void mt_routing_slots(const mt_model *m, mt_slots *s) {
+/* The slots of a layer's mt_routing. */
+static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_experts *e = m->experts;
     int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
     s->count = 0;
@@ -5941,7 +6054,7 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s) {
     MT_ROUTING_SLOT(s, probs, N, k, MT_F32);
     MT_ROUTING_SLOT(s, experts, N, k, MT_I32);
     if (e->has_capacity) MT_ROUTING_SLOT(s, kept, N, k, MT_I32);
-    if (e->has_aux_loss) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32);
+    if (e->has_aux_loss) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32)->once = true;
     if (m->options->moe_shared_expert_gate) {
         MT_ROUTING_SLOT(s, gate_logits, R, 1, MT_F32);
         MT_ROUTING_SLOT(s, gates, m->plan.max_tokens, 1, MT_F32);
@@ -5951,15 +6064,18 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s) {
     MT_ROUTING_SLOT(s, token, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, offsets, e->num_destinations + 1, 1, MT_I32);
     if (size > 1 && !e->uses_allgather) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
+    for (int64_t i = 0; i < s->count; i++) s->slots[i].modules = MT_MODULE_MOE;
     if (mt_expert_rows_fixed(m))
         mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false);
+    mt_slots_place(m, s, w);
 }
 
 /* Allocates the slots of a routing; a field without a slot of its own shares that of another. */
-static void mt_routing_allocate(const mt_model *m, mt_routing *r, mt_arena *arena) {
+static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residency residency, mt_routing *r,
+                                mt_arena *arena) {
     mt_slots slots;
-    mt_routing_slots(m, &slots);
-    mt_slots_allocate(&slots, r, arena);
+    mt_routing_slots(m, &slots, w);
+    mt_slots_allocate(&slots, residency, r, arena);
     if (!m->experts->has_capacity) r->kept = r->experts;
     if (m->experts->group->size == 1 || m->experts->uses_allgather) r->expert_offsets = r->offsets;
     if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
@@ -5967,13 +6083,22 @@ static void mt_routing_allocate(const mt_model *m, mt_routing *r, mt_arena *aren
 
 /* ---- expert rows whose number depends on the data */
 
-/* Allocates room for M rows; with `dispatched` only input and weights. */
-static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M,
-                                    bool dispatched) {
+/* The values of M rows to allocate: those of a layer with this residency. layer NULL: all that experts.rows has, or
+ * with `dispatched` only input and weights. */
+typedef struct mt_expert_rows_plan {
+    int64_t M;
+    bool dispatched;
+    const mt_layer *layer;
+    mt_residency residency;
+} mt_expert_rows_plan;
+
+static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_arena *arena,
+                                    const mt_expert_rows_plan *plan) {
     mt_slots slots = {.count = 0};
-    mt_expert_rows_slots(m, &slots, 0, M, dispatched);
-    mt_slots_allocate(&slots, rows, arena);
-    rows->capacity = M;
+    mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched);
+    mt_slots_place(m, &slots, plan->layer);
+    mt_slots_allocate(&slots, plan->residency, rows, arena);
+    rows->capacity = plan->M;
 }
 
 /* Expected number of received rows: an even share and 25% more. */
@@ -5981,18 +6106,35 @@ static int64_t mt_expert_rows_expected(const mt_model *m) {
     return m->experts->num_choices * 5 / 4;
 }
 
-/* Grows `rows` to room for M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated in
- * the order of m->stream, which waits for all other streams beforehand. The host must not wait: this rank may grow
+/* Grows `rows` to room for plan.M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated
+ * in the order of m->stream, which waits for all other streams beforehand. The host must not wait: this rank may grow
  * while the others do not and already wait for it in a collective. */
-static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, int64_t M, bool dispatched) {
-    if (M <= rows->capacity) return;
+static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, mt_expert_rows_plan plan) {
+    if (plan.M <= rows->capacity) return;
     if (rows->memory) m->ops->memory_free_ordered(rows->memory, m->stream);
     mt_arena arena = {0};
-    M = mt_max(M * 9 / 8, mt_expert_rows_expected(m));
-    mt_expert_rows_allocate(m, rows, &arena, M, dispatched);
-    rows->memory = m->ops->memory_alloc_ordered(arena.used, m->stream);
+    plan.M = mt_max(plan.M * 9 / 8, mt_expert_rows_expected(m));
+    mt_expert_rows_allocate(m, rows, &arena, &plan);
+    rows->memory = arena.used > 0 ? m->ops->memory_alloc_ordered(arena.used, m->stream) : NULL;
     arena = (mt_arena){.base = rows->memory, .capacity = arena.used};
-    mt_expert_rows_allocate(m, rows, &arena, M, dispatched);
+    mt_expert_rows_allocate(m, rows, &arena, &plan);
+}
+
+/* Room for the rows that a layer received. Its recomputed values lie in the layer's recompute buffer. */
+static void mt_layer_rows_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
+    mt_expert_rows *shared = mt_recompute_buffer_of(m, w)->rows;
+    mt_expert_rows_plan plan = {.M = r->num_rows, .layer = w, .residency = MT_KEEP};
+    mt_slots slots = {.count = 0};
+    if (mt_expert_rows_fixed(m)) return; // they are in the arena
+    mt_expert_rows_reserve(m, &r->rows, plan);
+    mt_expert_rows_slots(m, &slots, 0, 0, false);
+    mt_slots_place(m, &slots, w);
+    plan.residency = MT_RECOMPUTE;
+    for (const mt_slot *slot = slots.slots; slot < slots.slots + slots.count; slot++) {
+        if (slot->residency != MT_RECOMPUTE) continue;
+        mt_expert_rows_reserve(m, shared, plan); // for the first such slot
+        memcpy((char *)&r->rows + slot->field, (const char *)shared + slot->field, sizeof(void *));
+    }
 }
 
 static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
@@ -6172,7 +6314,7 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
 }
 
 /* Dispatch, preprocess: order and number of sent and received rows. */
-static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r) {
+static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
     int64_t k = e->router.topk, N = e->uses_allgather ? e->group->size * p->rows : p->rows, own = mt_own_offset(m, p);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
@@ -6198,10 +6340,10 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r)
         dispatch.capacity > 0 ? mt_exchange_counts_padded(m, p, r, dispatch.capacity) : mt_exchange_counts(m, p, r);
     }
     int64_t M = mt_max(r->num_rows, e->uses_allgather ? 0 : P);
-    mt_expert_rows_reserve(m, &e->rows, M, false);
-    mt_expert_rows_reserve(m, &r->rows, r->num_rows, false);
+    mt_expert_rows_reserve(m, &e->rows, (mt_expert_rows_plan){.M = M});
+    mt_layer_rows_reserve(m, w, r);
     if (e->group->size == 1 || e->uses_allgather) return;
-    mt_expert_rows_reserve(m, &e->dispatched, M, true);
+    mt_expert_rows_reserve(m, &e->dispatched, (mt_expert_rows_plan){.M = M, .dispatched = true});
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
                            e->num_local, r->num_rows, p->stream);
     r->host_offsets[0] = 0;
@@ -6339,21 +6481,28 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
 
-/* mt_expert_output = experts(rows.input), scaled by rows.weights. */
-static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+/* rows.active = activation(rows.hidden). */
+static void mt_expert_active_forward(mt_model *m, const mt_pass *p, const mt_routing *r) {
+    const mt_expert_rows *rows = &r->rows;
+    m->ops->activation_forward(rows->active, rows->hidden, m->experts->scales_output ? NULL : rows->weights,
+                               r->num_rows, m->experts->F, mt_options_activation(m->options), m->dtype, p->stream);
+}
+
+/* mt_expert_output = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
+ * reads, not the output. */
+static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
-    int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
     fc1.x = rows->input, fc1.y = rows->hidden;
     down.x = rows->active, down.y = e->scales_output ? rows->output : mt_expert_output(m);
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    m->ops->activation_forward(rows->active, rows->hidden, e->scales_output ? NULL : rows->weights, M, F,
-                               mt_options_activation(m->options), m->dtype, p->stream);
-    mt_linear_forward(&p->tp, &w->expert_down, &down);
-    if (e->scales_output)
-        m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
+    mt_expert_active_forward(m, p, r);
+    if (!replay || e->scales_output) mt_linear_forward(&p->tp, &w->expert_down, &down);
+    if (!replay && e->scales_output)
+        m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, r->num_rows, m->C, m->dtype,
+                                   p->stream);
 }
 
 /* mt_expert_output = gradient of rows.input, from the gradient of the results in experts.rows.input; experts.rows also
@@ -6380,17 +6529,24 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
 
 /* ---- forward and backward */
 
+static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
+    bool has_gate = m->options->moe_shared_expert_gate;
+    if (w->F == 0) return;
+    if (has_gate) mt_shared_gate_forward(m, p, w, a->routing, a->mlp_norm.y);
+    mt_mlp_forward(m, p, w, a, has_gate ? a->routing->gates : NULL, replay);
+}
+
 /* scratch.block_out = weighted sum of the chosen experts of each token of mlp_norm.y[R, C], plus the shared expert,
- * which computes during the exchange. */
-static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+ * which computes during the exchange; with `replay` only the values that the backward reads, not the output. */
+static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
     mt_routing *r = a->routing;
     mt_route_forward(m, p, w, r, a->mlp_norm.y);
-    mt_dispatch_preprocess(m, p, r);
+    mt_dispatch_preprocess(m, p, w, r);
     mt_dispatch_exchange(m, p, r, a->mlp_norm.y, r->probs);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, p, w, r, a->mlp_norm.y);
-    if (w->F > 0) mt_mlp_forward(m, p, w, a, m->options->moe_shared_expert_gate ? r->gates : NULL);
+    mt_shared_expert_forward(m, p, w, a, replay);
     mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_norm.y, r->probs);
-    mt_expert_mlp_forward(m, p, w, r);
+    mt_expert_mlp_forward(m, p, w, r, replay);
+    if (replay) return;
     mt_combine_exchange(m, p, r);
     mt_combine_postprocess(m, p, r, m->scratch.block_out, w->F > 0 ? m->scratch.block_out : NULL);
 }
@@ -6404,7 +6560,8 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
     if (w->F > 0)
-        mt_mlp_backward(m, &both, w, a, dout, m->options->moe_shared_expert_gate ? r->gates : NULL, e->dgates);
+        mt_mlp_backward(m, &both, w, a, dout, m->options->moe_shared_expert_gate ? r->gates : NULL, e->dgates,
+                        MT_BACKWARD_BOTH);
     if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL);
     mt_expert_mlp_backward(m, p, w, r);
@@ -6423,30 +6580,51 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
 /* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     s->count = 0;
-    mt_attention_slots(m, s);
-    mt_mlp_slots(m, s, w ? w->F : m->F);
+    mt_attention_slots(m, s, w);
+    mt_mlp_slots(m, s, w ? w->F : m->F, w && w->expert_bucket >= 0);
+    mt_slots_place(m, s, w);
 }
 
-/* output = middle + dropout(mlp(mlp_norm)), with mlp_norm = norm(middle) as input; and the next norm, if any. */
+/* output = middle + dropout(mlp(mlp_norm)), with mlp_norm = norm(middle) as input; and the next norm, if any. output
+ * NULL: only the values that the backward reads. */
 static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
                                  mt_next_norm next) {
     if (w->expert_bucket >= 0)
-        mt_experts_forward(m, p, w, a);
+        mt_experts_forward(m, p, w, a, !output);
     else
-        mt_mlp_forward(m, p, w, a, NULL);
-    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+        mt_mlp_forward(m, p, w, a, NULL, !output);
+    if (output) mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+}
+
+/* Selective recomputation of the MLP block. */
+static void mt_mlp_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    unsigned modules = m->recompute_modules;
+    if (modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, &w->mlp_norm, &a->mlp_norm, a->middle);
+    if (w->expert_bucket < 0) {
+        if (modules & MT_MODULE_MLP) mt_mlp_forward(m, p, w, a, NULL, true);
+        return;
+    }
+    if (modules & MT_MODULE_MOE) {
+        mt_experts_forward(m, p, w, a, true);
+        return;
+    }
+    if (modules & MT_MODULE_SHARED_EXPERTS) mt_shared_expert_forward(m, p, w, a, true);
+    if (!(modules & MT_MODULE_MOE_ACT)) return;
+    mt_layer_rows_reserve(m, w, a->routing);
+    mt_expert_active_forward(m, p, a->routing);
 }
 
 /* scratch.dresidual: gradient of `output` in, gradient of `middle` out. */
 static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_MLP_OUT);
     bool has_experts = w->expert_bucket >= 0;
+    int halves = has_experts ? MT_BACKWARD_BOTH : mt_layer_linear_halves(p, w, a, &w->down, a->mlp_active);
     if (has_experts)
         mt_experts_backward(m, p, w, a, dout);
     else
-        mt_mlp_backward(m, p, w, a, dout, NULL, NULL);
+        mt_mlp_backward(m, p, w, a, dout, NULL, NULL, halves);
     mt_residual_norm_backward(m, p, &w->mlp_norm, &a->mlp_norm, a->middle);
-    if (p->halves == MT_BACKWARD_INPUT && !has_experts) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
+    if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
 }
 
 /* output[R, C] from the input and its norm, which are in `a`; and the next norm, if any. */
@@ -6456,8 +6634,15 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_mlp_block_forward(m, p, w, a, output, next);
 }
 
+/* The values of modules that are recomputed are in the layer's buffer, or else computed again. */
 static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
+    mt_pass replay = *p;
+    replay.replay = true;
+    bool replays = m->recompute_modules && m->recomputed != a;
+    if (replays) mt_mlp_block_replay(m, &replay, w, a);
     mt_mlp_block_backward(m, p, w, a);
+    if (replays) mt_attention_block_replay(m, &replay, w, a);
+    if (replays) m->recomputed = a;
     mt_attention_block_backward(m, p, w, a);
 }
 
@@ -7147,16 +7332,31 @@ static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, b
     if (params) mt_bucket_release(m, w->bucket);
 }
 
-/* Layers [begin, end) of the chunk, from the first one's saved input to `output`. Each layer also computes the next
- * layer's input norm; the first layer's is computed here, so any range of layers can be replayed alone. */
-static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output) {
+/* With --distribute-saved-activations a rank keeps its part of a unit's input; a replay gathers the whole. */
+static void mt_unit_input(mt_model *m, const mt_pass *p, mt_activations *a) {
+    const mt_group *tensor = &m->grid->tensor;
+    int64_t count = p->rows * m->C / tensor->size;
+    if (!a->input_part) return;
+    if (p->replay)
+        m->ops->all_gather(a->input, a->input_part, count, m->dtype, tensor, p->stream);
+    else
+        m->ops->memory_copy(a->input_part, mt_at(m, a->input, tensor->rank * count), count * mt_dtype_size(m->dtype),
+                            p->stream);
+}
+
+/* Layers [begin, end) of the chunk, from the first one's saved input to `output` and its norm, if any; output NULL:
+ * only the values that the backward reads. Each layer also computes the next layer's input norm; the first layer's is
+ * computed here, so that a forward of the whole unit and its replay run the same operations. */
+static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output,
+                              mt_next_norm output_norm) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
         mt_activations *a = &p->mb->layers[m->plan.train ? i : 0], *after = m->plan.train ? a + 1 : a;
-        mt_next_norm next = {0};
+        mt_next_norm next = output_norm;
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
+            mt_unit_input(m, p, a);
             mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
@@ -7167,7 +7367,16 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         mt_layer_forward(m, p, w, a, i + 1 < end ? after->input : output, next);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
+        m->recomputed = w->recomputed || m->recompute_modules ? a : m->recomputed;
     }
+}
+
+/* Full recomputation of the unit [begin, end), unless the buffers still hold its values. */
+static void mt_unit_replay(mt_model *m, const mt_pass *p, int64_t begin, int64_t end) {
+    mt_pass replay = *p;
+    replay.replay = true;
+    if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
+    mt_layers_forward(m, &replay, begin, end, NULL, (mt_next_norm){0});
 }
 
 /* ==== §10b multi-token prediction ================================================================================= */
@@ -7297,10 +7506,8 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_embed_forward(m, p, p->mb->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
         mt_mtp_join_forward(m, p, k, a->input);
-        mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
-        if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        mt_layer_forward(m, p, w, a, out->hidden, (mt_next_norm){&w->mtp_final_norm, &out->norm});
-        if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
+        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, out->hidden,
+                          (mt_next_norm){&w->mtp_final_norm, &out->norm});
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
         mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
@@ -7319,6 +7526,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
+        mt_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)]);
         mt_mtp_join_backward(m, p, k);
         mt_layer_release(m, p, w, true, true);
@@ -7471,6 +7679,14 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     mt_bucket_release(m, m->output_bucket);
 }
 
+/* The end of the unit of a chunk's layer: of the layers that one replay restores, or of all. */
+static int64_t mt_unit_end(const mt_model *m, int64_t chunk, int64_t layer) {
+    const mt_layer *layers = m->layers + m->first_local[chunk];
+    int64_t end = layer;
+    while (end < m->stages[chunk].num_layers && layers[end].unit == layers[layer].unit) end++;
+    return end;
+}
+
 /* The residual stream at the chunk's input. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
     return m->stages[p->mb->chunk].num_layers > 0 ? p->mb->layers[0].input : p->mb->outputs[0].hidden;
@@ -7480,7 +7696,11 @@ static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
-    mt_layers_forward(m, p, 0, stage->num_layers, p->mb->outputs[0].hidden);
+    for (int64_t begin = 0, end; begin < stage->num_layers; begin = end) {
+        end = mt_unit_end(m, p->mb->chunk, begin);
+        void *output = end < stage->num_layers ? p->mb->layers[end].input : p->mb->outputs[0].hidden;
+        mt_layers_forward(m, p, begin, end, output, (mt_next_norm){0});
+    }
 }
 
 /* scratch.dresidual: gradient of the chunk's output in, gradient of its input out. */
@@ -7488,6 +7708,7 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        if (i + 1 == mt_unit_end(m, p->mb->chunk, i)) mt_unit_replay(m, p, w->unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         mt_layer_backward(m, p, w, &p->mb->layers[i]);
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
@@ -8738,9 +8959,9 @@ static void mt_step_warn(const mt_model *m, const char *format, ...) {
     va_end(arguments);
 }
 
-/* sums: loss and token count. */
+/* sums: loss and token count. NaN without tokens. */
 static double mt_mean_loss(const double sums[2]) {
-    return sums[1] > 0 ? sums[0] / sums[1] : sums[0];
+    return sums[1] == 0 ? NAN : sums[0] / sums[1];
 }
 
 /* Describes the failed check of a step. */
@@ -8785,7 +9006,13 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     m->ops->event_synchronize(m->trainer->pending[slot].done);
     m->trainer->pending[slot].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
-    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
+    mt_guard_check check = (mt_guard_check)result->numbers.guard[MT_GUARD_CHECK];
+    if (check == MT_NO_TOKENS) {
+        m->trainer->bad_steps.skipped++;
+        mt_step_warn(m, "iteration %lld: every token is masked; this step makes no update", (long long)iteration);
+        return 0;
+    }
+    if (check != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
     m->trainer->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -8809,8 +9036,20 @@ int64_t mt_train_bad_iteration(const mt_model *m) {
 
 void mt_train_rewound(mt_model *m) {
     mt_bad_steps *bad = &m->trainer->bad_steps;
-    m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
     bad->rewound = bad->rewind, bad->rewind = 0;
+}
+
+mt_loss_average mt_train_loss_average(mt_model *m) {
+    double guard[MT_GUARD_NUMBERS];
+    m->ops->memory_copy(guard, m->numbers->guard, sizeof guard, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    return (mt_loss_average){guard[MT_GUARD_AVERAGE], (int64_t)guard[MT_GUARD_STEPS]};
+}
+
+void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
+    double guard[MT_GUARD_NUMBERS] = {[MT_GUARD_AVERAGE] = average->mean, [MT_GUARD_STEPS] = (double)average->steps};
+    m->ops->memory_copy(m->numbers->guard, guard, sizeof guard, m->stream);
+    m->ops->stream_synchronize(m->stream);
 }
 
 /* ---- re-running a bad step */
@@ -8880,7 +9119,7 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
     mt_step_check_gradients(m);
     if (!m->reruns) return 0;
     mt_step_numbers first = mt_step_numbers_read(m), second;
-    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
+    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_check_gradients(m);
@@ -8973,8 +9212,9 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     if (e->num_layers == 0) return;
     if (mt_expert_rows_fixed(m)) {
         int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
-        mt_expert_rows_allocate(m, &e->rows, arena, M, false);
-        if (size > 1) mt_expert_rows_allocate(m, &e->dispatched, arena, M, true);
+        mt_expert_rows_plan plan = {.M = M}, dispatched = {.M = M, .dispatched = true};
+        mt_expert_rows_allocate(m, &e->rows, arena, &plan);
+        if (size > 1) mt_expert_rows_allocate(m, &e->dispatched, arena, &dispatched);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_offset_pointer(e->loads, e->num_layers * E * 4);
@@ -9011,14 +9251,29 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     e->all_index = mt_arena_alloc(arena, all * 8);
 }
 
-/* The activations of a layer; layer -1: one set for all layers of this rank, if no layer saves anything. */
-static void mt_plan_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
-    const mt_layer *w = layer < 0 ? NULL : &m->layers[layer];
+/* The activations of a layer with one residency; w NULL: one set for all layers of this rank, if no layer saves
+ * anything. */
+static void mt_plan_layer(const mt_model *m, const mt_layer *w, mt_residency residency, mt_activations *a,
+                          mt_arena *arena) {
     mt_slots any;
     if (!w) mt_layer_slots(m, &any, NULL);
-    mt_slots_allocate(w ? w->slots : &any, a, arena);
+    mt_slots_allocate(w ? w->slots : &any, residency, a, arena);
     bool has_experts = w ? w->expert_bucket >= 0 : m->experts->num_layers > 0;
-    if (has_experts) mt_routing_allocate(m, a->routing, arena);
+    if (has_experts) mt_routing_allocate(m, w, residency, a->routing, arena);
+}
+
+/* The buffers of recomputed values: each as large as the largest layer's that uses it. */
+static void mt_plan_recompute(mt_model *m, mt_arena *arena) {
+    mt_routing routing = {0};
+    mt_activations a = {.routing = &routing};
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_recompute_buffer *buffer = mt_recompute_buffer_of(m, &m->layers[i]);
+        mt_arena sizes = {0};
+        mt_plan_layer(m, &m->layers[i], MT_RECOMPUTE, &a, &sizes);
+        buffer->bytes = mt_max(buffer->bytes, sizes.used);
+    }
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++)
+        m->recompute_buffers[i].memory = mt_arena_alloc(arena, m->recompute_buffers[i].bytes);
 }
 
 /* Sizes of context-parallel attention. */
@@ -9061,8 +9316,14 @@ static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out
 static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
     const mt_stage *stage = &m->stages[mb->chunk];
     mb->device_batch = mt_arena_alloc(arena, m->batch_bytes);
-    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++)
-        mt_plan_layer(m, m->plan.train ? m->first_local[mb->chunk] + i : -1, &mb->layers[i], arena);
+    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++) {
+        const mt_layer *w = m->plan.train ? &m->layers[m->first_local[mb->chunk] + i] : NULL;
+        mt_plan_layer(m, w, MT_KEEP, &mb->layers[i], arena);
+        if (!w) continue;
+        mt_recompute_buffer *buffer = mt_recompute_buffer_of(m, w);
+        mt_arena recomputed = {.base = buffer->memory, .capacity = buffer->bytes};
+        mt_plan_layer(m, w, MT_RECOMPUTE, &mb->layers[i], &recomputed);
+    }
     mb->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
     if (!stage->loss) return;
     mt_plan_output(m, &mb->outputs[0], arena, !mt_logits_overlap(m));
@@ -9163,6 +9424,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
     int64_t start = arena->used;
+    if (m->plan.train) mt_plan_recompute(m, arena);
     for (int64_t i = 0; i < m->num_micro_batches; i++) mt_plan_micro_batch(m, &m->micro_batches[i], arena);
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
@@ -9257,16 +9519,31 @@ static int64_t mt_experts_expected_bytes(const mt_model *m) {
     const mt_experts *e = m->experts;
     mt_arena arena = {0};
     mt_expert_rows rows;
+    mt_expert_rows_plan plan = {.M = mt_expert_rows_expected(m)};
     if (e->num_layers == 0 || mt_expert_rows_fixed(m)) return 0;
-    int64_t blocks = 1; // experts.rows; then one per saved layer
+    mt_expert_rows_allocate(m, &rows, &arena, &plan);
+    plan.dispatched = true;
+    if (!e->uses_allgather) mt_expert_rows_allocate(m, &rows, &arena, &plan);
+    plan.dispatched = false;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
-             layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++)
-            blocks += m->layers[layer].expert_bucket >= 0 && m->plan.train;
-    mt_expert_rows_allocate(m, &rows, &arena, mt_expert_rows_expected(m), false);
-    int64_t bytes = blocks * arena.used;
-    if (!e->uses_allgather) mt_expert_rows_allocate(m, &rows, &arena, mt_expert_rows_expected(m), true);
-    return bytes + arena.used;
+             layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++) {
+            plan.layer = &m->layers[layer];
+            if (plan.layer->expert_bucket >= 0 && m->plan.train) mt_expert_rows_allocate(m, &rows, &arena, &plan);
+        }
+    plan.residency = MT_RECOMPUTE;
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++) {
+        mt_arena largest = {0}, one;
+        for (int64_t layer = 0; layer < m->num_layers; layer++) {
+            plan.layer = &m->layers[layer], one = (mt_arena){0};
+            if (plan.layer->expert_bucket < 0 || mt_recompute_buffer_of(m, plan.layer) != &m->recompute_buffers[i])
+                continue;
+            mt_expert_rows_allocate(m, &rows, &one, &plan);
+            if (one.used > largest.used) largest = one;
+        }
+        arena.used += largest.used;
+    }
+    return arena.used;
 }
 
 static void mt_experts_close(mt_model *m) {
@@ -9276,6 +9553,7 @@ static void mt_experts_close(mt_model *m) {
             mt_routing *r = m->micro_batches[i].layers[layer].routing;
             if (r) mt_expert_rows_free(m, &r->rows);
         }
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++) mt_expert_rows_free(m, m->recompute_buffers[i].rows);
     mt_expert_rows_free(m, &e->rows);
     mt_expert_rows_free(m, &e->dispatched);
     if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
@@ -9338,8 +9616,7 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
 
 _Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight is the first member of its linear");
 
-/* Kinds and sizes of the linears, from the parameter table, and the slots of the layers. mt_bucket_bind sets the
- * weights. */
+/* Kinds and sizes of the linears, from the parameter table. mt_bucket_bind sets the weights. */
 static void mt_model_linears(mt_model *m) {
     mt_linear *linear = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
@@ -9354,10 +9631,29 @@ static void mt_model_linears(mt_model *m) {
         }
         if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
     }
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        m->layers[i].slots = mt_model_calloc(m, (int64_t)sizeof *m->layers[i].slots);
-        mt_layer_slots(m, m->layers[i].slots, &m->layers[i]);
-    }
+}
+
+/* Units of recomputation, and the slots of all layers. A module of multi-token prediction is a unit of its own. */
+static void mt_model_slots(mt_model *m, const mt_options *o) {
+    bool full = m->plan.train && o->recompute_granularity == MT_RECOMPUTE_FULL;
+    bool by_unit = o->recompute_method == MT_RECOMPUTE_UNIFORM;
+    int64_t number = o->recompute_num_layers;
+    m->num_recompute_buffers = full && by_unit ? number : 1;
+    m->recompute_buffers = mt_model_calloc(m, m->num_recompute_buffers * (int64_t)sizeof *m->recompute_buffers);
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++)
+        m->recompute_buffers[i].rows = mt_model_calloc(m, (int64_t)sizeof(mt_expert_rows));
+    if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
+        m->recompute_modules = o->recompute_modules;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
+        for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
+            mt_layer *w = &m->layers[m->first_local[chunk] + i];
+            bool is_module = i >= m->stages[chunk].num_layers;
+            w->index = i;
+            w->recomputed = full && (by_unit || (i < number && !is_module));
+            w->unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
+            w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
+            mt_layer_slots(m, w->slots, w);
+        }
 }
 
 /* live[chunk] = maximum number of micro-batches between forward and backward in a step; at least 1. */
@@ -9552,6 +9848,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
+    mt_model_slots(m, m->options);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);
     return 0;

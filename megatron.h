@@ -216,6 +216,30 @@ typedef enum mt_cp_comm_type {
     MT_CP_A2A,        // all-to-all: ranks exchange tokens for heads
     MT_CP_A2A_P2P     // a2a within groups of neighbours, a ring across them
 } mt_cp_comm_type;
+/* Activation recomputation: values that the backward needs are computed again instead of kept (Chen et al., "Training
+ * deep nets with sublinear memory cost"). FULL: of every unit of layers only the input is kept. SELECTIVE: the values
+ * of some modules are not kept (Korthikanti et al., "Reducing activation recomputation in large transformer models").
+ */
+typedef enum mt_recompute_granularity {
+    MT_RECOMPUTE_NONE,
+    MT_RECOMPUTE_FULL,
+    MT_RECOMPUTE_SELECTIVE
+} mt_recompute_granularity;
+typedef enum mt_recompute_method {
+    MT_RECOMPUTE_DEFAULT,
+    MT_RECOMPUTE_UNIFORM, // units of recompute_num_layers layers
+    MT_RECOMPUTE_BLOCK    // the first recompute_num_layers layers of a stage, each a unit; the others are kept
+} mt_recompute_method;
+/* Modules of selective recomputation, a set of bits. */
+enum {
+    MT_MODULE_CORE_ATTN = 1,   // nothing: attention never keeps its probabilities
+    MT_MODULE_MOE_ACT = 2,     // the activation of the experts
+    MT_MODULE_LAYERNORM = 4,   // the norms before attention and MLP
+    MT_MODULE_MLA_UP_PROJ = 8, // queries, keys and values of latent attention, from the latents
+    MT_MODULE_MLP = 16,        // MLPs of layers without experts
+    MT_MODULE_MOE = 32,        // router, experts and shared expert
+    MT_MODULE_SHARED_EXPERTS = 64
+};
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
     MT_SCHEDULE_INTERLEAVED,
@@ -347,6 +371,12 @@ typedef struct mt_options {
     int64_t print_launch; // of so many ranks at most: print only
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
     mt_strategy data_parallel_sharding_strategy;
+    /* recomputation */
+    mt_recompute_granularity recompute_granularity;
+    mt_recompute_method recompute_method;
+    int64_t recompute_num_layers;
+    unsigned recompute_modules; // MT_MODULE_*
+    bool recompute_activations, moe_layer_recompute, distribute_saved_activations;
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_model, *tokens_file;
@@ -357,7 +387,7 @@ typedef struct mt_options {
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
-    bool async_save, auto_resume, exit_on_missing_checkpoint;
+    bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
     char *trace; // a file for the timeline of the steps that follow, counted from 1
     int64_t trace_first_step, trace_last_step;
     /* inference */
@@ -907,7 +937,13 @@ typedef struct mt_guard_rules {
 } mt_guard_rules;
 
 /* The result of a step's check: the first rule that is broken. */
-typedef enum mt_guard_check { MT_STEP_PASSED, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_guard_check;
+typedef enum mt_guard_check {
+    MT_STEP_PASSED,
+    MT_LOSS_NOT_FINITE,
+    MT_NORM_NOT_FINITE,
+    MT_LOSS_SPIKES,
+    MT_NO_TOKENS // every token is masked: not bad, but there is nothing to learn
+} mt_guard_check;
 
 /* A guard's numbers, kept from step to step: the last check, the average loss of the good steps, and their number. */
 enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
@@ -924,9 +960,9 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
     OP(gradient_scale, mt_work_bytes(24, MT_U8), (scale, norm, sum_of_squares, denominator, clip, stream),             \
        float *scale, float *norm, const double *sum_of_squares, const double *denominator, float clip,                 \
        mt_stream *stream)                                                                                              \
-    /* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = the first rule that is broken by the   \
-     * loss loss_sum[0] / (tokens[0] copies) or by norm[0]. A bad step's scale[0] becomes -1; a good one's loss l      \
-     * updates the average a over n steps: a += (l - a) / min(n + 1, window). */                                       \
+    /* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = MT_NO_TOKENS without tokens[0], or the \
+     * first rule that is broken by the loss loss_sum[0] / (tokens[0] copies) or by norm[0]. scale[0] of these steps   \
+     * becomes -1; a good step's loss l updates the average a over n steps: a += (l - a) / min(n + 1, window). */      \
     OP(step_guard, mt_work_bytes(72, MT_U8), (guard, scale, loss_sum, tokens, norm, rules, stream), double *guard,     \
        float *scale, const double *loss_sum, const double *tokens, const float *norm, const mt_guard_rules *rules,     \
        mt_stream *stream)                                                                                              \
@@ -1848,7 +1884,7 @@ enum { MT_MAX_MTP_LAYERS = 8 };
 
 /* The metrics of a step; sums and norms over the whole job. */
 typedef struct mt_metrics {
-    double loss;                          // mean over unmasked tokens
+    double loss;                          // mean over unmasked tokens; NaN if all are masked
     double mtp_losses[MT_MAX_MTP_LAYERS]; // of each module, as --mtp-loss-scaling-factor weighs them
     double grad_norm;                     // before clipping
     double learning_rate, weight_decay;
@@ -1881,6 +1917,9 @@ typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_er
  * then every call returns MT_REWIND. A step that is bad again after it was rewound for is skipped, and so are those
  * before it.
  *
+ * A step whose tokens are all masked makes no update either. It is not bad: a warning reports it, at once or in the
+ * same later calls.
+ *
  * With options->rerun_mode "validate_results" the host waits for every step and runs a bad step again with the same
  * parameters. A different result on some rank is a transient fault: a warning names the rank, and the second result is
  * used. The same result on all ranks is a repeatable fault. */
@@ -1897,6 +1936,15 @@ int64_t mt_train_bad_iteration(const mt_model *model);
 
 /* After MT_REWIND, once parameters, optimizer and state were set back. */
 void mt_train_rewound(mt_model *model);
+
+/* The running average of the loss that options->check_for_spiky_loss compares with: it belongs to a checkpoint, so that
+ * spikes are found after a restart or a rewind too. Both wait for the device. */
+typedef struct mt_loss_average {
+    double mean;
+    int64_t steps; // good steps that it averages
+} mt_loss_average;
+mt_loss_average mt_train_loss_average(mt_model *model);
+void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,

@@ -26,6 +26,7 @@ typedef struct run {
     mt_grid grid;
     const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;
+    char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
@@ -51,6 +52,17 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     return status;
 }
 
+/* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
+static void take_tokenizer(run *r, char *folder) {
+    mt_error error;
+    mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
+    r->tokenizer_folder = folder;
+    if (mt_tokenizer_open_folder(&r->tokenizer, folder, &error) == 0) return;
+    if (r->options.save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
+    r->tokenizer = NULL;
+}
+
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
  * saved with the checkpoints, so that they can generate text. */
 static void open_tokenizer(run *r) {
@@ -59,12 +71,9 @@ static void open_tokenizer(run *r) {
     if (o->tokenizer_type)
         check(mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error), &error);
     else if (o->load) {
-        char *folder = mt_checkpoint_resolve(o->load, &error);
-        if (folder && mt_tokenizer_open_folder(&r->tokenizer, folder, &error) != 0) {
-            if (o->save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
-            r->tokenizer = NULL;
-        }
-        free(folder);
+        char *folder = mt_options_load_folder(o, &error);
+        check(folder ? 0 : -1, &error);
+        take_tokenizer(r, folder);
     }
     if (!r->tokenizer) return;
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
@@ -72,6 +81,13 @@ static void open_tokenizer(run *r) {
     if (o->tokenizer_type && o->vocab_size < vocab_size)
         mt_die("--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
                (long long)vocab_size, (long long)o->vocab_size);
+}
+
+/* Every rank must have the same tokenizer, or none. */
+static int agree_on_tokenizer(const run *r, mt_error *error) {
+    const char *name = "tokenizer";
+    uint64_t print = mt_tokenizer_fingerprint(r->tokenizer);
+    return mt_fingerprints_agree(&print, &name, 1, &r->grid.world, error);
 }
 
 static void open_data(run *r) {
@@ -96,6 +112,7 @@ static void open_data(run *r) {
     config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
     config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
     check(mt_data_open(&r->data, config, &error), &error);
+    check(mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
@@ -104,6 +121,21 @@ static void open_data(run *r) {
                                  r->grid.data.size, &error),
                   &error);
     }
+}
+
+/* If the checkpoint that the tokenizer came from is damaged, all is taken from the one before. */
+static void load(run *r) {
+    char *found;
+    mt_error error;
+    int64_t eod = r->data_config.eod_id;
+    check(mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error), &error);
+    if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
+        free(found);
+        return;
+    }
+    take_tokenizer(r, found);
+    if (r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
+        mt_die("%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
 }
 
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
@@ -138,7 +170,7 @@ static void open_model(run *r) {
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
     if (o->load)
-        check(mt_checkpoint_load(r->model, &r->state, o->load, &error), &error);
+        load(r);
     else
         mt_model_init(r->model);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
@@ -157,7 +189,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
     check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
     *consumed += micro_batches * from.stride;
-    check(mt_report_evaluation(&r->report, &r->state, name, loss, &error), &error);
+    mt_report_evaluation(&r->report, &r->state, name, loss);
 }
 
 /* After each call of the saver, which may have put a checkpoint into its place. */
@@ -219,8 +251,8 @@ static void train(run *r) {
         }
         check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
-        if (reported) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
-        if (reported) check(mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics, &error), &error);
+        if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
+        if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
             validated = r->state.iteration;
@@ -284,9 +316,11 @@ int main(int argc, char **argv) {
     mt_grid_start(&r.grid, &argc, &argv);
     if (r.options.print_schedule) return print_schedule(&r);
     open_tokenizer(&r);
+    check(agree_on_tokenizer(&r, &error), &error);
     check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
     check(mt_options_agree(&r.options, &r.grid.world, &error), &error);
     check(mt_grid_build(&r.grid, &r.options, &error), &error);
+    check(mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
     open_backend(&r);
     if (r.options.num_iterations > 0) open_data(&r);
     print_opening(&r);
@@ -303,6 +337,7 @@ int main(int argc, char **argv) {
     mt_model_destroy(r.model);
     print_profile(&r);
     mt_tokenizer_close(r.tokenizer);
+    free(r.tokenizer_folder);
     mt_options_free(&r.options);
     mt_grid_stop(&r.grid);
     return 0;

@@ -107,7 +107,9 @@ __global__ void step_guard(double *guard, float *scale, const double *loss_sum, 
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1) * (double)rules.copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules.window;
     mt_guard_check check = MT_STEP_PASSED;
-    if (rules.finite && !isfinite(loss))
+    if (tokens[0] == 0)
+        check = MT_NO_TOKENS;
+    else if (rules.finite && !isfinite(loss))
         check = MT_LOSS_NOT_FINITE;
     else if (rules.finite && !isfinite(norm[0]))
         check = MT_NORM_NOT_FINITE;

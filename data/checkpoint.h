@@ -13,16 +13,23 @@ extern "C" {
 /* ---- loading */
 
 /* Loads weights from a Hugging Face folder, or from the latest checkpoint of a folder that mt_checkpoint_save wrote. A
- * model for training also gets the optimizer's state and `state`, and then continues bit for bit; except with
- * options->finetune, or where trainer.json or the optimizer's files are missing: then it begins at iteration 0. With
- * options->no_load_optim it continues with a new optimizer. Weights may be F32, BF16, F16 or F64. Errors: a missing
- * tensor, one without a place in the model, a wrong shape, a run that began with another seed or sequence length.
- * Values that are not finite cause a warning on standard error. Every rank calls it, loads its part of each tensor, and
- * returns the same. */
+ * model for training also gets the optimizer's state, the loss's running average and `state` from a checkpoint, and
+ * then continues bit for bit. From a Hugging Face folder, or with options->finetune, it begins at iteration 0. With
+ * options->no_load_optim it continues with a new optimizer; else a checkpoint without the optimizer's state is refused.
+ * Without latest_checkpointed_iteration.txt the newest checkpoint that is whole is loaded, with a warning. Weights may
+ * be F32, BF16, F16 or F64. Errors: a missing tensor, one without a place in the model, a wrong shape, a run that began
+ * with another seed or sequence length. Values that are not finite cause a warning on standard error. Every rank calls
+ * it, loads its part of each tensor, and returns the same. */
 int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
 
-/* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free, or NULL with
- * error. */
+/* mt_checkpoint_load; *found (NULL: not wanted) is the folder whose files were loaded, to free. `own`: the folder is
+ * this run's --save, so that options->finetune and no_load_optim do not apply, and a damaged checkpoint is followed by
+ * the one before. */
+int mt_checkpoint_load_found(mt_model *model, mt_run_state *state, const char *folder, bool own, char **found,
+                             mt_error *error);
+
+/* The folder that holds config.json: `folder` itself, its latest iter_NNNNNNN, or, without
+ * latest_checkpointed_iteration.txt, the newest one that is whole. Returns text to free, or NULL with error. */
 char *mt_checkpoint_resolve(const char *folder, mt_error *error);
 
 /* mt_checkpoint_resolve for a folder of --save: if the latest checkpoint is damaged as far as mt_checkpoint_verify sees
@@ -59,6 +66,12 @@ int mt_hf_open(mt_hf **hf, const char *folder, const char *const *settings, int6
 void mt_hf_close(mt_hf *hf);
 
 /* ---- saving */
+
+/* Before a run: makes options->save this run's alone. Rank 0 creates the folder and locks it for the job until the
+ * process ends (mt_folder_lock). Errors: another run holds it; it holds checkpoints of another run, which is so unless
+ * options->load is the folder or a checkpoint in it, or options->auto_resume or options->overwrite is set. Does nothing
+ * without options->save. Every rank calls it and returns the same. */
+int mt_checkpoint_claim(const mt_options *options, const mt_group *world, mt_error *error);
 
 /* Creates `folder` and checks that a checkpoint can be saved there: it can be written, has the space, and is no other
  * model's Hugging Face folder. Saving does this too; a driver calls it before training. */

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 int64_t mt_iteration_of(const char *name) {
     if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
@@ -73,6 +74,15 @@ static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
     return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
 }
 
+bool mt_is_own_link(const char *folder, const char *name) {
+    static const char start[] = "latest/";
+    char target[sizeof start - 1];
+    char *path = mt_path_join(folder, name);
+    ssize_t length = readlink(path, target, sizeof target);
+    free(path);
+    return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
+}
+
 /* The format of a checkpoint of Megatron-LM, as its --ckpt-format names it; NULL if a folder holds none. */
 static const char *mt_megatron_format(const char *folder) {
     if (mt_folder_has(folder, ".metadata") || mt_folder_has(folder, "common.pt")) return "torch_dist";
@@ -117,7 +127,11 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     bool has_config = mt_folder_has(folder, "config.json");
     if (!has_config && mt_megatron_refuse(folder, error) != 0) return NULL;
     if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
-        if (has_config) return mt_strdup(folder);
+        if (has_config && !mt_is_own_link(folder, "config.json")) return mt_strdup(folder);
+        mt_iterations found = mt_iterations_list(folder);
+        free(found.numbers);
+        int64_t newest = found.count > 0 ? mt_checkpoint_whole_before(folder, INT64_MAX, error) : -1;
+        if (found.count > 0) return newest >= 0 ? mt_iteration_path(folder, newest) : NULL;
         mt_error_set(error,
                      "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
                      "folder, or one that --save wrote",
@@ -145,7 +159,9 @@ int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error 
     for (int64_t i = 0; i < found.count && number < 0; i++) {
         if (found.numbers[i] >= before) continue;
         char *path = mt_iteration_path(folder, found.numbers[i]);
-        if (mt_folder_has(path, "config.json") && mt_checkpoint_verify(path, false, error) == 0)
+        if (!mt_folder_has(path, "config.json") || !mt_folder_has(path, "trainer.json"))
+            mt_error_set(error, "%s: has no config.json or no trainer.json; take another checkpoint", path);
+        else if (mt_checkpoint_verify(path, false, error) == 0)
             number = found.numbers[i];
         free(path);
     }

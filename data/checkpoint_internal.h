@@ -43,8 +43,12 @@ typedef struct mt_iterations {
 } mt_iterations;
 mt_iterations mt_iterations_list(const char *folder);
 
+/* True when folder/name is a link into the latest iteration. */
+bool mt_is_own_link(const char *folder, const char *name);
+
 /* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
- * tensors. -1 with error if there is none: that of the earliest one, or that there are none. */
+ * tensors, and that has trainer.json. -1 with error if there is none: that of the earliest one, or that there are none.
+ */
 int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error);
 
 #endif

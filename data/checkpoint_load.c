@@ -781,7 +781,9 @@ static int mt_trainer_agrees(const char *path, const char *option, int64_t then,
                         path, option, (long long)then, (long long)now);
 }
 
-static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *path, mt_error *error) {
+/* Reads the run's state into `state`, and the loss's running average into `average`, which older files lack. */
+static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
+                           mt_error *error) {
     const mt_options *o = mt_model_options(m);
     int64_t version, seed, seq_length;
     json_t *json = mt_json_read(path, error);
@@ -790,6 +792,10 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
     if (status == 0) status = mt_trainer_int(json, #field, path, &state->field, error);
     MT_RUN_STATE_FIELDS(MT_READ_STATE)
 #undef MT_READ_STATE
+    if (status == 0 && json_object_get(json, "loss_average")) {
+        average->mean = json_number_value(json_object_get(json, "loss_average"));
+        status = mt_trainer_int(json, "loss_average_steps", path, &average->steps, error);
+    }
     if (status == 0) status = mt_trainer_int(json, "seed", path, &seed, error);
     if (status == 0) status = mt_trainer_int(json, "seq_length", path, &seq_length, error);
     json_decref(json);
@@ -797,33 +803,73 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
     if (version > MT_TRAINER_VERSION)
         return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
                             (long long)version);
-    if (state->consumed_train_samples == 0) return 0; // converted weights: the order of samples begins here
+    if (state->iteration == 0) return 0; // converted weights: the order of samples begins here
     if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }
 
-/* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. */
-static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, const mt_checksums *sums, bool *damaged,
-                       mt_error *error) {
+/* A checkpoint of --save, unlike a Hugging Face folder, must have the run's state and the optimizer's: without them
+ * training would begin anew in silence. */
+static int mt_run_check(const char *folder, bool has_state, bool has_optimizer, bool *damaged, mt_error *error) {
+    const char *name = strrchr(folder, '/') ? strrchr(folder, '/') + 1 : folder;
+    *damaged = !has_state && mt_iteration_of(name) >= 0;
+    if (*damaged)
+        return mt_error_set(error,
+                            "%s: damaged: its trainer.json is not there; take another checkpoint, or begin anew from "
+                            "these weights by --finetune",
+                            folder);
+    if (!has_state || has_optimizer) return 0;
+    return mt_error_set(
+        error,
+        "%s: was saved without the optimizer's state; continue with a new optimizer by --no-load-optim, "
+        "or begin anew from these weights by --finetune",
+        folder);
+}
+
+/* Clears the moments: a damaged checkpoint, or the steps before a rewind, may have set some. */
+static void mt_optimizer_zero(mt_model *m) {
+    int64_t num_params;
+    const mt_param *params = mt_model_params(m, &num_params);
+    for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
+        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && params[i].trained; state++) {
+            mt_shard shard = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
+            mt_shard_write(m, &shard, params[i].offset, NULL, params[i].rows * params[i].cols);
+        }
+}
+
+/* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. `own`: it is this
+ * run's checkpoint, to which --finetune and --no-load-optim do not apply. */
+static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, bool own, const mt_checksums *sums,
+                       bool *damaged, mt_error *error) {
     const mt_options *o = mt_model_options(m);
     const mt_group *world = &mt_model_grid(m)->world;
+    mt_loss_average average = {0};
+    if (!mt_model_get_plan(m)->train) return 0;
+    bool no_optimizer = o->no_load_optim && !own, has_state = mt_folder_has(folder, "trainer.json");
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
-    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || o->no_load_optim);
+    bool continues = has_state && (own || !o->finetune), begins = o->finetune && !own;
+    int status = world->rank == 0 && !begins
+                     ? mt_run_check(folder, has_state, has_optimizer || no_optimizer, damaged, error)
+                     : 0;
+    if (mt_agree(world, status != 0, error) != 0) return -1;
     mt_broadcast(world, &continues, sizeof continues, 0); // rank 0's folder decides
-    if (!mt_model_get_plan(m)->train || o->finetune || !continues) return 0;
-    char *path = mt_path_join(folder, "trainer.json");
-    int status = mt_agree(world, mt_trainer_read(m, state, path, error) != 0, error);
-    free(path);
-    if (status != 0 || !o->no_load_optim)
-        return status == 0 ? mt_stem_load(m, folder, "optimizer", sums, damaged, error) : status;
+    if (continues) {
+        char *path = mt_path_join(folder, "trainer.json");
+        status = mt_agree(world, mt_trainer_read(m, state, &average, path, error) != 0, error);
+        free(path);
+    }
+    mt_train_set_loss_average(m, &average);
+    if (status == 0 && continues && !no_optimizer) return mt_stem_load(m, folder, "optimizer", sums, damaged, error);
+    mt_optimizer_zero(m);
     state->optimizer_step = 0; // like the moments
-    return 0;
+    return status;
 }
 
 /* Loads one folder. *damaged: its files differ from the saved ones. If loading fails for another reason, such as the
  * name of a tensor, rank 0 first looks for damage in all files. */
-static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
+static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool own, bool *damaged,
+                          mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
     *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
@@ -831,7 +877,7 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
     if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
     const mt_checksums *checked = sums.count > 0 ? &sums : NULL;
     if (status == 0) status = mt_stem_load(m, folder, "model", checked, damaged, error);
-    if (status == 0) status = mt_run_load(m, state, folder, checked, damaged, error);
+    if (status == 0) status = mt_run_load(m, state, folder, own, checked, damaged, error);
     if (status != 0 && checked) {
         mt_error found;
         if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
@@ -841,17 +887,6 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
     mt_broadcast(world, damaged, sizeof *damaged, 0);
     mt_checksums_free(&sums);
     return status;
-}
-
-/* Clears the moments: a damaged checkpoint may have set some. */
-static void mt_optimizer_zero(mt_model *m) {
-    int64_t num_params;
-    const mt_param *params = mt_model_params(m, &num_params);
-    for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
-        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && params[i].trained; state++) {
-            mt_shard shard = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
-            mt_shard_write(m, &shard, params[i].offset, NULL, params[i].rows * params[i].cols);
-        }
 }
 
 /* Reports the damage of a checkpoint; returns the iteration of the one before, the same on every rank, or -1. */
@@ -880,6 +915,11 @@ static int mt_checkpoint_choose(const mt_group *world, const char *folder, char 
     if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
     mt_broadcast(world, &is_latest, sizeof is_latest, 0);
     mt_broadcast(world, number, sizeof *number, 0);
+    if (world->rank == 0 && is_latest && !mt_folder_has(folder, "latest_checkpointed_iteration.txt"))
+        fprintf(stderr,
+                "warning: %s: has no latest_checkpointed_iteration.txt; going on from iteration %lld, the newest whole "
+                "checkpoint there\n",
+                folder, (long long)*number);
     *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
     bool sees = mt_folder_has(*path, "config.json");
     if (!sees)
@@ -888,16 +928,18 @@ static int mt_checkpoint_choose(const mt_group *world, const char *folder, char 
     return mt_agree(world, !sees, error);
 }
 
-int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+int mt_checkpoint_load_found(mt_model *m, mt_run_state *state, const char *folder, bool own, char **found,
+                             mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
-    const mt_options *o = mt_model_options(m);
-    bool falls_back = mt_options_falls_back(o) && strcmp(folder, o->load) == 0, damaged = false;
+    bool falls_back =
+        own || (mt_options_falls_back(mt_model_options(m)) && mt_path_same(folder, mt_model_options(m)->load));
+    bool damaged = false;
     char *path;
     int64_t number;
     int status = mt_checkpoint_choose(world, folder, &path, &number, error);
     *state = (mt_run_state){0};
     if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
-    if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
+    if (status == 0) status = mt_folder_load(m, state, path, own, &damaged, error);
     while (status != 0 && damaged && falls_back && number >= 0) {
         number = mt_checkpoint_fall_back(world, folder, number, error);
         if (number < 0) break;
@@ -905,10 +947,17 @@ int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_
         path = mt_iteration_path(folder, number);
         *state = (mt_run_state){0};
         mt_optimizer_zero(m);
-        status = mt_folder_load(m, state, path, &damaged, error);
+        status = mt_folder_load(m, state, path, own, &damaged, error);
     }
-    free(path);
+    if (status == 0 && found)
+        *found = path;
+    else
+        free(path);
     return status;
+}
+
+int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+    return mt_checkpoint_load_found(m, state, folder, false, NULL, error);
 }
 
 /* ---- a folder in one call */

@@ -668,13 +668,16 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
 /* ---- the small files of a checkpoint */
 
 /* Where the run stands, and the settings that it must continue with. */
-static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
+static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const mt_loss_average *average,
+                            const char *folder, mt_error *error) {
     const mt_options *o = mt_model_options(m);
     json_t *json = json_object();
     mt_json_set_int(json, "version", MT_TRAINER_VERSION);
 #define MT_SET_STATE(field) mt_json_set_int(json, #field, state->field);
     MT_RUN_STATE_FIELDS(MT_SET_STATE)
 #undef MT_SET_STATE
+    mt_json_set_real(json, "loss_average", average->mean);
+    mt_json_set_int(json, "loss_average_steps", average->steps);
     mt_json_set_int(json, "seed", o->seed);
     mt_json_set_int(json, "seq_length", o->seq_length);
     mt_json_set_int(json, "global_batch_size", o->global_batch_size);
@@ -698,13 +701,13 @@ static int mt_generation_config_write(const mt_options *options, const char *fol
 }
 
 /* Everything that rank 0 writes besides tensors. */
-static int mt_small_files_write(const mt_model *m, const mt_run_state *state, const char *folder,
-                                mt_checkpoint_extra *extra, void *context, mt_error *error) {
+static int mt_small_files_write(const mt_model *m, const mt_run_state *state, const mt_loss_average *average,
+                                const char *folder, mt_checkpoint_extra *extra, void *context, mt_error *error) {
     char *config = mt_options_write_hf_config(mt_model_options(m));
     int status = mt_text_write(folder, "config.json", config, error);
     free(config);
     if (status == 0) status = mt_generation_config_write(mt_model_options(m), folder, error);
-    if (status == 0) status = mt_trainer_write(m, state, folder, error);
+    if (status == 0) status = mt_trainer_write(m, state, average, folder, error);
     if (status == 0 && extra) status = extra(context, folder, error);
     return status;
 }
@@ -781,16 +784,6 @@ static bool mt_link_replace(const char *folder, const char *name, const char *ta
     free(from);
     free(to);
     return placed;
-}
-
-/* True when folder/name is a link into the latest iteration. */
-static bool mt_is_own_link(const char *folder, const char *name) {
-    static const char start[] = "latest/";
-    char target[sizeof start - 1];
-    char *path = mt_path_join(folder, name);
-    ssize_t length = readlink(path, target, sizeof target);
-    free(path);
-    return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
 }
 
 /* True when folder/name exists, if only as a link that leads nowhere. */
@@ -873,29 +866,60 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
                         folder, bytes / 1e6, room / 1e6);
 }
 
+/* True if the run loads from its own --save: from the folder, or from a checkpoint in it. */
+static bool mt_options_continue(const mt_options *o) {
+    if (o->auto_resume || mt_options_falls_back(o)) return true;
+    char *parent = o->load ? mt_path_join(o->load, "..") : NULL;
+    bool continues = parent && mt_path_same(parent, o->save);
+    free(parent);
+    return continues;
+}
+
+static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
+    mt_iterations found = mt_iterations_list(o->save);
+    int64_t latest = found.count > 0 ? found.numbers[0] : -1;
+    free(found.numbers);
+    if (latest >= 0 && !o->overwrite && !mt_options_continue(o))
+        return mt_error_set(error,
+                            "%s: holds checkpoints of another run, up to iteration %lld; continue that run by --load "
+                            "%s, replace it by --overwrite, or choose another --save",
+                            o->save, (long long)latest, o->save);
+    if (mt_folder_create(o->save, "--save", error) != 0) return -1;
+    return mt_folder_lock(o->save, ".lock", "--save", error) < 0 ? -1 : 0; // open until the process ends
+}
+
+int mt_checkpoint_claim(const mt_options *o, const mt_group *world, mt_error *error) {
+    if (!o->save) return 0;
+    return mt_agree(world, world->rank == 0 && mt_checkpoint_claim_alone(o, error) != 0, error);
+}
+
 int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error) {
     if (mt_folder_create(folder, "--save", error) != 0) return -1;
     mt_folder_visit(folder, mt_remove_leftover, NULL);
     return mt_checkpoint_check_folder(m, folder, error);
 }
 
+/* Removes a checkpoint; renames it first, so that it is never visible in part. */
+static void mt_iteration_remove(const char *folder, int64_t number) {
+    char *path = mt_iteration_path(folder, number);
+    char *aside = mt_malloc((int64_t)strlen(path) + 32);
+    sprintf(aside, "%s.tmp-%lld", path, (long long)getpid());
+    if (rename(path, aside) == 0) mt_folder_remove(aside);
+    free(aside);
+    free(path);
+}
+
 /* Once `latest` is whole: removes the earlier checkpoints, except the last --keep-checkpoints and those at a multiple
- * of
- * --save-retain-interval. Renames each first, so that none is ever visible in part. */
-static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest) {
+ * of --save-retain-interval; or, with `replaces`, all others: they are those of the run that --overwrite replaces. */
+static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest, bool replaces) {
     int64_t keep = o->keep_checkpoints > 0 ? o->keep_checkpoints : o->save_retain_interval > 0 ? 1 : INT64_MAX;
     int64_t kept = 0;
     mt_iterations found = mt_iterations_list(folder);
     for (int64_t i = 0; i < found.count; i++) {
         int64_t number = found.numbers[i];
-        if (number > latest || kept++ < keep) continue;
-        if (o->save_retain_interval > 0 && number % o->save_retain_interval == 0) continue;
-        char *path = mt_iteration_path(folder, number);
-        char *aside = mt_malloc((int64_t)strlen(path) + 32);
-        sprintf(aside, "%s.tmp-%lld", path, (long long)getpid());
-        if (rename(path, aside) == 0) mt_folder_remove(aside);
-        free(aside);
-        free(path);
+        bool retained =
+            number > latest || kept++ < keep || (o->save_retain_interval > 0 && number % o->save_retain_interval == 0);
+        if (replaces ? number != latest : !retained) mt_iteration_remove(folder, number);
     }
     free(found.numbers);
 }
@@ -985,9 +1009,10 @@ struct mt_saver {
     char *temporary;    // the folder being written; NULL: no save is under way
     char name[64];      // its later name
     mt_run_state state; // of the save that is under way
-    int64_t in_place;   // the iteration of the last checkpoint that took its place, or -1
-    bool places;        // rank 0's thread: false: writes headers and small files; true: puts the folder in its place
-    bool worked;        // that thread is at its end, with
+    mt_loss_average loss_average;
+    int64_t in_place; // the iteration of the last checkpoint that took its place, or -1
+    bool places;      // rank 0's thread: false: writes headers and small files; true: puts the folder in its place
+    bool worked;      // that thread is at its end, with
     int work_status;
     mt_error work_error;
     pthread_t worker;
@@ -1030,7 +1055,8 @@ static void *mt_saver_begin(void *context) {
     mt_saver *s = context;
     int status = mt_save_begin_files(&s->save, s->temporary, false, &s->work_error);
     if (status == 0)
-        status = mt_small_files_write(s->save.model, &s->state, s->temporary, s->extra, s->context, &s->work_error);
+        status = mt_small_files_write(s->save.model, &s->state, &s->loss_average, s->temporary, s->extra, s->context,
+                                      &s->work_error);
     return mt_saver_worked(s, status);
 }
 
@@ -1083,6 +1109,7 @@ static int mt_checksums_compare(const void *a, const void *b) {
 /* Rank 0's thread after all tensors are written: sums, sync, the folder's place, the latest, what is removed. */
 static void *mt_saver_place(void *context) {
     mt_saver *s = context;
+    const mt_options *o = mt_model_options(s->save.model);
     mt_error *error = &s->work_error;
     mt_checksums *sums = &s->save.writer.sums;
     char *place = mt_path_join(s->folder, s->name);
@@ -1094,7 +1121,7 @@ static void *mt_saver_place(void *context) {
     if (status == 0) status = mt_file_sync(s->temporary, "--save", error);
     if (status == 0) status = mt_folder_place(s->temporary, place, error);
     if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
-    if (status == 0) mt_checkpoint_retain(mt_model_options(s->save.model), s->folder, s->state.iteration);
+    if (status == 0) mt_checkpoint_retain(o, s->folder, s->state.iteration, o->overwrite && s->in_place < 0);
     free(text);
     free(place);
     return mt_saver_worked(s, status);
@@ -1167,6 +1194,7 @@ static int mt_saver_begin_save(mt_saver *s, const mt_run_state *state, mt_error 
     char temporary_name[128];
     if (mt_saver_finish(s, error) != 0) return -1; // the save before
     s->state = *state;
+    if (mt_model_get_plan(s->save.model)->train) s->loss_average = mt_train_loss_average(s->save.model);
     snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
     mt_broadcast(mt_saver_world(s), temporary_name, sizeof temporary_name, 0);
@@ -1201,14 +1229,15 @@ int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_e
     const mt_options *o = mt_model_options(m);
     const mt_group *world = &mt_model_grid(m)->world;
     if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded
-    bool saved = o->save && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
+    bool replaces = o->overwrite && saver && mt_saver_in_place(saver) < 0; // the folder still holds another run's
+    bool saved = o->save && !replaces && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
     mt_broadcast(world, &saved, sizeof saved, 0);
     if (!saved && !o->load)
         return mt_error_set(error,
                             "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
                             "go back to; lower --save-interval",
                             (long long)mt_train_bad_iteration(m));
-    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
+    if (mt_checkpoint_load_found(m, state, saved ? o->save : o->load, saved, NULL, error) != 0) return -1;
     mt_train_rewound(m);
     if (world->rank == 0) fprintf(stderr, "warning: went back to iteration %lld\n", (long long)state->iteration);
     return 0;

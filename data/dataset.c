@@ -110,6 +110,7 @@ struct mt_data {
     mt_dataset *splits[MT_NUM_SPLITS];
     int64_t num_indexed;
     mt_indexed_dataset **indexed; // the files of the splits
+    const tokens_file_dataset *tokens_file;
 };
 
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split) {
@@ -122,6 +123,24 @@ void mt_data_close(mt_data *data) {
     for (int64_t i = 0; i < data->num_indexed; i++) mt_indexed_dataset_close(data->indexed[i]);
     free(data->indexed);
     free(data);
+}
+
+int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error) {
+    int64_t count = data->num_indexed + (data->tokens_file != NULL);
+    uint64_t *prints = mt_calloc(mt_max(count, 1) * 8);
+    const char **names = mt_calloc(mt_max(count, 1) * (int64_t)sizeof *names);
+    for (int64_t i = 0; i < data->num_indexed; i++) {
+        prints[i] = mt_indexed_dataset_fingerprint(data->indexed[i]);
+        names[i] = mt_indexed_dataset_prefix(data->indexed[i]);
+    }
+    if (data->tokens_file) {
+        prints[count - 1] = mt_contents_fingerprint(data->tokens_file->file.bytes, data->tokens_file->file.size, false);
+        names[count - 1] = data->tokens_file->path;
+    }
+    int status = mt_fingerprints_agree(prints, names, count, world, error);
+    free(prints);
+    free(names);
+    return status;
 }
 
 /* Opens every path of a blend and appends it to data->indexed. */
@@ -256,7 +275,11 @@ static int check_config(const mt_data_config *config, mt_error *error) {
 
 static int open_splits(mt_data *data, const mt_data_config *config, mt_error *error) {
     if (config->data_path.count > 0) return open_data_path(data, config, error);
-    if (config->tokens_file) return tokens_file_create(&data->splits[MT_SPLIT_TRAIN], config, error);
+    if (config->tokens_file) {
+        if (tokens_file_create(&data->splits[MT_SPLIT_TRAIN], config, error) != 0) return -1;
+        data->tokens_file = (const tokens_file_dataset *)data->splits[MT_SPLIT_TRAIN];
+        return 0;
+    }
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         if (config->mock_data && config->sizes[split] > 0)
             data->splits[split] = mock_dataset_create(config, split);

@@ -50,6 +50,9 @@ void mt_indexed_dataset_close(mt_indexed_dataset *dataset);
 const mt_indexed_index *mt_indexed_dataset_index(const mt_indexed_dataset *dataset);
 const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset);
 
+/* The fingerprint of both files: of the whole index, and of pieces of the tokens. */
+uint64_t mt_indexed_dataset_fingerprint(const mt_indexed_dataset *dataset);
+
 /* Number of tokens of a sequence. */
 int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t sequence);
 
@@ -154,6 +157,10 @@ typedef struct mt_data mt_data;
  * from log(V) to (log(V) + 16 * 0.234) / 17, where 0.234 is the entropy of a coin with probability 1/16. */
 int mt_data_open(mt_data **data, const mt_data_config *config, mt_error *error);
 void mt_data_close(mt_data *data);
+
+/* All ranks return an error if the files of one differ from those of rank 0: the whole .idx is compared, and pieces of
+ * the .bin or of tokens_file (mt_contents_fingerprint). Every rank calls it, with the same options. */
+int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error);
 
 /* NULL if the split has size 0 or was omitted. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);

@@ -23,7 +23,6 @@ run() {
 
 # 1. Text: one JSON object a line, each a document of at most 60 lines.
 mkdir -p "$model/data"
-rm -f "$model/metrics.jsonl"
 for file in *.md *.c *.h notes/*.md notes/*.c data/*.[ch] tests/*.[ch]; do
     [ -f "$file" ] || continue
     sed 's/\\/\\\\/g; s/"/\\"/g' "$file" | awk '
@@ -59,7 +58,7 @@ run $launch "$bin/train" $layout \
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 20)) \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval $((iterations > 5 ? iterations / 5 : 1)) --eval-iters 4 \
-    --save "$model" --metrics "$model/metrics.jsonl"
+    --save "$model" --metrics "$model/metrics.jsonl" --overwrite
 
 # 4. Draw the loss.
 run data/plot.sh "$model/metrics.jsonl" "$model/loss.svg"

@@ -25,6 +25,15 @@ bool mt_folder_has(const char *folder, const char *name) {
     return exists;
 }
 
+bool mt_path_same(const char *a, const char *b) {
+    struct stat x, y;
+    if (stat(a, &x) == 0 && stat(b, &y) == 0) return x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+    size_t a_length = strlen(a), b_length = strlen(b);
+    while (a_length > 1 && a[a_length - 1] == '/') a_length--;
+    while (b_length > 1 && b[b_length - 1] == '/') b_length--;
+    return a_length == b_length && memcmp(a, b, a_length) == 0;
+}
+
 int mt_folder_create(const char *folder, const char *option, mt_error *error) {
     char *path = mt_strdup(folder);
     struct stat status;
@@ -223,6 +232,74 @@ int mt_file_write(const char *path, const void *data, int64_t bytes, const char 
     mt_new_file file;
     if (mt_new_file_open(&file, path, option, error) != 0) return -1;
     return mt_new_file_close(&file, mt_new_file_write(&file, data, bytes, error), error);
+}
+
+/* ---- what ranks must have in common */
+
+/* Mixes bytes into a hash, eight at a time: xor, then an odd multiplier (Steele and others, "Fast splittable
+ * pseudorandom number generators"). */
+static uint64_t mt_hash_add(uint64_t hash, const char *bytes, int64_t size) {
+    for (int64_t i = 0; i < size; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, bytes + i, (size_t)mt_min(8, size - i));
+        hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+uint64_t mt_contents_fingerprint(const void *bytes, int64_t size, bool whole) {
+    enum { PIECE = 4096, PIECES = 256 };
+    uint64_t hash = (uint64_t)size + 1;
+    if (whole || size <= PIECE * PIECES) return mt_hash_add(hash, bytes, size);
+    for (int64_t i = 0; i < PIECES; i++)
+        hash = mt_hash_add(hash, (const char *)bytes + (int64_t)((double)(size - PIECE) / (PIECES - 1) * (double)i),
+                           PIECE);
+    return hash;
+}
+
+int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int64_t count, const mt_group *world,
+                          mt_error *error) {
+    int64_t differs = 0;
+    if (world->size == 1 || count == 0) return 0;
+    uint64_t *theirs = mt_malloc(count * 8);
+    memcpy(theirs, prints, (size_t)count * 8);
+    mt_broadcast(world, theirs, count * 8, 0);
+    while (differs < count && theirs[differs] == prints[differs]) differs++;
+    if (differs < count)
+        mt_error_set(error, "rank %d has another %s than rank 0; give every rank the same files", world->rank,
+                     names[differs]);
+    free(theirs);
+    return mt_agree(world, differs < count, error);
+}
+
+/* ---- locks */
+
+int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error) {
+    struct flock lock = {.l_type = F_WRLCK}; // from the start of the file to its end
+    char host[256] = "", text[300] = "";
+    char *path = mt_path_join(folder, name);
+    int descriptor = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666), status = 0;
+    if (descriptor < 0) status = mt_file_write_error(error, path, option);
+    if (status == 0 && fcntl(descriptor, F_SETLK, &lock) != 0) {
+        bool held = errno == EACCES || errno == EAGAIN;
+        int reason = errno;
+        ssize_t length = held ? pread(descriptor, text, sizeof text - 1, 0) : 0;
+        text[length > 0 ? strcspn(text, "\n") : 0] = 0;
+        if (held)
+            status = mt_error_set(error, "%s: is in use by another run, %s; wait for its end, or choose another %s",
+                                  folder, *text ? text : "whose process is unknown", option);
+        else
+            fprintf(stderr, "warning: %s: cannot be locked: %s; a second run there would not be noticed\n", path,
+                    strerror(reason));
+    } else if (status == 0) { // on a full disk the holder stays unnamed
+        gethostname(host, sizeof host - 1);
+        int length = snprintf(text, sizeof text, "process %lld on host %s\n", (long long)getpid(), host);
+        if (ftruncate(descriptor, 0) != 0 || pwrite(descriptor, text, (size_t)length, 0) != length) errno = 0;
+    }
+    free(path);
+    if (status != 0 && descriptor >= 0) close(descriptor);
+    return status == 0 ? descriptor : -1;
 }
 
 /* ---- JSON */

@@ -19,6 +19,9 @@ char *mt_path_join(const char *folder, const char *name);
 /* True when folder/name exists; links are followed. */
 bool mt_folder_has(const char *folder, const char *name);
 
+/* True when two paths name the same file or folder, or are the same text up to slashes at the end. */
+bool mt_path_same(const char *a, const char *b);
+
 /* Creates a folder and its parents; no error if it exists. `option` (such as "--save", or NULL) named the folder. */
 int mt_folder_create(const char *folder, const char *option, mt_error *error);
 
@@ -85,6 +88,26 @@ int mt_new_file_close(mt_new_file *file, int status, mt_error *error);
 
 /* Writes a whole file by these two. */
 int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error);
+
+/* ---- what ranks must have in common */
+
+/* A hash of a file's contents: of its size, and of 256 pieces of 4 KiB at even distances, the first and the last among
+ * them; of all bytes, in a file of up to 1 MiB or with `whole`. */
+uint64_t mt_contents_fingerprint(const void *bytes, int64_t size, bool whole);
+
+/* If a fingerprint of a rank differs from rank 0's, all ranks return an error with that rank and the name that belongs
+ * to it. `count` is the same on all ranks. Every rank calls it. */
+int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int64_t count, const mt_group *world,
+                          mt_error *error);
+
+/* ---- locks */
+
+/* Opens FOLDER/NAME and takes a lock on it that ends with this process or when the descriptor is closed. Returns a
+ * descriptor, or -1 with an error that names the holder's process and host. This is a lock of fcntl, which NFS version
+ * 3 (with its lock daemon) and version 4, Lustre (mounted with flock) and GPFS keep for all hosts; a server frees it
+ * when the holder's host is gone. Where the file system has no locks, the call warns on standard error and succeeds: a
+ * second holder is then not noticed. The file stays, as removing it could leave two holders with a file each. */
+int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error);
 
 /* ---- JSON */
 

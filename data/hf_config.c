@@ -567,7 +567,7 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
     char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
     bool differs = strcmp(given, theirs) != 0;
     if (differs && count > 0 && row->offset == MT_AT(moe_layer_freq)) {
-        char *asked = mt_layer_freq_expand(given, count, false, &ignored);
+        char *asked = mt_layer_freq_expand(given, count, !MT_GIVEN(options, moe_layer_freq), &ignored);
         char *stored = mt_layer_freq_expand(theirs, count, false, &ignored);
         differs = !asked || !stored || strcmp(asked, stored) != 0;
         free(asked), free(stored);
@@ -622,6 +622,29 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
     }
     mt_options_free(&shape);
     return result;
+}
+
+int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *path,
+                           mt_error *error) {
+    mt_options shape;
+    mt_options_default(&shape);
+    int status = mt_config_read(&shape, json, bytes, path, error);
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (row->name && row->origin != MT_OF_RUN && mt_options_gave(options, row->offset))
+            mt_option_copy(&shape, options, row); // sizes may derive from it
+    mt_options_derive_sizes(&shape);
+    for (const mt_option *row = mt_option_table; row->help && status == 0; row++) {
+        if (!row->name || row->origin == MT_OF_RUN || mt_options_gave(options, row->offset)) continue;
+        if (!mt_option_differs(&shape, options, row)) continue;
+        char *ours = mt_option_text(&shape, row), *theirs = mt_option_text(options, row);
+        status = mt_error_set(error,
+                              "--hf-config %s: has --%s %.60s, but the model of --load %s has %.60s; leave "
+                              "--hf-config out, or name another folder",
+                              path, row->name, ours, options->load, theirs);
+        free(ours), free(theirs);
+    }
+    mt_options_free(&shape);
+    return status;
 }
 
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error) {

@@ -176,6 +176,12 @@ const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset) {
     return dataset->prefix;
 }
 
+uint64_t mt_indexed_dataset_fingerprint(const mt_indexed_dataset *dataset) {
+    uint64_t prints[2] = {mt_contents_fingerprint(dataset->idx.bytes, dataset->idx.size, true),
+                          mt_contents_fingerprint(dataset->bin.bytes, dataset->bin.size, false)};
+    return mt_contents_fingerprint(prints, sizeof prints, true);
+}
+
 int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t sequence) {
     MT_CHECK(sequence >= 0 && sequence < dataset->index.num_sequences);
     return load_i32(dataset->index.lengths, sequence);

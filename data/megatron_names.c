@@ -123,7 +123,7 @@ static const struct {
      "bucket-size ddp-bucket-size dp-comm-overlap-bucket-size ddp-num-buckets num-buckets"},
     {MT_NAME_NAMED, "--reset-attention-mask and --reset-position-ids", "dataloader-inter-document-masking"},
     {MT_NAME_NAMED, "--config FILE.yaml", "data-args-path per-split-data-args-path"},
-    {MT_NAME_NAMED, "--recompute-granularity", "checkpoint-activations"},
+    {MT_NAME_NAMED, "--recompute-granularity full", "checkpoint-activations"},
     {MT_NAME_NO_MEANING, "there is one implementation of the model",
      "enable-experimental flash-attention-version is-hybrid-model memory-efficient-layer-norm "
      "moe-single-grouped-bias moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe "
@@ -199,9 +199,8 @@ static const struct {
      "moe-dispatch-fwd-dtype moe-router-padding-for-fp8 moe-router-padding-for-quantization "
      "num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 reuse-grad-buf-for-mxfp8-param-ag "
      "te-precision-config-file tp-only-amax-red use-kitchen use-kitchen-attention"},
-    {MT_NAME_UNSUPPORTED, "recomputation of activations",
-     "distribute-saved-activations moe-layer-recompute num-microbatches-with-partial-activation-checkpoints "
-     "recompute-activations recompute-granularity recompute-method recompute-modules recompute-num-layers"},
+    {MT_NAME_UNSUPPORTED, "recomputation for some micro-batches only",
+     "num-microbatches-with-partial-activation-checkpoints"},
     {MT_NAME_UNSUPPORTED, "keeping activations, weights or optimizer state in host memory",
      "activation-offload-fraction cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering "
      "cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers cpu-offloading-weights "

@@ -291,6 +291,26 @@ const mt_option mt_option_table[] = {
     {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gather the parameters of a layer during the forward of the one before"},
 
+    {.help = "recomputation"},
+    {"recompute-granularity", MT_CHOICE, MT_AT(recompute_granularity), MT_TRAIN, MT_OF_RUN, "none",
+     "none|full|selective",
+     "compute activations again in the backward instead of keeping them; full: whole layers, from their input; "
+     "selective: --recompute-modules"},
+    {"recompute-method", MT_CHOICE, MT_AT(recompute_method), MT_TRAIN, MT_OF_RUN, NULL, "default|uniform|block",
+     "full recomputation; uniform (the default): units of --recompute-num-layers layers keep their input; block: the "
+     "first --recompute-num-layers layers of each stage keep theirs, the others keep all"},
+    {"recompute-num-layers", MT_INT, MT_AT(recompute_num_layers), MT_TRAIN, MT_OF_RUN, NULL, "[1,10000]",
+     "uniform: layers of a unit; block: recomputed layers of a stage (default: 1)"},
+    {"recompute-modules", MT_SET, MT_AT(recompute_modules), MT_TRAIN, MT_OF_RUN, NULL,
+     "core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts",
+     "modules of selective recomputation (default: core_attn, which is free: attention keeps no probabilities)"},
+    {"recompute-activations", MT_FLAG, MT_AT(recompute_activations), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "--recompute-granularity selective"},
+    {"moe-layer-recompute", MT_FLAG, MT_AT(moe_layer_recompute), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "--recompute-granularity selective --recompute-modules moe"},
+    {"distribute-saved-activations", MT_FLAG, MT_AT(distribute_saved_activations), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "full recomputation: each tensor-parallel rank keeps a part of the inputs"},
+
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
     {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "minimum learning rate after warm-up"},
@@ -428,6 +448,9 @@ const mt_option mt_option_table[] = {
     {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "resume from --save if it holds an intact checkpoint, otherwise start as --load says", .needs = "save",
      .own = true},
+    {"overwrite", MT_FLAG, MT_AT(overwrite), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "replace the run in --save, whose checkpoints go once this run has saved one, and the file of --metrics",
+     .excludes = "auto-resume", .own = true},
     {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "stop with an error if a run that resumes from --save finds no checkpoint there"},
     {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state",
@@ -505,7 +528,7 @@ static mt_ints *mt_option_ints(const mt_options *options, const mt_option *row) 
 }
 
 bool mt_option_is_list(const mt_option *row) {
-    return row->type == MT_LIST || row->type == MT_INTS;
+    return row->type == MT_LIST || row->type == MT_INTS || row->type == MT_SET;
 }
 
 void mt_strings_free(mt_strings *strings) {
@@ -517,6 +540,7 @@ void mt_strings_free(mt_strings *strings) {
 void mt_option_clear(mt_options *options, const mt_option *row) {
     if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
+    if (row->type == MT_SET) *mt_option_choice(options, row) = 0;
 }
 
 void mt_strings_add(mt_strings *strings, const char *text) {
@@ -535,6 +559,59 @@ void mt_real_print(char text[32], double value) {
         snprintf(text, 32, "%.*g", digits, value);
         if (strtod(text, NULL) == value) return;
     }
+}
+
+/* Layers with experts as a Python sum of repeated lists, ([0]*3+[1]*58). Writes at most `max` letters to `layers`;
+ * returns their number, or -1. */
+static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
+    int64_t count = 0;
+    for (const char *at = text; *at;) {
+        int64_t first = count, times = 1;
+        while (*at == '(' || *at == ' ') at++;
+        if (*at++ != '[') return -1;
+        while (*at != ']') {
+            if ((*at != '0' && *at != '1') || count == max) return -1;
+            layers[count++] = *at++;
+            while (*at == ',' || *at == ' ') at++;
+        }
+        for (at++; *at == ' ';) at++;
+        if (*at == '*') {
+            char *end;
+            times = strtoll(at + 1, &end, 10), at = end;
+        }
+        int64_t listed = count - first;
+        if (times < 0 || times > max || listed == 0) return -1;
+        if (times == 0) count = first;
+        for (int64_t i = listed; i < listed * times; i++) {
+            if (count == max) return -1;
+            layers[count] = layers[count - listed], count++;
+        }
+        while (*at == ' ' || *at == ')') at++;
+        if (*at == '+')
+            at++;
+        else if (*at)
+            return -1;
+    }
+    return count;
+}
+
+char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error) {
+    int64_t every = 0;
+    const int64_t most = mt_max(num_layers, 4096);
+    char *layers = mt_calloc(most + 1);
+    bool is_number = mt_parse_int(text, &every);
+    for (int64_t i = 0; is_number && every > 0 && i < num_layers; i++) layers[i] = i % every ? '0' : '1';
+    int64_t listed = is_number ? num_layers : mt_layer_freq_parse(text, layers, most);
+    if (is_number ? every > 0 : listed == num_layers || (listed > num_layers && may_be_longer)) {
+        layers[num_layers] = 0;
+        return layers;
+    }
+    free(layers);
+    mt_error_set(error,
+                 "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
+                 "([0]*1+[1]*%lld), got '%.100s'",
+                 (long long)num_layers, (long long)num_layers - 1, text);
+    return NULL;
 }
 
 char *mt_layer_freq_print(const char *layers) {
@@ -567,6 +644,17 @@ static char *mt_choice_text(const char *choices, unsigned index) {
     return text;
 }
 
+/* The members of a set of "a|b|c", to free. */
+static char *mt_set_text(const char *members, unsigned set) {
+    char *all = mt_calloc((int64_t)strlen(members) + 1), *end = all;
+    for (unsigned i = 0; set >> i; i++) {
+        char *member = mt_choice_text(members, i);
+        if (set >> i & 1) end += sprintf(end, end > all ? " %s" : "%s", member);
+        free(member);
+    }
+    return all;
+}
+
 char *mt_option_text(const mt_options *options, const mt_option *row) {
     char text[32] = "";
     switch (row->type) {
@@ -584,6 +672,8 @@ char *mt_option_text(const mt_options *options, const mt_option *row) {
         return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
     case MT_CHOICE:
         return mt_choice_text(row->values, *mt_option_choice(options, row));
+    case MT_SET:
+        return mt_set_text(row->values, *mt_option_choice(options, row));
     case MT_INTS:
     case MT_LIST:
         break;
@@ -626,6 +716,7 @@ void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row
         mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
         break;
     case MT_CHOICE:
+    case MT_SET:
         *mt_option_choice(to, row) = *mt_option_choice(from, row);
         break;
     case MT_INTS:
@@ -676,6 +767,21 @@ static bool mt_parse_real(const char *text, double *value) {
     return *end == 0 && isfinite(*value);
 }
 
+/* Adds members to a set, separated by commas or blanks. */
+static int mt_set_add(unsigned *set, const mt_option *row, const char *text, const char *where, mt_error *error) {
+    char *words = mt_strdup(text), *rest = NULL;
+    int status = 0;
+    for (char *word = strtok_r(words, ", ", &rest); word && !status; word = strtok_r(NULL, ", ", &rest)) {
+        int member = mt_choice_index(row->values, word);
+        if (member < 0)
+            status = mt_error_set(error, "%s expects some of %s, got '%.100s'", where, row->values, word);
+        else
+            *set |= 1u << member;
+    }
+    free(words);
+    return status;
+}
+
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true, is_bool = mt_parse_bool(text, &is_true);
     int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
@@ -698,6 +804,9 @@ int mt_option_set(mt_options *options, const mt_option *row, const char *text, c
         if (choice < 0)
             return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
         *mt_option_choice(options, row) = (unsigned)choice;
+        break;
+    case MT_SET:
+        if (mt_set_add(mt_option_choice(options, row), row, text, where, error)) return -1;
         break;
     case MT_STRING:
         if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
@@ -743,7 +852,8 @@ bool mt_option_is_default(const mt_options *options, const mt_option *row) {
     }
     if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
     if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
-    if (row->type == MT_CHOICE) return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
+    if (row->type == MT_CHOICE || row->type == MT_SET)
+        return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
     return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
 }
 

@@ -13,6 +13,7 @@ typedef enum mt_option_type {
     MT_STRING,   // one word
     MT_OPTIONAL, // one word, or none, which is "-"
     MT_CHOICE,   // one of a|b|c; the field is an enum of these, in this order
+    MT_SET,      // some of a|b|c, separated by blanks or commas; the field has a bit for each, in this order
     MT_INTS,     // whole numbers
     MT_LIST,     // one word or more
 } mt_option_type;
@@ -57,7 +58,7 @@ const mt_option *mt_option_find(const char *name, size_t length);
 /* Takes the next item of a column "a, b c|d, e"; false at its end. */
 bool mt_option_next_item(const char **column, char item[100]);
 
-/* The field that a row points at. */
+/* The field that a row points at; the choice or the set. */
 bool *mt_option_bool(const mt_options *options, const mt_option *row);
 int64_t *mt_option_int(const mt_options *options, const mt_option *row);
 double *mt_option_real(const mt_options *options, const mt_option *row);
@@ -124,6 +125,11 @@ void mt_options_help(mt_program program, int argc, char **argv);
  * have is an error. */
 int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
                           mt_error *error);
+
+/* Compares the model of --hf-config with that of the loaded weights, which the options have: every option that was not
+ * given must have the same value in both, after derived sizes are filled in. */
+int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *path,
+                           mt_error *error);
 
 /* Keeps the family of config.json if it computes this model, otherwise takes the first family that does. */
 void mt_options_derive_family(mt_options *options);

@@ -480,7 +480,10 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 /* Resume from --save if it holds an intact checkpoint: for --auto-resume, or if --load is the same folder. Then
  * everything is resumed, whatever --load was to take at the start of the run. */
 static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
-    bool same = o->load && o->save && strcmp(o->load, o->save) == 0;
+    bool same = mt_options_falls_back(o);
+    if (same && o->overwrite)
+        return mt_error_set(error, "--load %s continues the run that --overwrite would replace; leave one out",
+                            o->load);
     if (!o->save || (!same && !o->auto_resume)) return 0;
     if (mt_checkpoint_exists(o->save)) {
         char *path = mt_checkpoint_resolve_whole(o->save, error);
@@ -498,7 +501,10 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
                             "%s: holds no checkpoint to resume from; check --save, or leave out "
                             "--exit-on-missing-checkpoint",
                             o->save);
-    if (same) mt_string_set(&o->load, NULL);
+    if (same) {
+        mt_string_set(&o->load, NULL);
+        o->auto_resume = true; // a start of the same run, which appends to its metrics
+    }
     if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run starts from the beginning\n", o->save);
     return 0;
 }
@@ -524,7 +530,24 @@ static void mt_options_take_run(mt_options *o, const char *folder) {
 }
 
 bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && strcmp(options->load, options->save) == 0;
+    return options->load && options->save && mt_path_same(options->load, options->save);
+}
+
+char *mt_options_load_folder(const mt_options *options, mt_error *error) {
+    return mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
+                                          : mt_checkpoint_resolve(options->load, error);
+}
+
+/* Takes the model of a config.json; if the options have the model of --load already, compares the two. */
+static int mt_options_read_json(mt_options *options, const char *path, bool has_weights, mt_error *error) {
+    int64_t bytes;
+    char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
+    int status = !json ? -1
+                 : options->load && !has_weights
+                     ? mt_options_check_shape(options, json, bytes, path, error)
+                     : mt_options_take_shape(options, json, bytes, path, has_weights, error);
+    free(json);
+    return status;
 }
 
 /* Models named ORG/NAME, where the local cache of Hugging Face has them. */
@@ -536,21 +559,14 @@ static int mt_options_find_models(mt_options *o, mt_error *error) {
 
 int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (mt_options_find_models(options, error) != 0) return -1;
-    if (!options->load && !options->hf_config) return 0;
-    if (options->load && options->hf_config)
-        return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
-                            options->load);
-    int64_t bytes;
-    char *path = !options->load                   ? mt_strdup(options->hf_config)
-                 : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
-                                                  : mt_checkpoint_resolve(options->load, error);
-    if (!path) return -1;
-    if (mt_options_converts(options)) mt_options_take_run(options, path);
-    if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
-    char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
-    free(json), free(path);
-    return result;
+    char *folder = options->load ? mt_options_load_folder(options, error) : NULL;
+    if (options->load && !folder) return -1;
+    if (folder && mt_options_converts(options)) mt_options_take_run(options, folder);
+    char *path = folder ? mt_path_join(folder, "config.json") : NULL;
+    int status = path ? mt_options_read_json(options, path, true, error) : 0;
+    if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
+    free(path), free(folder);
+    return status;
 }
 
 static int mt_options_read_config(mt_reader *reader, const char *path, mt_error *error) {
@@ -616,59 +632,6 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
                 return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, item);
     }
     return 0;
-}
-
-/* Layers with experts as a Python sum of repeated lists, ([0]*3+[1]*58). Writes at most `max` letters to `layers`;
- * returns their number, or -1. */
-static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
-    int64_t count = 0;
-    for (const char *at = text; *at;) {
-        int64_t first = count, times = 1;
-        while (*at == '(' || *at == ' ') at++;
-        if (*at++ != '[') return -1;
-        while (*at != ']') {
-            if ((*at != '0' && *at != '1') || count == max) return -1;
-            layers[count++] = *at++;
-            while (*at == ',' || *at == ' ') at++;
-        }
-        for (at++; *at == ' ';) at++;
-        if (*at == '*') {
-            char *end;
-            times = strtoll(at + 1, &end, 10), at = end;
-        }
-        int64_t listed = count - first;
-        if (times < 0 || times > max || listed == 0) return -1;
-        if (times == 0) count = first;
-        for (int64_t i = listed; i < listed * times; i++) {
-            if (count == max) return -1;
-            layers[count] = layers[count - listed], count++;
-        }
-        while (*at == ' ' || *at == ')') at++;
-        if (*at == '+')
-            at++;
-        else if (*at)
-            return -1;
-    }
-    return count;
-}
-
-char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error) {
-    int64_t every = 0;
-    const int64_t most = mt_max(num_layers, 4096);
-    char *layers = mt_calloc(most + 1);
-    bool is_number = mt_parse_int(text, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < num_layers; i++) layers[i] = i % every ? '0' : '1';
-    int64_t listed = is_number ? num_layers : mt_layer_freq_parse(text, layers, most);
-    if (is_number ? every > 0 : listed == num_layers || (listed > num_layers && may_be_longer)) {
-        layers[num_layers] = 0;
-        return layers;
-    }
-    free(layers);
-    mt_error_set(error,
-                 "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                 "([0]*1+[1]*%lld), got '%.100s'",
-                 (long long)num_layers, (long long)num_layers - 1, text);
-    return NULL;
 }
 
 /* moe_layers from --moe-layer-freq. A model of config.json that is given fewer layers keeps the first ones, and is a

@@ -39,9 +39,13 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
  * messages. */
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
 
+/* The folder that options->load means: itself, its latest checkpoint, or, if the run continues in options->save and the
+ * latest is damaged, the one before. To free; NULL with error. */
+char *mt_options_load_folder(const mt_options *options, mt_error *error);
+
 /* Takes the model's shape from config.json of the folder options->load, or from the file options->hf_config, for
- * options that were not given. Names ORG/NAME there and in tokenizer_model become paths in the cache of Hugging Face
- * (hf_cache.h). mt_options_parse does this itself. */
+ * options that were not given. If both are there, they must agree. Names ORG/NAME there and in tokenizer_model become
+ * paths in the cache of Hugging Face (hf_cache.h). mt_options_parse does this itself. */
 int mt_options_read_shape(mt_options *options, mt_error *error);
 
 /* config.json of finished options, to free: transformers and this program load it; only this program loads the family

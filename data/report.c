@@ -7,11 +7,13 @@
 #include "safetensors.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef MT_HAVE_OPENMP
@@ -34,6 +36,80 @@ static void add_scalar(scalar_list *list, const char *tag, const char *key, doub
     snprintf(item->tag, sizeof item->tag, "%s", tag);
     snprintf(item->key, sizeof item->key, "%s", key);
     item->value = value;
+}
+
+/* ---- files that grow while the run trains
+ *
+ * A record is a line of the metrics or an event. It is written at once, for programs that read while the run trains. A
+ * full disk must not end a run: the first failure is reported, a record that was written in part is cut off again, and
+ * the next record is tried as before. */
+
+static void report_file_close(mt_report_file *file) {
+    if (file->option) close(file->descriptor);
+    file->option = NULL;
+}
+
+/* Writes one record. */
+static void report_file_write(mt_report_file *file, const void *data, int64_t bytes) {
+    struct stat before;
+    if (!file->option) return;
+    bool regular = fstat(file->descriptor, &before) == 0 && S_ISREG(before.st_mode);
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t wrote = write(file->descriptor, (const char *)data + done, (size_t)(bytes - done));
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote > 0) {
+            done += wrote;
+            continue;
+        }
+        mt_error error;
+        mt_file_write_error(&error, file->path, file->option);
+        if (!file->failed) fprintf(stderr, "warning: %s; training goes on without these records\n", error.text);
+        file->failed = true;
+        if (regular && ftruncate(file->descriptor, before.st_size) != 0) // a torn record would spoil the next one
+            report_file_close(file);
+        return;
+    }
+}
+
+static int report_file_open(mt_report_file *file, const char *path, const char *option, int flags, mt_error *error) {
+    snprintf(file->path, sizeof file->path, "%s", path);
+    file->descriptor = open(path, O_CREAT | O_APPEND | O_CLOEXEC | flags, 0666);
+    if (file->descriptor < 0) return mt_file_write_error(error, path, option);
+    file->option = option;
+    return 0;
+}
+
+/* The bytes up to the end of the last whole line of `size` bytes. */
+static int64_t whole_lines(int descriptor, int64_t size) {
+    char piece[4096];
+    for (int64_t end = size; end > 0;) {
+        int64_t begin = mt_max(end - (int64_t)sizeof piece, 0);
+        if (mt_file_read_at(descriptor, piece, end - begin, begin) != 0) return size;
+        for (int64_t i = end - begin; i > 0; i--)
+            if (piece[i - 1] == '\n') return begin + i;
+        end = begin;
+    }
+    return 0;
+}
+
+/* Opens --metrics. A run that continues appends, after cutting off a line that a crash left torn. Another run's lines
+ * stay: the file is refused, unless --overwrite is given. */
+static int metrics_open(mt_report *report, const mt_run_state *state, mt_error *error) {
+    const mt_options *o = report->options;
+    struct stat status;
+    if (report_file_open(&report->metrics, o->metrics, "--metrics", O_RDWR, error) != 0) return -1;
+    int descriptor = report->metrics.descriptor;
+    if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size == 0) return 0;
+    bool continues = state->iteration > 0 || o->auto_resume;
+    if (!continues && !o->overwrite)
+        return mt_error_set(error,
+                            "%s: holds the metrics of another run; choose another --metrics, replace it by "
+                            "--overwrite, or continue that run by --load",
+                            o->metrics);
+    int64_t keep = o->overwrite ? 0 : whole_lines(descriptor, status.st_size);
+    if (keep < status.st_size && ftruncate(descriptor, keep) != 0)
+        return mt_file_write_error(error, o->metrics, "--metrics");
+    return 0;
 }
 
 /* ---- TensorBoard
@@ -88,17 +164,16 @@ static message event_begin(int64_t step) {
     return event;
 }
 
-/* Writes a record: length, its checksum, message, its checksum; flushed at once, for a TensorBoard that runs beside. */
-static int event_write(const mt_report *report, const message *event, mt_error *error) {
+/* Writes a record: length, its checksum, message, its checksum. */
+static void event_write(mt_report *report, const message *event) {
     uint64_t length = (uint64_t)event->bytes;
     uint32_t of_length = masked_crc(&length, 8), of_data = masked_crc(event->data, event->bytes);
-    FILE *file = report->events;
-    fwrite(&length, 8, 1, file);
-    fwrite(&of_length, 4, 1, file);
-    fwrite(event->data, 1, (size_t)event->bytes, file);
-    fwrite(&of_data, 4, 1, file);
-    if (fflush(file) == 0 && !ferror(file)) return 0;
-    return mt_file_write_error(error, report->options->tensorboard_dir, "--tensorboard-dir");
+    uint8_t record[sizeof event->data + 16];
+    memcpy(record, &length, 8);
+    memcpy(record + 8, &of_length, 4);
+    memcpy(record + 12, event->data, (size_t)event->bytes);
+    memcpy(record + 12 + event->bytes, &of_data, 4);
+    report_file_write(&report->events, record, event->bytes + 16);
 }
 
 /* Every start of a run has a file of its own; TensorBoard joins the files of a folder. */
@@ -112,15 +187,15 @@ static int tensorboard_open(mt_report *report, mt_error *error) {
     if (mt_folder_create(folder, "--tensorboard-dir", error) != 0) return -1;
     snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
              (long long)getpid(), now.tv_nsec);
-    report->events = fopen(path, "wb");
-    if (!report->events) return mt_file_write_error(error, folder, "--tensorboard-dir");
+    if (report_file_open(&report->events, path, "--tensorboard-dir", O_WRONLY | O_EXCL, error) != 0) return -1;
     message event = event_begin(0);
     message_field(&event, 3, WIRE_BYTES, version, (int64_t)strlen(version)); // Event.file_version
-    return event_write(report, &event, error);
+    event_write(report, &event);
+    return 0;
 }
 
 /* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
-static int tensorboard_write(const mt_report *report, int64_t step, const scalar_list *scalars, mt_error *error) {
+static void tensorboard_write(mt_report *report, int64_t step, const scalar_list *scalars) {
     message event = event_begin(step), summary = {0};
     for (int64_t i = 0; i < scalars->count; i++) {
         message value = {0};
@@ -131,7 +206,7 @@ static int tensorboard_write(const mt_report *report, int64_t step, const scalar
         message_field(&summary, 1, WIRE_BYTES, value.data, value.bytes);
     }
     message_field(&event, 5, WIRE_BYTES, summary.data, summary.bytes);
-    return event_write(report, &event, error);
+    event_write(report, &event);
 }
 
 /* ---- iterations and evaluations */
@@ -151,15 +226,12 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
     report->start = mt_time();
     if (!report->prints) return 0;
     if (options->tensorboard_dir && tensorboard_open(report, error) != 0) return -1;
-    if (!options->metrics) return 0;
-    report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run appends
-    return report->metrics ? 0 : mt_file_write_error(error, options->metrics, "--metrics");
+    return options->metrics ? metrics_open(report, state, error) : 0;
 }
 
 void mt_report_close(mt_report *report) {
-    if (report->metrics) fclose(report->metrics);
-    if (report->events) fclose(report->events);
-    report->metrics = report->events = NULL;
+    report_file_close(&report->metrics);
+    report_file_close(&report->events);
 }
 
 void mt_report_line(const mt_report *report, const char *format, ...) {
@@ -172,31 +244,9 @@ void mt_report_line(const mt_report *report, const char *format, ...) {
     fflush(stdout);
 }
 
-/* Ends a line of the metrics file. Each line leaves this process before the next step begins. */
-static int end_line(const mt_report *report, mt_error *error) {
-    fprintf(report->metrics, "}\n");
-    if (fflush(report->metrics) == 0 && !ferror(report->metrics)) return 0;
-    return mt_file_write_error(error, report->options->metrics, "--metrics");
-}
-
-/* Writes scalars as TensorBoard events and as a line of the metrics file, where JSON has null for infinities and NaN.
- */
-static int write_scalars(const mt_report *report, int64_t iteration, const scalar_list *scalars, mt_error *error) {
-    if (report->events && tensorboard_write(report, iteration, scalars, error) != 0) return -1;
-    if (!report->metrics) return 0;
-    fprintf(report->metrics, "{\"iteration\": %lld", (long long)iteration);
-    for (int64_t i = 0; i < scalars->count; i++) {
-        const scalar *item = &scalars->items[i];
-        char number[32] = "null";
-        if (isfinite(item->value)) snprintf(number, sizeof number, "%.17g", item->value);
-        fprintf(report->metrics, ", \"%s\": %s", item->key, number);
-    }
-    return end_line(report, error);
-}
-
 /* A line under construction. */
 typedef struct line {
-    char text[512];
+    char text[4096];
     int length;
 } line;
 
@@ -207,6 +257,22 @@ static void append(line *to, const char *format, ...) {
     to->length += vsnprintf(to->text + to->length, sizeof to->text - (size_t)to->length, format, arguments);
     va_end(arguments);
     MT_CHECK(to->length < (int)sizeof to->text);
+}
+
+/* Writes scalars as TensorBoard events and as a line of the metrics file, where JSON has null for infinities and NaN.
+ */
+static void write_scalars(mt_report *report, int64_t iteration, const scalar_list *scalars) {
+    line text = {.length = 0};
+    if (report->events.option) tensorboard_write(report, iteration, scalars);
+    append(&text, "{\"iteration\": %lld", (long long)iteration);
+    for (int64_t i = 0; i < scalars->count; i++) {
+        const scalar *item = &scalars->items[i];
+        char number[32] = "null";
+        if (isfinite(item->value)) snprintf(number, sizeof number, "%.17g", item->value);
+        append(&text, ", \"%s\": %s", item->key, number);
+    }
+    append(&text, "}\n");
+    report_file_write(&report->metrics, text.text, text.length);
 }
 
 bool mt_report_is_due(const mt_report *report, int64_t iteration) {
@@ -266,11 +332,10 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     add_scalar(all, "dropped", "dropped", metrics->dropped);
 }
 
-int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
-                        mt_error *error) {
+void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_metrics *metrics) {
     const mt_options *o = report->options;
     long long iteration = state->iteration, total = o->num_iterations;
-    if (!report->prints || !mt_report_is_due(report, iteration)) return 0;
+    if (!report->prints || !mt_report_is_due(report, iteration)) return;
     double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
     double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
     long long left = (long long)(pace * (double)(total - iteration) + 0.5);
@@ -287,11 +352,10 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
     mt_report_line(report, "%s  %lld:%02lld left", text.text, left / 60, left % 60);
     scalar_list all;
     collect_scalars(&all, report, state, metrics, flops);
-    return write_scalars(report, iteration, &all, error);
+    write_scalars(report, iteration, &all);
 }
 
-int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
-                         mt_error *error) {
+void mt_report_evaluation(mt_report *report, const mt_run_state *state, const char *split, double loss) {
     scalar_list all = {.count = 0};
     mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
     char names[4][40];
@@ -301,7 +365,7 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
     snprintf(names[3], sizeof names[3], "%s_perplexity", split);
     add_scalar(&all, names[0], names[1], loss);
     add_scalar(&all, names[2], names[3], exp(loss));
-    return write_scalars(report, state->iteration, &all, error);
+    write_scalars(report, state->iteration, &all);
 }
 
 /* ---- stragglers: the ranks that are slow, and the part of the step in which they are
@@ -325,18 +389,18 @@ static void add_part_seconds(double parts[NUM_PARTS]) {
     }
 }
 
-int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
-                         const mt_metrics *metrics, mt_error *error) {
+void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_state *state,
+                          const mt_metrics *metrics) {
     static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
-    if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return 0;
+    if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return;
     int size = grid->world.size;
-    line text = {.length = 0};
+    line text = {.length = 0}, record = {.length = 0};
     double *all = mt_calloc((int64_t)size * NUM_PARTS * 8); // [world, parts]
     double *own = all + (int64_t)grid->world.rank * NUM_PARTS;
     add_part_seconds(own);
     own[PART_DATA] = metrics->data_seconds;
     mt_all_reduce_sum(&grid->world, all, (int64_t)size * NUM_PARTS, MT_F64);
-    if (report->metrics) fprintf(report->metrics, "{\"iteration\": %lld", (long long)state->iteration);
+    append(&record, "{\"iteration\": %lld", (long long)state->iteration);
     for (int part = 0; part < NUM_PARTS; part++) {
         int slow = 0, fast = 0;
         for (int rank = 1; rank < size; rank++) {
@@ -346,15 +410,15 @@ int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_
         double most = 1e3 * all[slow * NUM_PARTS + part], least = 1e3 * all[fast * NUM_PARTS + part];
         append(&text, "%s%s %.1f ms (rank %d) to %.1f (rank %d)", part ? ", " : "", names[part], most, slow, least,
                fast);
-        if (report->metrics)
-            fprintf(report->metrics,
-                    ", \"straggler_%s\": {\"slowest_rank\": %d, \"slowest_ms\": %.6g, \"fastest_rank\": %d, "
-                    "\"fastest_ms\": %.6g}",
-                    names[part], slow, most, fast, least);
+        append(&record,
+               ", \"straggler_%s\": {\"slowest_rank\": %d, \"slowest_ms\": %.6g, \"fastest_rank\": %d, "
+               "\"fastest_ms\": %.6g}",
+               names[part], slow, most, fast, least);
     }
     free(all);
     mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text.text);
-    return report->metrics ? end_line(report, error) : 0;
+    append(&record, "}\n");
+    report_file_write(&report->metrics, record.text, record.length);
 }
 
 /* ---- the grid of ranks */

@@ -8,11 +8,19 @@
 extern "C" {
 #endif
 
+/* A file of records, opened for appending. */
+typedef struct mt_report_file {
+    int descriptor;
+    bool failed;        // a failure was reported
+    const char *option; // that named it; NULL: not open
+    char path[4096];
+} mt_report_file;
+
 /* Rank 0 reports: one line per reported iteration on standard output; with --metrics one JSON object per line in a
  * file; with --tensorboard-dir events in a TensorBoard file. */
 typedef struct mt_report {
     const mt_options *options;
-    FILE *metrics, *events;
+    mt_report_file metrics, events;
     bool prints; // rank 0
     int world_size;
     int64_t first_iteration;
@@ -21,8 +29,9 @@ typedef struct mt_report {
     double start;
 } mt_report;
 
-/* Opens the files; a run that continues from iteration > 0 appends to its metrics file. An unwritable file is an error,
- * here and below. */
+/* Opens the files. A run that continues appends to its metrics file, after cutting off a last line without an end; a
+ * new run refuses a file with content, unless options->overwrite replaces it. Errors: that, and a file that cannot be
+ * opened. A later failure to write, such as a full disk, is reported once on standard error, and ends nothing. */
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);
 
@@ -30,16 +39,14 @@ void mt_report_close(mt_report *report);
 bool mt_report_is_due(const mt_report *report, int64_t iteration);
 
 /* Reports the step that `state` counts as the last, if it is due. */
-int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics, mt_error *error);
+void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_metrics *metrics);
 
 /* Reports the mean loss of "validation" or "test" after the steps that `state` counts. */
-int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
-                         mt_error *error);
+void mt_report_evaluation(mt_report *report, const mt_run_state *state, const char *split, double loss);
 
 /* --log-straggler: if the step that `state` counts as the last is due, reports the slowest and the fastest rank in each
  * part of the step that the profile (profile.h) recorded last, and in waiting for samples. Every rank calls it. */
-int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
-                         const mt_metrics *metrics, mt_error *error);
+void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_state *state, const mt_metrics *metrics);
 
 /* Prints a line on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));

@@ -200,6 +200,15 @@ int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_erro
     return 0;
 }
 
+uint64_t mt_tokenizer_fingerprint(const mt_tokenizer *tokenizer) {
+    uint64_t prints[sizeof tokenizer->files / sizeof *tokenizer->files + 1] = {0};
+    if (!tokenizer) return 0;
+    for (int i = 0; i < tokenizer->file_count; i++)
+        prints[i] = mt_contents_fingerprint(tokenizer->files[i].content.data, tokenizer->files[i].content.bytes, true);
+    prints[tokenizer->file_count] = (uint64_t)tokenizer->vocab_size;
+    return mt_contents_fingerprint(prints, sizeof prints, true);
+}
+
 int64_t mt_tokenizer_vocab_size(const mt_tokenizer *tokenizer) {
     return tokenizer->vocab_size;
 }

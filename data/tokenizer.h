@@ -59,6 +59,9 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
  * mt_tokenizer_open_folder and other libraries look for. Each file is written atomically. */
 int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_error *error);
 
+/* A number that two tokenizers from the same files share; 0 for NULL. */
+uint64_t mt_tokenizer_fingerprint(const mt_tokenizer *tokenizer);
+
 /* Frees the tokenizer; close its encoders and decoders first. NULL is allowed, here and below. */
 void mt_tokenizer_close(mt_tokenizer *tokenizer);
 

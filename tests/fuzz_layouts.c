@@ -141,6 +141,11 @@ static const row layout_rows[] = {
     {30, EXPERTS, "", "--moe-token-dispatcher-type allgather"},
     {20, EXPERTS, "", "--no-moe-permute-fusion"},
     {20, EXPERTS, "", "--no-moe-grouped-gemm"},
+    {30, "", "",
+     "--recompute-granularity full;--recompute-granularity full --recompute-num-layers 2;--recompute-granularity full "
+     "--recompute-method block;--recompute-granularity selective --recompute-modules layernorm mlp moe_act "
+     "shared_experts;--recompute-granularity selective --recompute-modules moe,layernorm"},
+    {50, "granularity full&tensor-model-parallel-size", "--sequence-parallel", "--distribute-saved-activations"},
     {20, "", "", "--deterministic-mode"},
     {10, "", "", "--rerun-mode validate_results"},
     {10, "", "", "--profile;--log-straggler;--profile --log-straggler"},

@@ -588,6 +588,106 @@ static void run_rows(const layout *rows, int count, bool bf16, double tolerance)
 
 #define RUN_ROWS(rows, bf16, tolerance) run_rows(rows, (int)(sizeof(rows) / sizeof *(rows)), bf16, tolerance)
 
+/* ---- recomputation ----------------------------------------------------------------------------------------------- */
+
+static const char *const full_recomputations[] = {
+    " --recompute-granularity full",
+    " --recompute-granularity full --recompute-num-layers 3",
+    " --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+};
+#define SELECTIVE " --recompute-granularity selective --recompute-modules "
+static const char *const selective_recomputations[] = {
+    SELECTIVE "layernorm mlp moe_act shared_experts",
+    SELECTIVE "moe",
+    SELECTIVE "layernorm,moe",
+};
+enum { NUM_RECOMPUTATIONS = 7 };
+
+/* The options of kind `index` for a layout; NULL if it has no such kind. */
+static const char *recomputation_of(const layout *row, int index) {
+    if (index < 3) return full_recomputations[index];
+    if (index < 6) return selective_recomputations[index - 3];
+    if (strstr(subjects[row->subject].words, "latent")) return SELECTIVE "mla_up_proj layernorm";
+    return strstr(row->words, TP) && !strstr(row->words, SP) ? " --recompute-granularity full "
+                                                               "--distribute-saved-activations"
+                                                             : NULL;
+}
+
+/* All numbers of a run: the metrics without times, and the weights at its end. */
+typedef struct run_bits {
+    mt_metrics metrics[STEPS];
+    uint64_t weights; // a hash of this rank's
+    int64_t bytes;    // of the model
+} run_bits;
+
+static int train_bits(run_bits *bits, trainee *t, mt_error *error) {
+    int64_t num_buckets;
+    memset(bits, 0, sizeof *bits);
+    if (trainee_open(t, error) != 0) return -1;
+    for (int step = 0; step < STEPS; step++) {
+        if (train_one_step(t, &bits->metrics[step], error) != 0) return -1;
+        bits->metrics[step].seconds = bits->metrics[step].data_seconds = 0;
+    }
+    const mt_bucket *buckets = mt_model_buckets(t->model, &num_buckets);
+    for (int64_t i = 0; i < num_buckets; i++) {
+        float *values = bucket_weights(t->model, i, &buckets[i]);
+        for (int64_t k = 0; k < buckets[i].count; k++) {
+            uint32_t word;
+            memcpy(&word, &values[k], 4);
+            bits->weights = (bits->weights ^ word) * 1099511628211u;
+        }
+        free(values);
+    }
+    bits->bytes = mt_model_bytes(t->model);
+    return 0;
+}
+
+/* Trains a layout with further options; false if it failed or, with an error, was skipped. */
+static bool run_bits_of(run_bits *bits, const layout *row, const char *options, comparison *v) {
+    char words[1024];
+    mt_error error;
+    snprintf(words, sizeof words, "%s%s%s", row->words, SAME, options);
+    trainee t = {.grid = grid_of_job(row->ranks), .sequences = subjects[row->subject].sequences};
+    int status = trainee_parse(&t.options, row->subject, words, false, row->ranks, &error);
+    if (status == 0) status = train_bits(bits, &t, &error);
+    if (status != 0) snprintf(v->failure, sizeof v->failure, "%.500s", error.text);
+    trainee_close(&t);
+    return status == 0;
+}
+
+/* A layout trains with recomputation bit for bit as without, with less memory if all is recomputed: with every kind on
+ * one rank, on more ranks with each third kind from `first` on. */
+static void run_recomputations(const layout *row, int first) {
+    run_bits kept, recomputed;
+    char words[1024];
+    for (int i = -1; i < NUM_RECOMPUTATIONS; i++) {
+        comparison v = {.tolerance = 0};
+        const char *options = i < 0 ? "" : recomputation_of(row, i);
+        run_bits *bits = i < 0 ? &kept : &recomputed;
+        if (!options || (row->ranks > 1 && i >= 0 && i % 3 != first % 3)) continue;
+        snprintf(words, sizeof words, "%s%s%s", subjects[row->subject].words, row->words, options);
+        bool ran = run_bits_of(bits, row, options, &v);
+        for (int step = 0; ran && step < STEPS; step++)
+            if (memcmp(&bits->metrics[step], &kept.metrics[step], sizeof(mt_metrics)) != 0 && !*v.failure)
+                snprintf(v.failure, sizeof v.failure, "step %d: the loss is %.17g and %.17g, the norm %.17g and %.17g",
+                         step + 1, bits->metrics[step].loss, kept.metrics[step].loss, bits->metrics[step].grad_norm,
+                         kept.metrics[step].grad_norm);
+        if (ran && bits->weights != kept.weights && !*v.failure) snprintf(v.failure, sizeof v.failure, "other weights");
+        if (ran && i == 0 && bits->bytes >= kept.bytes && !*v.failure)
+            snprintf(v.failure, sizeof v.failure, "%lld bytes, %lld without", (long long)bits->bytes,
+                     (long long)kept.bytes);
+        if (*v.failure) report_row(row->ranks, words, v.failure);
+        if (i < 0 && !ran) return;
+    }
+}
+
+static void run_recomputed_rows(const layout *rows, int count) {
+    for (int size = 1; size <= 8; size *= 2)
+        for (int i = 0, turn = 0; i < count; i++)
+            if (rows[i].ranks == size && turn_is_mine(size, rows[i].words, &turn)) run_recomputations(&rows[i], i);
+    report_finish();
+}
+
 /* ---- from layout to layout --------------------------------------------------------------------------------------- */
 
 /* One half of a run: its layout and precision. */
@@ -1056,6 +1156,49 @@ static const layout in_bf16[] = {
     {4, LATENT, TP "2" SP PP "2" ZB},
 };
 
+/* All kinds of layers and schedules; dropout is on. */
+static const layout recomputed[] = {
+    {1, GPT2, ""},
+    {1, BIASED, MICRO "2"},
+    {1, WINDOW, ""},
+    {1, EXPERTS, PLAIN},
+    {1, EXPERTS_GLOBAL, ""},
+    {1, EXPERTS_PACKED, MICRO "2"},
+    {1, SHARED, ""},
+    {1, GATED, ""},
+    {1, DROPPED, ""},
+    {1, SINKHORN, ""},
+    {1, LATENT, ""},
+    {1, NO_Q_LATENT, ""},
+    {1, MTP, ""},
+    {1, MTP_LATENT, ""},
+    {2, GPT2, TP "2"},
+    {2, QWEN, TP "2" SP},
+    {2, BIASED, TP "2" STEPWISE},
+    {2, LLAMA_5, PP "2"},
+    {2, LLAMA, PP "2" VP "2"},
+    {2, GPT2, PP "2" ZB},
+    {2, LLAMA_5, PP "2" ZB},
+    {2, LATENT, PP "2" ZB},
+    {2, GATED, PP "2" ZB},
+    {2, LLAMA, CP "2"},
+    {2, QWEN, CP "2" BY "a2a"},
+    {2, EXPERTS, EP "2"},
+    {2, SHARED, EP "2" GATHER},
+    {2, GATED, EP "2" PLAIN},
+    {2, PADDED, EP "2"},
+    {2, MTP_LATENT, EP "2"},
+    {2, MTP_TIED, PP "2" VP "2"},
+    {2, BIASED, SHARD "optim_grads_params" PREFETCH},
+    {4, NO_Q_LATENT, TP "4"},
+    {4, LLAMA, TP "2" PP "2" ZB},
+    {4, DEEP, PP "4" VP "2"},
+    {4, SHARED, TP "2" SP ETP "1" EP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, EXPERTS_GLOBAL, PP "2" EP "2" GATHER},
+    {4, DROPPED, CP "2" BY "all_gather" EP "4"},
+    {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
+};
+
 static const family_layout families_on_layouts[] = {
     {2, "mixtral", 1, EP "2"},
     {2, "qwen3_moe", 2, TP "2" SP},
@@ -1205,6 +1348,11 @@ static void layouts_with_experts_train_like_one_rank(void **state) {
     RUN_ROWS(with_experts, false, 1e-5);
 }
 
+static void recomputation_changes_no_bit(void **state) {
+    (void)state;
+    run_recomputed_rows(recomputed, (int)(sizeof recomputed / sizeof *recomputed));
+}
+
 /* Sets the first `count` weights (0: all) of the router of a layer (-1: of every layer) on this rank to `value`. */
 static void set_router(mt_model *model, int64_t layer, int64_t count, float value) {
     const mt_ops *ops = mt_model_ops(model);
@@ -1305,6 +1453,7 @@ static int run_layout_tests(void) {
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_with_experts_train_like_one_rank),
+        cmocka_unit_test(recomputation_changes_no_bit),
         cmocka_unit_test(a_router_of_zeros_reports_the_metrics_of_theory),
         cmocka_unit_test(every_rank_names_the_layer_and_rank_of_a_router_that_is_not_finite),
         cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),

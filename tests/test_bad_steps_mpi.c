@@ -66,6 +66,8 @@ typedef struct tiny_source {
     int64_t first, stride;
 } tiny_source;
 
+static int64_t masked_step; // all tokens of this step are masked; 0: none
+
 /* A sequence is a function of its number only. */
 static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     (void)error;
@@ -77,7 +79,7 @@ static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
         batch->tokens[i] = (int32_t)((number % 4 * 7 + i * i * 3) % 60);
         batch->labels[i] = (int32_t)((number % 4 * 7 + (i + 1) * (i + 1) * 3) % 60);
         batch->positions[i] = (int32_t)i, batch->token_index[i] = number * LENGTH + i;
-        batch->loss_mask[i] = 1;
+        batch->loss_mask[i] = number / BATCH + 1 == masked_step ? 0 : 1;
     }
     return 0;
 }
@@ -324,7 +326,7 @@ static void make_folder(char folder[64]) {
 }
 
 static void remove_folder(const char *folder) {
-    char command[128];
+    char command[160];
     mt_barrier(&grid.world);
     snprintf(command, sizeof command, "rm -rf %s", folder);
     if (grid.world.rank == 0) assert_int_equal(system(command), 0);
@@ -355,6 +357,84 @@ static void a_run_that_rewinds_ends_as_without_the_fault(void **state) {
             trainee_close(&t);
             assert_same(layouts[k], got, bytes, train_without(layouts[k], always ? 6 : 0, &without_bytes), bytes, true);
             remove_folder(folder);
+        }
+}
+
+/* The average of the loss comes back with the checkpoint, so the repeated spike is found again, and skipped. */
+static void a_spike_is_found_again_after_the_rewind(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++) {
+        trainee t;
+        mt_metrics metrics = {0};
+        mt_error error;
+        char folder[64], words[200], text[4096];
+        int64_t bytes, without_bytes;
+        make_folder(folder);
+        snprintf(
+            words, sizeof words,
+            "--bad-step-policy rewind --check-for-spiky-loss --loss-spike-factor 3 --loss-spike-window 3 --save %s",
+            folder);
+        trainee_open(&t, layouts[k], words);
+        for (int i = 0; i < 4; i++) assert_int_equal(step(&t, NULL, &error), 0);
+        if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+        capture_start();
+        char *got = train(&t, 5, true, 4 * 6 * BATCH * LENGTH, true, &metrics, &bytes);
+        capture_end(text);
+        assert_printed(text, "went back to iteration 4");
+        assert_printed(text, "times its average; this step makes no update");
+        assert_int_equal(metrics.skipped, 2);
+        trainee_close(&t);
+        assert_same(layouts[k], got, bytes, train_without(layouts[k], 5, &without_bytes), bytes, true);
+        remove_folder(folder);
+    }
+}
+
+/* --finetune is for the folder of --load, not for the run's own checkpoints. */
+static void a_fine_tuned_run_rewinds_to_its_own_step(void **state) {
+    (void)state;
+    trainee t;
+    mt_metrics metrics = {0};
+    mt_error error;
+    char folders[2][64], words[240], text[4096];
+    int64_t bytes, without_bytes;
+    for (int i = 0; i < 2; i++) make_folder(folders[i]);
+    trainee_open(&t, "", "");
+    if (mt_checkpoint_save(t.model, &t.state, folders[0], NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    trainee_close(&t);
+    snprintf(words, sizeof words, "--bad-step-policy rewind --load %s --finetune --save %s", folders[0], folders[1]);
+    trainee_open(&t, "", words);
+    for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
+    if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(t.model, &t.state, folders[1], NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    capture_start();
+    char *got = train(&t, 6, true, NAN, false, &metrics, &bytes);
+    capture_end(text);
+    assert_printed(text, "went back to iteration 3");
+    trainee_close(&t);
+    assert_same("fine-tuned", got, bytes, train_without("", 0, &without_bytes), bytes, true);
+    for (int i = 0; i < 2; i++) remove_folder(folders[i]);
+}
+
+static void a_step_without_tokens_changes_nothing_on_every_layout(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++)
+        for (int reruns = 0; reruns < 2; reruns++) {
+            trainee t;
+            mt_metrics metrics = {0};
+            char text[4096];
+            int64_t bytes, without_bytes;
+            trainee_open(&t, layouts[k], reruns ? "--rerun-mode validate_results --log-interval 1" : "");
+            masked_step = 5;
+            capture_start();
+            char *got = train(&t, 0, false, 0, false, &metrics, &bytes);
+            capture_end(text);
+            masked_step = 0;
+            assert_printed(text, "iteration 5: every token is masked; this step makes no update");
+            assert_true(!strstr(text, "ran again"));
+            assert_int_equal(metrics.skipped, 1);
+            trainee_close(&t);
+            assert_same(layouts[k], got, bytes, train_without(layouts[k], 5, &without_bytes), bytes, true);
         }
 }
 
@@ -548,6 +628,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_rank_stops_at_a_bad_step_and_the_state_is_unchanged),
         cmocka_unit_test(without_the_check_non_finite_values_spread),
         cmocka_unit_test(too_many_bad_steps_in_a_row_end_the_run),
+        cmocka_unit_test(a_step_without_tokens_changes_nothing_on_every_layout),
+        cmocka_unit_test(a_spike_is_found_again_after_the_rewind),
+        cmocka_unit_test(a_fine_tuned_run_rewinds_to_its_own_step),
         cmocka_unit_test(a_loss_spike_is_skipped_on_every_layout),
         cmocka_unit_test(a_run_that_rewinds_ends_as_without_the_fault),
         cmocka_unit_test(rewinding_before_the_first_checkpoint_is_an_error),

@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static void write_text(const char *path, const char *text) {
@@ -628,6 +629,12 @@ static void options_say_what_a_run_takes_over(void **state) {
     f.options.no_save_optim = true;
     save(&f, &run, at("small"));
     assert_int_equal(count_entries(at("small/iter_0000005"), "optimizer"), 0);
+    assert_load_fails(&f, at("small"), "iter_0000005: was saved without the optimizer's state");
+    f.options.no_load_optim = true;
+    load(&f, &loaded, at("small"));
+    assert_int_equal(loaded.iteration, 5);
+    assert_int_equal(loaded.optimizer_step, 0);
+    f.options.no_load_optim = false, f.options.finetune = true;
     load(&f, &loaded, at("small"));
     assert_int_equal(loaded.iteration, 0);
     close_family(&f);
@@ -693,9 +700,104 @@ static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     write_text(at("out/iter_0000005/trainer.json"), "{");
     assert_load_fails(&f, at("out"), "trainer.json: damaged: it is no JSON");
     unlink(at("out/iter_0000005/trainer.json"));
+    assert_load_fails(&f, at("out"), "iter_0000005: damaged: its trainer.json is not there");
+    f.options.finetune = true;
     load(&f, &run, at("out"));
     assert_int_equal(run.iteration, 0);
     close_family(&f);
+}
+
+static void without_the_tracker_the_newest_whole_checkpoint_is_loaded(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &mt_grid_of_one);
+    mt_run_state run = {.iteration = 5};
+    for (run.iteration = 5; run.iteration <= 7; run.iteration++) save(&f, &run, at("out"));
+    assert_int_equal(unlink(at("out/latest_checkpointed_iteration.txt")), 0);
+    load(&f, &run, at("out"));
+    assert_int_equal(run.iteration, 7);
+    assert_int_equal(unlink(at("out/iter_0000007/checksums.json")), 0);
+    load(&f, &run, at("out"));
+    assert_int_equal(run.iteration, 6);
+    assert_int_equal(unlink(at("out/iter_0000006/checksums.json")), 0);
+    assert_int_equal(unlink(at("out/iter_0000006/trainer.json")), 0);
+    load(&f, &run, at("out"));
+    assert_int_equal(run.iteration, 5);
+    assert_int_equal(unlink(at("out/iter_0000005/trainer.json")), 0);
+    assert_load_fails(&f, at("out"), "iter_0000005: has no config.json or no trainer.json; take another");
+    close_family(&f);
+}
+
+/* A save folder has one holder, whose lock ends with its process. */
+static void a_second_run_in_a_folder_is_refused_and_names_the_first(void **state) {
+    (void)state;
+    mt_error error;
+    int ready[2], done[2];
+    char words[80], byte = 0;
+    mt_options options = {.save = (char *)at("out")};
+    assert_int_equal(pipe(ready) | pipe(done), 0);
+    pid_t holder = fork();
+    if (holder == 0) {
+        byte = mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error) == 0;
+        if (write(ready[1], &byte, 1) == 1) (void)!read(done[0], &byte, 1);
+        _exit(0);
+    }
+    assert_true(read(ready[0], &byte, 1) == 1 && byte == 1);
+    snprintf(words, sizeof words, "is in use by another run, process %d on host ", (int)holder);
+    assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), -1);
+    assert_says(&error, words);
+    kill(holder, SIGKILL);
+    assert_int_equal(waitpid(holder, NULL, 0), holder);
+    assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
+    for (int i = 0; i < 2; i++) close(ready[i]), close(done[i]);
+}
+
+static void checkpoints_of_another_run_are_not_saved_over(void **state) {
+    (void)state;
+    mt_error error;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &mt_grid_of_one);
+    mt_run_state run = {.iteration = 5};
+    save(&f, &run, at("out"));
+    mt_options options = {.save = (char *)at("out")};
+    assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), -1);
+    assert_says(&error, "holds checkpoints of another run, up to iteration 5; continue that run by --load");
+    char *const loads[] = {(char *)at("out"), (char *)at("out/"), (char *)at("out/iter_0000005")};
+    for (int i = 0; i < 3; i++) {
+        options.load = loads[i];
+        assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
+    }
+    options = (mt_options){.save = (char *)at("out"), .auto_resume = true};
+    assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
+    options = (mt_options){.save = (char *)at("out"), .overwrite = true};
+    assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
+    f.options.overwrite = true; // the other run's checkpoints go with the first save
+    run.iteration = 2;
+    save(&f, &run, at("out"));
+    assert_int_equal(count_entries(at("out"), "iter_"), 1);
+    load(&f, &run, at("out"));
+    assert_int_equal(run.iteration, 2);
+    close_family(&f);
+}
+
+static void the_average_of_the_loss_is_part_of_a_checkpoint(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, false), again = open_family("llama", 4, 1, false);
+    create_model(&f, &mt_grid_of_one);
+    create_model(&again, &mt_grid_of_one);
+    mt_run_state run = {.iteration = 5};
+    mt_loss_average saved = {2.0 / 3, 41}, loaded;
+    mt_train_set_loss_average(f.model, &saved);
+    save(&f, &run, at("out"));
+    load(&again, &run, at("out"));
+    loaded = mt_train_loss_average(again.model);
+    assert_true(loaded.mean == saved.mean && loaded.steps == 41);
+    again.options.finetune = true; // another run
+    load(&again, &run, at("out"));
+    loaded = mt_train_loss_average(again.model);
+    assert_true(loaded.mean == 0 && loaded.steps == 0);
+    close_family(&f);
+    close_family(&again);
 }
 
 static void an_optimizer_without_a_tensor_is_refused(void **state) {
@@ -866,6 +968,10 @@ int main(void) {
         ROOT_TEST(options_say_what_a_run_takes_over),
         ROOT_TEST(a_run_may_change_its_precision),
         ROOT_TEST(a_damaged_checkpoint_is_named_with_the_remedy),
+        ROOT_TEST(without_the_tracker_the_newest_whole_checkpoint_is_loaded),
+        ROOT_TEST(a_second_run_in_a_folder_is_refused_and_names_the_first),
+        ROOT_TEST(checkpoints_of_another_run_are_not_saved_over),
+        ROOT_TEST(the_average_of_the_loss_is_part_of_a_checkpoint),
         ROOT_TEST(an_optimizer_without_a_tensor_is_refused),
         ROOT_TEST(a_cut_checkpoint_never_loads),
         cmocka_unit_test(sums_are_crc32c),

@@ -678,13 +678,14 @@ static void gradient_scale(run *r, const int64_t *n) { // clip in percent
     r->ops->gradient_scale(scale, norm, sum, tokens, (float)n[0] / 100, r->stream);
 }
 
-static void step_guard(run *r, const int64_t *n) { // steps averaged, window, factor in percent, whether the norm is inf
+static void step_guard(run *r, const int64_t *n) { // steps averaged, window, factor in percent, norm is inf, no tokens
     double *guard = numbers(r, MT_F64, MT_GUARD_NUMBERS, POSITIVE, true), steps = (double)n[0];
     double *loss = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
     float *scale = float_changed(r, 1, POSITIVE), *norm = float_input(r, 1, POSITIVE), infinity = INFINITY;
     mt_guard_rules rules = {.finite = true, .spike_factor = (double)n[2] / 100, .window = n[1], .copies = 2};
     r->ops->memory_copy(guard + MT_GUARD_STEPS, &steps, sizeof steps, r->stream);
     if (n[3]) r->ops->memory_copy(norm, &infinity, sizeof infinity, r->stream);
+    if (n[4]) r->ops->memory_zero(tokens, 8, r->stream);
     r->ops->step_guard(guard, scale, loss, tokens, norm, &rules, r->stream);
 }
 
@@ -965,8 +966,8 @@ static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
                                                   {300, 1000, 100, 999, 2000, 1},
                                                   {5, 5003, 0, 5003, 5003, 1},
                                                   {0}};
-static const int64_t guard_shapes[][MAX_SIZES] = {{1, 4, 0, 0}, {9, 4, 1, 0},       {9, 4, 1000000, 0},
-                                                  {3, 4, 1, 0}, {5, 4, 1000000, 1}, {0}};
+static const int64_t guard_shapes[][MAX_SIZES] = {
+    {1, 4, 0, 0}, {9, 4, 1, 0}, {9, 4, 1000000, 0}, {3, 4, 1, 0}, {5, 4, 1000000, 1}, {5, 4, 1000000, 0, 1}, {0}};
 static const int64_t scale_shapes[][MAX_SIZES] = {{50}, {1000}, {-1}, {0}};
 static const int64_t attention_shapes[][MAX_SIZES] = {
     {1, 1, 1, 8, 8, 0, ONE, 0},         {7, 1, 1, 16, 16, 0, ONE, 0},     {100, 4, 2, 64, 64, 0, ONE, 0},

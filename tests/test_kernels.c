@@ -1246,6 +1246,17 @@ static void step_guard_refuses_what_is_not_finite_and_what_spikes(void **state) 
     assert_int_equal(check_step(guard, 3, 1, true, 2), MT_STEP_PASSED);
 }
 
+static void step_guard_refuses_a_step_without_tokens(void **state) {
+    (void)state;
+    double guard[MT_GUARD_NUMBERS] = {0}, sum = 0, none = 0;
+    float scale = 0.5f, norm = 0;
+    mt_guard_rules rules = {.finite = true, .spike_factor = 1.5, .window = 3, .copies = 2};
+    assert_int_equal(check_step(guard, 8, 1, true, 1.5), MT_STEP_PASSED);
+    ops->step_guard(guard, &scale, &sum, &none, &norm, &rules, NULL);
+    assert_int_equal((int)guard[MT_GUARD_CHECK], MT_NO_TOKENS);
+    assert_true(scale == -1 && guard[MT_GUARD_AVERAGE] == 8 && guard[MT_GUARD_STEPS] == 1);
+}
+
 static void adamw_with_a_negative_scale_changes_nothing(void **state) {
     (void)state;
     enum { N = 5003 };
@@ -1557,6 +1568,7 @@ int main(void) {
         cmocka_unit_test(squared_norm_sums_in_float64),
         cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
         cmocka_unit_test(step_guard_refuses_what_is_not_finite_and_what_spikes),
+        cmocka_unit_test(step_guard_refuses_a_step_without_tokens),
         cmocka_unit_test(adamw_with_a_negative_scale_changes_nothing),
         cmocka_unit_test(adamw_follows_its_formula_for_several_steps),
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),

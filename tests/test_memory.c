@@ -74,6 +74,56 @@ static void logits_add_memory_only_beyond_the_size_of_the_scratch_they_share(voi
     assert_true(fabs(larger - large - TOKENS * 4096.0 * 4 / 1024) < 110);
 }
 
+/* Bytes of a Llama of 4 layers with further options. */
+static int64_t llama_bytes(const char *words) {
+    char line[600], *arguments[64];
+    int count = 0;
+    snprintf(line, sizeof line,
+             "train --num-layers 4 --hidden-size %d --ffn-hidden-size %d --num-attention-heads 4 --swiglu "
+             "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length %d "
+             "--vocab-size 64 --make-vocab-size-divisible-by 16 --train-iters 1 --lr 1e-3 --mock-data %s",
+             HIDDEN, FFN, TOKENS, words);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .train = true};
+    mt_options options;
+    mt_error error;
+    mt_model *model = NULL;
+    if (mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
+        mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0 ||
+        mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
+        fail_msg("%s", error.text);
+    int64_t bytes = mt_model_bytes(model);
+    mt_model_destroy(model);
+    mt_options_free(&options);
+    return bytes;
+}
+
+/* A layer saves its input and `rest`; recomputed values of all units share the buffers of one unit. */
+static void recomputation_keeps_what_its_units_keep(void **state) {
+    (void)state;
+    const int64_t column = TOKENS * 4, input = HIDDEN * column, norm = HIDDEN * column, heads = 4;
+    const int64_t mlp = 3 * FFN * column, attention = (3 * HIDDEN + HIDDEN + heads) * column; // qkv, attended, lse
+    const int64_t rest = 2 * (norm + column) + attention + HIDDEN * column + mlp;
+    const struct {
+        const char *words;
+        int64_t saved;
+    } cases[] = {
+        {"--recompute-granularity full", 3 * rest},
+        {"--recompute-granularity full --recompute-num-layers 2", 2 * rest + input},
+        {"--recompute-granularity full --recompute-method block", 0}, // one layer, and the buffer is as large
+        {"--recompute-granularity full --recompute-method block --recompute-num-layers 3", 2 * rest},
+        {"--recompute-granularity selective", 0},
+        {"--recompute-granularity selective --recompute-modules layernorm", 3 * 2 * norm},
+        {"--recompute-granularity selective --recompute-modules mlp layernorm", 3 * (2 * norm + mlp)},
+        {"--recompute-granularity selective --recompute-modules moe moe_act", 0},
+    };
+    int64_t all = llama_bytes("");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        if (all - llama_bytes(cases[i].words) != cases[i].saved)
+            fail_msg("%s saves %lld bytes, not %lld", cases[i].words, (long long)(all - llama_bytes(cases[i].words)),
+                     (long long)cases[i].saved);
+}
+
 /* Writes a file of a machine whose / is the test's folder. */
 static void machine_has(const char *path, const char *text) {
     char folder[300];
@@ -133,6 +183,7 @@ static void limits_of_control_groups_version_1_count(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_add_memory_only_beyond_the_size_of_the_scratch_they_share),
+        cmocka_unit_test(recomputation_keeps_what_its_units_keep),
         cmocka_unit_test_setup_teardown(available_memory_is_what_the_machine_has_left, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_2_count, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_1_count, make_root, remove_root),

@@ -547,7 +547,8 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
     expect_error(RUN "--tokenizer-type ByteLevel --tokenizer-model t", "which is ByteLevel");
     expect_error(RUN "--save-interval 3", "--save-interval needs --save");
     expect_error(RUN "--finetune", "--finetune needs --load");
-    expect_error(RUN "--load x --hf-config y", "--load and --hf-config exclude each other");
+    expect_error(RUN "--load x --save x --overwrite", "--load x continues the run that --overwrite would replace");
+    expect_error(RUN "--save x --auto-resume --overwrite", "--overwrite and --auto-resume exclude each other");
     expect_error(RUN "--load /nowhere", "/nowhere: No such file or directory");
     expect_error(RUN "--hf-config /tmp", "/tmp: cannot be read: it is a folder");
     expect_error(RUN "--config /nowhere.yaml", "/nowhere.yaml: cannot be read");
@@ -1251,6 +1252,59 @@ static void layers_without_an_mlp_do_not_split_its_width(void **state) {
                     "--ffn-hidden-size 15 must be a multiple of --tensor-model-parallel-size 2");
 }
 
+/* Defaults and refusals are Megatron's; full recomputation without a method is uniform, one layer a unit. */
+static void recomputation_follows_megatron(void **state) {
+    (void)state;
+    static const char *const refused[][2] = {
+        {"--recompute-method block", "--recompute-method needs --recompute-granularity full"},
+        {"--recompute-num-layers 2 --recompute-activations", "-num-layers needs --recompute-granularity full"},
+        {"--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"},
+        {"--recompute-granularity full --recompute-modules mlp", "needs --recompute-granularity selective"},
+        {"--recompute-granularity full --recompute-activations", "exclude each other"},
+        {"--recompute-granularity selective --recompute-modules mla_up_proj", "needs --multi-latent-attention"},
+        {"--recompute-granularity selective --recompute-modules mlp,attention", "some of core_attn|moe_act|"},
+        {"--recompute-granularity half", "--recompute-granularity expects none|full|selective"},
+        {"--moe-layer-recompute", "--moe-layer-recompute needs --num-experts"},
+        {"--distribute-saved-activations", "--distribute-saved-activations needs --recompute-granularity full"},
+        {"--recompute-granularity full --distribute-saved-activations", "needs --tensor-model-parallel-size"},
+    };
+    static const struct {
+        const char *words;
+        mt_recompute_granularity granularity;
+        mt_recompute_method method;
+        int64_t num_layers;
+        unsigned modules;
+    } accepted[] = {
+        {"", MT_RECOMPUTE_NONE, MT_RECOMPUTE_DEFAULT, 0, 0},
+        {"--recompute-granularity full", MT_RECOMPUTE_FULL, MT_RECOMPUTE_UNIFORM, 1, 0},
+        {"--recompute-granularity full --recompute-method block --recompute-num-layers 3", MT_RECOMPUTE_FULL,
+         MT_RECOMPUTE_BLOCK, 3, 0},
+        {"--recompute-activations", MT_RECOMPUTE_SELECTIVE, MT_RECOMPUTE_DEFAULT, 0, MT_MODULE_CORE_ATTN},
+        {"--recompute-granularity selective --recompute-modules mlp,layernorm", MT_RECOMPUTE_SELECTIVE,
+         MT_RECOMPUTE_DEFAULT, 0, MT_MODULE_MLP | MT_MODULE_LAYERNORM},
+        {"--recompute-activations --recompute-modules moe_act layernorm", MT_RECOMPUTE_SELECTIVE, MT_RECOMPUTE_DEFAULT,
+         0, MT_MODULE_MOE_ACT | MT_MODULE_LAYERNORM},
+        {"--num-experts 2 --swiglu --disable-bias-linear --moe-layer-recompute", MT_RECOMPUTE_SELECTIVE,
+         MT_RECOMPUTE_DEFAULT, 0, MT_MODULE_MOE},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        char line[512];
+        snprintf(line, sizeof line, RUN "%s", refused[i][0]);
+        expect_error(line, refused[i][1]);
+    }
+    for (size_t i = 0; i < sizeof accepted / sizeof *accepted; i++) {
+        char line[512];
+        mt_options o;
+        snprintf(line, sizeof line, RUN "%s", accepted[i].words);
+        expect_good(&o, line);
+        assert_int_equal(o.recompute_granularity, accepted[i].granularity);
+        assert_int_equal(o.recompute_method, accepted[i].method);
+        assert_int_equal(o.recompute_num_layers, accepted[i].num_layers);
+        assert_int_equal(o.recompute_modules, accepted[i].modules);
+        mt_options_free(&o);
+    }
+}
+
 static void experts_that_cannot_be_are_refused(void **state) {
     (void)state;
     static const char *const words[][2] = {
@@ -1313,6 +1367,30 @@ static void options_win_over_a_shape_but_not_over_weights(void **state) {
     expect_error("--load tests/golden/hf/gpt2 --max-position-embeddings 128 --mock-data --seq-length 8 --train-iters 1 "
                  "--lr 1",
                  "--max-position-embeddings is 128, but the weights have 64");
+}
+
+/* A resumed command may still name the model that it began with. */
+static void the_model_of_hf_config_must_be_that_of_load(void **state) {
+    (void)state;
+    mt_options options;
+    static const char *const names[] = {"gpt2", "llama", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3"};
+    char line[400];
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        snprintf(line, sizeof line,
+                 "--load tests/golden/hf/%s --hf-config tests/golden/hf/%s/config.json --mock-data --seq-length 8 "
+                 "--train-iters 1 --lr 1",
+                 names[i], names[i]);
+        expect_good(&options, line);
+        mt_options_free(&options);
+    }
+    expect_error(
+        "--load tests/golden/hf/llama --hf-config tests/golden/hf/qwen3/config.json --mock-data --seq-length 8 "
+        "--train-iters 1 --lr 1",
+        "--hf-config tests/golden/hf/qwen3/config.json: has --");
+    expect_error(
+        "--load tests/golden/hf/llama --hf-config tests/golden/hf/qwen3/config.json --mock-data --seq-length 8 "
+        "--train-iters 1 --lr 1",
+        "but the model of --load tests/golden/hf/llama has");
 }
 
 static void the_latest_checkpoint_of_a_folder_is_described(void **state) {
@@ -1829,8 +1907,10 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(layers_without_an_mlp_do_not_split_its_width),
     cmocka_unit_test(own_checkpoints_accept_the_options_that_made_them),
     cmocka_unit_test(a_conversion_needs_no_sequence_length),
+    cmocka_unit_test(recomputation_follows_megatron),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
+    cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),
     cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
     cmocka_unit_test(rope_is_read_in_both_forms),
     cmocka_unit_test(windows_are_read_where_every_layer_has_one),

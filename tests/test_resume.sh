@@ -148,6 +148,61 @@ a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
     refuses damaged --train-iters 9 --load "$work/d" --save "$work/d"
 }
 
+# A flipped byte in the tokenizer of the last checkpoint: the tokenizer too is that of the one before.
+everything_comes_from_the_checkpoint_that_is_whole() {
+    run --vocab-size 600 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tests/golden/tokenizer/bytelevel.json \
+        --train-iters 4 --save "$work/e" --save-interval 2 || return 1
+    for place in 0 200 2000; do
+        rm -rf "$work/e2"
+        cp -a "$work/e" "$work/e2"
+        printf '~' | dd of="$work/e2/iter_0000004/tokenizer.json" bs=1 seek=$place conv=notrunc 2>"$work/err"
+        run --vocab-size 600 --train-iters 5 --load "$work/e2" --save "$work/e2" &&
+            says 'warning: .*tokenizer.json: damaged: .*; going on from iteration 2' "$work/err" &&
+            cmp "$work/e2/iter_0000005/tokenizer.json" "$work/e/iter_0000002/tokenizer.json" || return 1
+    done
+}
+
+# Without a small file a run must not begin again at its first step.
+a_lost_file_does_not_restart_the_run() {
+    run --train-iters 9 --save "$work/l" --save-interval 3 || return 1
+    for lost in latest_checkpointed_iteration.txt:10 iter_0000009/trainer.json:7 iter_0000009/checksums.json:7 \
+        iter_0000009/optimizer.safetensors:7 'iter_0000009/trainer.json iter_0000009/checksums.json:7' \
+        'latest_checkpointed_iteration.txt iter_0000009/config.json:7'; do
+        rm -rf "$work/again" "$work/again.jsonl"
+        cp -a "$work/l" "$work/again"
+        # shellcheck disable=SC2086
+        (cd "$work/again" && rm ${lost%:*}) || return 1
+        run --train-iters 11 --load "$work/again" --save "$work/again" --metrics "$work/again.jsonl" &&
+            says '^warning: .*; going on from iteration' "$work/err" &&
+            [ "$(losses "$work/again.jsonl" | head -n 1 | cut -d ' ' -f 1)" = "${lost#*:}" ] || return 1
+    done
+    rm "$work/l/iter_0000009/trainer.json" "$work/l/iter_0000009/checksums.json"
+    refuses 'its trainer.json is not there' --train-iters 11 --load "$work/l" && run --train-iters 1 --load "$work/l" \
+        --finetune
+}
+
+# A run that stays in the folder until it is killed, and others that must not touch it.
+a_folder_in_use_is_refused() {
+    rm -rf "$work/u"
+    # shellcheck disable=SC2086
+    setsid $launch "$train" $small --train-iters 1000000 --save "$work/u" --save-interval 5 --keep-checkpoints 2 \
+        >"$work/first" 2>&1 </dev/null &
+    job=$!
+    until [ -e "$work/u/latest_checkpointed_iteration.txt" ]; do
+        kill -0 $job || return 1
+        sleep 0.1
+    done
+    refuses 'u: holds checkpoints of another run' --train-iters 5 --save "$work/u" &&
+        refuses 'u: is in use by another run, process [0-9]* on host .*; wait for its end' --train-iters 5 \
+            --save "$work/u" --overwrite &&
+        refuses 'u: is in use by another run, process' --train-iters 5 --save "$work/u" --auto-resume
+    status=$?
+    kill_job
+    [ $status = 0 ] && ! grep '^error' "$work/first" || return 1
+    iteration=$(cat "$work/u/latest_checkpointed_iteration.txt")
+    run --train-iters $((iteration + 1)) --save "$work/u" --auto-resume
+}
+
 a_missing_checkpoint_begins_anew_or_ends_the_run() {
     refuses 'holds no checkpoint to resume from' --train-iters 3 --load "$work/n" --save "$work/n" \
         --exit-on-missing-checkpoint &&
@@ -255,6 +310,9 @@ a_bad_step_is_not_saved() {
 
 check kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
 check a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
+check everything_comes_from_the_checkpoint_that_is_whole everything_comes_from_the_checkpoint_that_is_whole
+check a_lost_file_does_not_restart_the_run a_lost_file_does_not_restart_the_run
+check a_folder_in_use_is_refused a_folder_in_use_is_refused
 check a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
 check auto_resume_finetunes_once auto_resume_finetunes_once
 check checkpoints_stay_as_options_say checkpoints_stay_as_options_say

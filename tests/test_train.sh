@@ -5,6 +5,10 @@ set -u
 golden=tests/golden/hf
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+tidy() {
+    rm -f "$work"/*.jsonl
+}
+
 # refuses PATTERN ARGUMENTS...
 refuses() {
     pattern=$1
@@ -26,7 +30,7 @@ golden_run() {
     shift
     # shellcheck disable=SC2086
     "$train" --load "$golden/$family" --tokens-file "$golden/$family/tokens.i32" --seq-length 32 --micro-batch-size 1 \
-        --global-batch-size 4 --train-iters 10 $optimizer "$@" >"$work/out" 2>"$work/err" || {
+        --global-batch-size 4 --train-iters 10 $optimizer --overwrite "$@" >"$work/out" 2>"$work/err" || {
         cat "$work/err"
         return 1
     }
@@ -124,7 +128,7 @@ a_resumed_run_repeats_bit_for_bit() {
         for file in model optimizer; do
             cmp "$work/whole/latest/$file.safetensors" "$work/again/latest/$file.safetensors" || return 1
         done
-        rm -rf "$work/whole" "$work/parts" "$work/again" "$work/parts.jsonl" # a resumed run appends to its metrics
+        rm -rf "$work/whole" "$work/parts" "$work/again" "$work"/*.jsonl
     done
 }
 
@@ -187,10 +191,91 @@ a_bad_folder_is_refused_before_training() {
     refuses "$work/file" $small --train-iters 3 --save "$work/file/under"
 }
 
-a_full_disk_is_reported() {
+# Files may have at most 512 bytes here. Before that limit whole lines are written; then training goes on without them.
+a_full_disk_is_reported_once_and_training_goes_on() {
+    (
+        ulimit -f 1
+        trap '' XFSZ
+        # shellcheck disable=SC2086
+        exec "$train" $small --train-iters 30 --metrics "$work/m.jsonl" --tensorboard-dir "$work/board"
+    ) 2>&1 | cat >"$work/out"
+    [ "$(grep -c ' 30/30 100% ' "$work/out")" = 1 ] && [ "$(grep -c '^warning: ' "$work/out")" = 2 ] &&
+        says '^warning: .*/m.jsonl: .*too large for the limit on file sizes' "$work/out" &&
+        says '^warning: .*/board/events.*too large .*; training goes on without these records' "$work/out" &&
+        grep -q '"lm_loss"' "$work/m.jsonl" && ! grep -v '^{.*}$' "$work/m.jsonl" || return 1
     [ -w /dev/full ] || return 0
+    small_run --train-iters 3 --metrics /dev/full && says '^warning: /dev/full: cannot be written: No space' "$work/err"
+}
+
+metrics_of_another_run_stay_and_those_of_this_run_continue() {
+    small_run --train-iters 4 --save "$work/four" --metrics "$work/m.jsonl" && cp "$work/m.jsonl" "$work/want.jsonl" ||
+        return 1
     # shellcheck disable=SC2086
-    refuses "/dev/full" $small --train-iters 3 --metrics /dev/full
+    refuses 'm.jsonl: holds the metrics of another run; choose another --metrics' $small --train-iters 4 \
+        --metrics "$work/m.jsonl" && cmp "$work/m.jsonl" "$work/want.jsonl" || return 1
+    printf '{"iteration": 4, "lm_lo' >>"$work/m.jsonl" # the last line of a run that was killed
+    small_run --train-iters 6 --load "$work/four" --metrics "$work/m.jsonl" || return 1
+    head -n "$(wc -l <"$work/want.jsonl")" "$work/m.jsonl" | cmp - "$work/want.jsonl" || return 1
+    [ "$(metric "$work/m.jsonl" lm_loss | wc -l)" = 6 ] && ! grep -v '^{.*}$' "$work/m.jsonl" || return 1
+    small_run --train-iters 2 --metrics "$work/m.jsonl" --overwrite &&
+        [ "$(metric "$work/m.jsonl" lm_loss | wc -l)" = 2 ]
+}
+
+# The command of the README, once more, and as it says with --load.
+the_same_command_continues_by_load() {
+    printf 'one\ntwo\nthree\n%.0s' 1 2 3 4 5 6 7 8 9 >"$work/my.txt"
+    "${train%/train}/data/preprocess" --input "$work/my.txt" --output-prefix "$work/my" --tokenizer-type ByteLevel \
+        --append-eod >"$work/out" 2>"$work/err" || return 1
+    # shellcheck disable=SC2317
+    same_command() {
+        "$train" --hf-config data/configs/tiny-llama.json --vocab-size 257 --tokenizer-type ByteLevel \
+            --data-path "$work/my_text_document" --split 95,5,0 --seq-length 16 --micro-batch-size 1 \
+            --global-batch-size 2 --lr 1e-3 --eval-iters 0 --device cpu --save "$work/my" \
+            --metrics "$work/my.jsonl" "$@"
+    }
+    same_command --train-iters 2 >"$work/out" 2>"$work/err" &&
+        refused 'my: holds checkpoints of another run, up to iteration 2; continue that run by --load' \
+            same_command --train-iters 3 &&
+        same_command --train-iters 3 --load "$work/my" >"$work/out" 2>"$work/err" &&
+        same_command --train-iters 4 --auto-resume >"$work/out" 2>"$work/err" &&
+        [ "$(metric "$work/my.jsonl" iteration | tr '\n' ' ')" = '1 2 3 4 ' ] &&
+        same_command --train-iters 1 --overwrite >"$work/out" 2>"$work/err" &&
+        [ "$(metric "$work/my.jsonl" iteration | tr '\n' ' ')" = '1 ' ] &&
+        [ "$(cd "$work/my" && echo iter_*)" = iter_0000001 ]
+}
+
+# Two ranks that find other contents under the same names.
+ranks_with_different_data_are_named() {
+    [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || return 0
+    mkdir "$work/here" "$work/there"
+    cp "$golden/llama/tokens.i32" "$work/here/t.i32" && cp "$golden/llama/tokens.i32" "$work/there/t.i32" &&
+        chmod u+w "$work/there/t.i32" || return 1
+    printf '\001' | dd of="$work/there/t.i32" bs=1 seek=400 conv=notrunc 2>"$work/err"
+    printf 'one\ntwo\nthree\nfour\n%.0s' 1 2 3 4 5 6 7 8 9 >"$work/here/x.txt"
+    sed 's/two/TWO/' "$work/here/x.txt" >"$work/there/x.txt"
+    for side in here there; do
+        "${train%/train}/data/preprocess" --input "$work/$side/x.txt" --output-prefix "$work/$side/x" \
+            --tokenizer-type ByteLevel --append-eod >"$work/out" 2>"$work/err" || return 1
+    done
+    cp tests/golden/tokenizer/bytelevel.json "$work/here/t.json" &&
+        { cat "$work/here/t.json" && echo; } >"$work/there/t.json" || return 1
+    # both ARGUMENTS...: rank 0 in here, rank 1 in there.
+    both() {
+        # shellcheck disable=SC2086,SC2016
+        $(mpirun_here) -np 1 sh -c 'cd "$1" && shift && exec "$@"' sh "$work/here" "$train" $both_options "$@" : \
+            -np 1 sh -c 'cd "$1" && shift && exec "$@"' sh "$work/there" "$train" $both_options "$@" \
+            >"$work/out" 2>"$work/err" </dev/null
+    }
+    both_options='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --global-batch-size 2
+        --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --tensor-model-parallel-size 2 --device cpu'
+    for data in '--tokens-file t.i32 --vocab-size 512' '--data-path x_text_document --tokenizer-type ByteLevel'; do
+        # shellcheck disable=SC2086
+        both $data && return 1
+        says "^error: rank 1 has another $(echo "$data" | cut -d ' ' -f 2) than rank 0; give every rank" "$work/err" ||
+            return 1
+    done
+    both --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json && return 1
+    says '^error: rank 1 has another tokenizer than rank 0; give every rank' "$work/err"
 }
 
 # steps_of FILE: prints the iterations of a trace.
@@ -208,9 +293,6 @@ a_trace_has_the_requested_steps_and_changes_no_loss() {
     # in a resumed run, steps count from its first; here the run ends before --trace-last-step
     small_run --train-iters 12 --load "$work/eight" --trace "$work/t.json" --trace-first-step 3 --trace-last-step 9 &&
         [ "$(steps_of "$work/t.json")" = '11 12 ' ] && [ "$(echo "$work"/t.json*)" = "$work/t.json" ]
-    status=$?
-    rm -rf "$work/eight" "$work"/*.jsonl
-    return $status
 }
 
 a_trace_of_a_run_that_stops_early_has_its_steps() {
@@ -241,7 +323,10 @@ check the_time_limit_saves_and_ends_the_run the_time_limit_saves_and_ends_the_ru
 check yaml_equals_the_command_line yaml_equals_the_command_line
 check the_loss_falls_on_mock_data the_loss_falls_on_mock_data
 check a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
-check a_full_disk_is_reported a_full_disk_is_reported
+check a_full_disk_is_reported_once_and_training_goes_on a_full_disk_is_reported_once_and_training_goes_on
+check metrics_of_another_run_stay metrics_of_another_run_stay_and_those_of_this_run_continue
+check the_same_command_continues_by_load the_same_command_continues_by_load
+check ranks_with_different_data_are_named ranks_with_different_data_are_named
 check a_trace_has_the_requested_steps a_trace_has_the_requested_steps_and_changes_no_loss
 check a_trace_of_a_run_that_stops_early_has_its_steps a_trace_of_a_run_that_stops_early_has_its_steps
 check a_bad_trace_is_refused_before_training a_bad_trace_is_refused_before_training
