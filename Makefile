@@ -50,7 +50,7 @@ endif
 
 MAINS := $(wildcard train.c infer.c data/preprocess.c)
 LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*.c))
-SUITES ?= $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh)))
+SUITES ?= $(sort $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh))))
 TESTS = $(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c %_mpi8.c),$(wildcard $(SUITES:%=tests/test_%.c))))
 BENCHES := $(wildcard tests/bench_*.c)
 FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(filter-out %/fuzz_layouts.c,$(wildcard tests/fuzz_*.c)))
@@ -62,6 +62,7 @@ FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
 FUZZ_LAYOUTS := $(B)/tests/fuzz_layouts
 EXAMPLE_PROGRAMS := $(patsubst %.c,$(B)/%,$(wildcard notes/examples/*.c))
 DRAW := $(if $(wildcard notes/draw.c),$(B)/notes/draw)
+CRASH_SHIM := $(if $(wildcard tests/crash_shim.c),$(B)/tests/crash_shim.so)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS)
+everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)
@@ -151,6 +152,10 @@ $(PROGRAMS): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(TEST_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,$(CMOCKA_LIBS))
+$(B)/tests/test_crash: $(B)/tests/crash_shim.o
+$(CRASH_SHIM): tests/crash_shim.c tests/crash_shim.h $(B)/flags
+	@mkdir -p $(@D); $(call progress,LD $@)
+	$(Q)$(CC) -std=c11 -D_GNU_SOURCE -O1 -fPIC -shared $(WARNINGS) -o $@ $< -ldl
 $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
@@ -227,7 +232,7 @@ uninstall:
 SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
 	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
 
-test: all $(TEST_PROGRAMS) $(EXAMPLE_PROGRAMS) $(B)/tests/bench_cuda_attention $(FUZZ_LAYOUTS) $(DRAW)
+test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(B)/tests/bench_cuda_attention $(FUZZ_LAYOUTS) $(DRAW)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
 		MT_EXAMPLES='$(B)/notes/examples' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)

@@ -2,12 +2,12 @@
  *
  * Contents
  *   §1   checks, arenas, random numbers
- *   §2   options: the struct's rules
+ *   §2   options
  *   §2a  sizes, positions, lengths
  *   §2b  ranks and experts
  *   §2c  stages, batches, schedules
  *   §2d  operation counts
- *   §3   kernels in plain C
+ *   §3   kernels
  *   §3a  threads, elements, memory
  *   §3b  linear layers
  *   §3c  embedding and norms
@@ -239,7 +239,7 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
     return (uint64_t)words[0] << 32 | words[1];
 }
 
-/* ==== §2 options: the struct's rules ============================================================================= */
+/* ==== §2 options ================================================================================================== */
 /* One flat struct describes a run. This section derives values that were left open and holds the rules between values;
  * data/options.c reads and writes the struct as text (command line, YAML, config.json, --help) and checks ranges.
  * Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be called again. */
@@ -1009,15 +1009,12 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §3 kernels in plain C ====================================================================================== */
+/* ==== §3 kernels ================================================================================================== */
 /* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
  * fp32 or bf16, all arithmetic is fp32, and long sums are summed in blocks or in fp64. Invariants: exactly one task
  * writes each output element and every sum has a fixed order, so results do not depend on the number of threads; an
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
  * calling thread. */
-#ifdef MT_HAVE_OPENMP
-#include <omp.h>
-#endif
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunknown-pragmas" // OpenMP's pragmas, in a build without OpenMP
 #ifdef __clang__
@@ -1863,7 +1860,7 @@ static void mt_span_queries(const mt_span *span, int64_t window, int64_t j0, int
     *end = window > 0 ? mt_min(span->q_len, j1 - 1 - shift + window) : span->q_len;
 }
 
-/* The most queries of a span, the end of all key rows, and the sum of q_len k_len. */
+/* The greatest q_len of a span, the end of all key rows, and the sum of q_len k_len. */
 typedef struct mt_spans_extent {
     int64_t max_queries, key_rows, products;
 } mt_spans_extent;
@@ -2848,14 +2845,14 @@ static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const floa
     for (int64_t i = 0; i < count * k; i++) kept[i] = -1;
     for (int64_t i = 0; i < n; i++) {
         before = i > 0 && queue[i].expert == queue[i - 1].expert ? before + 1 : 0;
-        int64_t place = queue[i].choice - first * k;
-        if (before < capacity && place >= 0 && place < count * k) kept[place] = queue[i].expert;
+        int64_t at = queue[i].choice - first * k;
+        if (before < capacity && at >= 0 && at < count * k) kept[at] = queue[i].expert;
     }
 }
 
-/* The v (see mt_dispatch) of an expert's first copy; that of the next copy is `local` further. -1 for an expert out of
- * range. */
-static int64_t mt_dispatch_place(int32_t expert, const mt_dispatch *d) {
+/* The destination (see mt_dispatch) of an expert's first copy; the next copy's is num_local further. -1 for an expert
+ * out of range. */
+static int64_t mt_dispatch_destination(int32_t expert, const mt_dispatch *d) {
     int64_t e = expert - d->first;
     if (expert < 0 || e < 0 || e >= d->count) return -1;
     return e / d->num_local * d->copies * d->num_local + e % d->num_local;
@@ -2865,26 +2862,26 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
                                  const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
                                  mt_stream *stream) {
     (void)stream;
-    int64_t k = dispatch->topk, copies = dispatch->copies, places = dispatch->count * copies;
+    int64_t k = dispatch->topk, copies = dispatch->copies, destinations = dispatch->count * copies;
     int64_t capacity = dispatch->capacity;
-    int32_t *next = (int32_t *)mt_scratch_grow(places); // next free row
-    memset(next, 0, (size_t)places * sizeof *next);
+    int32_t *next = (int32_t *)mt_scratch_grow(destinations); // next free row
+    memset(next, 0, (size_t)destinations * sizeof *next);
     for (int64_t i = 0; i < T * k; i++) {
-        int64_t place = mt_dispatch_place(experts[i], dispatch);
-        for (int64_t copy = 0; place >= 0 && copy < copies; copy++) next[place + copy * dispatch->num_local]++;
+        int64_t first = mt_dispatch_destination(experts[i], dispatch);
+        for (int64_t copy = 0; first >= 0 && copy < copies; copy++) next[first + copy * dispatch->num_local]++;
     }
     offsets[0] = 0;
-    for (int64_t v = 0; v < places; v++) {
-        offsets[v + 1] = offsets[v] + (capacity > 0 ? (int32_t)capacity : next[v]);
-        next[v] = offsets[v];
+    for (int64_t d = 0; d < destinations; d++) {
+        offsets[d + 1] = offsets[d] + (capacity > 0 ? (int32_t)capacity : next[d]);
+        next[d] = offsets[d];
     }
     for (int64_t m = 0; m < M; m++) choice[m] = token[m] = -1;
     for (int64_t i = 0; i < T * k; i++) {
-        int64_t place = mt_dispatch_place(experts[i], dispatch);
+        int64_t first = mt_dispatch_destination(experts[i], dispatch);
         for (int64_t copy = 0; copy < copies; copy++) {
-            int64_t v = place + copy * dispatch->num_local;
-            bool room = place >= 0 && next[v] < offsets[v + 1]; // rows past the capacity belong to the next expert
-            int32_t row = room ? next[v]++ : -1;
+            int64_t d = first + copy * dispatch->num_local;
+            bool room = first >= 0 && next[d] < offsets[d + 1]; // rows past the capacity belong to the next expert
+            int32_t row = room ? next[d]++ : -1;
             position[i * copies + copy] = row;
             if (room) choice[row] = (int32_t)i, token[row] = (int32_t)(i / k);
         }
@@ -4655,7 +4652,7 @@ static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
 
-/* 0, too, for a model with experts that is cut to its first layers, which have none. */
+/* May be 0 in a model with experts whose first layers have none. */
 int64_t mt_num_expert_layers(const mt_options *o) {
     int64_t layers = 0;
     for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
@@ -5438,13 +5435,13 @@ static bool mt_uses_layernorm(const mt_model *m) {
 
 /* ==== §9c norms and the residual stream =========================================================================== */
 
-/* Dropout at one place of one layer; places have independent keys. */
+/* The dropouts of a layer; each has a key of its own. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
-static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int place) {
-    double rate = place == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
-    uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
+static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
+    double rate = which == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
+    uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + which);
     return (mt_dropout){.p = p->training ? rate : 0,
                         .key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_DROPOUT, index)};
 }
@@ -5497,8 +5494,8 @@ typedef struct mt_next_norm {
 /* out = residual + dropout(scratch.block_out), then the next norm of out (w NULL: none); one operation if the backend
  * has it. */
 static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
-                                int place, mt_next_norm next) {
-    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+                                int which, mt_next_norm next) {
+    mt_dropout dropout = mt_model_dropout(m, p, number, which);
     const int64_t *index = p->batch->token_index + p->first_row;
     const void *x = m->scratch.block_out;
     // a replayed norm runs alone, and the two may sum in different orders
@@ -5514,9 +5511,9 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
 }
 
 /* Returns the gradient of a block's output: scratch.dresidual, or with dropout scratch.block_out. */
-static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int which) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+    mt_dropout dropout = mt_model_dropout(m, p, number, which);
     if (dropout.p == 0) return s->dresidual;
     m->ops->dropout_add_backward(s->block_out, s->dresidual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
                                  &dropout, m->dtype, p->stream);
@@ -6422,8 +6419,8 @@ static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing 
     mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
 }
 
-/* out[N, C] = base + sum of each token's results. Fused: one gather per token. Unfused: scatter-add rows into zeros;
- * embedding_backward sums in a fixed order. */
+/* out[N, C] = base + sum of each token's results. Fused: one gather per token. Unfused: rows are added to zeros, in a
+ * fixed order. */
 static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base,
                                int64_t N) {
     mt_experts *e = m->experts;
@@ -8320,17 +8317,16 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
-    bool begun = progress->gradients_acquired;
+    if (progress->gradients_acquired) return;
     progress->gradients_acquired = true;
-    bool begins = !begun && (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS);
-    if (b->strategy >= MT_SHARD_GRADS && !begun) {
+    if (b->strategy >= MT_SHARD_GRADS) {
         mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
         buffer->users++;
         if (buffer == s->reducing) mt_wait_stream(m, m->stream, s->grad_stream);
         b->grads = buffer->memory;
         mt_bucket_bind(m, bucket);
     }
-    if (begins) mt_bucket_zero_gradients(m, b);
+    if (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS) mt_bucket_zero_gradients(m, b);
 }
 
 /* Starts the reduction of a bucket's whole gradients over ranks. */
@@ -8356,8 +8352,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
         if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
     } else {
-        mt_wait_stream(m, m->stream,
-                       s->grad_stream); // previous reductions: frees their buffers
+        mt_wait_stream(m, m->stream, s->grad_stream); // for the previous reductions, which frees their buffers
         mt_bucket_reduce(m, bucket);
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
@@ -8365,8 +8360,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
         m->buckets[bucket].grads = NULL;
         mt_bucket_bind(m, bucket);
     }
-    progress->gradients_acquired = false;
-    progress->has_gradients = true;
+    progress->gradients_acquired = false, progress->has_gradients = true;
 }
 
 /* Starts a step: no bucket has gradients. */
@@ -8679,7 +8673,7 @@ typedef struct mt_bad_steps {
     int64_t rewound;           // bad step of the last rewind
 } mt_bad_steps;
 
-/* A training step that was enqueued. There are two slots, so the host is at most two steps ahead of the device. */
+/* An enqueued training step. There are two entries, so the host is at most two steps ahead of the device. */
 typedef struct mt_pending_step {
     int64_t iteration; // 0: none left to check
     mt_event *done;    // its result has arrived; NULL: the backend is synchronous
@@ -8690,7 +8684,7 @@ typedef struct mt_trainer {
     mt_action *actions; // of the schedule, for this rank
     int64_t max_actions;
     mt_bad_steps bad_steps;
-    int64_t num_steps; // enqueued steps; step i uses slot i % 2
+    int64_t num_steps; // enqueued steps; step i uses entry i % 2
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were last read
@@ -8705,8 +8699,7 @@ static void mt_experts_begin(mt_model *m) {
     if (m->options->num_experts == 0) return;
     m->ops->memory_zero(e->losses, 2 * 8, m->stream);
     if (e->num_layers == 0) return;
-    m->ops->memory_zero(e->kept, 2 * e->num_layers * e->router.num_experts * 4, m->stream); // and `global`
-    m->ops->memory_zero(e->loads, e->num_layers * e->router.num_experts * 4, m->stream);
+    m->ops->memory_zero(e->loads, 3 * e->num_layers * e->router.num_experts * 4, m->stream); // and `kept` and `global`
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
@@ -8770,8 +8763,8 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     metrics->dropped = 1 - sums[2] / sums[1];
 }
 
-/* Describes the origin of a bad step: the first layer with a router logit that is not finite, on its first rank. Every
- * rank calls this and writes the same text; `text` stays unchanged if all routers are finite. */
+/* Describes the origin of a bad step: the first layer with a router logit that is not finite, and its first rank. Every
+ * rank calls this and writes the same text; `text` is unchanged if all router logits are finite. */
 static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
     const mt_group *world = &m->grid->world;
     double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
@@ -8904,14 +8897,14 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     return status;
 }
 
-/* Sums loss and token count over all ranks: samples, sequence parts, and the stage with the loss. */
+/* Sums losses and token counts over all ranks: samples, sequence parts, and the stage with the loss. */
 static void mt_sums_finish(mt_model *m, bool training) {
-    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
-    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
-    if (m->options->mtp_num_layers == 0 || !training) return;
-    double *mtp = m->numbers->mtp;
-    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
-    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
+    const mt_group *groups[] = {&m->grid->data_context, &m->grid->pipeline};
+    int64_t modules = training ? m->options->mtp_num_layers : 0;
+    for (int i = 0; i < 2; i++) {
+        m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, groups[i], m->stream);
+        if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
+    }
 }
 
 /* Forwards and backwards of all micro-batches, and gradients summed over ranks; adds to `tokens`. */
@@ -8938,12 +8931,12 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 }
 
 /* Enqueues the copies of a step's results to the host. */
-static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
-    mt_step_result *result = &m->trainer->results[slot];
+static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
+    mt_step_result *result = &m->trainer->results[entry];
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     mt_experts_copy_report(m, result);
-    m->ops->event_record(m->trainer->pending[slot].done, m->stream);
-    m->trainer->pending[slot].iteration = iteration;
+    m->ops->event_record(m->trainer->pending[entry].done, m->stream);
+    m->trainer->pending[entry].iteration = iteration;
 }
 
 /* ---- bad steps */
@@ -8998,13 +8991,13 @@ static int mt_step_handle_bad(mt_model *m, int64_t iteration, const mt_step_resu
     return 0;
 }
 
-/* Waits for a slot's result and checks it. */
-static int mt_step_check(mt_model *m, int slot, mt_error *error) {
-    int64_t iteration = m->trainer->pending[slot].iteration;
-    const mt_step_result *result = &m->trainer->results[slot];
+/* Waits for an entry's result and checks it. */
+static int mt_step_check(mt_model *m, int entry, mt_error *error) {
+    int64_t iteration = m->trainer->pending[entry].iteration;
+    const mt_step_result *result = &m->trainer->results[entry];
     if (iteration == 0) return 0;
-    m->ops->event_synchronize(m->trainer->pending[slot].done);
-    m->trainer->pending[slot].iteration = 0;
+    m->ops->event_synchronize(m->trainer->pending[entry].done);
+    m->trainer->pending[entry].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
     mt_guard_check check = (mt_guard_check)result->numbers.guard[MT_GUARD_CHECK];
     if (check == MT_NO_TOKENS) {
@@ -9023,7 +9016,7 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* Completes all pending work and asks the caller to rewind to the last checkpoint. */
+/* Completes all pending work, then requests a rewind from the caller. */
 static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
     m->ops->stream_synchronize(m->stream);
@@ -9131,23 +9124,23 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
 int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time();
-    int slot = (int)(m->trainer->num_steps % 2);
+    int entry = (int)(m->trainer->num_steps % 2);
     int64_t tokens;
     m->trainer->data_seconds = 0;
-    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last, which used this slot
+    if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_experts_update_biases(m);
     mt_optimizer_step(m, state);
-    mt_step_report(m, slot, state->iteration + 1);
+    mt_step_report(m, entry, state->iteration + 1);
     m->trainer->num_steps++;
-    if (metrics || !m->trainer->pending[slot].done)
+    if (metrics || !m->trainer->pending[entry].done)
         if (mt_steps_check(m, error) != 0) return -1;
     m->trainer->unread_tokens += (double)(tokens * m->grid->data.size);
     m->trainer->unread_seconds += mt_time() - begin;
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (metrics) {
-        const mt_step_result *result = &m->trainer->results[slot];
+        const mt_step_result *result = &m->trainer->results[entry];
         *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
                                 .grad_norm = (double)result->numbers.grad_norm,
                                 .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
@@ -9203,7 +9196,7 @@ static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
 }
 
-/* Buffers that the layers with experts share. */
+/* Scratch and counters that the layers with experts share. No slots: no layer's value stays here until its backward. */
 static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
@@ -9290,7 +9283,8 @@ static mt_context_plan mt_model_context_plan(const mt_model *m) {
                              .train = m->plan.train};
 }
 
-/* Memory of an output with a head; without has_logits its logits share memory with scratch. */
+/* Memory of an output with a head; without has_logits its logits share memory with scratch. An output and a module have
+ * no slots: nothing recomputes their values, and a split backward runs the head whole. */
 static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     out->norm.y = mt_arena_alloc(arena, R * m->C * size);

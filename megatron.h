@@ -180,7 +180,7 @@ typedef enum mt_load_balancing {
     MT_BALANCING_AUX_LOSS,        // over a micro-batch
     MT_BALANCING_SEQ_AUX_LOSS,    // over each sequence
     MT_BALANCING_GLOBAL_AUX_LOSS, // over the micro-batches of the global batch so far
-    MT_BALANCING_SINKHORN         // by the choice itself, without a loss
+    MT_BALANCING_SINKHORN         // no loss: the choice of experts is balanced
 } mt_load_balancing;
 typedef enum mt_token_dispatcher { MT_DISPATCHER_ALLTOALL, MT_DISPATCHER_ALLGATHER } mt_token_dispatcher;
 typedef enum mt_token_drop_policy { MT_DROP_PROBS, MT_DROP_POSITION } mt_token_drop_policy;
@@ -206,9 +206,9 @@ typedef enum mt_exit_signal { MT_EXIT_SIGTERM, MT_EXIT_SIGINT, MT_EXIT_SIGUSR1, 
 typedef enum mt_bad_step_policy { MT_BAD_STEP_STOP, MT_BAD_STEP_SKIP, MT_BAD_STEP_REWIND } mt_bad_step_policy;
 typedef enum mt_rerun_mode { MT_RERUN_DISABLED, MT_RERUN_VALIDATE_RESULTS } mt_rerun_mode;
 typedef enum mt_device { MT_DEVICE_AUTO, MT_DEVICE_CPU, MT_DEVICE_CUDA } mt_device;
-/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
- * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
- * CPU has one implementation. */
+/* The implementation of attention (--attention-backend). AUTO: the fastest one for the call. FLASH: the fused kernels
+ * of cuda/. CUDNN: cuDNN's for a batch of equally long sequences, else FLASH. UNFUSED: the definition. The CPU has one.
+ */
 typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
 typedef enum mt_cp_comm_type {
     MT_CP_P2P,        // keys and values pass around a ring while attention to the previous ones runs
@@ -246,8 +246,8 @@ typedef enum mt_schedule_kind {
     MT_SCHEDULE_ZB_H1,
     MT_SCHEDULE_FORWARD_ONLY // not an option: scoring and generation
 } mt_schedule_kind;
-/* State divided among data-parallel ranks: nothing; the optimizer's state; also gradients; also parameters (Rajbhandari
- * et al., "ZeRO", stages 0 to 3). */
+/* The state that data-parallel ranks shard: none; the optimizer's; also gradients; also parameters (Rajbhandari et al.,
+ * "ZeRO", stages 0 to 3). */
 typedef enum mt_strategy { MT_NO_SHARD, MT_SHARD_OPTIM, MT_SHARD_GRADS, MT_SHARD_PARAMS } mt_strategy;
 typedef enum mt_tokenizer_type {
     MT_TOKENIZER_AUTO, // the one in the --load folder
@@ -292,8 +292,8 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
 
 /* Every option by its Megatron name, with underscores. data/option_table.c has each one's default, range and help. A
- * number that is 0 and a string that is NULL are not given; mt_options_finish (data/options.h) derives them and checks
- * all rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
+ * number 0 and a string NULL mean "not given"; mt_options_finish (data/options.h) derives such values and checks all
+ * rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
@@ -433,7 +433,7 @@ void mt_options_derive_sizes(mt_options *options);
 bool mt_options_gave(const mt_options *options, size_t offset);
 #define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
 
-/* True for --train-iters 0 with --load and --save, which only converts a checkpoint: no schedule, no data. */
+/* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
 bool mt_options_converts(const mt_options *options);
 
 /* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's
@@ -444,20 +444,20 @@ double mt_flops(const mt_options *options, int64_t num_sequences);
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
 
-/* ==== §3 kernels: one signature, two backends ======================================================================
+/* ==== §3 kernels ====================================================================================================
  *
- * A backend implements the operations below: on the CPU in plain C, which defines each result, and on a GPU in cuda/.
- * Each family of operations is a list of rows. Everything that exists once per operation is generated from the lists:
- * the type mt_NAME_fn, the entry of the table mt_ops, a backend's prototypes, and the timed copy of each operation that
- * a profile puts into its own table (data/profile.c). A row has one of two forms:
+ * A backend implements the operations below. The CPU's, in plain C, defines each result; the GPU's is in cuda/. Each
+ * family of operations is a list of rows, from which everything that exists once per operation is generated: the type
+ * mt_NAME_fn, the entry of the table mt_ops, a backend's prototypes, and the timed copies of data/profile.c. A row has
+ * one of two forms:
  *
  *   OP(name, result, parameters...)             is not timed
  *   OP(name, work, (arguments), parameters...)  enqueues work on the stream, and is timed; returns nothing
  *
- * `work` is an expression of the parameters, the least work that the call asks for: mt_work_product(M, N, K), the
- * floating-point operations of an M x K by K x N product; mt_work_bytes(elements, type), read and written, each operand
- * once, without small ones (indices, weights of norms, statistics); mt_work_sent, the bytes that a rank sends. Only a
- * profile evaluates it (data/profile.c).
+ * `work` is the least work of the call, an expression of its parameters that only a profile evaluates:
+ * mt_work_product(M, N, K): floating-point operations of an M x K by K x N product; mt_work_bytes(elements, type):
+ * bytes read and written, each operand once, without small ones (indices, weights of norms, statistics); mt_work_sent:
+ * bytes that a rank sends.
  *
  * On a GPU, pointers are device pointers unless a comment names the host, and operations are enqueued on `stream`. An
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). Every sum has a fixed order. */
@@ -465,8 +465,8 @@ int64_t mt_num_expert_layers(const mt_options *options);
 /* The queue of a device's work. On the CPU operations run at once and the stream is NULL. */
 typedef struct mt_stream mt_stream;
 
-/* Dropout is decided by coordinates, never by the order of evaluation. `key` identifies the run, the layer and the
- * position within it; p == 0 is off. */
+/* Dropout depends on coordinates, never on the order of evaluation. `key` identifies the run, the layer and the dropout
+ * within the layer; p == 0: off. */
 typedef struct mt_dropout {
     double p;
     uint64_t key;
@@ -481,8 +481,8 @@ typedef struct mt_event mt_event;
     OP(memory_available, int64_t, void)                                                                                \
     OP(memory_alloc, void *, int64_t bytes)                                                                            \
     OP(memory_free, void, void *memory)                                                                                \
-    /* Stream-ordered, for memory that grows during a step: memory_free may wait for the whole device, and so for a    \
-     * message whose sender waits for this rank. memory_free accepts such memory too. */                               \
+    /* Stream-ordered, for memory that grows during a step, when memory_free could deadlock: it may wait for the whole \
+     * device, and so for a message whose sender waits for this rank. memory_free accepts such memory too. */          \
     OP(memory_alloc_ordered, void *, int64_t bytes, mt_stream *stream)                                                 \
     OP(memory_free_ordered, void, void *memory, mt_stream *stream)                                                     \
     /* Host memory for copies that run beside the host: pinned for a GPU, plain on the CPU. */                         \
@@ -504,7 +504,7 @@ typedef struct mt_event mt_event;
     OP(event_destroy, void, mt_event *event)                                                                           \
     /* Marks the point at which all work that `stream` holds now is done. */                                           \
     OP(event_record, void, mt_event *event, mt_stream *stream)                                                         \
-    /* The host waits for the point recorded last; returns at once without one. Any thread may wait. */                \
+    /* The host waits for the point recorded last; returns at once if none was. Any thread may call it. */             \
     OP(event_synchronize, void, mt_event *event)
 
 #define MT_MEMORY_OPERATIONS(OP)                                                                                       \
@@ -544,7 +544,7 @@ typedef struct mt_event mt_event;
 
 /* ---- norms over the last dimension of x[T, H, C]: H = 1 for hidden states, heads for q/k norm */
 
-/* The operands of a norm. One that an operation does not have stays zero. */
+/* The operands of a norm. Fields that an operation does not use are zero. */
 typedef struct mt_norm_args {
     int64_t T, H, C;            // LayerNorm: H = 1
     const void *x;              // [T, H, C]
@@ -823,18 +823,18 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
        const float *loads, const float *scale, int64_t E, float rate, mt_stream *stream)
 
 /* The order of rows, for experts [first, first + count). num_local consecutive experts are on one rank, or on `copies`
- * ranks that share them and all receive every choice. Rows are sorted by v = ((e - first) / num_local copies + copy)
- * num_local + (e - first) % num_local, 0 <= v < count copies. With capacity > 0 each v has room for that many rows,
- * else rows are packed. */
+ * ranks that share them and all receive every choice. Rows are sorted by destination, a pair of expert e and copy:
+ * d = ((e - first) / num_local copies + copy) num_local + (e - first) % num_local, 0 <= d < count copies. With capacity
+ * > 0 each destination has room for that many rows, else rows are packed. */
 typedef struct mt_dispatch {
     int64_t topk, first, count, num_local, copies, capacity;
 } mt_dispatch;
 
 #define MT_EXPERT_OPERATIONS(OP)                                                                                       \
-    /* offsets[count copies + 1], the first row of each v; position[T, k copies], the row of (token, choice, copy), or \
-     * -1 where the choice is -1 or not of these experts; for M rows, choice[m] = t k + j and token[m] = t, both -1    \
-     * for a row without token. Within a v rows are in token order. M is count copies capacity, or at least the number \
-     * of choices. */                                                                                                  \
+    /* offsets[count copies + 1]: the first row of each destination. position[T, k copies]: the row of (token, choice, \
+     * copy), -1 where the choice is -1 or not of these experts. For M rows: choice[m] = t k + j and token[m] = t,     \
+     * both -1 for a row without token. The rows of a destination are in token order. M is count copies capacity, or   \
+     * at least the number of choices. */                                                                              \
     OP(dispatch_plan, mt_work_bytes((1 + dispatch->copies) * T * dispatch->topk + 2 * M, MT_F32),                      \
        (offsets, position, choice, token, experts, T, M, dispatch, stream), int32_t *offsets, int32_t *position,       \
        int32_t *choice, int32_t *token, const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,     \
@@ -928,7 +928,7 @@ typedef struct mt_adamw {
     float bias_correction1, bias_correction2; // 1 - beta^step
 } mt_adamw;
 
-/* The rules of step_guard: a step that breaks one is bad. */
+/* The rules of step_guard; a step that violates one is bad. */
 typedef struct mt_guard_rules {
     bool finite;         // loss and gradient norm must be finite
     double spike_factor; // the loss is at most this many times its running average; 0: no rule
@@ -936,7 +936,7 @@ typedef struct mt_guard_rules {
     int64_t copies;      // number of ranks whose equal losses loss_sum adds up
 } mt_guard_rules;
 
-/* The result of a step's check: the first rule that is broken. */
+/* The result of a step's check: the first violated rule. */
 typedef enum mt_guard_check {
     MT_STEP_PASSED,
     MT_LOSS_NOT_FINITE,
@@ -945,7 +945,8 @@ typedef enum mt_guard_check {
     MT_NO_TOKENS // every token is masked: not bad, but there is nothing to learn
 } mt_guard_check;
 
-/* A guard's numbers, kept from step to step: the last check, the average loss of the good steps, and their number. */
+/* Indices into a guard's numbers, which last over steps: the last check, the average loss of good steps, their number.
+ */
 enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 #define MT_OPTIMIZER_OPERATIONS(OP)                                                                                    \
@@ -960,9 +961,9 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
     OP(gradient_scale, mt_work_bytes(24, MT_U8), (scale, norm, sum_of_squares, denominator, clip, stream),             \
        float *scale, float *norm, const double *sum_of_squares, const double *denominator, float clip,                 \
        mt_stream *stream)                                                                                              \
-    /* Decides on the device whether a step may update: guard[MT_GUARD_CHECK] = MT_NO_TOKENS without tokens[0], or the \
-     * first rule that is broken by the loss loss_sum[0] / (tokens[0] copies) or by norm[0]. scale[0] of these steps   \
-     * becomes -1; a good step's loss l updates the average a over n steps: a += (l - a) / min(n + 1, window). */      \
+    /* Checks a step on the device: guard[MT_GUARD_CHECK] = MT_NO_TOKENS if tokens[0] is 0, else the first rule that   \
+     * the loss loss_sum[0] / (tokens[0] copies) or norm[0] violates. If the check fails, scale[0] = -1. A good step's \
+     * loss l updates the average a over n steps: a += (l - a) / min(n + 1, window). */                                \
     OP(step_guard, mt_work_bytes(72, MT_U8), (guard, scale, loss_sum, tokens, norm, rules, stream), double *guard,     \
        float *scale, const double *loss_sum, const double *tokens, const float *norm, const mt_guard_rules *rules,     \
        mt_stream *stream)                                                                                              \
@@ -983,7 +984,7 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 /* ---- collectives (§5) on the backend's device memory, enqueued as other operations are. All ranks of the group call
  * in the same order with the same count. A group of one returns at once, or copies if `out` is not `in`. Counts are
  * elements and may exceed 2^31. Sums have the same bits on every rank and in every run: the CPU adds in rank order;
- * NCCL has a fixed order of its own. The work is the bytes that each rank sends at least. */
+ * NCCL has a fixed order of its own. The work: the fewest bytes that each rank must send. */
 
 /* A group of ranks, ordered by world rank. A group of one needs no library. */
 typedef struct mt_group {
@@ -996,15 +997,14 @@ typedef struct mt_group {
 
 typedef enum mt_reduction { MT_SUM, MT_MAX } mt_reduction;
 
-/* Memory that ranks of one host write into directly. Not channels, whose messages on a GPU are NCCL kernels and wait
- * while a matrix product occupies all multiprocessors: a mailbox is written by the GPU's copy engines and so proceeds
- * beside such a product. */
+/* Memory that ranks of one host write into directly. A GPU's copy engines write it while a matrix product occupies all
+ * multiprocessors. A channel's messages could not: they are NCCL kernels, which need a multiprocessor. */
 typedef struct mt_mailbox {
     const mt_group *group;
     char *memory;
     int64_t bytes;
 } mt_mailbox;
-enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // most ranks; bytes of the counters
+enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // maximum number of ranks; bytes of counters
 
 #define MT_COLLECTIVE_OPERATIONS(OP)                                                                                   \
     /* buffer[count] = its sum or maximum over the group; MT_F32, MT_BF16 or MT_F64. The CPU sums bf16 in fp32 and     \
@@ -1034,10 +1034,9 @@ enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // most r
     OP(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group),                                           \
        (buffer, count, dtype, root, group, stream), void *buffer, int64_t count, mt_dtype dtype, int root,             \
        const mt_group *group, mt_stream *stream)                                                                       \
-    /* Writes in[count] into the mailbox of rank `to` at element first + r * stride, where r is this rank; rank        \
-     * `from` writes as much here at first + from * stride. That part of the mailbox may be overwritten when           \
-     * earlier operations of `stream` are done, and is complete before later ones begin. Ranks call in one order,      \
-     * in matching pairs, on one stream. */                                                                            \
+    /* Writes in[count] into rank `to`'s mailbox at element first + r * stride, where r is this rank; meanwhile rank   \
+     * `from` writes count elements into this rank's, at first + from * stride. They arrive after the earlier          \
+     * operations of `stream` and before its later ones. Ranks call in one order, in matching pairs, on one stream. */ \
     OP(mailbox_exchange, mt_work_sent(MT_OPERATION_mailbox_exchange, count, dtype, mailbox->group),                    \
        (mailbox, in, count, first, stride, dtype, to, from, stream), mt_mailbox *mailbox, const void *in,              \
        int64_t count, int64_t first, int64_t stride, mt_dtype dtype, int to, int from, mt_stream *stream)
@@ -1078,8 +1077,8 @@ typedef struct mt_channel {
     /* Waits for the other ranks; the memory may be freed afterwards. NULL is allowed. */                              \
     OP(mailbox_close, void, mt_mailbox *mailbox)
 
-/* ---- graphs: many operations enqueued by one call, for operations shorter than the time to enqueue them. Not on the
- * CPU: these entries of its table are NULL, and the caller does without.
+/* ---- graphs: one call enqueues many operations, for operations shorter than the time to enqueue them. The CPU has no
+ * graphs: these entries of its table are NULL.
  *
  * Between begin and end, operations on the stream are recorded with their arguments rather than run; a launch runs
  * them. Values that change between launches are in memory that the operations read: a span's k_start and k_len too, in
@@ -1093,8 +1092,8 @@ typedef struct mt_graph mt_graph;
     OP(graph_launch, void, const mt_graph *graph, mt_stream *stream)                                                   \
     OP(graph_destroy, void, mt_graph *graph)
 
-/* ---- fused operations: several of the above in one pass over memory. Where an entry is NULL, as all are on the CPU,
- * the layer calls the operations that it stands for, and these define its result. */
+/* ---- fused operations: several of the above in one pass over memory. Where an entry is NULL, as on the CPU, layers
+ * call the separate operations, which define the result. */
 
 /* The operands of q/k norm with rotation: every row of qkv begins with H heads of q, then G of k. Without the norm, the
  * weights and rstd are NULL. */
@@ -1199,7 +1198,7 @@ typedef struct mt_ops {
     mt_phase_end_fn *phase_end;
 } mt_ops;
 
-/* -1 with one line that names the option, its value and the limit, where finished options exceed a backend's limits.
+/* Compares finished options with a backend's limits. Returns -1 with the option, its value and the limit.
  * mt_model_create calls it before it allocates anything. */
 int mt_options_check_limits(const mt_options *options, const mt_limits *limits, mt_error *error);
 
@@ -1216,14 +1215,13 @@ void mt_cuda_event_destroy(mt_event *event);
 void mt_cuda_event_record(mt_event *event, mt_stream *stream);
 double mt_cuda_event_seconds(const mt_event *from, const mt_event *to);
 
-/* NVIDIA's figure for this GPU's dense matrix products of a type, in operations per second; 0 for unlisted GPUs. */
+/* The data sheet's rate of this GPU for dense matrix products of a type, in operations per second; 0: unlisted GPU. */
 double mt_cuda_peak_flops(mt_dtype dtype);
 
 /* Floating-point operations per second of an n x n matrix product on the CPU, best of a few runs. */
 double mt_cpu_matmul_rate(int64_t n);
 
-/* ==== §4 the rank grid and its groups; §5 collectives ==============================================================
- */
+/* ==== §4 the rank grid and its groups; §5 collectives ============================================================= */
 
 /* The kinds of groups; a rank is in one group of each. Dense layers divide the world into tp x cp x dp x pp, experts
  * into etp x ep x edp x pp. The first dimension varies fastest. Pipeline groups are the same in both. */
@@ -1260,7 +1258,7 @@ typedef struct mt_grid {
     mt_group expert, expert_tensor, expert_data;
     mt_group expert_exchange; // etp x ep: the ranks that hold a layer's experts and dispatch tokens to each other
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
-    mt_group context_ring;    // ranks with the same index in all of those: the ring of attention
+    mt_group context_ring;    // ranks with the same index in their context_a2a groups: the ring of attention
     mt_group kv_replicas;     // ranks of the tensor group that hold the same key and value head
 } mt_grid;
 
@@ -1273,7 +1271,7 @@ typedef struct mt_grid_shape {
     int64_t tensor, context, data, pipeline;
     int64_t expert_tensor, expert, expert_data;
     int64_t num_query_groups;
-    int64_t context_a2a; // size of the group of that name; 0: 1
+    int64_t context_a2a; // size of that group; 0 means 1
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */
@@ -1349,8 +1347,7 @@ void mt_watch_begin(const char *operation, const char *group);
 void mt_watch_end(void);
 void mt_watch_note(const char *operation, const char *group);
 
-/* ==== §6 conjugate regions; §7 linear ==============================================================================
- */
+/* ==== §6 conjugate regions; §7 linear ============================================================================= */
 
 /* Tensor parallelism over one micro-batch: T tokens. Outside the regions this rank has `rows` rows of
  * hidden states: all T, or with sequence parallelism T / group size. A group of one needs no buffers. */
@@ -1399,7 +1396,7 @@ typedef struct mt_weight {
     bool *has_gradient;
 } mt_weight;
 
-/* How ranks share a weight and what its products take. */
+/* How ranks share a weight, and the shapes of its products. */
 typedef enum mt_linear_kind {
     MT_LINEAR_REPLICATED, // whole on every rank: x[rows, K] -> y[rows, N]
     MT_LINEAR_ROUTER,     // the same with fp32 products and outputs
@@ -1443,7 +1440,7 @@ void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *li
 /* Both, or the selected `halves`; the communication of one half overlaps the product of the other. */
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io, int halves);
 
-/* Numbers of T tokens whose labels have these log-probabilities under the logits. */
+/* Results of the cross-entropy of T tokens. */
 typedef struct mt_token_values {
     float *logp;    // [T] log-probability of the label
     float *entropy; // [T] of the distribution, in nats; NULL: not wanted
@@ -1463,8 +1460,7 @@ void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token
                                     const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
                                     int64_t count);
 
-/* ==== §8 the parameter table =======================================================================================
- */
+/* ==== §8 the parameter table ====================================================================================== */
 
 /* The roles of parameters. A role's number is part of random keys, and so of every model's initial weights: new roles
  * go to the end. */
@@ -1553,8 +1549,8 @@ typedef struct mt_param {
     int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // of this rank's part in the whole
-    int64_t rows_stored;            // of the whole rows, those in Hugging Face: the vocabulary without its padding
-    const char *rows_option, *cols_option, *exists_option; // for messages: the options that decide on these; NULL: none
+    int64_t rows_stored;            // of whole_rows, the rows in Hugging Face: the vocabulary without its padding
+    const char *rows_option, *cols_option, *exists_option; // the options that determine these, for messages; or NULL
     bool is_vector;
     bool is_embedding;     // a lookup table: its backward adds to single rows
     bool trained;          // by the optimizer
@@ -1614,11 +1610,10 @@ typedef struct mt_partition {
  * bucket of its own so that its two copies are sharded alike. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
 
-/* Rows that lie here of a parameter, without the vocabulary's padding. */
+/* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
 
-/* ==== §9 layers; §15 the model ====================================================================================
- */
+/* ==== §9 layers; §15 the model ==================================================================================== */
 
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
@@ -1638,15 +1633,15 @@ void mt_batch_free(mt_batch *batch);
 
 /* ---- context parallelism: each sequence is cut over the ranks of the context group */
 
-/* Rank `rank`'s part of a micro-batch for context parallelism over `cp` ranks: of every sequence, cut into 2 cp chunks,
- * chunks rank and 2 cp - 1 - rank, in this order. Tokens, labels, masks, positions and indices follow; there is a span
- * a sequence. `local` has room for whole->num_tokens / cp tokens. Errors: a sequence that does not divide by 2 cp, or
- * spans that are not whole causal sequences one after another. */
+/* Rank `rank`'s part of a micro-batch for context parallelism over `cp` ranks: every sequence is cut into 2 cp chunks,
+ * and the rank has chunks `rank` and 2 cp - 1 - rank, in this order, with their tokens, labels, masks, positions and
+ * indices, and one span per sequence. `local` has room for whole->num_tokens / cp tokens. Errors: a sequence that does
+ * not divide by 2 cp; spans that are not whole causal sequences one after another. */
 int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error);
 
-/* The work of rank `rank` of a ring in the step in which it has the keys of rank `source`: one span per sequence of
- * `whole`, with rows of its own shard and of the source's. Returns num_spans. Over all sources each query meets each
- * key that it sees once, and every rank has the same work in every step. */
+/* The spans of rank `rank` of a ring in the step in which it holds the keys of rank `source`: one per sequence of
+ * `whole`; queries are rows of its own shard, keys rows of the source's. Returns num_spans. Over all sources, each
+ * query meets each of its keys once, and all ranks have the same amount of work in every step. */
 int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
                       int64_t source);
 
@@ -1666,10 +1661,10 @@ typedef struct mt_context_plan {
 /* The attention of context parallelism over one micro-batch after another. Nothing is allocated after its creation. */
 typedef struct mt_context mt_context;
 
-/* Bytes of device memory that it works in. */
+/* Bytes of device memory that a context needs. */
 int64_t mt_context_bytes(const mt_context_plan *plan);
 
-/* Makes it over `memory` of mt_context_bytes, which outlives it. Every rank of both groups calls it. */
+/* Creates a context in `memory` of mt_context_bytes, which outlives it. Every rank of both groups calls it. */
 mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, void *memory, mt_stream *stream);
 void mt_context_destroy(mt_context *context);
 
@@ -1706,9 +1701,9 @@ void mt_model_print_plan(const mt_model *model, FILE *file);
 /* Draws the initial parameters by coordinate from options->seed. */
 void mt_model_init(mt_model *model);
 
-/* The tables, for checkpoints and tests. Buckets whose parameters are still to be gathered after an optimizer step are
- * gathered first, so every rank of the data group asks for them; the caller may change them, so the model's stream
- * follows a reader (mt_model_set_reader). */
+/* The tables, for checkpoints and tests. mt_model_buckets first gathers parameters that an optimizer step changed, so
+ * every rank of the data group calls it; and because the caller may change them, the model's stream waits for a reader
+ * (mt_model_set_reader). */
 const mt_param *mt_model_params(const mt_model *model, int64_t *count);
 mt_bucket *mt_model_buckets(mt_model *model, int64_t *count);
 const mt_options *mt_model_options(const mt_model *model);
@@ -1717,29 +1712,28 @@ const mt_ops *mt_model_ops(const mt_model *model);
 mt_stream *mt_model_stream(const mt_model *model);
 mt_dtype mt_model_dtype(const mt_model *model);
 const mt_grid *mt_model_grid(const mt_model *model);
-int64_t mt_model_bytes(const mt_model *model); // of memory that its plan takes on the device
+int64_t mt_model_bytes(const mt_model *model); // bytes of device memory in its plan
 
-/* Sets a stream whose work enqueued so far still reads parameters or optimizer state, such as the copies of a save: the
- * next change of them follows it (stream_wait_stream). NULL: nothing reads any more. */
+/* Sets a stream that still reads parameters or optimizer state, such as the stream of a save's copies: the model's
+ * stream waits for its present work before it changes them. NULL: nothing reads any more. */
 void mt_model_set_reader(mt_model *model, mt_stream *reader);
 
-/* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. With context
- * parallelism the batch is the whole one, and results are those of this rank's mt_batch_context_shard of it, which must
- * be possible. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs its schedule. */
+/* Forward over a batch, through the loss; adds to the step's loss sums. `training` enables dropout. With context
+ * parallelism `batch` is the whole batch, which mt_batch_context_shard must accept, and results are those of this
+ * rank's shard. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs the schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
-/* Does the last forward of a model on one pipeline rank again, from the same batch: writes the same activations and
- * changes nothing else; no loss, load, auxiliary loss or gradient counts twice. Recomputation replays layers this way.
- * Between a forward and its backward. */
+/* Repeats the last forward of a model on one pipeline rank, between that forward and its backward: writes the same
+ * activations and changes nothing else. No loss, load, auxiliary loss or gradient counts twice. Recomputation replays
+ * layers in this way. */
 void mt_model_replay(mt_model *model);
 
 /* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens, plus
  * the losses of multi-token prediction. */
 void mt_model_backward(mt_model *model);
 
-/* Results of the last forward, host copies of the device's: loss (the negative log-probability of the label) and
- * entropy of every token, [T]; logits as fp32 [T, vocab_size] without padding. NULL: not wanted. Every rank of a model
- * calls it and gets them. */
+/* Copies results of the last forward to the host: logp[T], the log-probability of every token's label; entropy[T]; and
+ * logits as fp32 [T, vocab_size] without padding. NULL: not wanted. Every rank of a model calls it and gets them. */
 void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
 
 /* Forward for generation: writes keys and values into cache rows cache_rows[T], attends over `batch->spans` whose k
@@ -1753,15 +1747,14 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
 void mt_model_decode_argmax(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, int32_t *tokens);
 
-/* ==== §11 schedules ================================================================================================
- */
+/* ==== §11 schedules =============================================================================================== */
 
 /* An action of a schedule: what a rank does next. Forwards and backwards process one micro-batch on one chunk (virtual
  * stage) of this rank. A backward is whole, or in two parts that a zero-bubble schedule may separate. */
 typedef enum mt_action_kind {
     MT_ACTION_FORWARD,
     MT_ACTION_BACKWARD,        // gradients of the input and of the weights
-    MT_ACTION_BACKWARD_INPUT,  // gradients of the input only; those of the weights follow later
+    MT_ACTION_BACKWARD_INPUT,  // gradients of the input only; BACKWARD_WEIGHT follows later
     MT_ACTION_BACKWARD_WEIGHT, // gradients of the weights; afterwards the micro-batch's activations are free
     MT_ACTION_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when the send completes
     MT_ACTION_RECV_FORWARD,    // waits for the chunk's input
@@ -1814,19 +1807,19 @@ int64_t mt_pipeline_layout_count(const char *letters);
 /* The schedule of finished options for training steps of `micro_batches` micro-batches. */
 mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);
 
-/* ==== §12 gradient buckets =========================================================================================
- */
+/* ==== §12 gradient buckets ======================================================================================== */
 
-/* Around every use of a bucket's weights, in forward and backward: between the two its pointers are bound and its
- * parameters whole and current. All ranks of the data group make the same calls in the same order, because a call may
- * gather, or begin to gather what is used next: the neighbour on the side to which calls have been going. */
+/* Enclose every use of a bucket's weights, in forward and backward: between the two calls, the weights' pointers are
+ * bound and their values whole and current. All ranks of the data group make the same calls in the same order, because
+ * an acquire may gather the bucket, and may begin to gather the next one: the neighbour in the direction of the last
+ * calls, ascending in a forward and descending in a backward. */
 void mt_bucket_acquire(mt_model *model, int64_t bucket);
 void mt_bucket_release(mt_model *model, int64_t bucket);
 
-/* Before a backward adds to a bucket's gradients, and once they hold the whole of this micro-batch. The first may be
- * called again before the second, where a bucket is used in two places. It decides whether matrix products write these
- * gradients or add to them. `last`: no other micro-batch of this step will add to them, so their sum over the ranks can
- * begin. */
+/* Enclose the part of a micro-batch's backward that adds to a bucket's gradients. A bucket that is used twice, such as
+ * a tied embedding, is acquired twice and released once. The step's first acquire discards the gradients of the step
+ * before; with sharded gradients each micro-batch begins anew. `last`: no other micro-batch of this step adds to these
+ * gradients, so their sum over the ranks can begin. */
 void mt_bucket_gradients_acquire(mt_model *model, int64_t bucket);
 void mt_bucket_gradients_release(mt_model *model, int64_t bucket, bool last);
 
@@ -1839,11 +1832,11 @@ typedef enum mt_param_state {
     MT_NUM_STATES
 } mt_param_state;
 
-/* All `count` elements of one state of a bucket, on the device: weights in the model's type, others fp32. Collective
- * over the data group; valid until the next call. Not during a step: it may overwrite gradients. */
+/* All `count` elements of one state of a bucket, on the device: weights in the model's type, other states fp32. Every
+ * rank of the data group calls it. Valid until the next call. Not during a step: it may overwrite gradients. */
 const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
 
-/* A bucket's sizes, shard, group and strategy. Unlike mt_model_buckets it gathers no parameters. */
+/* A bucket's sizes, shard, group and strategy. Unlike mt_model_buckets, this gathers no parameters. */
 const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);
 
 /* This rank's elements of one state of a bucket: [first, first + count), at `data` (NULL: none on this rank). */
@@ -1854,24 +1847,25 @@ typedef struct mt_shard {
 } mt_shard;
 mt_shard mt_bucket_shard(const mt_model *model, int64_t bucket, mt_param_state state);
 
-/* Sets elements [at, at + n) of the bucket, as far as the shard holds them, from host memory of the shard's type; NULL:
- * to zero. Enqueued on the model's stream; invalidates gathered copies. */
+/* Sets the shard's part of elements [at, at + n) of its bucket from host memory of the shard's type, or to zero if
+ * `from` is NULL. Enqueued on the model's stream; invalidates gathered copies. */
 void mt_shard_write(mt_model *model, const mt_shard *shard, int64_t at, const void *from, int64_t n);
 
-/* ==== §13 optimizer; §14 the training step ========================================================================
- */
+/* ==== §13 optimizer; §14 the training step ======================================================================== */
 
 /* The run's learning rate and weight decay after `consumed_samples` samples (Megatron's OptimizerParamScheduler). */
 double mt_learning_rate(const mt_options *options, int64_t consumed_samples);
 double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
 
-/* Sequences of the step that begins after `consumed_samples` (constant, or ramped by --rampup-batch-size). */
+/* The global batch size, in sequences, of the step that begins after `consumed_samples`. It is constant, except with
+ * --rampup-batch-size START INCREMENT SAMPLES: it begins at START and grows by INCREMENT in equal intervals, so that it
+ * reaches --global-batch-size after SAMPLES samples. */
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
 
-/* Samples that the first `iterations` steps consume together. */
+/* Samples that the first `iterations` steps consume in total. */
 int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
 
-/* The whole state of a run besides parameters and moments: enough to continue it bit for bit. */
+/* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
     int64_t consumed_train_samples; // sequences trained on
@@ -1879,66 +1873,67 @@ typedef struct mt_run_state {
     int64_t optimizer_step; // AdamW steps taken, for its bias correction
 } mt_run_state;
 
-/* Modules of multi-token prediction at most. */
+/* Maximum number of multi-token prediction modules. */
 enum { MT_MAX_MTP_LAYERS = 8 };
 
 /* The metrics of a step; sums and norms over the whole job. */
 typedef struct mt_metrics {
     double loss;                          // mean over unmasked tokens; NaN if all are masked
-    double mtp_losses[MT_MAX_MTP_LAYERS]; // of each module, as --mtp-loss-scaling-factor weighs them
+    double mtp_losses[MT_MAX_MTP_LAYERS]; // mean loss of each module, before --mtp-loss-scaling-factor
     double grad_norm;                     // before clipping
     double learning_rate, weight_decay;
     double tokens;       // tokens in the step, masked or not
-    double seconds;      // that the step took, at the rate of all steps since metrics were read last
-    int64_t skipped;     // steps of this run so far that made no update, this one included
-    double data_seconds; // that this rank waited for the samples of this step
-    /* of a model with experts, else 0 */
-    double load_balancing_loss, z_loss; // with their coefficients, means over tokens and over layers with experts
-    double imbalance, worst_imbalance;  // an expert's greatest load over the mean load: mean over layers, and greatest
-    double dropped;                     // part of the choices of experts that capacities dropped
+    double seconds;      // time for these tokens, at the mean rate of all steps since metrics were last read
+    int64_t skipped;     // steps of this run without an update, up to and including this one
+    double data_seconds; // time in which this rank waited for the samples of this step
+    /* 0 without experts */
+    double load_balancing_loss, z_loss; // times their coefficients; means over tokens and over layers with experts
+    double imbalance, worst_imbalance;  // greatest load of an expert / mean load: mean and maximum over layers
+    double dropped;                     // fraction of the choices of experts that capacities dropped
 } mt_metrics;
 
-/* Fills `batch` with micro-batch `index` of this step: in the order of this rank's schedule, and once for each of its
- * virtual stages. Ranks that share a model fill it alike. Returns 0 or -1 with error. */
+/* Fills `batch` with micro-batch `index` of this step. Calls come in the order of this rank's schedule, one for each of
+ * its virtual stages. Ranks of one model replica fill in the same batch. Returns 0, or -1 with error. */
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
 
-/* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
- * data group, norm, clipping, AdamW. Updates `state`. With metrics == NULL the host only enqueues the step, up to two
- * before it waits; reading metrics waits for the device, and all ranks do it in the same steps.
+/* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule,
+ * gradients summed over the data group, their norm and clipping, AdamW. Updates `state`. With metrics == NULL the host
+ * only enqueues the step, and waits if two enqueued steps are unfinished. Reading metrics waits for the device. All
+ * ranks pass metrics in the same steps.
  *
- * A step is bad where mt_step_guard_fn says so, by options->check_for_nan_in_loss_and_grad and check_for_spiky_loss. It
- * never changes a weight or a moment; its samples are consumed, and it counts as a step of AdamW. All ranks decide
- * alike, from numbers that went through sums over all of them, and where it began in a router name the same rank and
- * layer. With options->bad_step_policy "stop" it is an error of
- * this call or, where metrics are not read, of one of the next two or of mt_train_finish; with "skip" a warning of
- * these, and an error only where more than options->max_bad_steps_in_a_row follow one another; with "rewind" one of
- * these calls of mt_train_step returns MT_REWIND: the device is idle, and the caller sets parameters, optimizer and
- * `state` back to a checkpoint and calls mt_train_rewound (mt_checkpoint_rewind of data/checkpoint.h does both). Until
- * then every call returns MT_REWIND. A step that is bad again after it was rewound for is skipped, and so are those
- * before it.
+ * Bad steps. step_guard checks each step by options->check_for_nan_in_loss_and_grad and check_for_spiky_loss. A bad
+ * step changes no weight and no moment, but its samples are consumed and it counts as a step of AdamW. All ranks decide
+ * alike, because the checked numbers are sums over all ranks. If the values that are not finite began in a router, the
+ * message names its rank and layer. options->bad_step_policy says what follows. Because steps are enqueued, it may
+ * follow in one of the next two calls, or in mt_train_finish:
+ *   stop    an error.
+ *   skip    a warning; an error after more than options->max_bad_steps_in_a_row bad steps in succession.
+ *   rewind  mt_train_step returns MT_REWIND, and the device is idle. The caller restores parameters, optimizer and
+ *           `state` from a checkpoint and calls mt_train_rewound; mt_checkpoint_rewind (data/checkpoint.h) does both.
+ *           Until then every call returns MT_REWIND. Afterwards, bad steps up to this iteration are skipped.
  *
  * A step whose tokens are all masked makes no update either. It is not bad: a warning reports it, at once or in the
  * same later calls.
  *
- * With options->rerun_mode "validate_results" the host waits for every step and runs a bad step again with the same
- * parameters. A different result on some rank is a transient fault: a warning names the rank, and the second result is
- * used. The same result on all ranks is a repeatable fault. */
+ * With options->rerun_mode "validate_results" the host waits for every step and repeats a bad step with the same
+ * parameters. If some rank's result differs, the fault is transient: a warning names the rank, and the second result
+ * counts. If all ranks have equal results, the fault is repeatable. */
 enum { MT_REWIND = 1 };
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);
 
-/* Waits for the steps that were enqueued, and checks them: before what they made is saved, evaluated or timed. */
+/* Waits for the enqueued steps and checks them. Call it before their result is saved, evaluated or timed. */
 int mt_train_finish(mt_model *model, mt_error *error);
 
-/* The iteration of the first bad step that the next mt_train_step returns MT_REWIND for; 0: none. While it is not 0
- * there is nothing worth saving or evaluating. The same on every rank. */
+/* The iteration of the bad step for which the next mt_train_step returns MT_REWIND; 0: none. While it is not 0, the
+ * model must not be saved or evaluated. The same on every rank. */
 int64_t mt_train_bad_iteration(const mt_model *model);
 
-/* After MT_REWIND, once parameters, optimizer and state were set back. */
+/* Ends MT_REWIND, after parameters, optimizer and state were restored. */
 void mt_train_rewound(mt_model *model);
 
-/* The running average of the loss that options->check_for_spiky_loss compares with: it belongs to a checkpoint, so that
- * spikes are found after a restart or a rewind too. Both wait for the device. */
+/* The running average of the loss with which options->check_for_spiky_loss compares. A checkpoint has it, so that
+ * spikes are found after a restart or a rewind too. Both functions wait for the device. */
 typedef struct mt_loss_average {
     double mean;
     int64_t steps; // good steps that it averages
@@ -1946,12 +1941,11 @@ typedef struct mt_loss_average {
 mt_loss_average mt_train_loss_average(mt_model *model);
 void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 
-/* Mean loss of `micro_batches` micro-batches a rank without training. */
+/* Mean loss of `micro_batches` micro-batches per rank, without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
 
-/* ==== §16 generation ==============================================================================================
- */
+/* ==== §16 generation ============================================================================================== */
 
 /* How a token is sampled: temperature 0 is greedy; top_k 0 and top_p 1 keep every token. */
 typedef struct mt_sampling {
@@ -2009,7 +2003,7 @@ int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, 
 /* Number of unfinished sequences. */
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 
-/* Generates sequences as one batch with a key/value cache. */
+/* Generates several sequences as one batch, with a key/value cache. */
 typedef struct mt_generator mt_generator;
 
 /* A generator for a model that was created with mt_generator_plan(max_sequences, ...). Sequence s of each call owns the

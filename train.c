@@ -76,6 +76,7 @@ static void open_tokenizer(run *r) {
         take_tokenizer(r, folder);
     }
     if (!r->tokenizer) return;
+    if (o->save) check(mt_tokenizer_check_links(r->tokenizer, &error), &error);
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
     if (o->vocab_size == 0) o->vocab_size = vocab_size;
     if (o->tokenizer_type && o->vocab_size < vocab_size)

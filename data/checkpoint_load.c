@@ -200,7 +200,7 @@ char *mt_align_direct(char *memory) {
 
 int mt_open_direct(const char *path, int flags) {
 #ifdef O_DIRECT
-    return open(path, flags | O_DIRECT | O_CLOEXEC);
+    return open(path, flags | O_DIRECT | O_NONBLOCK | O_CLOEXEC); // a pipe in the file's place must not block
 #else
     (void)path, (void)flags;
     return -1;
@@ -369,11 +369,11 @@ static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
     char *slot = r->window + i % MT_SLOTS * MT_SEGMENT;
     const char *from = own ? own : slot;
     mt_error error;
-    int watched = mt_watch_file_begin(r->file->path, false),
-        status = mt_reader_read(r, own ? own : slot, offset, bytes);
+    int watched = mt_watch_file_begin(r->file->path, false);
+    int status = mt_reader_read(r, own ? own : slot, offset, bytes);
     mt_watch_file_end(watched);
     if (status != 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", r->file->path, strerror(errno));
+        mt_file_read_error(&error, r->file->path);
         mt_reader_fail(r, &error, false);
         return;
     }
@@ -434,15 +434,13 @@ static void mt_reader_give_back(mt_reader *r, int64_t i) {
 static int mt_reader_begin(mt_reader *r, const mt_safetensors_file *file, pthread_t threads[MT_READERS]) {
     const char *slash = strrchr(file->path, '/');
     int count = (int)mt_max(MT_READERS / r->shared.host.size, 1);
+    int64_t bytes;
     mt_error error;
     r->file = file;
     r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : file->path) : NULL;
-    r->descriptor = open(file->path, O_RDONLY | O_CLOEXEC);
-    r->direct = mt_open_direct(file->path, O_RDONLY);
-    if (r->descriptor < 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", file->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-    }
+    r->descriptor = mt_file_open(file->path, &bytes, &error);
+    r->direct = r->descriptor >= 0 ? mt_open_direct(file->path, O_RDONLY) : -1;
+    if (r->descriptor < 0) mt_reader_fail(r, &error, false);
     host_memory_barrier(&r->shared); // all ranks are done with the file before
     if (r->shared.host.rank == 0) {
         mt_slots *slots = r->slots;
@@ -765,13 +763,16 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
 
 /* ---- resuming: a run continues bit for bit */
 
-/* Reads a whole number >= 0 of trainer.json. */
-static int mt_trainer_int(const json_t *json, const char *key, const char *path, int64_t *value, mt_error *error) {
+/* The most iterations and samples of a run, like --train-iters and --train-samples: sums of these do not overflow. */
+static const int64_t MT_MOST_COUNTED = 1000000000000;
+
+/* Reads a whole number of trainer.json in [0, high]. */
+static int mt_trainer_int(const json_t *json, const char *key, int64_t high, const char *path, int64_t *value,
+                          mt_error *error) {
     const json_t *item = json_object_get(json, key);
-    *value = json_integer_value(item);
-    if (json_is_integer(item) && *value >= 0) return 0;
-    return mt_error_set(error, "%s: has no whole number \"%s\"; begin anew from these weights by --finetune", path,
-                        key);
+    if (mt_json_int(item, 0, high, value)) return 0;
+    return mt_error_set(error, "%s: has no whole number \"%s\"%s; begin anew from these weights by --finetune", path,
+                        key, json_is_integer(item) ? " in its range" : "");
 }
 
 /* The number and the order of samples depend on these options, so a run keeps them. */
@@ -787,17 +788,17 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     const mt_options *o = mt_model_options(m);
     int64_t version, seed, seq_length;
     json_t *json = mt_json_read(path, error);
-    int status = json ? mt_trainer_int(json, "version", path, &version, error) : -1;
+    int status = json ? mt_trainer_int(json, "version", INT64_MAX, path, &version, error) : -1;
 #define MT_READ_STATE(field)                                                                                           \
-    if (status == 0) status = mt_trainer_int(json, #field, path, &state->field, error);
+    if (status == 0) status = mt_trainer_int(json, #field, MT_MOST_COUNTED, path, &state->field, error);
     MT_RUN_STATE_FIELDS(MT_READ_STATE)
 #undef MT_READ_STATE
     if (status == 0 && json_object_get(json, "loss_average")) {
         average->mean = json_number_value(json_object_get(json, "loss_average"));
-        status = mt_trainer_int(json, "loss_average_steps", path, &average->steps, error);
+        status = mt_trainer_int(json, "loss_average_steps", MT_MOST_COUNTED, path, &average->steps, error);
     }
-    if (status == 0) status = mt_trainer_int(json, "seed", path, &seed, error);
-    if (status == 0) status = mt_trainer_int(json, "seq_length", path, &seq_length, error);
+    if (status == 0) status = mt_trainer_int(json, "seed", INT64_MAX, path, &seed, error);
+    if (status == 0) status = mt_trainer_int(json, "seq_length", INT64_MAX, path, &seq_length, error);
     json_decref(json);
     if (status != 0) return -1;
     if (version > MT_TRAINER_VERSION)

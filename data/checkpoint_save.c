@@ -229,15 +229,21 @@ static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, bo
     return status;
 }
 
-/* Writes a new text file. It is not on the disk yet: mt_saver_place syncs the whole folder. */
+/* Writes a new text file. It is not on the disk yet: mt_saver_place syncs the whole folder. The file is read again,
+ * because its checksum is computed from the file: a write that was lost would count as right. */
 static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
-    char *path = mt_path_join(folder, name);
+    char *path = mt_path_join(folder, name), *again = NULL;
+    int64_t length = (int64_t)strlen(text), bytes;
     int watched = mt_watch_file_begin(path, true);
     FILE *file = fopen(path, "wx");
     bool whole = file && fputs(text, file) >= 0;
     if (file && fclose(file) != 0) whole = false;
     int status = whole ? 0 : mt_file_write_error(error, path, "--save");
+    if (status == 0 && !(again = mt_file_read(path, length, &bytes, error))) status = -1;
+    if (again && (bytes != length || memcmp(again, text, (size_t)length) != 0))
+        status = mt_error_set(error, "%s: does not hold what was written to it; check the disk", path);
     mt_watch_file_end(watched);
+    free(again);
     free(path);
     return status;
 }
@@ -1085,8 +1091,10 @@ static int mt_saver_add_sums(const char *folder, const char *name, void *context
     if (mt_checksums_find(sums, name)) return 0;
     char *path = mt_path_join(folder, name);
     int descriptor = mt_file_open(path, &bytes, &s->work_error);
-    free(path);
-    if (descriptor < 0) return -1;
+    if (descriptor < 0) {
+        free(path);
+        return -1;
+    }
     mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
     char *buffer = mt_malloc(MT_SUM_BLOCK);
     int status = 0;
@@ -1095,9 +1103,10 @@ static int mt_saver_add_sums(const char *folder, const char *name, void *context
         status = mt_file_read_at(descriptor, buffer, n, first);
         if (status == 0) mt_checksums_add(file, first, buffer, n);
     }
-    if (status != 0) mt_error_set(&s->work_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
+    if (status != 0) mt_file_read_error(&s->work_error, path);
     mt_checksums_finish(file);
     free(buffer);
+    free(path);
     close(descriptor);
     return status;
 }
@@ -1120,6 +1129,7 @@ static void *mt_saver_place(void *context) {
     if (status == 0) status = mt_folder_visit(s->temporary, mt_sync_entry, error);
     if (status == 0) status = mt_file_sync(s->temporary, "--save", error);
     if (status == 0) status = mt_folder_place(s->temporary, place, error);
+    if (status == 0) status = mt_file_sync(s->folder, "--save", error); // the tracker must not reach the disk first
     if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
     if (status == 0) mt_checkpoint_retain(o, s->folder, s->state.iteration, o->overwrite && s->in_place < 0);
     free(text);
@@ -1187,7 +1197,8 @@ int mt_saver_finish(mt_saver *s, mt_error *error) {
 static int mt_saver_make_folder(mt_saver *s, mt_error *error) {
     if (mt_saver_world(s)->rank != 0) return 0;
     if (mt_checkpoint_prepare(s->save.model, s->folder, error) != 0) return -1;
-    return mt_folder_create(s->temporary, "--save", error);
+    // without a sync: only the folder's last name must reach the disk
+    return mkdir(s->temporary, 0777) == 0 ? 0 : mt_file_write_error(error, s->temporary, "--save");
 }
 
 static int mt_saver_begin_save(mt_saver *s, const mt_run_state *state, mt_error *error) {

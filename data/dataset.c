@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* ---- mock data --------------------------------------------------------------------------------------------------- */
 
@@ -52,6 +53,7 @@ static mt_dataset *mock_dataset_create(const mt_data_config *config, mt_split sp
 typedef struct tokens_file_dataset {
     mt_dataset base;
     mt_mapping file;
+    int descriptor;
     char *path;
     int64_t vocab_size;
 } tokens_file_dataset;
@@ -59,6 +61,7 @@ typedef struct tokens_file_dataset {
 static int tokens_file_get(const mt_dataset *base, int64_t index, int32_t *tokens, mt_error *error) {
     const tokens_file_dataset *dataset = (const tokens_file_dataset *)base;
     int64_t row = base->seq_length + 1;
+    if (mt_file_check_size(dataset->descriptor, dataset->file.size, dataset->path, error) != 0) return -1;
     memcpy(tokens, dataset->file.bytes + index * row * 4, (size_t)row * 4);
     for (int64_t i = 0; i < row; i++)
         if (tokens[i] < 0 || tokens[i] >= dataset->vocab_size)
@@ -71,6 +74,7 @@ static int tokens_file_get(const mt_dataset *base, int64_t index, int32_t *token
 static void tokens_file_free(mt_dataset *base) {
     tokens_file_dataset *dataset = (tokens_file_dataset *)base;
     mt_mapping_close(&dataset->file);
+    if (dataset->descriptor >= 0) close(dataset->descriptor);
     free(dataset->path);
     free(dataset);
 }
@@ -97,7 +101,10 @@ static int tokens_file_create(mt_dataset **out, const mt_data_config *config, mt
     dataset->base = (mt_dataset){.seq_length = config->seq_length, .get = tokens_file_get, .free = tokens_file_free};
     dataset->path = mt_strdup(config->tokens_file);
     dataset->vocab_size = config->vocab_size;
-    int result = mt_mapping_open(&dataset->file, config->tokens_file, error);
+    int64_t size;
+    dataset->descriptor = mt_file_open(config->tokens_file, &size, error);
+    int result = dataset->descriptor < 0 ? -1 : 0;
+    if (result == 0) result = mt_mapping_make(&dataset->file, dataset->descriptor, size, config->tokens_file, error);
     if (result == 0) result = tokens_file_check(dataset, config->sizes[MT_SPLIT_TRAIN], error);
     if (result != 0) tokens_file_free(&dataset->base);
     *out = result == 0 ? &dataset->base : NULL;

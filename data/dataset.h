@@ -56,6 +56,10 @@ uint64_t mt_indexed_dataset_fingerprint(const mt_indexed_dataset *dataset);
 /* Number of tokens of a sequence. */
 int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t sequence);
 
+/* An error if the .bin has become shorter: the end of its last page would read as zeros. Called once for each sample;
+ * a read beyond that page ends the program with an error. */
+int mt_indexed_dataset_check(const mt_indexed_dataset *dataset, mt_error *error);
+
 /* Copies tokens [offset, offset + count) of a sequence; the range must lie within the sequence. A token outside
  * [0, vocab_size) is an error that names the file, the document and the token. */
 int mt_indexed_dataset_get(const mt_indexed_dataset *dataset, int64_t sequence, int64_t offset, int64_t count,

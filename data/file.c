@@ -4,9 +4,12 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -34,23 +37,6 @@ bool mt_path_same(const char *a, const char *b) {
     return a_length == b_length && memcmp(a, b, a_length) == 0;
 }
 
-int mt_folder_create(const char *folder, const char *option, mt_error *error) {
-    char *path = mt_strdup(folder);
-    struct stat status;
-    for (char *slash = path + 1; *path && *slash; slash++) {
-        if (*slash != '/') continue;
-        *slash = 0;
-        mkdir(path, 0777); // the last mkdir reports a failure of these
-        *slash = '/';
-    }
-    int made = mkdir(path, 0777), reason = errno;
-    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    free(path);
-    if (made == 0 || is_folder) return 0;
-    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another %s", folder, strerror(reason),
-                        option ? option : "path");
-}
-
 int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context) {
     DIR *directory = opendir(folder);
     int status = 0;
@@ -62,6 +48,35 @@ int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context)
     return status;
 }
 
+/* The real path of the folder that a path is in, to free; NULL if there is none. */
+static char *mt_real_folder(const char *path) {
+    char *folder = mt_strdup(path), *slash = strrchr(folder, '/');
+    if (slash) slash[slash == folder] = 0;
+    char *real = realpath(slash ? folder : ".", NULL);
+    free(folder);
+    return real;
+}
+
+/* True if a real path lies in the folder that is `bytes` bytes of `folder` and then `below`. */
+static bool mt_path_is_in(const char *path, const char *folder, size_t bytes, const char *below) {
+    return strncmp(path, folder, bytes) == 0 && strncmp(path + bytes, below, strlen(below)) == 0;
+}
+
+char *mt_link_outside(const char *path) {
+    char *real = realpath(path, NULL), *folder = mt_real_folder(path);
+    const char *snapshot = folder ? strrchr(folder, '/') : NULL;
+    bool inside = !real || !folder || mt_path_is_in(real, folder, strlen(folder), "/");
+    // Hugging Face's cache: MODEL/snapshots/HASH/NAME is a link to MODEL/blobs/HASH
+    const char below[] = "/snapshots";
+    size_t model = snapshot ? (size_t)(snapshot - folder) : 0;
+    if (!inside && model >= sizeof below && strncmp(snapshot - (sizeof below - 1), below, sizeof below - 1) == 0)
+        inside = mt_path_is_in(real, folder, model - (sizeof below - 1), "/blobs/");
+    free(folder);
+    if (!inside) return real;
+    free(real);
+    return NULL;
+}
+
 bool mt_text_ends_with(const char *text, const char *end) {
     size_t length = strlen(text), end_length = strlen(end);
     return length >= end_length && strcmp(text + length - end_length, end) == 0;
@@ -69,76 +84,169 @@ bool mt_text_ends_with(const char *text, const char *end) {
 
 /* ---- reading */
 
+/* A blend of data may have more files than the soft limit, which protects old programs that call select. */
+static bool mt_raise_file_limit(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return false;
+    limit.rlim_cur = limit.rlim_max;
+    return setrlimit(RLIMIT_NOFILE, &limit) == 0;
+}
+
+/* The file's kind is checked before it is opened, because opening a device can have effects, and again afterwards,
+ * because a pipe may have taken its place: with O_NONBLOCK the call does not wait for the pipe's writer. */
 int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
+    const int flags = O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
     struct stat status;
     *bytes = 0;
-    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
-        return mt_error_set(error, "%s: is no regular file; check the path", path);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0)
+    bool regular = stat(path, &status) != 0 || S_ISREG(status.st_mode);
+    int descriptor = regular ? open(path, flags) : -1;
+    if (descriptor < 0 && regular && errno == EMFILE && mt_raise_file_limit()) descriptor = open(path, flags);
+    if (descriptor < 0 && regular)
         return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
-    MT_CHECK(fstat(descriptor, &status) == 0);
-    *bytes = status.st_size;
-    return descriptor;
+    if (regular) MT_CHECK(fstat(descriptor, &status) == 0);
+    if (S_ISREG(status.st_mode)) {
+        fcntl(descriptor, F_SETFL, 0);
+        *bytes = status.st_size;
+        return descriptor;
+    }
+    if (descriptor >= 0) close(descriptor);
+    return mt_error_set(error, "%s: cannot be read: it is %s, not a file; check the path", path,
+                        S_ISDIR(status.st_mode)    ? "a folder"
+                        : S_ISFIFO(status.st_mode) ? "a pipe"
+                        : S_ISSOCK(status.st_mode) ? "a socket"
+                                                   : "a device");
 }
 
 int mt_file_read_at(int descriptor, void *to, int64_t bytes, int64_t offset) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = pread(descriptor, (char *)to + done, (size_t)(bytes - done), offset + done);
         if (got < 0 && errno == EINTR) continue;
-        if (got == 0) errno = EIO; // the file became shorter
+        if (got == 0) errno = ENODATA; // mt_file_read_error explains it
         if (got <= 0) return -1;
         done += got;
     }
     return 0;
 }
 
-char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *error) {
-    enum { PIECE = 1 << 16 };
+int mt_file_read_error(mt_error *error, const char *path) {
+    bool shorter = errno == ENODATA;
+    return mt_error_set(error, "%s: cannot be read: %s; %s", path,
+                        shorter ? "it became shorter while it was in use" : strerror(errno),
+                        shorter ? "get the file again" : "check the disk");
+}
+
+int mt_file_check_size(int descriptor, int64_t bytes, const char *path, mt_error *error) {
     struct stat status;
-    FILE *file = fopen(path, "rb");
-    if (!file || fstat(fileno(file), &status) != 0 || S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: cannot be read: %s", path, file ? "it is a folder" : strerror(errno));
-        if (file) fclose(file);
-        return NULL;
+    if (fstat(descriptor, &status) == 0 && status.st_size >= bytes) return 0;
+    errno = ENODATA;
+    return mt_file_read_error(error, path);
+}
+
+char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *error) {
+    int descriptor = mt_file_open(path, bytes, error);
+    if (descriptor < 0) return NULL;
+    char *text = NULL;
+    if (*bytes > limit) {
+        mt_error_set(error, "%s: is far too large, over %lld bytes; check the path", path, (long long)limit);
+    } else {
+        text = mt_malloc(*bytes + 1);
+        text[*bytes] = 0;
+        if (mt_file_read_at(descriptor, text, *bytes, 0) != 0) {
+            mt_file_read_error(error, path);
+            free(text);
+            text = NULL;
+        }
     }
-    int64_t capacity = (S_ISREG(status.st_mode) && status.st_size < limit ? status.st_size : 0) + PIECE, used = 0;
-    char *text = mt_malloc(capacity + 1);
-    for (size_t got = 1; got > 0 && used <= limit; used += (int64_t)got) {
-        if (used == capacity) text = mt_realloc(text, (capacity *= 2) + 1);
-        got = fread(text + used, 1, (size_t)(capacity - used), file);
-    }
-    bool failed = ferror(file) != 0;
-    int reason = errno;
-    fclose(file);
-    if (failed || used > limit) {
-        if (failed)
-            mt_error_set(error, "%s: cannot be read: %s", path, strerror(reason));
-        else
-            mt_error_set(error, "%s: is far too large, over %lld bytes; check the path", path, (long long)limit);
-        free(text);
-        return NULL;
-    }
-    text[used] = 0;
-    *bytes = used;
+    close(descriptor);
     return text;
 }
 
-int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error) {
-    *mapping = (mt_mapping){0};
-    int descriptor = mt_file_open(path, &mapping->size, error);
-    if (descriptor < 0) return -1;
-    void *bytes = NULL; // mmap fails on empty files
-    if (mapping->size > 0) bytes = mmap(NULL, (size_t)mapping->size, PROT_READ, MAP_SHARED, descriptor, 0);
-    int reason = errno;
-    close(descriptor);
-    if (bytes == MAP_FAILED) return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(reason));
-    mapping->bytes = bytes;
+/* ---- mapped files: reading a page that the file no longer has raises SIGBUS */
+
+typedef struct mt_mapped_file {
+    const uint8_t *bytes;
+    int64_t size;
+    char *path;
+    struct mt_mapped_file *next;
+} mt_mapped_file;
+
+static mt_mapped_file *mt_mapped_files; // read by the handler
+static pthread_mutex_t mt_mapped_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct sigaction mt_sigbus_before;
+
+/* write(2), whose result cannot be reported here. */
+static void mt_write_text(const char *text) {
+    ssize_t ignored = write(STDERR_FILENO, text, strlen(text));
+    (void)ignored;
+}
+
+/* Names the mapped file at the address and ends the program. Any other address is for the handler before. */
+static void mt_sigbus(int number, siginfo_t *info, void *context) {
+    const uint8_t *address = info->si_addr;
+    (void)context;
+    for (const mt_mapped_file *file = mt_mapped_files; file; file = file->next) {
+        if (address < file->bytes || address >= file->bytes + file->size) continue;
+        if (mt_launch_rank() > 0) sleep(2); // like mt_die: an error of all ranks is printed once
+        mt_write_text("error: ");
+        mt_write_text(file->path);
+        mt_write_text(": cannot be read: it became shorter while it was in use, or its disk failed; get the file "
+                      "again\n");
+        _exit(1);
+    }
+    sigaction(number, &mt_sigbus_before, NULL); // the instruction runs again, and faults again
+}
+
+static void mt_sigbus_catch(void) {
+    struct sigaction action = {.sa_sigaction = mt_sigbus, .sa_flags = SA_SIGINFO};
+    sigaction(SIGBUS, &action, &mt_sigbus_before);
+}
+
+static void mt_mapping_register(const mt_mapping *mapping, const char *path) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    mt_mapped_file *file = mt_malloc(sizeof *file);
+    pthread_once(&once, mt_sigbus_catch);
+    pthread_mutex_lock(&mt_mapped_lock);
+    *file = (mt_mapped_file){mapping->bytes, mapping->size, mt_strdup(path), mt_mapped_files};
+    mt_mapped_files = file;
+    pthread_mutex_unlock(&mt_mapped_lock);
+}
+
+static void mt_mapping_forget(const mt_mapping *mapping) {
+    pthread_mutex_lock(&mt_mapped_lock);
+    mt_mapped_file **link = &mt_mapped_files;
+    while ((*link)->bytes != mapping->bytes) link = &(*link)->next;
+    mt_mapped_file *file = *link;
+    *link = file->next;
+    pthread_mutex_unlock(&mt_mapped_lock);
+    free(file->path);
+    free(file);
+}
+
+int mt_mapping_make(mt_mapping *mapping, int descriptor, int64_t bytes, const char *path, mt_error *error) {
+    *mapping = (mt_mapping){.size = bytes};
+    if (bytes == 0) return 0; // mmap fails on empty files
+    void *memory = mmap(NULL, (size_t)bytes, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (memory == MAP_FAILED) return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
+    mapping->bytes = memory;
+    mt_mapping_register(mapping, path);
     return 0;
 }
 
+int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error) {
+    int64_t bytes;
+    *mapping = (mt_mapping){0};
+    int descriptor = mt_file_open(path, &bytes, error);
+    if (descriptor < 0) return -1;
+    int status = mt_mapping_make(mapping, descriptor, bytes, path, error);
+    close(descriptor);
+    return status;
+}
+
 void mt_mapping_close(mt_mapping *mapping) {
-    if (mapping->bytes) munmap((void *)mapping->bytes, (size_t)mapping->size);
+    if (mapping->bytes) {
+        mt_mapping_forget(mapping);
+        munmap((void *)mapping->bytes, (size_t)mapping->size);
+    }
     *mapping = (mt_mapping){0};
 }
 
@@ -156,7 +264,7 @@ int mt_file_write_error(mt_error *error, const char *path, const char *option) {
 
 int mt_file_sync(const char *path, const char *option, mt_error *error) {
     int watched = mt_watch_file_begin(path, true);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    int descriptor = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     bool good = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL); // EINVAL: nothing to bring to a disk
     int status = good ? 0 : mt_file_write_error(error, path, option);
     if (descriptor >= 0) close(descriptor);
@@ -195,6 +303,33 @@ static int mt_file_sync_folder(const char *path, const char *option, mt_error *e
     int status = mt_file_sync(folder, option, error);
     free(folder);
     return status;
+}
+
+/* A power loss must not remove a new folder, whose contents were synced. Its parent is synced, unless it may only be
+ * entered and not read. */
+static int mt_folder_sync_parent(const char *path, const char *option, mt_error *error) {
+    int status = mt_file_sync_folder(path, option, error);
+    return status != 0 && errno == EACCES ? 0 : status;
+}
+
+int mt_folder_create(const char *folder, const char *option, mt_error *error) {
+    char *path = mt_strdup(folder);
+    struct stat status;
+    int synced = 0, made = -1;
+    for (char *slash = path + 1, end = *path; end && synced == 0; slash++) {
+        if (*slash && *slash != '/') continue;
+        end = *slash;
+        *slash = 0;
+        made = mkdir(path, 0777); // the last mkdir reports a failure of the ones before
+        if (made == 0) synced = mt_folder_sync_parent(path, option, error);
+        *slash = end;
+    }
+    int reason = errno;
+    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    free(path);
+    if (synced != 0 || made == 0 || is_folder) return synced;
+    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another %s", folder, strerror(reason),
+                        option ? option : "path");
 }
 
 int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_error *error) {
@@ -322,6 +457,11 @@ json_t *mt_json_read(const char *path, mt_error *error) {
     json_t *json = text ? mt_json_parse(text, bytes, JSON_REJECT_DUPLICATES, path, error) : NULL;
     free(text);
     return json;
+}
+
+bool mt_json_int(const json_t *item, int64_t low, int64_t high, int64_t *value) {
+    *value = json_integer_value(item);
+    return json_is_integer(item) && *value >= low && *value <= high;
 }
 
 void mt_json_set_int(json_t *object, const char *key, int64_t value) {

@@ -22,37 +22,53 @@ bool mt_folder_has(const char *folder, const char *name);
 /* True when two paths name the same file or folder, or are the same text up to slashes at the end. */
 bool mt_path_same(const char *a, const char *b);
 
-/* Creates a folder and its parents; no error if it exists. `option` (such as "--save", or NULL) named the folder. */
+/* Creates a folder and its parents, and brings their names to the disk; no error if it exists. `option` (such as
+ * "--save", or NULL) named the folder. */
 int mt_folder_create(const char *folder, const char *option, mt_error *error);
 
 /* Calls `visit` with every name in a folder, in no order, until a call returns other than 0; returns that status. */
 typedef int mt_folder_visitor(const char *folder, const char *name, void *context);
 int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context);
 
+/* The file that a path leads to by a link out of its folder, to free; NULL if it stays inside, or in the same model of
+ * a Hugging Face cache, whose snapshots are links. */
+char *mt_link_outside(const char *path);
+
 /* True when `text` ends with `end`. */
 bool mt_text_ends_with(const char *text, const char *end);
 
 /* ---- reading */
 
-/* Opens a regular file for reading and gets its size; returns a descriptor, or -1 with error. A pipe or a folder is an
- * error. */
+/* Opens a regular file for reading and gets its size; returns a descriptor, or -1 with error. A pipe, a device or a
+ * folder is an error, found without waiting. Every file that is read is opened here, except the --input of
+ * data/preprocess, which may be a pipe. */
 int mt_file_open(const char *path, int64_t *bytes, mt_error *error);
 
-/* Reads exactly `bytes` bytes from `offset`; -1 with errno (EIO where the file ends early). */
+/* Reads exactly `bytes` bytes from `offset`; -1 with errno, for mt_file_read_error. */
 int mt_file_read_at(int descriptor, void *to, int64_t bytes, int64_t offset);
 
-/* Reads a whole file of at most `limit` bytes, a pipe too; returns it with a 0 behind its end, to free, or NULL with
+/* Sets the error of a file that mt_file_read_at failed to read, from errno: the file may have become shorter; returns
+ * -1. */
+int mt_file_read_error(mt_error *error, const char *path);
+
+/* An error if an open file has fewer than `bytes` bytes. For mapped files: the end of the last page of a file that
+ * became shorter reads as zeros. */
+int mt_file_check_size(int descriptor, int64_t bytes, const char *path, mt_error *error);
+
+/* Reads a whole regular file of at most `limit` bytes; returns it with a 0 behind its end, to free, or NULL with
  * error. */
 char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *error);
 
-/* A regular file mapped read-only; `bytes` is NULL if the file is empty. */
+/* A regular file mapped read-only; `bytes` is NULL if the file is empty. If the file becomes shorter while it is
+ * mapped, a read of the lost part ends the program with an error that names the file. */
 typedef struct mt_mapping {
     const uint8_t *bytes;
     int64_t size;
 } mt_mapping;
 
-/* Map and unmap a file. */
+/* Map and unmap a file. mt_mapping_make maps one that mt_file_open opened, which stays open. */
 int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error);
+int mt_mapping_make(mt_mapping *mapping, int descriptor, int64_t bytes, const char *path, mt_error *error);
 void mt_mapping_close(mt_mapping *mapping);
 
 /* ---- writing */
@@ -117,6 +133,9 @@ json_t *mt_json_parse(const char *text, int64_t bytes, size_t flags, const char 
 
 /* The same, with JSON_REJECT_DUPLICATES, for a file of at most 100,000,000 bytes. */
 json_t *mt_json_read(const char *path, mt_error *error);
+
+/* True if the item is an integer of [low, high]; *value is set to it. */
+bool mt_json_int(const json_t *item, int64_t low, int64_t high, int64_t *value);
 
 /* Sets object[key]. */
 void mt_json_set_int(json_t *object, const char *key, int64_t value);

@@ -171,6 +171,7 @@ static int64_t find_document(const gpt_dataset *dataset, int64_t position) {
 static int gpt_dataset_get(const mt_dataset *base, int64_t index, int32_t *tokens, mt_error *error) {
     const gpt_dataset *dataset = (const gpt_dataset *)base;
     int64_t position = dataset->shuffle_index[index] * base->seq_length, end = position + base->seq_length + 1;
+    if (mt_indexed_dataset_check(dataset->indexed, error) != 0) return -1;
     for (int64_t d = find_document(dataset, position); position < end; d++) {
         int64_t offset = position - dataset->document_start[d];
         int64_t count = dataset->document_start[d + 1] - position;

@@ -495,7 +495,9 @@ static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options 
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (!(mask & DEEPSEEK_V3)) return;
     shape->multi_latent_attention = true;
-    shape->mtp_layers_stored = json_integer_value(mt_config_get(config->root, "num_nextn_predict_layers"));
+    const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
+    if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
+        mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
     if (shape->group_query_attention)
         mt_config_fail(config,
                        "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent every head has "

@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define INDEX_MAGIC        "MMIDIDX\0\0" // nine bytes with the two zeros
 #define INDEX_MAGIC_BYTES  9
@@ -129,8 +130,9 @@ int mt_indexed_index_parse(mt_indexed_index *index, const void *bytes, int64_t s
 
 struct mt_indexed_dataset {
     mt_mapping bin, idx;
+    int bin_descriptor;
     mt_indexed_index index;
-    char *prefix;
+    char *prefix, *bin_path;
 };
 
 static char *path_with_suffix(const char *prefix, const char *suffix) {
@@ -138,9 +140,11 @@ static char *path_with_suffix(const char *prefix, const char *suffix) {
     return strcat(strcpy(path, prefix), suffix);
 }
 
-static int open_pair(mt_indexed_dataset *dataset, const char *bin_path, const char *idx_path, mt_error *error) {
+static int open_pair(mt_indexed_dataset *dataset, const char *idx_path, mt_error *error) {
+    int64_t bytes;
     if (mt_mapping_open(&dataset->idx, idx_path, error) != 0) return -1;
-    if (mt_mapping_open(&dataset->bin, bin_path, error) != 0) return -1;
+    if ((dataset->bin_descriptor = mt_file_open(dataset->bin_path, &bytes, error)) < 0) return -1;
+    if (mt_mapping_make(&dataset->bin, dataset->bin_descriptor, bytes, dataset->bin_path, error) != 0) return -1;
     return mt_indexed_index_parse(&dataset->index, dataset->idx.bytes, dataset->idx.size, dataset->bin.size, idx_path,
                                   error);
 }
@@ -148,9 +152,10 @@ static int open_pair(mt_indexed_dataset *dataset, const char *bin_path, const ch
 int mt_indexed_dataset_open(mt_indexed_dataset **out, const char *prefix, mt_error *error) {
     mt_indexed_dataset *dataset = mt_calloc(sizeof *dataset);
     dataset->prefix = mt_strdup(prefix);
-    char *bin_path = path_with_suffix(prefix, ".bin"), *idx_path = path_with_suffix(prefix, ".idx");
-    int result = open_pair(dataset, bin_path, idx_path, error);
-    free(bin_path);
+    dataset->bin_descriptor = -1;
+    dataset->bin_path = path_with_suffix(prefix, ".bin");
+    char *idx_path = path_with_suffix(prefix, ".idx");
+    int result = open_pair(dataset, idx_path, error);
     free(idx_path);
     if (result != 0) {
         mt_indexed_dataset_close(dataset);
@@ -162,9 +167,11 @@ int mt_indexed_dataset_open(mt_indexed_dataset **out, const char *prefix, mt_err
 
 void mt_indexed_dataset_close(mt_indexed_dataset *dataset) {
     if (!dataset) return;
+    if (dataset->bin_descriptor >= 0) close(dataset->bin_descriptor);
     mt_mapping_close(&dataset->bin);
     mt_mapping_close(&dataset->idx);
     free(dataset->prefix);
+    free(dataset->bin_path);
     free(dataset);
 }
 
@@ -185,6 +192,10 @@ uint64_t mt_indexed_dataset_fingerprint(const mt_indexed_dataset *dataset) {
 int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t sequence) {
     MT_CHECK(sequence >= 0 && sequence < dataset->index.num_sequences);
     return load_i32(dataset->index.lengths, sequence);
+}
+
+int mt_indexed_dataset_check(const mt_indexed_dataset *dataset, mt_error *error) {
+    return mt_file_check_size(dataset->bin_descriptor, dataset->bin.size, dataset->bin_path, error);
 }
 
 static int64_t load_token(const uint8_t *bytes, mt_dtype dtype) {

@@ -393,8 +393,11 @@ static int reader_open(reader *r, const settings *s, mt_error *error) {
     *r = (reader){.path = s->input, .format = s->format, .line = 1};
     r->descriptor = open(s->input, O_RDONLY | O_CLOEXEC);
     if (r->descriptor < 0) return mt_error_set(error, "%s: cannot be opened: %s", s->input, strerror(errno));
-    if (fstat(r->descriptor, &status) == 0 && S_ISREG(status.st_mode)) r->file_bytes = status.st_size;
-    return 0;
+    MT_CHECK(fstat(r->descriptor, &status) == 0);
+    if (S_ISREG(status.st_mode)) r->file_bytes = status.st_size;
+    if (S_ISREG(status.st_mode) || S_ISFIFO(status.st_mode)) return 0;
+    return mt_error_set(error, "%s: cannot be read: it is %s; give a file or a pipe", s->input,
+                        S_ISDIR(status.st_mode) ? "a folder" : "a device");
 }
 
 static void reader_close(reader *r) {

@@ -35,8 +35,9 @@ static int read_optional(json_t **json, const char *path, mt_error *error) {
     return exists && !*json ? -1 : 0;
 }
 
-static void add_stop(mt_stops *stops, int64_t id) {
-    if (id >= 0 && id <= INT32_MAX && stops->count < MT_MAX_STOPS) stops->ids[stops->count++] = (int32_t)id;
+static void add_stop(mt_stops *stops, const json_t *item) {
+    int64_t id;
+    if (mt_json_int(item, 0, INT32_MAX, &id) && stops->count < MT_MAX_STOPS) stops->ids[stops->count++] = (int32_t)id;
 }
 
 int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error) {
@@ -48,9 +49,9 @@ int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options
     free(path);
     if (status != 0) return -1;
     json_t *eos = json_object_get(config, "eos_token_id");
-    if (json_is_integer(eos)) add_stop(stops, json_integer_value(eos));
-    json_array_foreach(eos, i, item) if (json_is_integer(item)) add_stop(stops, json_integer_value(item));
-    if (stops->count == 0) add_stop(stops, options->eos_token_id);
+    add_stop(stops, eos);
+    json_array_foreach(eos, i, item) add_stop(stops, item);
+    if (stops->count == 0 && options->eos_token_id >= 0) stops->ids[stops->count++] = (int32_t)options->eos_token_id;
     json_decref(config);
     return 0;
 }

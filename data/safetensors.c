@@ -43,11 +43,8 @@ static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
 static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) {
     int64_t count = (int64_t)json_array_size(array);
     if (!json_is_array(array) || count > max) return -1;
-    for (int64_t i = 0; i < count; i++) {
-        const json_t *item = json_array_get(array, (size_t)i);
-        out[i] = json_integer_value(item);
-        if (!json_is_integer(item) || out[i] < 0) return -1;
-    }
+    for (int64_t i = 0; i < count; i++)
+        if (!mt_json_int(json_array_get(array, (size_t)i), 0, INT64_MAX, &out[i])) return -1;
     return count;
 }
 
@@ -519,8 +516,9 @@ static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char
     bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK;
     json_object_foreach(json_object_get(json, "files"), name, entry) {
         const json_t *blocks = json_object_get(entry, "blocks");
-        int64_t bytes = json_integer_value(json_object_get(entry, "bytes"));
-        good = good && mt_is_plain_name(name) && strlen(name) < 256 && bytes >= 0 &&
+        int64_t bytes;
+        good = good && mt_is_plain_name(name) && strlen(name) < 256 &&
+               mt_json_int(json_object_get(entry, "bytes"), 0, INT64_MAX - MT_SUM_BLOCK, &bytes) &&
                (int64_t)json_array_size(blocks) == (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK;
         if (!good) break;
         mt_file_checksums *file = mt_checksums_append(sums, name, bytes);

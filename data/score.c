@@ -13,14 +13,11 @@ enum { LOG_PROBS, ENTROPY, LOGITS, NUM_OUTPUTS };
 
 /* Opens the sequences to score and counts them. */
 static FILE *open_sequences(const mt_options *o, int64_t *num_sequences, mt_error *error) {
-    struct stat status;
-    FILE *file = fopen(o->score, "rb");
-    if (!file || fstat(fileno(file), &status) != 0) {
-        mt_error_set(error, "%s: cannot be read: %s", o->score, strerror(errno));
-        if (file) fclose(file);
-        return NULL;
-    }
-    int64_t bytes = S_ISREG(status.st_mode) ? status.st_size : 0, bytes_each = (o->seq_length + 1) * 4;
+    int64_t bytes, bytes_each = (o->seq_length + 1) * 4;
+    int descriptor = mt_file_open(o->score, &bytes, error);
+    if (descriptor < 0) return NULL;
+    FILE *file = fdopen(descriptor, "rb");
+    MT_CHECK(file);
     *num_sequences = bytes / bytes_each;
     if (bytes == 0 || bytes % bytes_each != 0) {
         mt_error_set(error,

@@ -16,10 +16,11 @@ static bool is_folder(const char *path) {
     return stat(path, &info) == 0 && S_ISDIR(info.st_mode);
 }
 
-/* Reads a file and keeps it under its name in a model folder. */
-static int keep_file(mt_tokenizer *tokenizer, const char *path, const char *name, mt_error *error) {
+/* Reads a file and keeps it under its name in a model folder. `named`: the user named the file, not only its folder. */
+static int keep_file(mt_tokenizer *tokenizer, const char *path, const char *name, bool named, mt_error *error) {
     mt_file *file = &tokenizer->files[tokenizer->file_count++];
     file->name = mt_strdup(name);
+    file->outside = named ? NULL : mt_link_outside(path);
     file->content.data = mt_file_read(path, MT_MAX_TEXT, &file->content.bytes, error);
     file->content.capacity = file->content.bytes + 1;
     return file->content.data ? 0 : -1;
@@ -44,6 +45,7 @@ void mt_tokenizer_close(mt_tokenizer *tokenizer) {
     }
     for (int i = 0; i < tokenizer->file_count; i++) {
         free(tokenizer->files[i].name);
+        free(tokenizer->files[i].outside);
         free(tokenizer->files[i].content.data);
     }
     mt_trie_free(&tokenizer->added_tries[0]);
@@ -74,7 +76,7 @@ static int open_bytes(mt_tokenizer *tokenizer) {
 }
 
 static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
-    if (keep_file(tokenizer, path, "tokenizer.json", error)) return -1;
+    if (keep_file(tokenizer, path, "tokenizer.json", !tokenizer->in_folder, error)) return -1;
     const char *slash = strrchr(path, '/');
     char *folder = slash ? mt_strdup(path) : mt_strdup(".");
     if (slash) folder[slash - path] = 0;
@@ -82,7 +84,7 @@ static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error)
     int failed = 0;
     if (mt_folder_has(folder, config_name)) {
         char *config_path = mt_path_join(folder, config_name);
-        failed = keep_file(tokenizer, config_path, config_name, error);
+        failed = keep_file(tokenizer, config_path, config_name, false, error);
         free(config_path);
     }
     free(folder);
@@ -91,13 +93,14 @@ static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error)
 }
 
 static int open_sentencepiece(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
-    if (keep_file(tokenizer, path, "tokenizer.model", error)) return -1;
+    if (keep_file(tokenizer, path, "tokenizer.model", !tokenizer->in_folder, error)) return -1;
     return mt_tokenizer_load_sentencepiece(tokenizer, path, &tokenizer->files[0].content, error);
 }
 
 static int open_vocab_and_merges(mt_tokenizer *tokenizer, const char *vocab, const char *merges, mt_error *error) {
-    if (keep_file(tokenizer, vocab, "vocab.json", error) || keep_file(tokenizer, merges, "merges.txt", error))
-        return -1;
+    bool named = !tokenizer->in_folder;
+    if (keep_file(tokenizer, vocab, "vocab.json", named, error)) return -1;
+    if (keep_file(tokenizer, merges, "merges.txt", named, error)) return -1;
     return mt_tokenizer_load_gpt2(tokenizer, vocab, &tokenizer->files[0].content, merges, &tokenizer->files[1].content,
                                   error);
 }
@@ -130,6 +133,7 @@ static int open_in(mt_tokenizer *tokenizer, const char *folder, const char *name
     char *path = mt_path_join(folder, name);
     free(tokenizer->path);
     tokenizer->path = mt_strdup(path);
+    tokenizer->in_folder = true;
     int failed = open(tokenizer, path, error);
     free(path);
     return failed;
@@ -189,7 +193,18 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
                         folder);
 }
 
+int mt_tokenizer_check_links(const mt_tokenizer *tokenizer, mt_error *error) {
+    for (int i = 0; i < tokenizer->file_count; i++)
+        if (tokenizer->files[i].outside)
+            return mt_error_set(error,
+                                "%s: its %s is a link to %s, outside the folder, and is not copied into checkpoints; "
+                                "put the file itself there",
+                                tokenizer->path, tokenizer->files[i].name, tokenizer->files[i].outside);
+    return 0;
+}
+
 int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_error *error) {
+    if (mt_tokenizer_check_links(tokenizer, error) != 0) return -1;
     for (int i = 0; i < tokenizer->file_count; i++) {
         char *path = mt_path_join(folder, tokenizer->files[i].name);
         const mt_text *content = &tokenizer->files[i].content;

@@ -55,6 +55,11 @@ int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *pa
  * tokenizer.json, tokenizer.model, vocab.json with merges.txt. A folder with none of them is an error. */
 int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *error);
 
+/* An error if a file of the tokenizer's folder is a link that leads out of it, because mt_tokenizer_save would copy
+ * any file that the folder's author points to. Files that the user named and a Hugging Face cache's snapshots may be
+ * links. */
+int mt_tokenizer_check_links(const mt_tokenizer *tokenizer, mt_error *error);
+
 /* Writes the files that the tokenizer was opened from (kept in memory) into an existing folder, under the names that
  * mt_tokenizer_open_folder and other libraries look for. Each file is written atomically. */
 int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_error *error);

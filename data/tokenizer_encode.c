@@ -63,6 +63,7 @@ struct mt_encoder {
     int64_t path_capacity;
     mt_text repaired, normalized[2], prefixed[MT_MAX_STEPS];
     void *match_data, *match_context, *jit_stack; // pcre2
+    int64_t match_budget;                         // of the text: units of PCRE2's match limit that are left
 };
 
 /* The pattern of GPT-2's encoder.py. */
@@ -74,6 +75,13 @@ void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes) {
     *out = (mt_pattern){.source = mt_malloc(bytes + 1), .bytes = bytes};
     memcpy(out->source, text, (size_t)bytes);
     out->source[bytes] = 0;
+}
+
+/* The start of the next search: the end of the match, one character further if the match was empty. */
+static int64_t after_match(const char *text, int64_t bytes, int64_t start, int64_t end) {
+    if (end > start || end >= bytes) return end + (end == start);
+    mt_utf8_state state;
+    return end + mt_utf8_scan(text + end, bytes - end, &state);
 }
 
 #ifdef MT_HAVE_PCRE2
@@ -89,6 +97,7 @@ static int64_t translate_escape(mt_text *out, const char *source, int64_t bytes,
     const char *set = letter == 's' || letter == 'S' ? SPACES : letter == 'w' || letter == 'W' ? WORDS : NULL;
     bool negated = letter == 'S' || letter == 'W';
     if (letter == 'h' || letter == 'H') return 0; // Oniguruma: a hexadecimal digit; PCRE2: a blank
+    if (letter == 'G') return 0;                  // the start of a search, which may go on in parts
     if (set && in_class && !negated) {
         mt_text_append(out, set, (int64_t)strlen(set));
     } else if (set && !in_class) {
@@ -146,7 +155,7 @@ int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int
     }
     int code;
     PCRE2_SIZE at;
-    uint32_t options = PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C;
+    uint32_t options = PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C | PCRE2_USE_OFFSET_LIMIT;
     pcre2_compile_context *context = pcre2_compile_context_create(NULL);
     if (!context) mt_die("out of memory: a pattern's compile context");
     pcre2_set_newline(context, PCRE2_NEWLINE_LF);
@@ -173,13 +182,20 @@ void mt_pattern_free(mt_pattern *pattern) {
     *pattern = (mt_pattern){0};
 }
 
-/* The match limit turns catastrophic backtracking into an error; common patterns stay far below it on any text. */
+/* A budget for each text turns catastrophic backtracking into an error; common patterns stay far below it on any text.
+ * Its unit is that of PCRE2's match limit, which holds for one start of a match. PCRE2 does not say how much a start
+ * took, so it is tried with a limit that costs nothing, then with limits 16 times as high, which are paid in full. */
+enum { FREE_MATCH_LIMIT = 256, MATCH_LIMIT_STEP = 16, TEXT_BUDGET = 20000000, BYTE_BUDGET = 100 };
+
+static void begin_text(mt_encoder *encoder, int64_t bytes) {
+    encoder->match_budget = TEXT_BUDGET + BYTE_BUDGET * bytes;
+}
+
 static void open_patterns(mt_encoder *encoder) {
     encoder->match_data = pcre2_match_data_create(1, NULL);
     encoder->match_context = pcre2_match_context_create(NULL);
     encoder->jit_stack = pcre2_jit_stack_create(1 << 15, 1 << 23, NULL); // NULL if PCRE2 has no JIT
     if (!encoder->match_data || !encoder->match_context) mt_die("out of memory: a pattern's match data");
-    pcre2_set_match_limit(encoder->match_context, 20000000);
     if (encoder->jit_stack) pcre2_jit_stack_assign(encoder->match_context, NULL, encoder->jit_stack);
 }
 
@@ -189,12 +205,53 @@ static void close_patterns(mt_encoder *encoder) {
     pcre2_jit_stack_free(encoder->jit_stack);
 }
 
+/* Searches from `from`, at starts up to `last` (PCRE2_UNSET: all). */
+static int regex_try(mt_encoder *encoder, const mt_pattern *pattern, const char *text, int64_t bytes, int64_t from,
+                     PCRE2_SIZE last, int64_t limit) {
+    pcre2_set_match_limit(encoder->match_context, (uint32_t)mt_min(limit, UINT32_MAX));
+    pcre2_set_offset_limit(encoder->match_context, last);
+    return pcre2_match(pattern->code, (PCRE2_SPTR)text, (PCRE2_SIZE)bytes, (PCRE2_SIZE)from, PCRE2_NO_UTF_CHECK,
+                       encoder->match_data, encoder->match_context);
+}
+
+/* A match at the start `at`, paid from the text's budget if the free limit does not do. */
+static int regex_try_start(mt_encoder *encoder, const mt_pattern *pattern, const char *text, int64_t bytes, int64_t at,
+                           bool *paid) {
+    int64_t limit = FREE_MATCH_LIMIT;
+    int found = regex_try(encoder, pattern, text, bytes, at, (PCRE2_SIZE)at, limit);
+    *paid = found == PCRE2_ERROR_MATCHLIMIT;
+    while (found == PCRE2_ERROR_MATCHLIMIT) {
+        limit *= MATCH_LIMIT_STEP;
+        encoder->match_budget -= limit;
+        if (encoder->match_budget < 0) break;
+        found = regex_try(encoder, pattern, text, bytes, at, (PCRE2_SIZE)at, limit);
+    }
+    return found;
+}
+
+/* PCRE2's result of a search from `at`. All starts are tried at once; if one is costly, singly up to that one. */
+static int regex_search(mt_encoder *encoder, const mt_pattern *pattern, const char *text, int64_t bytes, int64_t at) {
+    while (at <= bytes) {
+        int found = regex_try(encoder, pattern, text, bytes, at, PCRE2_UNSET, FREE_MATCH_LIMIT);
+        if (found != PCRE2_ERROR_MATCHLIMIT) return found;
+        for (bool paid = false; at <= bytes && !paid; at = after_match(text, bytes, at, at)) {
+            found = regex_try_start(encoder, pattern, text, bytes, at, &paid);
+            if (found != PCRE2_ERROR_NOMATCH) return found;
+        }
+    }
+    return PCRE2_ERROR_NOMATCH;
+}
+
 /* pattern_next for a regular expression. */
 static int regex_next(mt_encoder *encoder, const mt_pattern *pattern, const char *text, int64_t bytes, int64_t from,
                       int64_t *start, int64_t *end, mt_error *error) {
-    int found = pcre2_match(pattern->code, (PCRE2_SPTR)text, (PCRE2_SIZE)bytes, (PCRE2_SIZE)from, PCRE2_NO_UTF_CHECK,
-                            encoder->match_data, encoder->match_context);
+    int found = regex_search(encoder, pattern, text, bytes, from);
     if (found == PCRE2_ERROR_NOMATCH) return 0;
+    if (found == PCRE2_ERROR_MATCHLIMIT)
+        return mt_error_set(error,
+                            "%s: the pattern '%.200s' fails on this text of %lld bytes: it backtracks too much; get "
+                            "the tokenizer from its source, or leave out the text",
+                            encoder->tokenizer->path, pattern->source, (long long)bytes);
     if (found < 0) {
         PCRE2_UCHAR why[160] = "";
         pcre2_get_error_message(found, why, sizeof why);
@@ -221,6 +278,10 @@ int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int
 void mt_pattern_free(mt_pattern *pattern) {
     free(pattern->source);
     *pattern = (mt_pattern){0};
+}
+
+static void begin_text(mt_encoder *encoder, int64_t bytes) {
+    (void)encoder, (void)bytes;
 }
 
 static void open_patterns(mt_encoder *encoder) {
@@ -255,13 +316,6 @@ static int pattern_next(mt_encoder *encoder, const mt_pattern *pattern, const ch
     *start = at - text;
     *end = *start + pattern->bytes;
     return 1;
-}
-
-/* The start of the next search: the end of the match, one character further if the match was empty. */
-static int64_t after_match(const char *text, int64_t bytes, int64_t start, int64_t end) {
-    if (end > start || end >= bytes) return end + (end == start);
-    mt_utf8_state state;
-    return end + mt_utf8_scan(text + end, bytes - end, &state);
 }
 
 /* ---- normalizers ----------------------------------------------------------------------------------------------- */
@@ -966,6 +1020,7 @@ mt_encoder *mt_encoder_open(const mt_tokenizer *tokenizer) {
     mt_encoder *encoder = mt_calloc(sizeof *encoder);
     encoder->tokenizer = tokenizer;
     open_patterns(encoder);
+    begin_text(encoder, 0); // for texts of the tokenizer's own
     if (tokenizer->kind != MT_KIND_BYTES) encoder->cache = mt_calloc(CACHE_SLOTS * (int64_t)sizeof *encoder->cache);
     if (tokenizer->has_unused)
         encoder->split_at = mt_calloc(tokenizer->vocab_size * (int64_t)sizeof *encoder->split_at);
@@ -1069,6 +1124,7 @@ static int encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *
 
 int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
     int64_t before = ids->count;
+    begin_text(encoder, bytes);
     if (bytes <= 0 || !encode(encoder, text, bytes, ids, error)) return 0;
     ids->count = before;
     return -1;

@@ -147,6 +147,7 @@ typedef struct mt_sentencepiece_rules {
 typedef struct mt_file {
     char *name; // without folder
     mt_text content;
+    char *outside; // the file that it was read from, if a link led out of the folder
 } mt_file;
 
 struct mt_tokenizer {
@@ -185,6 +186,7 @@ struct mt_tokenizer {
 
     mt_file files[3];
     int file_count;
+    bool in_folder; // the user named the files' folder
 };
 
 /* Adds a token whose surface equals its text. Errors: id out of range or in use. */

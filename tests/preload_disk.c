@@ -1,6 +1,6 @@
 /* Loaded by LD_PRELOAD into train: a disk that is slow or hangs, and a signal while the program starts. Settings:
  *
- *   SLOW_FSYNC=SECONDS      the first fsync takes this long
+ *   SLOW_FSYNC=SECONDS      the first fsync of a safetensors file takes this long
  *   HANGING_MAP=TEXT        reading a mapped file with TEXT in its path never ends
  *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal
  *   ONLY_RANK=N             all of this on one rank only */
@@ -28,11 +28,22 @@ static void find(void *function, const char *name) {
     memcpy(function, &address, sizeof address);
 }
 
+/* True if the file of a descriptor has a text in its path. */
+static int is_file(int descriptor, const char *part) {
+    char link[64], path[4096];
+    if (!part || descriptor < 0) return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    path[length > 0 ? length : 0] = 0;
+    return strstr(path, part) != NULL;
+}
+
 int fsync(int descriptor) {
     static int calls;
     int (*real)(int);
     const char *seconds = setting("SLOW_FSYNC");
-    if (seconds && __sync_fetch_and_add(&calls, 1) == 0) sleep((unsigned)atoi(seconds));
+    if (seconds && is_file(descriptor, "safetensors") && __sync_fetch_and_add(&calls, 1) == 0)
+        sleep((unsigned)atoi(seconds));
     find(&real, "fsync");
     return real(descriptor);
 }
@@ -52,13 +63,9 @@ static void wait_for_ever(int number) {
 
 void *mmap(void *address, size_t bytes, int protection, int flags, int descriptor, off_t offset) {
     void *(*real)(void *, size_t, int, int, int, off_t);
-    char link[64], path[4096];
-    const char *part = setting("HANGING_MAP");
     find(&real, "mmap");
-    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
-    ssize_t length = part && descriptor >= 0 ? readlink(link, path, sizeof path - 1) : -1;
-    path[length > 0 ? length : 0] = 0;
-    if (length <= 0 || !strstr(path, part)) return real(address, bytes, protection, flags, descriptor, offset);
+    if (!is_file(descriptor, setting("HANGING_MAP")))
+        return real(address, bytes, protection, flags, descriptor, offset);
     signal(SIGSEGV, wait_for_ever);
     return real(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }

@@ -782,7 +782,7 @@ static void a_tokens_file_is_read_in_order_and_checked(void **state) {
     assert_refused(mt_dataset_get(mt_data_split(data, MT_SPLIT_TRAIN), 5, tokens, &error), &error, "token 29");
     mt_data_close(data);
     config.tokens_file = directory.path;
-    assert_refused(mt_data_open(&data, &config, &error), &error, "regular file");
+    assert_refused(mt_data_open(&data, &config, &error), &error, "it is a folder");
     free(path);
     scratch_remove(&directory);
 }

@@ -95,6 +95,12 @@ expect contents_without_banner '^megatron.c:6: contents: "§3 routing" has no ba
 sed -i.bak 's/^ \*   §2a .*/ *   §2a  kernels: softmax/' megatron.c && rm ./*.bak
 expect title_differs_from_contents '^megatron.c:[0-9]*: contents: .*norms.*softmax'
 
+sed -i.bak '1i /* ==== §1 errors and memory; §2a norms ==== */' megatron.h && rm ./*.bak
+expect header_title_that_the_code_does_not_have '^megatron.h:1: sections: megatron.c has no section "§2a norms"'
+
+printf 'See §2b, §1 and §2c.\n' >notes.md
+expect reference_to_no_section '^notes.md:1: sections: megatron.c has no section "§2c"'
+
 printf '\nint mt_bare(int a);\n' >>megatron.h
 expect prototype_without_comment '^megatron.h:20: undocumented: mt_bare'
 

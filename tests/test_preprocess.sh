@@ -106,7 +106,7 @@ refused "--workers 0" $program --input "$scratch/a.jsonl" --output-prefix "$scra
 refused "--documents" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/n" $bytes --documents lines
 refused "named twice" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/n" $bytes --json-keys a a
 refused "absent.jsonl" $program --input "$scratch/absent.jsonl" --output-prefix "$scratch/n" $bytes
-refused "Is a directory" $program --input "$scratch" --output-prefix "$scratch/n" $bytes
+refused "it is a folder" $program --input "$scratch" --output-prefix "$scratch/n" $bytes
 refused "cannot be written" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/absent/n" $bytes
 : >"$scratch/empty.jsonl"
 refused "holds no documents" $program --input "$scratch/empty.jsonl" --output-prefix "$scratch/n" $bytes

@@ -511,6 +511,31 @@ static void bad_patterns_are_refused_and_catastrophic_ones_fail(void **state) {
     mt_tokenizer_close(tokenizer);
 }
 
+/* The limit on backtracking holds for the whole text: no start alone reaches it here. */
+static void a_text_of_many_costly_matches_fails_soon(void **state) {
+    (void)state;
+    skip_without_libraries();
+    enum { BYTES = 3400 };
+    const char costly[] = SPLIT("a{0,60}a{0,60}a{0,60}a{0,60}b|a"), cheap[] = SPLIT("(?:a|b)+c|a");
+    mt_text files[] = {{(char *)costly, sizeof costly - 1, 0}, {(char *)cheap, sizeof cheap - 1, 0}};
+    char text[BYTES];
+    memset(text, 'a', sizeof text);
+    for (int i = 0; i < 2; i++) {
+        mt_error error = {0};
+        mt_ids ids = {0};
+        mt_tokenizer *tokenizer = mt_tokenizer_new("t.json");
+        assert_int_equal(mt_tokenizer_load_json(tokenizer, "t.json", &files[i], NULL, &error), 0);
+        double began = mt_time();
+        int status = mt_tokenizer_encode(tokenizer, text, i == 0 ? BYTES : 300, &ids, &error);
+        assert_true(mt_time() - began < 5); // 41 s without the limit, 0.1 s with it
+        assert_int_equal(status, i == 0 ? -1 : 0);
+        if (i == 0) assert_non_null(strstr(error.text, "fails on this text of 3400 bytes: it backtracks too much"));
+        assert_int_equal(ids.count, i == 0 ? 0 : 300);
+        free(ids.data);
+        mt_tokenizer_close(tokenizer);
+    }
+}
+
 /* Every prefix of a model, and the model with a flipped byte, must be refused or usable. For sanitizers. */
 static void truncated_and_corrupted_models_never_crash(void **state) {
     (void)state;
@@ -598,6 +623,7 @@ int main(void) {
         cmocka_unit_test(encode_matches_reference_vectors_of_gpt2),
         cmocka_unit_test(encode_matches_reference_vectors_of_llama3),
         cmocka_unit_test(bad_patterns_are_refused_and_catastrophic_ones_fail),
+        cmocka_unit_test(a_text_of_many_costly_matches_fails_soon),
         cmocka_unit_test(byte_level_json_matches_tokenizers),
         cmocka_unit_test(normalizers_and_splits_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_qwen2),
