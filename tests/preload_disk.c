@@ -1,9 +1,9 @@
 /* Loaded by LD_PRELOAD into train: a disk that is slow or hangs, and a signal while the program starts. Settings:
  *
  *   SLOW_FSYNC=SECONDS      the first fsync of a safetensors file takes this long
- *   HANGING_MAP=TEXT        reading a mapped file with TEXT in its path never ends
- *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal
- *   ONLY_RANK=N             all of this on one rank only */
+ *   HANGING_MAP=TEXT        reading a mapped file with TEXT in its path never ends; with HANGS_AFTER_SAVE set, only
+ * after the first fsync of a safetensors file SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step,
+ * raises this signal ONLY_RANK=N             all of this on one rank only */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -38,12 +38,27 @@ static int is_file(int descriptor, const char *part) {
     return strstr(path, part) != NULL;
 }
 
+static void *map;
+static size_t map_bytes;
+
+static void wait_for_ever(int number) {
+    (void)number;
+    for (;;) pause();
+}
+
+static void make_map_hang(void) {
+    signal(SIGSEGV, wait_for_ever);
+    if (map) mprotect(map, map_bytes, PROT_NONE);
+}
+
 int fsync(int descriptor) {
     static int calls;
     int (*real)(int);
     const char *seconds = setting("SLOW_FSYNC");
-    if (seconds && is_file(descriptor, "safetensors") && __sync_fetch_and_add(&calls, 1) == 0)
-        sleep((unsigned)atoi(seconds));
+    if (is_file(descriptor, "safetensors") && __sync_fetch_and_add(&calls, 1) == 0) {
+        if (seconds) sleep((unsigned)atoi(seconds));
+        if (setting("HANGS_AFTER_SAVE")) make_map_hang();
+    }
     find(&real, "fsync");
     return real(descriptor);
 }
@@ -56,16 +71,12 @@ int statvfs(const char *path, struct statvfs *buffer) {
     return real(path, buffer);
 }
 
-static void wait_for_ever(int number) {
-    (void)number;
-    for (;;) pause();
-}
-
 void *mmap(void *address, size_t bytes, int protection, int flags, int descriptor, off_t offset) {
     void *(*real)(void *, size_t, int, int, int, off_t);
     find(&real, "mmap");
-    if (!is_file(descriptor, setting("HANGING_MAP")))
-        return real(address, bytes, protection, flags, descriptor, offset);
-    signal(SIGSEGV, wait_for_ever);
-    return real(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *memory = real(address, bytes, protection, flags, descriptor, offset);
+    if (memory == MAP_FAILED || !is_file(descriptor, setting("HANGING_MAP"))) return memory;
+    map = memory, map_bytes = bytes;
+    if (!setting("HANGS_AFTER_SAVE")) make_map_hang();
+    return memory;
 }

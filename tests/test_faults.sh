@@ -129,8 +129,14 @@ a_disk_that_hangs_under_the_data_is_named() {
     "$preprocess" --input "$work/text.jsonl" --output-prefix "$work/text" --tokenizer-type ByteLevel \
         >"$work/out" 2>"$work/err" || return 1
     data=$(ls "$work"/text*.bin)
-    begin_ranks 2 "export LD_PRELOAD=$work/disk.so HANGING_MAP=$data ONLY_RANK=1" --mock-data=false \
-        --vocab-size 300 --data-path "${data%.bin}" --train-iters 100 --distributed-timeout-seconds $patience
+    hangs="export LD_PRELOAD=$work/disk.so HANGING_MAP=$data ONLY_RANK=1"
+    set -- --mock-data=false --vocab-size 300 --data-path "${data%.bin}" --train-iters 100
+    begin_ranks 2 "$hangs" "$@" --distributed-timeout-minutes 0.1
+    ends $((patience + 60)) || return 1
+    says "^error: rank 1 waited more than 6 s for the disk to read .*_document.bin during the start: " "$work/err" ||
+        return 1
+    begin_ranks 2 "$hangs HANGS_AFTER_SAVE=1" "$@" --distributed-timeout-seconds $patience \
+        --save "$work/data_hangs" --save-interval 2
     ends $((patience + 60)) || return 1
     says "^error: rank 1 waited more than $patience s for the disk to read data during a step: " "$work/err"
 }
