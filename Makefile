@@ -5,6 +5,7 @@
 ## make demo          prepare text, train a small Llama on it, draw its loss and generate text
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
+## make manual        man pages and bash completions of train and infer, from the table of options
 ## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
 ## make bench         run the benchmarks
@@ -74,7 +75,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno, no traps, and a*b+c may be one instruction. No -ffast-math, which reorders sums.
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: all help everything library install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
+.PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: fuzz-programs fuzz-layouts plot pictures demo deps deps-dev probe lint format format-check clean FORCE
 all:
 
@@ -194,6 +195,8 @@ PREFIX ?= /usr/local
 BINDIR ?= $(PREFIX)/bin
 LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include/megatron
+MANDIR ?= $(PREFIX)/share/man/man1
+COMPLETIONDIR ?= $(PREFIX)/share/bash-completion/completions
 
 define PC_FILE
 prefix=$(PREFIX)
@@ -209,8 +212,20 @@ Libs.private: $(strip $(ALL_LIBS))
 endef
 export PC_FILE
 
-install: all library
-	install -d $(addprefix $(DESTDIR),$(BINDIR) $(LIBDIR)/pkgconfig $(INCLUDEDIR)/data)
+# The programs print their own man page and completion (data/option_help.c).
+MANUALS := $(addprefix $(B)/megatron-,train.1 infer.1 train.bash infer.bash)
+manual: $(MANUALS)
+$(B)/megatron-%.1: $(BIN)%
+	@$(call progress,MAN $@)
+	$(Q)$(if $(BIN),,./)$< --help man-page >$@
+$(B)/megatron-%.bash: $(BIN)%
+	@$(call progress,BASH $@)
+	$(Q)$(if $(BIN),,./)$< --help bash-completion >$@
+
+install: all library manual
+	install -d $(addprefix $(DESTDIR),$(BINDIR) $(LIBDIR)/pkgconfig $(INCLUDEDIR)/data $(MANDIR) $(COMPLETIONDIR))
+	install -m 644 $(filter %.1,$(MANUALS)) $(DESTDIR)$(MANDIR)
+	$(foreach p,train infer,install -m 644 $(B)/megatron-$p.bash $(DESTDIR)$(COMPLETIONDIR)/megatron-$p &&) :
 	$(foreach p,$(PROGRAMS),install $p $(DESTDIR)$(BINDIR)/megatron-$(notdir $p) &&) :
 	install -m 644 megatron.h $(DESTDIR)$(INCLUDEDIR)
 	install -m 644 $(filter data/%,$(HEADERS)) $(DESTDIR)$(INCLUDEDIR)/data
@@ -222,6 +237,7 @@ install: all library
 
 uninstall:
 	rm -f $(foreach p,$(MAINS:%.c=%),$(DESTDIR)$(BINDIR)/megatron-$(notdir $p))
+	rm -f $(foreach p,train infer,$(DESTDIR)$(MANDIR)/megatron-$p.1 $(DESTDIR)$(COMPLETIONDIR)/megatron-$p)
 	rm -f $(DESTDIR)$(LIBDIR)/libmegatron.* $(DESTDIR)$(LIBDIR)/pkgconfig/megatron.pc
 	rm -rf $(DESTDIR)$(INCLUDEDIR)
 -include $(wildcard $(B)/*.d $(B)/*/*.d $(B)/*/*/*.d)
@@ -322,7 +338,10 @@ if [ -z "$$missing" ]; then echo "all packages are installed"; exit; fi; \
 root=; [ "$$(id -u)" = 0 ] || root=sudo; \
 apt="$$root env DEBIAN_FRONTEND=noninteractive apt-get -q"; \
 echo "installing:$$missing"; \
-$$apt update && $$apt install -y --no-install-recommends $$missing && rm -f build/*/config.mk
+mkdir -p build; \
+{ $$apt update && $$apt install -y --no-install-recommends $$missing; } >build/apt.log 2>&1 </dev/null || \
+	{ tail -n 20 build/apt.log >&2; exit 1; }; \
+rm -f build/*/config.mk
 endef
 
 deps:

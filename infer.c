@@ -233,15 +233,16 @@ int main(int argc, char **argv) {
     mt_error error;
     bool all = true;
     check(mt_launch_check(argv, &error), &error);
-    check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
+    int status = mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error);
     mt_watch_start(o);
     mt_grid_start(&r.grid, &argc, &argv);
     r.is_first = r.grid.world.rank == 0;
-    check(mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
-    check(mt_options_agree(o, &r.grid.world, &error), &error);
-    check(mt_grid_build(&r.grid, o, &error), &error);
+    mt_report_refusal(&r.grid, status, &error);
+    mt_report_refusal(&r.grid, mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
+    mt_report_refusal(&r.grid, mt_options_agree(o, &r.grid.world, &error), &error);
+    mt_report_refusal(&r.grid, mt_grid_build(&r.grid, o, &error), &error);
     r.folder = mt_checkpoint_resolve(o->load, &error);
-    if (!r.folder) mt_die("%s", error.text);
+    mt_report_refusal(&r.grid, r.folder ? 0 : -1, &error);
     r.context = o->max_position_embeddings;
     if (o->score) {
         score(&r);

@@ -299,6 +299,11 @@ static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *e
 #define MT_EXCLUDES(a_name, a, b_name, b)                                                                              \
     { (a) && (b), a_name " and " b_name " exclude each other; leave one out" }
 
+/* True if tensor-parallel ranks route tokens to experts. */
+static bool mt_options_routes_parts(const mt_options *o, mt_program program) {
+    return program != MT_PROGRAM_INFER && o->num_experts > 0 && o->tensor_model_parallel_size > 1;
+}
+
 /* Values that cannot go together, wherever they come from. The columns of data/option_table.c are about options that
  * were given: one without effect unless another is given, or two that say the same. */
 static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_error *error) {
@@ -332,6 +337,8 @@ static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_er
         MT_NEEDS("--sequence-parallel", o->sequence_parallel,
                  "--tensor-model-parallel-size of 2 or more; raise it or leave the flag out",
                  o->tensor_model_parallel_size > 1),
+        MT_NEEDS("--num-experts with --tensor-model-parallel-size of 2 or more", mt_options_routes_parts(o, program),
+                 "--sequence-parallel: each rank routes tokens of its own", o->sequence_parallel),
         MT_NEEDS("--tp-comm-overlap", o->tp_comm_overlap, "--sequence-parallel, whose communication it overlaps",
                  o->sequence_parallel),
         MT_NEEDS("--overlap-param-gather", o->overlap_param_gather, "--overlap-grad-reduce", o->overlap_grad_reduce),
@@ -600,18 +607,16 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
 }
 
 /* Experts. */
-static int mt_options_derive_experts(mt_options *o, mt_program program, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size;
+static int mt_options_derive_experts(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size,
+            others = o->expert_model_parallel_size * o->pipeline_model_parallel_size;
     if (o->num_experts == 0) return 0;
     if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
-    if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = tp;
+    if (o->expert_tensor_parallel_size == 0) // split as the layer is, where the experts' widths and the ranks allow it
+        o->expert_tensor_parallel_size = o->moe_ffn_hidden_size % tp || world_size % (tp * others) ? 1 : tp;
     if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
         o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
-    if (program == MT_PROGRAM_INFER || tp == 1 || o->sequence_parallel) return mt_options_check_router(o, error);
-    return mt_error_set(error,
-                        "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each rank "
-                        "routes tokens of its own",
-                        (long long)tp);
+    return mt_options_check_router(o, error);
 }
 
 /* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
@@ -919,11 +924,12 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     o->data_parallel_size = world_size;
     mt_options_derive_timeouts(o);
     if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
+    if (mt_options_routes_parts(o, program) && !MT_GIVEN(o, sequence_parallel)) o->sequence_parallel = true;
     if (mt_options_check_pairs(o, program, error)) return -1;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_derive_recompute(o, error)) return -1;
-    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, program, error)) return -1;
+    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
     if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1)
@@ -3587,7 +3593,8 @@ static void mt_watch_open(const mt_options *o, int rank, mt_watch_phase phase) {
 }
 
 void mt_watch_start(const mt_options *options) {
-    if (mt_launched_by_mpi()) mt_watch_open(options, mt_launch_rank(), MT_WATCH_START);
+    bool limited = options->distributed_timeout_minutes > 0; // mt_options_finish will refuse other values
+    if (limited && mt_launched_by_mpi()) mt_watch_open(options, mt_launch_rank(), MT_WATCH_START);
 }
 
 static void mt_watch_stop(void) {
@@ -8021,7 +8028,9 @@ typedef struct mt_bucket_progress {
     bool needs_gather;       // the optimizer's step changed the shards
     bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
     bool has_gradients;      // from earlier micro-batches of this step
+    bool complete;           // the step adds nothing more to its gradients
     bool reduced;            // the reduction over ranks has started
+    int64_t reduction;       // buckets with the same number are reduced together
 } mt_bucket_progress;
 
 /* State of data parallelism. */
@@ -8153,6 +8162,21 @@ static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
         }
 }
 
+/* Groups neighbours of a kind, from the last, whose gradients are complete first, up to --ddp-bucket-size parameters.
+ * Sharded gradients leave their buffer before the next bucket takes it, so their buckets stay alone. */
+static void mt_buckets_group(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    int64_t group[MT_NUM_BUCKET_KINDS], count[MT_NUM_BUCKET_KINDS] = {0}, limit = m->options->ddp_bucket_size;
+    for (int64_t i = m->num_trained_buckets - 1; i >= 0; i--) {
+        const mt_bucket *b = &m->buckets[i];
+        mt_bucket_kind kind = s->progress[i].kind;
+        if (count[kind] == 0 || count[kind] + b->count > limit || b->strategy >= MT_SHARD_GRADS)
+            group[kind] = i, count[kind] = 0;
+        count[kind] += b->count;
+        s->progress[i].reduction = group[kind];
+    }
+}
+
 /* After allocation: zeroes all buckets and creates the streams for overlap. */
 static void mt_sharding_start(mt_model *m) {
     mt_sharding *s = m->sharding;
@@ -8167,6 +8191,7 @@ static void mt_sharding_start(mt_model *m) {
     s->prefetches = shares && o->overlap_param_gather;
     if (s->prefetches) s->param_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
     s->gathered_bucket = s->last_bucket = -1;
+    mt_buckets_group(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
@@ -8329,31 +8354,53 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     if (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS) mt_bucket_zero_gradients(m, b);
 }
 
-/* Starts the reduction of a bucket's whole gradients over ranks. */
-static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
+/* Starts the reduction of whole gradients over ranks: of a bucket, or of buckets first .. end - 1, which are neighbours
+ * in memory. */
+static void mt_bucket_reduce(mt_model *m, int64_t first, int64_t end) {
     mt_sharding *s = m->sharding;
-    mt_bucket *b = &m->buckets[bucket];
-    mt_bucket_progress *progress = &s->progress[bucket];
-    bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard from earlier micro-batches
+    mt_bucket *b = &m->buckets[first];
+    bool adds = b->strategy >= MT_SHARD_GRADS && s->progress[first].has_gradients; // to earlier micro-batches' shard
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
-    if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, b->grads, b->count, m->stream);
+    int64_t count = 0;
+    for (int64_t i = first; i < end; i++) {
+        const mt_bucket *part = &m->buckets[i];
+        if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, part->grads, part->count, m->stream);
+        s->progress[i].reduced = true;
+        count += part->count;
+    }
     mt_wait_stream(m, s->grad_stream, m->stream);
     if (b->strategy == MT_NO_SHARD)
-        m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, b->group, s->grad_stream);
+        m->ops->all_reduce(b->grads, count, MT_SUM, MT_F32, b->group, s->grad_stream);
     else
         m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, b->group, s->grad_stream);
     if (adds) m->ops->accumulate(b->grad_shard, sum, b->shard_count, s->grad_stream);
-    progress->reduced = true;
+}
+
+/* Starts the reduction of all buckets that are reduced together with this one, once all are complete. */
+static void mt_bucket_reduce_group(mt_model *m, int64_t bucket) {
+    const mt_bucket_progress *progress = m->sharding->progress;
+    int64_t group = progress[bucket].reduction;
+    for (int64_t i = 0; i <= group; i++)
+        if (progress[i].reduction == group && !progress[i].complete) return;
+    for (int64_t i = 0, end; i <= group; i = end) {
+        end = i + 1;
+        if (progress[i].reduction != group) continue;
+        while (end <= group && progress[end].reduction == group && m->buckets[i].strategy == MT_NO_SHARD &&
+               m->buckets[end].grads == m->buckets[end - 1].grads + m->buckets[end - 1].count)
+            end++;
+        mt_bucket_reduce(m, i, end);
+    }
 }
 
 void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     mt_sharding *s = m->sharding;
     mt_bucket_progress *progress = &s->progress[bucket];
+    progress->complete |= last;
     if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
-        if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
+        if (last && m->options->overlap_grad_reduce) mt_bucket_reduce_group(m, bucket);
     } else {
         mt_wait_stream(m, m->stream, s->grad_stream); // for the previous reductions, which frees their buffers
-        mt_bucket_reduce(m, bucket);
+        mt_bucket_reduce(m, bucket, bucket + 1);
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
         s->reducing = buffer;
@@ -8368,7 +8415,7 @@ static void mt_gradients_begin(mt_model *m) {
     mt_sharding *s = m->sharding;
     s->gathered_bucket = -1;
     for (int64_t i = 0; i < m->num_trained_buckets; i++) {
-        s->progress[i].has_gradients = s->progress[i].reduced = false;
+        s->progress[i].has_gradients = s->progress[i].complete = s->progress[i].reduced = false;
         if (!mt_splits_backward(m)) continue;
         // a split backward reaches a bucket's weights in any order, so all products accumulate
         m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
@@ -8382,8 +8429,10 @@ static void mt_gradients_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     for (int64_t i = 0; i < m->num_trained_buckets; i++) {
         MT_CHECK(s->progress[i].has_gradients && !s->progress[i].gradients_acquired);
-        if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
+        s->progress[i].complete = true;
     }
+    for (int64_t i = 0; i < m->num_trained_buckets; i++)
+        if (!s->progress[i].reduced) mt_bucket_reduce_group(m, i);
     mt_wait_stream(m, m->stream, s->grad_stream);
     mt_wait_stream(m, m->stream, s->param_stream); // a prefetch may be reading shards that the update writes
 }

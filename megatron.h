@@ -370,6 +370,7 @@ typedef struct mt_options {
     char *print_schedule; // an SVG file, or "-": print only
     int64_t print_launch; // of so many ranks at most: print only
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
+    int64_t ddp_bucket_size; // parameters of layers whose gradients are reduced together; 0: each layer alone
     mt_strategy data_parallel_sharding_strategy;
     /* recomputation */
     mt_recompute_granularity recompute_granularity;

@@ -65,23 +65,23 @@ static void take_tokenizer(run *r, char *folder) {
 
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
  * saved with the checkpoints, so that they can generate text. */
-static void open_tokenizer(run *r) {
+static int open_tokenizer(run *r, mt_error *error) {
     mt_options *o = &r->options;
-    mt_error error;
-    if (o->tokenizer_type)
-        check(mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error), &error);
-    else if (o->load) {
-        char *folder = mt_options_load_folder(o, &error);
-        check(folder ? 0 : -1, &error);
+    if (o->tokenizer_type) {
+        if (mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, error) != 0) return -1;
+    } else if (o->load) {
+        char *folder = mt_options_load_folder(o, error);
+        if (!folder) return -1;
         take_tokenizer(r, folder);
     }
-    if (!r->tokenizer) return;
-    if (o->save) check(mt_tokenizer_check_links(r->tokenizer, &error), &error);
+    if (!r->tokenizer) return 0;
+    if (o->save && mt_tokenizer_check_links(r->tokenizer, error) != 0) return -1;
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
     if (o->vocab_size == 0) o->vocab_size = vocab_size;
-    if (o->tokenizer_type && o->vocab_size < vocab_size)
-        mt_die("--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
-               (long long)vocab_size, (long long)o->vocab_size);
+    if (!o->tokenizer_type || o->vocab_size >= vocab_size) return 0;
+    return mt_error_set(
+        error, "--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
+        (long long)vocab_size, (long long)o->vocab_size);
 }
 
 /* Every rank must have the same tokenizer, or none. */
@@ -92,8 +92,8 @@ static int agree_on_tokenizer(const run *r, mt_error *error) {
 }
 
 static void open_data(run *r) {
-    const mt_options *o = &r->options;
     mt_error error;
+    const mt_options *o = &r->options;
     int64_t evaluations = o->eval_interval > 0 ? o->num_iterations / o->eval_interval + 1 : 0;
     mt_data_config *config = &r->data_config;
     *config = (mt_data_config){.data_path = o->data_path,
@@ -112,8 +112,8 @@ static void open_data(run *r) {
     config->sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->num_iterations);
     config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
     config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
-    check(mt_data_open(&r->data, config, &error), &error);
-    check(mt_data_agree(r->data, &r->grid.world, &error), &error);
+    mt_report_refusal(&r->grid, mt_data_open(&r->data, config, &error), &error);
+    mt_report_refusal(&r->grid, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
@@ -129,7 +129,8 @@ static void load(run *r) {
     char *found;
     mt_error error;
     int64_t eod = r->data_config.eod_id;
-    check(mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error), &error);
+    int status = mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error);
+    mt_report_refusal(&r->grid, status, &error);
     if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
         free(found);
         return;
@@ -144,18 +145,13 @@ static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
 }
 
-static void open_backend(run *r) {
-    mt_error error;
-    r->ops = mt_backend_open(r->options.device, &r->grid, &error);
-    check(r->ops ? 0 : -1, &error);
-}
-
 /* Rank 0 prints what the run will do: a paragraph, the options that were given, and the grid. */
 static void print_opening(const run *r) {
     const mt_options *o = &r->options;
     if (r->grid.world.rank != 0) return;
     mt_report_opening(o, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
+    mt_options_warn(o, stdout);
     if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, stdout);
 }
 
@@ -168,7 +164,8 @@ static void open_model(run *r) {
     plan.host_memory = mt_host_memory_available("");
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
     check(mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
-    if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
+    int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;
+    mt_report_refusal(&r->grid, status, &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
     if (o->load)
         load(r);
@@ -287,7 +284,8 @@ static void print_profile(const run *r) {
 /* --print-schedule, instead of training. */
 static int print_schedule(run *r) {
     mt_error error;
-    check(mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error), &error);
+    int status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
+    mt_report_refusal(&r->grid, status, &error);
     if (r->grid.world.rank == 0) check(mt_schedule_print(&r->options, stdout, &error), &error);
     mt_options_free(&r->options);
     mt_grid_stop(&r->grid);
@@ -298,7 +296,7 @@ static int print_schedule(run *r) {
 static int print_launch(run *r) {
     mt_error error;
     r->grid = mt_grid_of_one;
-    open_tokenizer(r);
+    check(open_tokenizer(r, &error), &error);
     check(mt_launch_print(&r->options, stdout, &error), &error);
     mt_tokenizer_close(r->tokenizer);
     mt_options_free(&r->options);
@@ -310,19 +308,22 @@ int main(int argc, char **argv) {
     mt_error error;
     mt_signals_hold();
     check(mt_launch_check(argv, &error), &error);
-    check(mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
+    int status = mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error);
     mt_signals_select(&r.options);
-    if (r.options.print_launch > 0) return print_launch(&r);
+    if (status == 0 && r.options.print_launch > 0) return print_launch(&r);
     mt_watch_start(&r.options);
     mt_grid_start(&r.grid, &argc, &argv);
+    mt_report_refusal(&r.grid, status, &error);
     if (r.options.print_schedule) return print_schedule(&r);
-    open_tokenizer(&r);
-    check(agree_on_tokenizer(&r, &error), &error);
-    check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
-    check(mt_options_agree(&r.options, &r.grid.world, &error), &error);
-    check(mt_grid_build(&r.grid, &r.options, &error), &error);
-    check(mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
-    open_backend(&r);
+    mt_report_refusal(&r.grid, open_tokenizer(&r, &error), &error);
+    mt_report_refusal(&r.grid, agree_on_tokenizer(&r, &error), &error);
+    status = mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error);
+    mt_report_refusal(&r.grid, status, &error);
+    mt_report_refusal(&r.grid, mt_options_agree(&r.options, &r.grid.world, &error), &error);
+    mt_report_refusal(&r.grid, mt_grid_build(&r.grid, &r.options, &error), &error);
+    mt_report_refusal(&r.grid, mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
+    r.ops = mt_backend_open(r.options.device, &r.grid, &error);
+    mt_report_refusal(&r.grid, r.ops ? 0 : -1, &error);
     if (r.options.num_iterations > 0) open_data(&r);
     print_opening(&r);
     open_model(&r);

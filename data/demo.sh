@@ -1,45 +1,80 @@
 #!/bin/sh
-# Prepares text, trains a small model on it and generates text, in a few minutes on a laptop. Prints every command
-# before it runs it. The corpus is this project's own code and notes: nothing is downloaded.
+# Prepares text, trains a small Llama on it and generates text, in about two minutes on two cores. The text is this
+# project's own: its notes, and the comments of its code. Nothing is downloaded.
 #
 #   usage: data/demo.sh      (make demo)
 #
-# MT_BIN is the folder of the programs, DEMO_DIR that of the model, DEMO_ITERS the number of iterations. With
-# DEMO_RANKS=4, which `make demo` sets if it found MPI, four ranks share the model by tensor and pipeline parallelism.
+# Prints a line for each phase, and on a terminal the progress of training in place. All commands and their output are
+# in DEMO_DIR/demo.log. MT_BIN is the folder of the programs, DEMO_DIR that of the model, DEMO_ITERS the number of
+# iterations. With DEMO_RANKS=4, which `make demo` sets if it found MPI, four ranks share the model by tensor and
+# pipeline parallelism.
 set -eu
 bin=${MT_BIN:-.}
 model=${DEMO_DIR:-runs/demo}
-iterations=${DEMO_ITERS:-400}
+iterations=${DEMO_ITERS:-500}
 corpus=$model/data/corpus
+tokenizer=data/demo-tokenizer.json
+log=$model/demo.log
 
-run() {
-    printf '\n$'
-    for word in "$@"; do
-        case $word in *' '* | '') printf " '%s'" "$word" ;; *) printf ' %s' "$word" ;; esac
-    done
-    printf '\n'
-    "$@"
+# in_place: on a terminal shows the last line about the loss, in place.
+in_place() {
+    if [ -t 1 ]; then
+        awk '/ [0-9]+%  loss / { printf "\r\033[K%s", substr($0, 1, 79); fflush() } END { printf "\r\033[K" }'
+    else
+        cat >/dev/null
+    fi
 }
 
-# 1. Text: one JSON object a line, each a document of at most 60 lines.
+# run COMMAND...: runs a command whose output goes to the log; if it fails, prints the end of the log and exits.
+run() {
+    printf '\n$ %s\n' "$*" >>"$log"
+    {
+        status=0
+        "$@" 2>&1 || status=$?
+        echo $status >"$model/status"
+    } | tee -a "$log" | in_place
+    status=$(cat "$model/status")
+    rm -f "$model/status"
+    [ "$status" = 0 ] && return
+    tail -n 20 "$log" >&2
+    exit "$status"
+}
+
+# value FILE NAME: the last number of this name in a file of metrics.
+value() {
+    sed -n "s/.*\"$2\": \([-+.0-9e]*\).*/\1/p" "$1" | tail -n 1
+}
+
+# 1. Text: notes, and the comments of the code without their stars. A blank line ends a document.
 mkdir -p "$model/data"
-for file in *.md *.c *.h notes/*.md notes/*.c data/*.[ch] tests/*.[ch]; do
-    [ -f "$file" ] || continue
-    sed 's/\\/\\\\/g; s/"/\\"/g' "$file" | awk '
-        NR % 60 == 1 { if (NR > 1) print "\"}"; printf "{\"text\": \"" }
-        { gsub(/\t/, "\\t"); printf "%s\\n", $0 }
-        END { if (NR) print "\"}" }'
-done >"$corpus.jsonl"
-echo "1. the corpus: $(wc -l <"$corpus.jsonl") documents, $(wc -c <"$corpus.jsonl") bytes of code and notes"
+: >"$log"
+{
+    for file in *.md notes/*.md; do cat "$file" && echo; done
+    cat ./*.[ch] data/*.[ch] cuda/*.cu cuda/*.cuh tests/*.[ch] notes/*.c | awk '
+        /^ *\/\*/ { inside = 1; text = $0; sub(/^ *\/\*+/, "", text) }
+        !/^ *\/\*/ { text = $0; sub(/^ *\*( |$)/, "", text) }
+        inside {
+            ends = text ~ /\*\//
+            sub(/\*\/.*/, "", text)
+            gsub(/---+|===+/, "", text)
+            gsub(/^ +| +$/, "", text)
+            print text
+            if (ends) { print ""; inside = 0 }
+        }'
+} >"$corpus.txt"
+echo "1. text: $(($(wc -w <"$corpus.txt"))) words of notes and comments ($corpus.txt)"
 
-# 2. Tokens: here every byte is a token.
-run "$bin/data/preprocess" --input "$corpus.jsonl" --json-keys text --output-prefix "$corpus" \
-    --tokenizer-type ByteLevel --append-eod --workers 2
+# 2. Tokens: 1024 pieces of words, from a tokenizer.json that Hugging Face tokenizers trained on this text.
+run "$bin/data/preprocess" --input "$corpus.txt" --output-prefix "$corpus" --tokenizer-type HuggingFaceTokenizer \
+    --tokenizer-model "$tokenizer" --append-eod --workers 2
+echo "2. tokens: $(sed -n 's/.*: \([0-9]* documents, [0-9]* tokens\) .*/\1/p' "$log" | tail -n 1)" \
+    "(${corpus}_text_document.bin)"
 
-# 3. Train a Llama of 0.9 million parameters, on four ranks of one thread if mpirun is there.
-launch='' layout=''
+# 3. Training, on four ranks of one thread if mpirun is there.
+launch='' layout='' ranks='one rank'
 if [ "${DEMO_RANKS:-1}" = 4 ] && command -v mpirun >/dev/null; then
-    launch='env OMP_NUM_THREADS=1 mpirun -np 4' layout='--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2'
+    launch='env OMP_NUM_THREADS=1 mpirun -np 4' ranks='four ranks, TP 2 x PP 2'
+    layout='--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2'
     if mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte'; then
         launch='env OMP_NUM_THREADS=1 mpirun --oversubscribe -np 4'
         # With fewer cores than ranks, a waiting rank yields its core.
@@ -47,23 +82,34 @@ if [ "${DEMO_RANKS:-1}" = 4 ] && command -v mpirun >/dev/null; then
         if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
     fi
 fi
+began=$(date +%s)
 # shellcheck disable=SC2086
 run $launch "$bin/train" $layout \
     --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 \
     --group-query-attention --num-query-groups 2 --seq-length 256 --max-position-embeddings 256 \
     --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear \
     --untie-embeddings-and-output-weights \
-    --tokenizer-type ByteLevel --data-path "${corpus}_text_document" --split 95,5,0 \
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$tokenizer" \
+    --data-path "${corpus}_text_document" --split 95,5,0 \
     --micro-batch-size 8 --global-batch-size 16 --train-iters "$iterations" \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 20)) \
+    --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 20)) \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval $((iterations > 5 ? iterations / 5 : 1)) --eval-iters 4 \
     --save "$model" --metrics "$model/metrics.jsonl" --overwrite
+head -n 1 "$model/metrics.jsonl" >"$model/data/first"
+echo "3. training: Llama on $ranks, $iterations iterations in $(($(date +%s) - began)) s," \
+    "loss $(value "$model/data/first" lm_loss | cut -c1-4) to $(value "$model/metrics.jsonl" lm_loss | cut -c1-4)," \
+    "validation loss $(value "$model/metrics.jsonl" validation_loss | cut -c1-4) ($model)"
 
-# 4. Draw the loss.
+# 4. The curves of the run.
 run data/plot.sh "$model/metrics.jsonl" "$model/loss.svg"
+if [ -s "$model/loss.svg" ]; then
+    echo "4. curves: $model/loss.svg"
+else
+    echo "4. curves: not drawn, gnuplot is absent"
+fi
 
-# 5. Generate text.
-run "$bin/infer" --load "$model" --tokenizer-type ByteLevel --prompt 'static void mt_' \
-    --max-new-tokens 400 --temperature 0.7 --top-p 0.95 --seed 1
-printf '\nMore: %s/infer --load %s --tokenizer-type ByteLevel --prompt TEXT\n' "$bin" "$model"
+# 5. Generation.
+echo "5. generated text ($bin/infer --load $model --prompt TEXT writes more):"
+"$bin/infer" --load "$model" --prompt 'The loss' 'Each rank' 'A checkpoint' --max-new-tokens 100 --temperature 0.6 \
+    --top-p 0.95 --seed 1 2>>"$log"

@@ -15,6 +15,8 @@ static const struct {
     {"add-bias-linear", "disable-bias-linear", "!"},
     {"beta-fast", "yarn-beta-fast"},
     {"beta-slow", "yarn-beta-slow"},
+    {"bucket-size", "ddp-bucket-size"},
+    {"dp-comm-overlap-bucket-size", "ddp-bucket-size"},
     {"enable-straggler-detection", "log-straggler"},
     {"load-optim", "no-load-optim", "!"},
     {"load-rng", "no-load-rng", "!"},
@@ -119,8 +121,7 @@ static const struct {
     {MT_NAME_NAMED, "--profile, a table of operations, or --trace, a timeline",
      "nvtx-ranges profile-ranks timing-log-level timing-log-option use-nsys-profiler use-pytorch-profiler"},
     {MT_NAME_NAMED, "--data-parallel-sharding-strategy optim_grads_params", "use-torch-fsdp2"},
-    {MT_NAME_UNSUPPORTED, "buckets of a given size",
-     "bucket-size ddp-bucket-size dp-comm-overlap-bucket-size ddp-num-buckets num-buckets"},
+    {MT_NAME_NAMED, "--ddp-bucket-size", "ddp-num-buckets num-buckets"},
     {MT_NAME_NAMED, "--reset-attention-mask and --reset-position-ids", "dataloader-inter-document-masking"},
     {MT_NAME_NAMED, "--config FILE.yaml", "data-args-path per-split-data-args-path"},
     {MT_NAME_NAMED, "--recompute-granularity full", "checkpoint-activations"},
@@ -153,14 +154,19 @@ static const struct {
      "train validation with-name-predicate"},
     {MT_NAME_NO_MEANING, "random numbers are functions of --seed and of their place, on every device and layout",
      "inference-rng-tracker save-rng te-rng-tracker use-cpu-initialization use-te-rng-tracker"},
+    {MT_NAME_ALWAYS, "a checkpoint's format is recognized by its files", "auto-detect-ckpt-format", "true"},
+    {MT_NAME_UNSUPPORTED,
+     "a checkpoint is a Hugging Face folder; examples/conversion/convert_checkpoints.py of Megatron Bridge imports it "
+     "into torch_dist, and exports torch_dist to it",
+     "ckpt-format dist-ckpt-format"},
     {MT_NAME_NO_MEANING, "a checkpoint is a Hugging Face folder, and one thread writes it",
-     "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy auto-detect-ckpt-format "
+     "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy "
      "ckpt-assume-constant-structure ckpt-convert-format ckpt-convert-save "
-     "ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state ckpt-format "
+     "ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state "
      "ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects "
      "ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group "
      "ckpt-load-validate-sharding-integrity ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path "
-     "dist-ckpt-format dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 dist-ckpt-strictness "
+     "dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 dist-ckpt-strictness "
      "dist-ckpt-workers distrib-optim-fully-reshardable-mem-efficient hetereogenous-dist-checkpoint "
      "load-main-params-from-ckpt strict-fsdp-dtensor-load use-dist-ckpt use-persistent-ckpt-worker"},
     {MT_NAME_NO_MEANING, "token files are mapped into memory, and samples are found when a run starts",

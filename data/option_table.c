@@ -219,9 +219,12 @@ const mt_option mt_option_table[] = {
     {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that split the experts of a layer", .needs = "num-experts"},
     {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL, "[1,1048576]",
-     "ranks that split each expert (default: --tensor-model-parallel-size)", .needs = "num-experts"},
+     "ranks that split each expert (default: --tensor-model-parallel-size, or 1 where experts or ranks do not divide "
+     "by "
+     "it)",
+     .needs = "num-experts"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "split the tokens of norms and dropout over the tensor-parallel ranks"},
+     "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default"},
     {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "with --sequence-parallel: overlap tensor-parallel communication with matrix products, rank by rank; GPUs of one "
      "host"},
@@ -290,6 +293,8 @@ const mt_option mt_option_table[] = {
      "reduce the gradients of a layer during the backward of the next ones"},
     {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gather the parameters of a layer during the forward of the one before"},
+    {"ddp-bucket-size", MT_INT, MT_AT(ddp_bucket_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "reduce the gradients of layers together, up to this many parameters (default: each layer alone)"},
 
     {.help = "recomputation"},
     {"recompute-granularity", MT_CHOICE, MT_AT(recompute_granularity), MT_TRAIN, MT_OF_RUN, "none",

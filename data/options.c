@@ -12,6 +12,8 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #ifdef MT_HAVE_YAML
 #include <yaml.h>
 #endif
@@ -143,8 +145,8 @@ static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refu
 
 /* One error for all names that were refused: a line for each reason. */
 static int mt_reader_report(const mt_reader *reader, mt_error *error) {
+    if (reader->num_refused == 0) return 0;
     const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
-    if (first == end) return 0;
     if (end == first + 1 && *first->reason)
         return mt_error_set(error, "%s%s %s", first->place, first->name, first->reason);
     if (end == first + 1 && *first->nearest)
@@ -681,6 +683,40 @@ static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     return mt_error_set(error, "--tokenizer-type needs --tokenizer-model unless it is ByteLevel");
 }
 
+/* A word of --data-path is the prefix of X.bin and X.idx; people give one of these files, or their text. */
+static int mt_options_check_prefix(const char *option, const char *prefix, mt_error *error) {
+    bool is_half = mt_text_ends_with(prefix, ".bin") || mt_text_ends_with(prefix, ".idx");
+    char *index = strcat(strcpy(mt_malloc((int64_t)strlen(prefix) + 5), prefix), ".idx");
+    bool is_prefix = access(index, F_OK) == 0;
+    struct stat file;
+    free(index);
+    if (is_prefix) return 0;
+    const char *slash = strrchr(prefix, '/'), *dot = strrchr(slash ? slash : prefix, '.');
+    int stem = dot && dot - prefix < 200 ? (int)(dot - prefix) : 200;
+    if (is_half)
+        return mt_error_set(error, "--%s %.200s: expects the prefix of the two files of a dataset; give %.*s", option,
+                            prefix, stem, prefix);
+    if (stat(prefix, &file) != 0 || !S_ISREG(file.st_mode)) return 0;
+    return mt_error_set(error,
+                        "--%s %.200s: is text, not a dataset; first run data/preprocess --input %.200s --output-prefix "
+                        "%.*s --tokenizer-type TYPE --tokenizer-model PATH, then give --%s %.*s_text_document",
+                        option, prefix, prefix, stem, prefix, option, stem, prefix);
+}
+
+static int mt_options_check_prefixes(const mt_options *o, mt_error *error) {
+    const struct {
+        const char *name;
+        const mt_strings *paths;
+    } lists[] = {{"data-path", &o->data_path},
+                 {"train-data-path", &o->train_data_path},
+                 {"valid-data-path", &o->valid_data_path},
+                 {"test-data-path", &o->test_data_path}};
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++)
+        for (int64_t j = 0; j < lists[i].paths->count; j++)
+            if (mt_options_check_prefix(lists[i].name, lists[i].paths->items[j], error) != 0) return -1;
+    return 0;
+}
+
 static int mt_options_check_data(const mt_options *o, mt_error *error) {
     if (mt_options_converts(o)) return 0;
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
@@ -692,7 +728,7 @@ static int mt_options_check_data(const mt_options *o, mt_error *error) {
                             o->reset_position_ids     ? "reset-position-ids"
                             : o->reset_attention_mask ? "reset-attention-mask"
                                                       : "eod-mask-loss");
-    return 0;
+    return mt_options_check_prefixes(o, error);
 }
 
 /* --prompt-tokens "1,2,3": tokens of the vocabulary. */
@@ -796,6 +832,76 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     mt_options_derive_family(options);
     if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
     return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
+}
+
+/* ---- options that change nothing, and values that were chosen */
+
+/* MiB of saved activations per rank and micro-batch that sequence parallelism would save: of the inputs of the
+ * two norms of each layer, a rank would keep its part. */
+static double mt_sequence_parallel_saves(const mt_options *o) {
+    double tp = (double)o->tensor_model_parallel_size, width = o->bf16 ? 2 : 4;
+    double tokens = (double)(o->micro_batch_size * o->seq_length / o->context_parallel_size);
+    double layers = (double)o->num_layers / (double)o->pipeline_model_parallel_size;
+    return 2.0 / (1 << 20) * layers * tokens * (double)o->hidden_size * width * (tp - 1) / tp;
+}
+
+/* An option that was given and changes nothing in this run, and why. */
+typedef struct mt_idle_option {
+    bool is_idle;
+    const char *name, *reason;
+} mt_idle_option;
+
+static void mt_options_warn_idle(const mt_options *o, FILE *file) {
+    bool one = o->data_parallel_size * o->context_parallel_size == 1, cpu = o->device == MT_DEVICE_CPU;
+    bool constant = o->lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
+    const char *alone = "there is one data-parallel rank";
+    const mt_idle_option options[] = {
+        {one && o->overlap_grad_reduce, "overlap-grad-reduce", alone},
+        {one && o->overlap_param_gather, "overlap-param-gather", alone},
+        {one && o->use_distributed_optimizer, "use-distributed-optimizer", alone},
+        {one && MT_GIVEN(o, data_parallel_sharding_strategy) && o->data_parallel_sharding_strategy != MT_NO_SHARD,
+         "data-parallel-sharding-strategy", alone},
+        {one && o->ddp_bucket_size > 0, "ddp-bucket-size", alone},
+        {!one && o->ddp_bucket_size > 0 && o->data_parallel_sharding_strategy >= MT_SHARD_GRADS, "ddp-bucket-size",
+         "a layer's gradients are sharded before the next layer's are computed"},
+        {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},
+        {cpu && o->deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
+        {cpu && o->attention_backend == MT_ATTENTION_FLASH, "attention-backend flash", "the CPU has one attention"},
+        {o->window_size >= o->seq_length, "window-size", "no sequence is longer"},
+        {o->multi_latent_attention && MT_GIVEN(o, qk_layernorm), "qk-layernorm",
+         "with --multi-latent-attention, the latents always have norms"},
+        {constant && MT_GIVEN(o, min_lr), "min-lr", "--lr-decay-style is constant"},
+        {constant && MT_GIVEN(o, lr_decay_iters), "lr-decay-iters", "--lr-decay-style is constant"},
+        {o->eval_iters == 0 && MT_GIVEN(o, eval_interval), "eval-interval", "--eval-iters is 0"},
+        {o->load && MT_GIVEN(o, init_method_std), "init-method-std", "the weights are loaded"},
+        {o->exit_on_missing_checkpoint && !resumes, "exit-on-missing-checkpoint", "the run does not resume"},
+        {o->num_experts > 0 && o->expert_model_parallel_size == 1 && MT_GIVEN(o, moe_token_dispatcher_type),
+         "moe-token-dispatcher-type", "--expert-model-parallel-size is 1"},
+    };
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        if (options[i].is_idle) fprintf(file, "--%s has no effect: %s\n", options[i].name, options[i].reason);
+}
+
+void mt_options_warn(const mt_options *o, FILE *file) {
+    long long tp = o->tensor_model_parallel_size, etp = o->expert_tensor_parallel_size;
+    bool experts = o->num_experts > 0;
+    if (experts && o->sequence_parallel && !MT_GIVEN(o, sequence_parallel))
+        fprintf(file,
+                "--sequence-parallel is on: with experts, each of the %lld tensor-parallel ranks routes its own "
+                "tokens\n",
+                tp);
+    if (experts && etp != tp && !MT_GIVEN(o, expert_tensor_parallel_size))
+        fprintf(file,
+                "--expert-tensor-parallel-size is %lld: experts or ranks do not divide by "
+                "--tensor-model-parallel-size %lld\n",
+                etp, tp);
+    if (tp > 1 && !o->sequence_parallel)
+        fprintf(file,
+                "--tensor-model-parallel-size %lld without --sequence-parallel: with it, each rank would keep at least "
+                "%.3g "
+                "MiB less per micro-batch\n",
+                tp, mt_sequence_parallel_saves(o));
+    mt_options_warn_idle(o, file);
 }
 
 /* ---- agreement of the ranks */

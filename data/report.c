@@ -234,6 +234,14 @@ void mt_report_close(mt_report *report) {
     report_file_close(&report->events);
 }
 
+void mt_report_refusal(mt_grid *grid, int status, mt_error *error) {
+    if (mt_agree(&grid->world, status != 0, error) == 0) return;
+    fflush(stdout);
+    if (grid->world.rank == 0) fprintf(stderr, "error: %s\n", error->text);
+    mt_grid_stop(grid);
+    exit(1);
+}
+
 void mt_report_line(const mt_report *report, const char *format, ...) {
     if (!report->prints) return;
     va_list arguments;

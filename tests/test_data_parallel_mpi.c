@@ -412,6 +412,44 @@ static void every_strategy_trains_every_family_like_pytorch_on_one(void **state)
                 if (is_in_grid(ranks)) train_family(families[k], &first_ranks[ranks], strategy);
 }
 
+/* ---- reductions of several layers */
+
+static int64_t gradient_reductions; // over the data-parallel ranks
+
+static void counted_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                               const mt_group *group, mt_stream *stream) {
+    gradient_reductions += dtype == MT_F32 && group == &first_ranks[2].data_context;
+    mt_cpu_ops.all_reduce(buffer, count, reduction, dtype, group, stream);
+}
+
+/* Words, positions, three layers and the final norm: each alone; the final norm with a layer, two layers, the others
+ * alone; all but the words together. */
+static void layers_reduced_together_train_bit_for_bit_like_layers_alone(void **state) {
+    (void)state;
+    static const char *const sizes[] = {"", " --ddp-bucket-size 9000", " --ddp-bucket-size 1000000"};
+    static const int64_t expected[] = {6, 4, 2};
+    if (!is_in_grid(2)) return;
+    mt_ops counted = mt_cpu_ops;
+    counted.all_reduce = counted_all_reduce;
+    for (int strategy = 0; strategy < NUM_STRATEGIES; strategy++)
+        for (int overlaps = 0; overlaps < 2; overlaps++) {
+            outcome alone = {{0}, {0}, NULL, 0};
+            for (int i = 0; i < 3; i++) {
+                char words[200];
+                snprintf(words, sizeof words, "%s%s", tied, sizes[i]);
+                backend = &counted, gradient_reductions = 0;
+                outcome o = ten_steps(&first_ranks[2], words, strategy, overlaps, 2);
+                backend = &mt_cpu_ops;
+                if (strategy == 0) assert_int_equal(gradient_reductions, STEPS * expected[i]);
+                if (i == 0) alone = o;
+                assert_same_outcome(&o, &alone, 0, words);
+                assert_memory_equal(o.weights, alone.weights, (size_t)o.count * 4);
+                if (i > 0) free(o.weights);
+            }
+            free(alone.weights);
+        }
+}
+
 static void every_rank_ends_with_the_same_weights(void **state) {
     (void)state;
     for (int strategy = 0; strategy < NUM_STRATEGIES; strategy++) {
@@ -669,6 +707,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_strategy_trains_in_bf16_to_within_two_percent),
         cmocka_unit_test(streams_wait_for_their_inputs),
         cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),
+        cmocka_unit_test(layers_reduced_together_train_bit_for_bit_like_layers_alone),
         cmocka_unit_test(every_rank_ends_with_the_same_weights),
         cmocka_unit_test(initial_weights_do_not_depend_on_the_strategy),
         cmocka_unit_test(memory_is_that_of_the_formula),

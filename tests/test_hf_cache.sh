@@ -100,10 +100,21 @@ checkpoints_of_megatron_are_refused_with_the_conversion() {
  --ckpt-convert-save, then with Megatron Bridge" "$train" --load "$work/older" --mock-data $train_options
 }
 
+a_format_is_detected_and_that_of_megatron_refused() {
+    # shellcheck disable=SC2086
+    "$train" --load "$golden/hf/qwen3" --auto-detect-ckpt-format --mock-data $train_options \
+        >"$work/out" 2>"$work/err" || return 1
+    # shellcheck disable=SC2086
+    refused 'ckpt-format is not supported (.*convert_checkpoints.py of Megatron Bridge imports it into torch_dist' \
+        "$train" --load "$golden/hf/qwen3" --save "$work/formats" --ckpt-format torch_dist --mock-data \
+        $train_options && [ ! -e "$work/formats" ]
+}
+
 check a_name_is_found_in_every_place_of_the_cache a_name_is_found_in_every_place_of_the_cache
 check a_cached_model_and_tokenizer_are_fine_tuned_and_saved a_cached_model_and_tokenizer_are_fine_tuned_and_saved
 check what_is_not_there_is_named_with_the_command_that_fetches_it \
     what_is_not_there_is_named_with_the_command_that_fetches_it
 check a_path_is_not_looked_up a_path_is_not_looked_up
 check checkpoints_of_megatron_are_refused_with_the_conversion checkpoints_of_megatron_are_refused_with_the_conversion
+check a_format_is_detected_and_that_of_megatron_refused a_format_is_detected_and_that_of_megatron_refused
 exit $failed

@@ -1,0 +1,76 @@
+#!/bin/sh
+# A command that is refused ends with one line, with status 1, and without a page of MPI_Abort; text and halves of a
+# dataset as --data-path are answered with the next step; options without effect say so.
+set -u
+. tests/suite.sh
+small="--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 100 --seq-length 16
+    --train-iters 1 --lr 1e-3 --device cpu"
+
+# refused_together PATTERN PROGRAM ARGUMENTS...: two ranks refuse with one line. mpirun adds that the status is not 0.
+refused_together() {
+    pattern=$1
+    shift
+    timeout 60 $(mpirun_here) -np 2 "$@" >"$work/out" 2>"$work/err" && return 1
+    [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says "^error: .*$pattern" "$work/err" &&
+        ! grep -q MPI_ABORT "$work/err" && says 'Exit code: *1' "$work/err"
+}
+
+# prints PATTERN ARGUMENTS...: a run of one step prints a line.
+prints() {
+    pattern=$1
+    shift
+    # The options are a list of words.
+    # shellcheck disable=SC2086
+    "$train" $small "$@" >"$work/out" 2>"$work/err" && says "$pattern" "$work/out"
+}
+
+prints_nothing_idle() {
+    # shellcheck disable=SC2086
+    "$train" $small >"$work/out" 2>"$work/err" && ! grep -q 'no effect' "$work/out"
+}
+
+if [ -n "${HAVE_MPI:-}" ]; then
+    # shellcheck disable=SC2086
+    check ranks_refuse_a_name_together refused_together 'fp16 is not supported' "$train" $small --fp16
+    # shellcheck disable=SC2086
+    check ranks_refuse_a_rule_together refused_together 'must be a multiple of' "$train" $small --ffn-hidden-size 33 \
+        --tensor-model-parallel-size 2
+    # shellcheck disable=SC2086
+    check ranks_refuse_a_tokenizer_together refused_together 'no-such-file' "$train" $small \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$work/no-such-file"
+    check infer_refuses_together refused_together 'load is missing' "$infer" --prompt a
+    # shellcheck disable=SC2086
+    prints_sequence_parallel() {
+        timeout 60 $(mpirun_here) -np 2 "$train" $small --tensor-model-parallel-size 2 "$@" >"$work/out" 2>&1
+    }
+    without_sequence_parallel_warns() {
+        prints_sequence_parallel && says 'with it, each rank would keep at least 0.00391 MiB less' "$work/out"
+    }
+    experts_turn_sequence_parallel_on() {
+        prints_sequence_parallel --num-experts 2 --moe-ffn-hidden-size 31 --disable-bias-linear --swiglu &&
+            says '--sequence-parallel is on: with experts' "$work/out" &&
+            says '--expert-tensor-parallel-size is 1: experts or ranks' "$work/out"
+    }
+    check without_sequence_parallel_warns without_sequence_parallel_warns
+    check experts_turn_sequence_parallel_on experts_turn_sequence_parallel_on
+else
+    echo "skipped: without MPI there is one rank"
+fi
+
+echo 'Once upon a time.' >"$work/my.txt"
+real="--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 100 --seq-length 16 --train-iters 1
+    --lr 1e-3"
+# shellcheck disable=SC2086
+check text_is_answered_with_preprocess refused \
+    "my.txt: is text, not a dataset; first run data/preprocess --input $work/my.txt --output-prefix $work/my " \
+    "$train" $real --data-path "$work/my.txt"
+# shellcheck disable=SC2086
+check half_a_dataset_is_answered_with_its_prefix refused "expects the prefix of the two files .*; give $work/x\$" \
+    "$train" $real --data-path 0.5 "$work/x.bin" 0.5 "$work/y"
+check overlap_on_one_rank_says_so prints '--overlap-grad-reduce has no effect: there is one data-parallel rank' \
+    --overlap-grad-reduce
+check a_constant_rate_has_no_minimum prints '--min-lr has no effect' --lr-decay-style constant --min-lr 1e-4
+check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32, --optimizer: so in any case, without effect' \
+    --attention-softmax-in-fp32 --optimizer adam
+check a_plain_run_has_no_idle_option prints_nothing_idle
+exit $failed
