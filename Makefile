@@ -280,7 +280,7 @@ demo: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
 
 plot:
-	@data/plot.sh "$(RUN)" $(OUT)
+	@data/plot.sh "$$RUN" $${OUT:+"$$OUT"}
 
 FUZZ_SECONDS ?= 600
 fuzz:
@@ -346,12 +346,13 @@ endef
 
 deps:
 	$(call install_packages,$(APT),$(DNF),$(BREW))
+# The tests of data/recipes use shellcheck, a parser for YAML, and hadolint, which no distribution packages.
 # .ci/run also needs clang with its sanitizers, libFuzzer and OpenMP. Debian and Ubuntu split these differently into
 # packages, which are named after clang's version NN.
 CLANG = $(shell apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$$/\1/p')
 deps-dev: deps
-	$(call install_packages,clang clang-format $(CLANG:%=libomp-%-dev) \
+	$(call install_packages,clang clang-format shellcheck python3-yaml iproute2 $(CLANG:%=libomp-%-dev) \
 		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
-		clang clang-tools-extra compiler-rt libomp-devel,llvm)
+		clang clang-tools-extra compiler-rt libomp-devel ShellCheck python3-pyyaml iproute,llvm shellcheck)
 
 endif

@@ -4,6 +4,7 @@
 
 #include "data/checkpoint.h"
 #include "data/host_memory.h"
+#include "data/launch.h"
 #include "data/options.h"
 #include "data/prompts.h"
 #include "data/report.h"
@@ -59,6 +60,7 @@ static void open_model(run *r, mt_model_plan *plan) {
     plan->host_memory = mt_host_memory_available("");
     check(ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
     check(mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
+    mt_watch_enter(MT_WATCH_STEP);
 }
 
 static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
@@ -230,7 +232,9 @@ int main(int argc, char **argv) {
     mt_options *o = &r.options;
     mt_error error;
     bool all = true;
+    check(mt_launch_check(argv, &error), &error);
     int status = mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error);
+    mt_watch_start(o);
     mt_grid_start(&r.grid, &argc, &argv);
     r.is_first = r.grid.world.rank == 0;
     mt_report_refusal(&r.grid, status, &error);

@@ -4,18 +4,21 @@
 #
 #   usage: ./launch.sh -n RANKS [--hostfile FILE] [--max-restarts N] [--pause SECONDS] ./train --save DIR OPTIONS...
 #
-#   -n RANKS            the largest number of ranks to start
-#   --hostfile FILE     lines of "HOST slots=N"; every start leaves out the hosts that ssh does not reach
-#   --max-restarts N    failures in a row without a new checkpoint before it gives up (3)
-#   --pause SECONDS     between a failure and the next start (5)
+#   -n RANKS                the largest number of ranks to start
+#   --hostfile FILE         lines of "HOST slots=N"; every start leaves out the hosts that ssh does not reach
+#   --max-restarts N        failures in a row without a new checkpoint before it gives up (3)
+#   --max-total-restarts N  restarts in all before it gives up (1000)
+#   --pause SECONDS         between a failure and the next start (5); doubles with each failure without a new checkpoint
+#   --max-pause SECONDS     its limit (300)
 #
-# The number of ranks is a multiple of the tensor, pipeline and context sizes, and divides --global-batch-size evenly
-# into micro-batches, so that training continues as it would with all ranks. After two failures in a row without a new
-# checkpoint it takes the next smaller number. On SIGTERM and SIGINT it sends SIGUSR1, which mpirun passes on, and train
-# saves and ends. MPIRUN="mpirun --bind-to none" replaces the command that starts ranks. An mpirun that stays for 5 s
-# after its last process has ended is killed: Open MPI 4.1's does not end if a rank dies while it connects to it.
+# The number of ranks is the largest one that train accepts with the --global-batch-size of the first start, so that
+# training continues as it would with all ranks. After two failures in a row without a new checkpoint it takes the next
+# smaller number, until a host comes back. SIGTERM, SIGHUP and Ctrl-C: train saves and ends, and a pause ends at once; a
+# second Ctrl-C ends train at once. If launch.sh itself is killed, so is mpirun. MPIRUN="mpirun --bind-to none" replaces
+# the command that starts ranks. An mpirun that stays for 5 s after its last process has ended is killed: Open MPI 4.1's
+# does not end if a rank dies while it connects to it, or if a host is gone.
 set -u
-ranks='' hostfile='' limit=3 pause=5
+ranks='' hostfile='' limit=3 total=1000 pause=5 longest=300
 
 say() { echo "launch: $*" >&2; }
 die() { say "$*" && exit 2; }
@@ -25,89 +28,131 @@ while [ $# -gt 0 ]; do
     -n | -np) ranks=${2:-} && shift ;;
     --hostfile) hostfile=${2:-} && shift ;;
     --max-restarts) limit=${2:-} && shift ;;
+    --max-total-restarts) total=${2:-} && shift ;;
     --pause) pause=${2:-} && shift ;;
-    -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit ;;
+    --max-pause) longest=${2:-} && shift ;;
+    -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed '$d' && exit ;;
     -*) die "unknown option $1; --help lists them" ;;
     *) break ;;
     esac
     [ $# -gt 0 ] && shift
 done
 [ $# -gt 0 ] || die "which program? --help shows how"
-for number in "$ranks" "$limit" "$pause"; do
-    case $number in '' | *[!0-9]*) die "-n, --max-restarts and --pause expect whole numbers" ;; esac
+for number in "$ranks" "$limit" "$total" "$pause" "$longest"; do
+    case $number in '' | *[!0-9]* | 0?* | ???????*) # the shell reads 010 as 8
+        die "-n, --max-restarts, --max-total-restarts, --pause and --max-pause expect whole numbers" ;;
+    esac
 done
 [ "$ranks" -gt 0 ] || die "-n expects at least one rank"
 [ -z "$hostfile" ] || [ -r "$hostfile" ] || die "--hostfile $hostfile: cannot be read"
 
-# last_of NAME ARGUMENTS...: the value of --NAME, or nothing.
-last_of() {
-    name=$1 value='' next=''
-    shift
-    for word; do
-        if [ -n "$next" ]; then value=$word next=''; fi
-        case $word in
-        "--$name") next=yes ;;
-        "--$name="*) value=${word#*=} ;;
-        esac
-    done
-    echo "$value"
-}
-
-# option NAME DEFAULT ARGUMENTS...: the value of --NAME in train: from the command line, else from the YAML file.
-option() {
-    name=$1 fallback=$2
-    shift 2
-    found=$(last_of "$name" "$@")
-    file=$(last_of config "$@")
-    if [ -z "$found" ] && [ -r "$file" ]; then
-        key=$(echo "$name" | tr - _)
-        found=$(sed -n "s/[[:space:]]*#.*//; s/^[[:space:]]*$key:[[:space:]]*//p" "$file" | tail -n 1)
-    fi
-    echo "${found:-$fallback}"
-}
-
-save=$(option save '' "$@")
-[ -n "$save" ] || die "train needs --save, to be started again from there"
-tensor=$(option tensor-model-parallel-size 1 "$@")
-pipeline=$(option pipeline-model-parallel-size 1 "$@")
-context=$(option context-parallel-size 1 "$@")
-micro_batch=$(option micro-batch-size 1 "$@")
-global_batch=$(option global-batch-size 0 "$@")
-signal=$(option exit-signal '' "$@")
-case $signal in SIGUSR1 | SIGUSR2) ;; *) signal=SIGUSR1 ;; esac
-model=$((tensor * pipeline * context))
-
-# legal LIMIT: the largest number of ranks up to LIMIT that trains the same run, or nothing. Without
-# --global-batch-size the batch depends on the number of ranks, so that only the first number is legal.
-legal() {
-    number=$(($1 / model * model))
-    while [ $number -gt 0 ]; do
-        if [ "$global_batch" = 0 ]; then
-            [ $number = "$ranks" ] && break
-        elif [ $((global_batch % (micro_batch * (number / model)))) = 0 ]; then
-            break
-        fi
-        number=$((number - model))
-    done
-    [ $number -gt 0 ] && echo $number
-}
-
-work=$(mktemp -d)
+work=$(mktemp -d) || exit
 trap 'rm -rf "$work"' EXIT
 
-# available: the number of ranks that the hosts have slots for now; writes the hosts that answer to $work/hosts.
-available() {
+# ---- signals
+
+job='' helper='' signal=SIGUSR1 stopping='' interrupts=0
+
+# stop NAME STATUS: requests a stop from train; between two starts it ends launch.sh with STATUS.
+stop() {
+    stopping=$1
+    if [ "$1" = INT ]; then interrupts=$((interrupts + 1)); fi
+    if [ -z "$job" ]; then
+        [ -z "$helper" ] || kill "$helper" 2>/dev/null
+        exit "$2"
+    elif [ $interrupts -gt 1 ]; then
+        kill -TERM "$job" 2>/dev/null
+    else
+        : >"$work/stopping"
+        kill -"${signal#SIG}" "$job" 2>/dev/null
+    fi
+}
+trap 'stop HUP 129' HUP
+trap 'stop INT 130' INT
+trap 'stop TERM 143' TERM
+
+# finish PROCESS: its status at its end. A signal interrupts wait.
+finish() {
+    while :; do
+        wait "$1"
+        result=$?
+        kill -0 "$1" 2>/dev/null || return $result
+    done
+}
+
+# aside COMMAND...: runs it so that a signal ends launch.sh at once.
+aside() {
+    (exec 9>&- && "$@") &
+    helper=$!
+    finish $helper
+    result=$?
+    helper=''
+    return $result
+}
+
+# end_job PROCESS SIGNAL: a signal to mpirun and its own helpers, such as ssh.
+end_job() {
+    kill -s "$2" -- "-$1" 2>/dev/null || kill -s "$2" "$1" 2>/dev/null
+}
+
+# Ends mpirun if launch.sh is killed: descriptor 9 of launch.sh is then closed, and the pipe ends. Its last line is the
+# process to end, if any. In a session of its own, like mpirun, it does not get the signals of the terminal.
+session=$(command -v setsid)
+mkfifo "$work/alive" || exit
+exec 9<>"$work/alive"
+cat >"$work/guard" <<'GUARD'
+trap '' HUP INT TERM
+process=''
+while read -r line; do process=$line; done
+if [ -n "$process" ]; then
+    echo "launch: launch.sh was killed: ending its ranks" >&2
+    for signal in TERM KILL; do
+        kill -s $signal -- "-$process" 2>/dev/null || kill -s $signal "$process" 2>/dev/null
+        waited=0
+        while kill -0 "$process" 2>/dev/null && [ $waited -lt 10 ]; do
+            sleep 1
+            waited=$((waited + 1))
+        done
+    done
+fi
+rm -rf "$1"
+GUARD
+# shellcheck disable=SC2086
+$session sh "$work/guard" "$work" <"$work/alive" 9>&- >/dev/null &
+
+# ---- what to start
+
+# plan MOST ARGUMENTS...: asks train for the ranks to start, at most MOST; its answer is in $work/plan.
+plan() {
+    most=$1
+    shift
+    "$@" --auto-resume --print-launch "$most" >"$work/plan" 2>"$work/why" </dev/null && [ -n "$(planned ranks)" ]
+}
+
+planned() { sed -n "s/^$1 //p" "$work/plan" | tail -n 1; }
+whole() { planned "$1" | grep -x '[0-9]\{1,9\}'; } # a number that the shell may calculate with
+
+aside plan "$ranks" "$@" || die "$(grep . "$work/why" || echo "$1 did not answer --print-launch $ranks")"
+save=$(planned save)
+[ -n "$save" ] || die "train needs --save, to be started again from there"
+batch=$(whole global_batch_size)
+device=$(planned device)
+case $(planned exit_signal) in SIGUSR2) signal=SIGUSR2 ;; esac
+
+# find_room: writes the number of ranks that the hosts have slots for now to $work/room, and the hosts that answer to
+# $work/hosts.
+find_room() {
     if [ -z "$hostfile" ]; then
         gpus=''
-        [ "$(option device auto "$@")" = cuda ] && gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-        if [ -n "$gpus" ] && [ "$gpus" -lt "$ranks" ]; then echo "$gpus"; else echo "$ranks"; fi
+        [ "$device" = cuda ] && gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+        if [ -n "$gpus" ] && [ "$gpus" -lt "$ranks" ]; then echo "$gpus"; else echo "$ranks"; fi >"$work/room"
         return
     fi
     slots=0
     : >"$work/hosts"
-    while read -r host rest; do
+    while read -r host rest || [ -n "$host" ]; do
         case $host in '' | '#'*) continue ;; esac
-        count=$(echo "$rest" | sed -n 's/.*slots=\([0-9][0-9]*\).*/\1/p')
+        count=$(echo "$rest" | sed -n 's/.*slots=0*\([0-9]\{1,6\}\).*/\1/p')
         case $host in
         localhost | "$(uname -n)") ;;
         *)
@@ -120,88 +165,95 @@ available() {
         echo "$host slots=${count:-1}" >>"$work/hosts"
         slots=$((slots + ${count:-1}))
     done <"$hostfile"
-    if [ $slots -lt "$ranks" ]; then echo $slots; else echo "$ranks"; fi
+    if [ $slots -lt "$ranks" ]; then echo $slots; else echo "$ranks"; fi >"$work/room"
 }
 
 latest() { cat "$save/latest_checkpointed_iteration.txt" 2>/dev/null; }
 
-# start RANKS ARGUMENTS...: starts from the last checkpoint, if there is one, whose --load replaces the --hf-config or
-# --load of the first start. Returns mpirun's status.
+# ---- starting it
+
+# start RANKS ARGUMENTS...: starts from the last checkpoint, if there is one, or else as the arguments say. Returns
+# mpirun's status.
 start() {
     number=$1
     shift
-    if [ -n "$(latest)" ]; then
-        count=$#
-        while [ $count -gt 0 ]; do # removes --hf-config: each argument moves to the end of the list
-            word=$1
-            shift
-            count=$((count - 1))
-            case $word in
-            --hf-config) shift && count=$((count - 1)) ;;
-            --hf-config=*) ;;
-            *) set -- "$@" "$word" ;;
-            esac
-        done
-        set -- "$@" --load "$save" --finetune=false --no-load-optim=false
-    fi
-    # shellcheck disable=SC2086
-    ${MPIRUN:-mpirun} ${hostfile:+--hostfile "$work/hosts"} -np "$number" "$@" --exit-signal "$signal" </dev/null &
+    set -- "$@" --auto-resume --global-batch-size "$batch" --exit-signal "$signal"
+    [ -z "$(latest)" ] || set -- "$@" --finetune=false --no-load-optim=false
+    rm -f "$work/stopping"
+    # shellcheck disable=SC2016,SC2086
+    $session sh -c 'echo $$ >&9; exec "$@" 9>&-' sh ${MPIRUN:-mpirun} ${hostfile:+--hostfile "$work/hosts"} \
+        -np "$number" "$@" </dev/null &
     job=$!
     end_if_abandoned $job &
     watch=$!
-    while :; do # a signal interrupts the wait
-        wait $job
-        result=$?
-        kill -0 $job 2>/dev/null || break
-    done
+    finish $job
+    result=$?
+    job=''
+    echo >&9
     kill $watch 2>/dev/null
     wait $watch 2>/dev/null
     return $result
 }
 
-# end_if_abandoned JOB: kills the process JOB once it has had children and has had none for 5 s.
+# end_if_abandoned JOB: kills the process JOB once it has had children and has had none but ssh for 5 s. Repeats the
+# request to stop, which comes to nothing while mpirun starts its ranks.
 end_if_abandoned() {
-    trap - TERM INT
-    had_children='' alone=0
+    trap - HUP INT TERM
+    exec 9>&-
+    had_children='' alone=0 asked=0
     while sleep 1 >/dev/null 2>&1 && kill -0 "$1" 2>/dev/null; do
-        if ps -A -o ppid= -o stat= | grep -q "^ *$1 *[^Z ]"; then
+        if [ -e "$work/stopping" ] && asked=$((asked + 1)) && [ $((asked % 5)) = 0 ]; then
+            kill -"${signal#SIG}" "$1" 2>/dev/null
+        fi
+        if ps -A -o ppid= -o stat= -o comm= |
+            awk -v job="$1" '$1 == job && $2 !~ /^Z/ && $3 !~ /(^|\/)ssh$/ { found = 1 } END { exit !found }'; then
             had_children=yes alone=0
         elif [ -n "$had_children" ] && alone=$((alone + 1)) && [ $alone -ge 5 ]; then
             say "${MPIRUN:-mpirun} has not ended 5 s after its last process: killed"
-            kill -KILL "$1"
+            end_job "$1" KILL
         fi
     done
 }
 
-job='' stopping=''
-stop() {
-    stopping=yes
-    if [ -n "$job" ]; then kill -"${signal#SIG}" "$job" 2>/dev/null; else exit 143; fi
-}
-trap stop TERM INT
+# ---- until it is done
 
-failures=0 ceiling=$ranks
+failures=0 restarts=0 ceiling=$ranks delay=$pause last_room=0
 while :; do
-    room=$(available "$@")
+    aside find_room
+    room=$(cat "$work/room")
+    [ "$room" -le "$last_room" ] || ceiling=$ranks # the first start, or a host came back
+    last_room=$room
     [ "$room" -lt "$ceiling" ] || room=$ceiling
-    number=$(legal "$room")
-    [ -n "$number" ] || die "there is room for $room ranks, but this run needs a multiple of $model that divides" \
-        "--global-batch-size, which must be given for fewer than $ranks"
     before=$(latest)
-    say "starting $number ranks$([ -n "$before" ] && echo " from iteration $before")"
-    start "$number" "$@"
-    status=$?
-    if [ $status = 0 ] || [ -n "$stopping" ]; then exit $status; fi
-    if [ "$(latest)" != "$before" ]; then failures=0; else failures=$((failures + 1)); fi
-    say "$number ranks ended with status $status, at checkpoint $(latest || echo none)"
+    number=0
+    if [ "$room" -gt 0 ] && aside plan "$room" "$@" --global-batch-size "$batch"; then number=$(whole ranks); fi
+    if [ "$number" -gt 0 ]; then
+        say "starting $number ranks$([ -n "$before" ] && echo " from iteration $before")"
+        start "$number" "$@"
+        status=$?
+        if [ $status = 0 ] || [ -n "$stopping" ]; then exit $status; fi
+        say "$number ranks ended with status $status, at checkpoint $(latest || echo none)"
+    else
+        status=2
+        say "there is room for $room ranks, too few for this run: $(cat "$work/why")"
+    fi
+    if [ "$(latest)" != "$before" ]; then failures=0 delay=$pause; else failures=$((failures + 1)); fi
     if [ $failures -gt "$limit" ]; then
         say "$failures failures without a new checkpoint (--max-restarts $limit): giving up"
         exit $status
     fi
-    if [ $failures -ge 2 ] && fewer=$(legal $((number - 1))) && [ -n "$fewer" ]; then
-        say "trying fewer ranks: $fewer"
-        ceiling=$fewer
+    restarts=$((restarts + 1))
+    if [ $restarts -gt "$total" ]; then
+        say "$total restarts in all (--max-total-restarts): giving up"
+        exit $status
     fi
-    sleep "$pause"
-    [ -z "$stopping" ] || exit $status
+    if [ $failures -ge 2 ] && [ "$number" -gt 1 ] &&
+        aside plan $((number - 1)) "$@" --global-batch-size "$batch"; then
+        ceiling=$(whole ranks)
+        say "trying fewer ranks: $ceiling"
+    fi
+    if [ "$delay" -gt 0 ]; then say "next start in $delay s"; fi
+    aside sleep "$delay"
+    delay=$((delay * 2))
+    if [ $delay -gt "$longest" ]; then delay=$longest; fi
 done

@@ -105,6 +105,7 @@ void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fflush(stdout);
+    signal(SIGTERM, SIG_DFL);           // mpirun ends the other ranks by it
     if (mt_launch_rank() > 0) sleep(2); // an error of all ranks is printed once: rank 0's exit ends the others
     fprintf(stderr, "error: ");
     vfprintf(stderr, format, arguments);
@@ -907,12 +908,21 @@ static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error
     return mt_options_derive_pipeline(o, error);
 }
 
+/* The limit of the start is also that of a step, unless a step has its own. A save may take at least as long. */
+static void mt_options_derive_timeouts(mt_options *o) {
+    if (MT_GIVEN(o, distributed_timeout_minutes) && !MT_GIVEN(o, distributed_timeout_seconds))
+        o->distributed_timeout_seconds = (int64_t)ceil(60 * o->distributed_timeout_minutes);
+    if (!MT_GIVEN(o, save_timeout_seconds))
+        o->save_timeout_seconds = mt_max(o->save_timeout_seconds, o->distributed_timeout_seconds);
+}
+
 int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
     if (o->num_layers == 0)
         return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
                                    "--load");
     o->data_parallel_size = world_size;
+    mt_options_derive_timeouts(o);
     if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
     if (mt_options_routes_parts(o, program) && !MT_GIVEN(o, sequence_parallel)) o->sequence_parallel = true;
     if (mt_options_check_pairs(o, program, error)) return -1;
@@ -3212,8 +3222,7 @@ void mt_cuda_groups_end(void) {
  * ranks of a group list its members in the same order, by world rank; the members of a group are a pure function of the
  * grid's sizes. */
 
-/* True if mpirun, srun or another launcher started this process. Without one, MPI_Init would start a helper daemon. */
-static bool mt_launched_by_mpi(void) {
+bool mt_launched_by_mpi(void) {
     static const char *const signs[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS"};
     for (size_t i = 0; i < sizeof signs / sizeof *signs; i++)
         if (getenv(signs[i])) return true;
@@ -3383,7 +3392,9 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     if (!mt_launched_by_mpi()) return;
 #ifdef MT_HAVE_MPI
     MPI_Comm *world = mt_malloc(sizeof *world);
+    mt_watch_begin("MPI_Init", NULL);
     MPI_Init(argc, argv);
+    mt_watch_end();
     *world = MPI_COMM_WORLD;
     grid->world.comm = world;
     MPI_Comm_size(*world, &grid->world.size);
@@ -3420,18 +3431,32 @@ static void mt_group_make(mt_group *group, const mt_group *world, const int *mem
 #endif
 }
 
-/* The watchdog: a thread that checks how long this rank has waited for an operation. If one rank hangs, all others
- * wait; each prints a line and ends the job, so the rank without a line is the faulty one. A static object, because ops
- * have no context. */
+/* The watchdog: a thread that checks how long this rank has waited for an operation or a file. If one rank hangs, all
+ * others wait; each prints a line and ends the job, so the rank without a line is the faulty one. A rank whose disk
+ * hangs names the file. A static object, because ops have no context. */
+enum { MT_WATCHED_FILES = 16 }; // at once; more are not watched
+
+static const struct {
+    const char *during, *option;
+} mt_watch_phases[] = {[MT_WATCH_START] = {"the start", "distributed-timeout-minutes"},
+                       [MT_WATCH_STEP] = {"a step", "distributed-timeout-seconds"},
+                       [MT_WATCH_SAVE] = {"a save", "save-timeout-seconds"}};
+
 static struct {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t stops;
     bool running, stopping;
     int rank;
-    double timeout, since;
+    mt_watch_phase phase;
+    double limits[MT_WATCH_PHASES], since;   // seconds
     const char *operation, *group;           // that this rank waits for; NULL: none
     const char *last_operation, *last_group; // enqueued last on a device
+    struct {
+        const char *path; // NULL: unused
+        bool writes;
+        double since;
+    } files[MT_WATCHED_FILES];
 } mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
 
 void mt_watch_begin(const char *operation, const char *group) {
@@ -3456,22 +3481,73 @@ void mt_watch_note(const char *operation, const char *group) {
     pthread_mutex_unlock(&mt_watch.lock);
 }
 
-/* Prints the operation and ends the job. Other ranks get a second to print theirs. */
+int mt_watch_file_begin(const char *path, bool writes) {
+    int file = 0;
+    if (!mt_watch.running) return MT_WATCHED_FILES;
+    pthread_mutex_lock(&mt_watch.lock);
+    while (file < MT_WATCHED_FILES && mt_watch.files[file].path) file++;
+    if (file < MT_WATCHED_FILES) {
+        mt_watch.files[file].path = path, mt_watch.files[file].writes = writes;
+        mt_watch.files[file].since = mt_time();
+    }
+    pthread_mutex_unlock(&mt_watch.lock);
+    return file;
+}
+
+void mt_watch_file_end(int file) {
+    if (file >= MT_WATCHED_FILES) return;
+    pthread_mutex_lock(&mt_watch.lock);
+    mt_watch.files[file].path = NULL;
+    pthread_mutex_unlock(&mt_watch.lock);
+}
+
+mt_watch_phase mt_watch_enter(mt_watch_phase phase) {
+    pthread_mutex_lock(&mt_watch.lock);
+    mt_watch_phase before = mt_watch.phase;
+    mt_watch.phase = phase;
+    pthread_mutex_unlock(&mt_watch.lock);
+    return before;
+}
+
+/* Ends the job after a message. Other ranks get a second to print theirs. */
+static void mt_watch_abort(void) {
+    sleep(1);
+    alarm(10); // in case MPI_Abort hangs
+#ifdef MT_HAVE_MPI
+    int started = 0;
+    MPI_Initialized(&started);
+    if (started) MPI_Abort(MPI_COMM_WORLD, 1);
+#endif
+    _exit(1);
+}
+
+/* An operation took too long: prints it and ends the job. */
 static void mt_watch_expire(void) {
     char last[160] = "";
     if (mt_watch.last_operation)
         snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
     fprintf(stderr,
-            "error: rank %d waited more than %g s for %s%s%s%s: a rank without this message hangs or is far behind; "
-            "--distributed-timeout-seconds sets the limit\n",
-            mt_watch.rank, mt_watch.timeout, mt_watch.operation, mt_watch.group ? " in group " : "",
-            mt_watch.group ? mt_watch.group : "", last);
-    sleep(1);
-    alarm(10); // in case MPI_Abort hangs
-#ifdef MT_HAVE_MPI
-    MPI_Abort(MPI_COMM_WORLD, 1);
-#endif
-    _exit(1);
+            "error: rank %d waited more than %g s for %s%s%s%s during %s: a rank without this message %shangs or is "
+            "far behind; --%s sets the limit\n",
+            mt_watch.rank, mt_watch.limits[mt_watch.phase], mt_watch.operation, mt_watch.group ? " in group " : "",
+            mt_watch.group ? mt_watch.group : "", last, mt_watch_phases[mt_watch.phase].during,
+            mt_watch.phase == MT_WATCH_START ? "has not started, " : "", mt_watch_phases[mt_watch.phase].option);
+    mt_watch_abort();
+}
+
+/* Writes have the limit of a save, also where it overlaps with steps. */
+static void mt_watch_check_files(double now) {
+    for (int i = 0; i < MT_WATCHED_FILES; i++) {
+        bool writes = mt_watch.files[i].writes;
+        mt_watch_phase phase = writes ? MT_WATCH_SAVE : mt_watch.phase;
+        if (!mt_watch.files[i].path || now - mt_watch.files[i].since <= mt_watch.limits[phase]) continue;
+        fprintf(stderr,
+                "error: rank %d waited more than %g s for the disk to %s %s during %s: the disk hangs or is very slow; "
+                "--%s sets the limit\n",
+                mt_watch.rank, mt_watch.limits[phase], writes ? "write" : "read", mt_watch.files[i].path,
+                mt_watch_phases[phase].during, mt_watch_phases[phase].option);
+        mt_watch_abort();
+    }
 }
 
 static void *mt_watch_run(void *unused) {
@@ -3486,24 +3562,41 @@ static void *mt_watch_run(void *unused) {
         next.tv_nsec %= 1000000000;
         pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
         double now = mt_time(), slept = now - looked;
-        if (slept > 1) mt_watch.since = fmin(now, mt_watch.since + slept); // this process was suspended
         looked = now;
-        if (mt_watch.operation && now - mt_watch.since > mt_watch.timeout) mt_watch_expire();
+        if (slept > 1) { // this process was suspended
+            mt_watch.since = fmin(now, mt_watch.since + slept);
+            for (int i = 0; i < MT_WATCHED_FILES; i++)
+                mt_watch.files[i].since = fmin(now, mt_watch.files[i].since + slept);
+        }
+        mt_watch_check_files(now);
+        if (mt_watch.operation && now - mt_watch.since > mt_watch.limits[mt_watch.phase]) mt_watch_expire();
     }
     pthread_mutex_unlock(&mt_watch.lock);
     return NULL;
 }
 
-static void mt_watch_start(int rank, double timeout) {
-    if (mt_watch.running) return;
+/* Sets the limits, and starts the thread in a phase if it does not run. */
+static void mt_watch_open(const mt_options *o, int rank, mt_watch_phase phase) {
     sigset_t all, old; // signals go to the main thread
+    pthread_mutex_lock(&mt_watch.lock);
+    mt_watch.rank = rank;
+    mt_watch.limits[MT_WATCH_START] = 60 * o->distributed_timeout_minutes;
+    mt_watch.limits[MT_WATCH_STEP] = (double)o->distributed_timeout_seconds;
+    mt_watch.limits[MT_WATCH_SAVE] = (double)o->save_timeout_seconds;
+    pthread_mutex_unlock(&mt_watch.lock);
+    if (mt_watch.running) return;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
-    mt_watch.rank = rank, mt_watch.timeout = timeout, mt_watch.stopping = false;
+    mt_watch.phase = phase, mt_watch.stopping = false;
     mt_watch.operation = mt_watch.last_operation = NULL;
     mt_watch.running = pthread_create(&mt_watch.thread, NULL, mt_watch_run, NULL) == 0;
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (!mt_watch.running) mt_die("the watchdog's thread cannot be started");
+}
+
+void mt_watch_start(const mt_options *options) {
+    bool limited = options->distributed_timeout_minutes > 0; // mt_options_finish will refuse other values
+    if (limited && mt_launched_by_mpi()) mt_watch_open(options, mt_launch_rank(), MT_WATCH_START);
 }
 
 static void mt_watch_stop(void) {
@@ -3529,7 +3622,10 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
         mt_group_make(mt_grid_group(grid, kind), &grid->world, members, count);
     }
     free(members);
-    if (grid->world.size > 1) mt_watch_start(grid->world.rank, (double)options->distributed_timeout_seconds);
+    if (grid->world.size > 1)
+        mt_watch_open(options, grid->world.rank, MT_WATCH_STEP);
+    else
+        mt_watch_stop();
     return 0;
 }
 

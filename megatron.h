@@ -64,6 +64,9 @@ void mt_die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 
 /* This process's rank from the launcher's environment, 0 without a launcher. For messages before MPI starts. */
 int mt_launch_rank(void);
 
+/* True if mpirun, srun or another launcher of MPI started this process. */
+bool mt_launched_by_mpi(void);
+
 /* A broken invariant of this program itself (never the user's input): names file and line, then ends the job. */
 #define MT_CHECK(condition)                                                                                            \
     ((condition) ? (void)0 : mt_die("internal check failed at %s:%d: %s", __FILE__, __LINE__, #condition))
@@ -356,7 +359,8 @@ typedef struct mt_options {
     bool sequence_parallel, tp_comm_overlap;
     mt_cp_comm_type cp_comm_type;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
-    int64_t distributed_timeout_seconds;
+    double distributed_timeout_minutes;          // while the job starts
+    int64_t distributed_timeout_seconds, save_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
     int64_t decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers;
@@ -364,6 +368,7 @@ typedef struct mt_options {
     char *pipeline_model_parallel_layout; // as text; see pipeline_letters
     mt_schedule_kind pipeline_schedule;
     char *print_schedule; // an SVG file, or "-": print only
+    int64_t print_launch; // of so many ranks at most: print only
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
     int64_t ddp_bucket_size; // parameters of layers whose gradients are reduced together; 0: each layer alone
     mt_strategy data_parallel_sharding_strategy;
@@ -1284,8 +1289,8 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
  * groups have one rank until mt_grid_build. */
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
 
-/* Makes all groups for finished options. Every rank calls it. With several ranks it also starts the watchdog, which
- * ends the job if one operation takes more than options->distributed_timeout_seconds. */
+/* Makes all groups for finished options. Every rank calls it. With several ranks it also starts the watchdog, unless
+ * mt_watch_start did. */
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 
 /* Undoes mt_grid_build and mt_backend_open; the grid may then be built for other options. Streams and channels must be
@@ -1320,6 +1325,21 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error);
  * a device goes by channels, or to ranks of one host by mailboxes (§3). */
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
+
+/* The watchdog ends the job if a rank waits too long for other ranks or for a file; the limit depends on the phase:
+ * START: options->distributed_timeout_minutes; STEP: distributed_timeout_seconds; SAVE: save_timeout_seconds. */
+typedef enum mt_watch_phase { MT_WATCH_START, MT_WATCH_STEP, MT_WATCH_SAVE, MT_WATCH_PHASES } mt_watch_phase;
+
+/* Optional, before mt_grid_start, with parsed options: the watchdog also limits the start, until mt_watch_enter leaves
+ * that phase. Without a launcher of MPI it does nothing. */
+void mt_watch_start(const mt_options *options);
+
+/* Sets the phase of this rank and returns the one before; for the main thread. */
+mt_watch_phase mt_watch_enter(mt_watch_phase phase);
+
+/* Called around reading or writing a file, by any thread; writing has the limit of a save. The path must stay valid. */
+int mt_watch_file_begin(const char *path, bool writes);
+void mt_watch_file_end(int file);
 
 /* Called around an operation that may wait for other ranks: the watchdog measures the time between begin and end. Pairs
  * do not nest. mt_watch_note records the operation enqueued last on a device, for its message. `group` may be NULL; the

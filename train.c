@@ -4,6 +4,7 @@
 #include "data/checkpoint.h"
 #include "data/dataset.h"
 #include "data/host_memory.h"
+#include "data/launch.h"
 #include "data/options.h"
 #include "data/profile.h"
 #include "data/report.h"
@@ -11,11 +12,8 @@
 #include "data/tokenizer.h"
 #include "data/trace.h"
 
-#include <math.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 /* Where micro-batches come from: a split of the data, from a number of consumed samples on. */
 typedef struct feed {
@@ -41,25 +39,6 @@ typedef struct run {
     double start;
 } run;
 
-static volatile sig_atomic_t stop_requested;
-
-static void request_stop(int signal) {
-    (void)signal;
-    stop_requested = 1;
-}
-
-/* SIGTERM and --exit-signal save and stop. */
-static void catch_signals(const mt_options *o) {
-    static const int signals[] = {[MT_EXIT_SIGTERM] = SIGTERM,
-                                  [MT_EXIT_SIGINT] = SIGINT,
-                                  [MT_EXIT_SIGUSR1] = SIGUSR1,
-                                  [MT_EXIT_SIGUSR2] = SIGUSR2};
-    struct sigaction action = {.sa_handler = request_stop};
-    if (!o->exit_signal_handler) return;
-    sigaction(SIGTERM, &action, NULL);
-    sigaction(signals[o->exit_signal], &action, NULL);
-}
-
 /* Ends the program with the error of a function that failed. */
 static void check(int status, const mt_error *error) {
     if (status != 0) mt_die("%s", error->text);
@@ -67,7 +46,10 @@ static void check(int status, const mt_error *error) {
 
 static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     feed *from = context;
-    return mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
+    int watched = mt_watch_file_begin("data", false);
+    int status = mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
+    mt_watch_file_end(watched);
+    return status;
 }
 
 /* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
@@ -229,7 +211,7 @@ static bool save(run *r) {
 /* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
 static bool should_stop(const run *r) {
     double minutes = r->options.exit_duration_in_mins;
-    double stop = stop_requested || (minutes > 0 && mt_time() - r->start > 60 * minutes);
+    double stop = mt_stop_requested() || (minutes > 0 && mt_time() - r->start > 60 * minutes);
     mt_all_reduce_max(&r->grid.world, &stop, 1, MT_F64);
     return stop > 0;
 }
@@ -246,7 +228,8 @@ static void train(run *r) {
     mt_error error;
     mt_metrics metrics;
     int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
-    bool stop = false;
+    bool stop = should_stop(r);
+    mt_watch_enter(MT_WATCH_STEP);
     while ((r->state.iteration < o->num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
         report_saved(r, mt_saver_poll(r->saver, &error), &error);
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
@@ -309,10 +292,26 @@ static int print_schedule(run *r) {
     return 0;
 }
 
+/* --print-launch, instead of training. */
+static int print_launch(run *r) {
+    mt_error error;
+    r->grid = mt_grid_of_one;
+    check(open_tokenizer(r, &error), &error);
+    check(mt_launch_print(&r->options, stdout, &error), &error);
+    mt_tokenizer_close(r->tokenizer);
+    mt_options_free(&r->options);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     run r = {.start = mt_time(), .saved = -1};
     mt_error error;
+    mt_signals_hold();
+    check(mt_launch_check(argv, &error), &error);
     int status = mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error);
+    mt_signals_select(&r.options);
+    if (status == 0 && r.options.print_launch > 0) return print_launch(&r);
+    mt_watch_start(&r.options);
     mt_grid_start(&r.grid, &argc, &argv);
     mt_report_refusal(&r.grid, status, &error);
     if (r.options.print_schedule) return print_schedule(&r);
@@ -330,7 +329,6 @@ int main(int argc, char **argv) {
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
     if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);
-    catch_signals(&r.options);
     train(&r);
     report_saved(&r, mt_saver_finish(r.saver, &error), &error);
     mt_report_close(&r.report);

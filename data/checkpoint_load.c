@@ -369,7 +369,10 @@ static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
     char *slot = r->window + i % MT_SLOTS * MT_SEGMENT;
     const char *from = own ? own : slot;
     mt_error error;
-    if (mt_reader_read(r, own ? own : slot, offset, bytes) != 0) {
+    int watched = mt_watch_file_begin(r->file->path, false);
+    int status = mt_reader_read(r, own ? own : slot, offset, bytes);
+    mt_watch_file_end(watched);
+    if (status != 0) {
         mt_file_read_error(&error, r->file->path);
         mt_reader_fail(r, &error, false);
         return;

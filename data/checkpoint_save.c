@@ -160,8 +160,10 @@ typedef struct mt_output {
 
 /* `flags`: O_EXCL for a file that must not exist. */
 static int mt_output_open(mt_output *out, const char *path, int flags, mt_error *error) {
+    int watched = mt_watch_file_begin(path, true);
     *out = (mt_output){.path = path, .error = error, .direct = -1};
     out->descriptor = open(path, O_CREAT | O_WRONLY | O_CLOEXEC | flags, 0666);
+    mt_watch_file_end(watched);
     if (out->descriptor < 0 && errno == ENOENT && !(flags & O_EXCL))
         return mt_error_set(
             error, "%s: rank 0 made its folder, which is not here; choose a --save that every host sees", path);
@@ -200,10 +202,12 @@ static int mt_output_write(const mt_output *out, int64_t offset, const void *dat
 
 /* Closes the file; brings it to the disk first if `sync` and status is 0. Returns the status, or -1 with error. */
 static int mt_output_close(const mt_output *out, bool sync, int status) {
+    int watched = mt_watch_file_begin(out->path, true);
     if (status == 0 && sync && fsync(out->descriptor) != 0)
         status = mt_file_write_error(out->error, out->path, "--save");
     if (close(out->descriptor) != 0 && status == 0) status = mt_file_write_error(out->error, out->path, "--save");
     if (out->direct >= 0) close(out->direct);
+    mt_watch_file_end(watched);
     return status;
 }
 
@@ -230,6 +234,7 @@ static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, bo
 static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
     char *path = mt_path_join(folder, name), *again = NULL;
     int64_t length = (int64_t)strlen(text), bytes;
+    int watched = mt_watch_file_begin(path, true);
     FILE *file = fopen(path, "wx");
     bool whole = file && fputs(text, file) >= 0;
     if (file && fclose(file) != 0) whole = false;
@@ -237,6 +242,7 @@ static int mt_text_write(const char *folder, const char *name, const char *text,
     if (status == 0 && !(again = mt_file_read(path, length, &bytes, error))) status = -1;
     if (again && (bytes != length || memcmp(again, text, (size_t)length) != 0))
         status = mt_error_set(error, "%s: does not hold what was written to it; check the disk", path);
+    mt_watch_file_end(watched);
     free(again);
     free(path);
     return status;
@@ -430,7 +436,7 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
         data = transposed;
     }
     if (line == piece->pitch) lines = 1, line = bytes;
-    int status = 0;
+    int status = 0, watched = mt_watch_file_begin(out->path, true);
     mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
     for (int64_t i = 0; i < lines && status == 0; i++)
         status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
@@ -439,6 +445,7 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
     if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
         (void)!sync_file_range(out->descriptor, piece->offset, span, SYNC_FILE_RANGE_WRITE);
 #endif
+    mt_watch_file_end(watched);
     return status;
 }
 
@@ -762,9 +769,12 @@ static int mt_folder_exchange(const char *a, const char *b) {
 
 /* Moves the whole folder `fresh` to its place; then removes the folder that was there. */
 static int mt_folder_place(const char *fresh, const char *place, mt_error *error) {
+    int watched = mt_watch_file_begin(place, true);
     bool exists = access(place, F_OK) == 0;
     int status = exists ? mt_folder_exchange(fresh, place) : rename(fresh, place);
-    if (status != 0) return mt_file_write_error(error, place, "--save");
+    if (status != 0) mt_file_write_error(error, place, "--save");
+    mt_watch_file_end(watched);
+    if (status != 0) return -1;
     if (exists) mt_folder_remove(fresh);
     return 0;
 }
@@ -1177,7 +1187,9 @@ int64_t mt_saver_in_place(const mt_saver *s) {
 
 int mt_saver_finish(mt_saver *s, mt_error *error) {
     int status = 0;
+    mt_watch_phase phase = mt_watch_enter(MT_WATCH_SAVE);
     while (s && s->temporary && status == 0) status = mt_saver_advance(s, error);
+    mt_watch_enter(phase);
     return status;
 }
 
@@ -1189,7 +1201,7 @@ static int mt_saver_make_folder(mt_saver *s, mt_error *error) {
     return mkdir(s->temporary, 0777) == 0 ? 0 : mt_file_write_error(error, s->temporary, "--save");
 }
 
-int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
+static int mt_saver_begin_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     char temporary_name[128];
     if (mt_saver_finish(s, error) != 0) return -1; // the save before
     s->state = *state;
@@ -1204,6 +1216,13 @@ int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     mt_saver_work(s, false, mt_saver_begin);
     mt_save_start(&s->save, s->temporary);
     return s->async ? 0 : mt_saver_finish(s, error);
+}
+
+int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
+    mt_watch_phase phase = mt_watch_enter(MT_WATCH_SAVE);
+    int status = mt_saver_begin_save(s, state, error);
+    mt_watch_enter(phase);
+    return status;
 }
 
 int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,

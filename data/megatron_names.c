@@ -99,8 +99,6 @@ static const struct {
     {MT_NAME_NAMED, "--load", "model-name-or-path"},
     {MT_NAME_NAMED, "--lr-wsd-decay-iters or --lr-wsd-decay-samples", "wsd-decay-steps"},
     {MT_NAME_NAMED, "--weight-decay-incr-style", "wd-incr-steps"},
-    {MT_NAME_NAMED, "--distributed-timeout-seconds",
-     "distributed-timeout-minutes distributed-timeout-seconds-after-init"},
     {MT_NAME_NAMED, "--rope-scaling-type", "rope-type"},
     {MT_NAME_NAMED, "--check-for-nan-in-loss-and-grad", "check-for-nan-in-grad check-for-nan-in-loss"},
     {MT_NAME_NAMED, "--check-for-spiky-loss", "check-for-large-grads"},

@@ -491,7 +491,10 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
         char *path = mt_checkpoint_resolve_whole(o->save, error);
         free(path);
         if (!path) return -1;
-        if (!same) o->finetune = o->no_load_optim = o->no_load_rng = false;
+        if (!same) {
+            o->finetune = o->no_load_optim = o->no_load_rng = false;
+            mt_string_set(&o->hf_config, NULL);
+        }
         mt_string_set(&o->load, o->save);
         return 0;
     }

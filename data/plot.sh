@@ -3,7 +3,7 @@
 # memory, learning rate and skipped steps, as an SVG or a PNG. Prints the loss as characters to the terminal too.
 #
 #   usage: data/plot.sh RUN.jsonl[,RUN.jsonl...] [OUTPUT.svg|OUTPUT.png]
-set -eu
+set -euf
 runs=${1:-}
 if [ -z "$runs" ]; then
     echo "usage: make plot RUN=metrics.jsonl[,more.jsonl] [OUT=curves.svg]" >&2
@@ -34,18 +34,22 @@ columns() {
       line[iteration kind] = iteration " " value("lm_loss") " " validation " " value("grad_norm") " " \
           value("learning_rate") " " value("tokens_per_second") " " (bytes == "NaN" ? bytes : bytes / 1073741824) " " \
           value("skipped_iterations") }
-    END { for (key in line) print line[key] }' "$1" | sort -s -n -k 1,1
+    END { for (key in line) print line[key] }' <"$1" | sort -s -n -k 1,1
 }
 
-# add_curves COLUMNS RUN: adds a run to gnuplot's list of curves, in which the word COLUMN stands for the column.
-curves=''
-validation=''
-add_curves() {
-    name=$(basename "$2" .jsonl)
-    curves="${curves:+$curves, }'$1' using 1:COLUMN with lines title '$name'"
-    if awk '$3 != "NaN" { found = 1 } END { exit !found }' "$1"; then
-        validation="$validation, '$1' using 1:3 with linespoints title '$name, validation'"
-    fi
+# curve COLUMN [validation]: gnuplot's list of curves of all runs, $work/N with the title in $work/N.title. With
+# validation, their validation losses too.
+curve() {
+    separator=''
+    for i in $(seq "$number"); do
+        printf "%s'%s' using 1:%s with lines title '%s'" "$separator" "$i" "$1" "$(cat "$work/$i.title")"
+        separator=', '
+    done
+    [ -n "${2:-}" ] || return 0
+    for i in $(seq "$number"); do
+        awk '$3 != "NaN" { found = 1 } END { exit !found }' "$work/$i" || continue
+        printf ", '%s' using 1:3 with linespoints title '%s, validation'" "$i" "$(cat "$work/$i.title")"
+    done
 }
 
 number=0
@@ -63,10 +67,9 @@ for run in $runs; do
         echo "$run: has no line with \"iteration\" and \"lm_loss\"; RUN names files that train --metrics wrote" >&2
         exit 1
     fi
-    add_curves "$work/$number" "$run"
+    # a quote would end gnuplot's string, and a new line its command
+    printf '%s' "$(basename -- "$run" .jsonl)" | tr '\001-\037\177' '?' | sed "s/'/''/g" >"$work/$number.title"
 done
-
-curve() { echo "$curves" | sed "s/COLUMN/$1/g"; }
 
 terminal="svg size 1200,1000 dynamic background 'white' font 'sans,13'"
 case $output in *.png) terminal="pngcairo size 1200,1000 font 'sans,11'" ;; esac
@@ -76,10 +79,10 @@ set key noenhanced
 set grid
 set xlabel 'iteration'
 set terminal $terminal
-set output '$output.part'
+set output 'curves'
 set multiplot layout 3,2
 set title 'loss'
-plot $(curve 2)$validation
+plot $(curve 2 validation)
 unset key
 set title 'gradient norm (before clipping)'
 plot $(curve 4)
@@ -101,8 +104,9 @@ plot $(curve 8)
 unset multiplot
 unset output
 GNUPLOT
-gnuplot "$work/plot"
-mv "$output.part" "$output"
+(cd "$work" && gnuplot plot)
+cp -- "$work/curves" "$output.part"
+mv -- "$output.part" "$output"
 
 cat >"$work/terminal" <<GNUPLOT
 set datafile missing 'NaN'
@@ -110,7 +114,7 @@ set key noenhanced
 set terminal dumb noenhanced size 100,26
 set xlabel 'iteration'
 set title 'loss'
-plot $(curve 2)$validation
+plot $(curve 2 validation)
 GNUPLOT
-gnuplot "$work/terminal"
+(cd "$work" && gnuplot terminal)
 echo "curves: $output"

@@ -59,6 +59,15 @@ mpirun_here() {
     fi
 }
 
+# has_disk: compiles tests/preload_disk.c to $work/disk.so; fails where that is not possible, and says so.
+has_disk() {
+    export ASAN_OPTIONS="${ASAN_OPTIONS:-}:verify_asan_link_order=0" # the sanitizer's library is loaded after it
+    [ -e "$work/disk.so" ] || ${CC:-cc} -shared -fPIC -o "$work/disk.so" tests/preload_disk.c -ldl 2>/dev/null || :
+    [ -e "$work/disk.so" ] && return
+    echo "skipped: a library to preload cannot be compiled here"
+    return 1
+}
+
 # needs_mpi: skips the suite if MPI is absent.
 needs_mpi() {
     [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null && return

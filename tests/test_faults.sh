@@ -6,6 +6,7 @@ device=${MT_DEVICE:-cpu} patience=2
 [ "$device" = cpu ] || patience=20 # starting NCCL takes seconds
 . tests/suite.sh
 export OMP_NUM_THREADS=1
+preprocess=$(dirname "$train")/data/preprocess
 needs_mpi
 mpirun=$(mpirun_here)
 
@@ -83,6 +84,63 @@ a_run_may_be_longer_than_the_timeout() {
     wait "$job"
 }
 
+# begin_ranks COUNT COMMAND ARGUMENTS...: as start does, without waiting for a step; COMMAND ($rank is set) runs before
+# train in every rank's shell.
+begin_ranks() {
+    count=$1 command=$2
+    shift 2
+    rm -f "$work/metrics"
+    # shellcheck disable=SC2086,SC2016
+    $mpirun -np "$count" sh -c 'rank=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; eval "$1"; shift; exec "$@"' sh "$command" \
+        "$train" $options "$@" >"$work/out" 2>"$work/err" </dev/null &
+    job=$!
+}
+
+# shellcheck disable=SC2016
+a_rank_that_never_starts_ends_the_job() {
+    begin_ranks 2 '[ $rank = 1 ] && exec sleep 1000' --distributed-timeout-minutes 0.05
+    ends 60 || return 1
+    says '^error: rank 0 waited more than 3 s for MPI_Init during the start: .*--distributed-timeout-minutes' \
+        "$work/err" || return 1
+    begin_ranks 2 '[ $rank = 1 ] && exit 0' --distributed-timeout-minutes 0.05
+    ends 60 || return 1
+    says 'rank 0 waited more than 3 s for MPI_Init\|rank 1 .*exiting improperly' "$work/err" # mpirun may notice it too
+}
+
+a_save_may_take_longer_than_a_step_may_wait() {
+    has_disk || return 0
+    begin_ranks 2 "export LD_PRELOAD=$work/disk.so SLOW_FSYNC=$((patience + 3)) ONLY_RANK=1" --train-iters 3 \
+        --save "$work/save" --distributed-timeout-seconds $patience
+    wait "$job" && [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 3 ]
+}
+
+a_disk_that_hangs_during_a_save_is_named() {
+    has_disk || return 0
+    begin_ranks 2 "export LD_PRELOAD=$work/disk.so SLOW_FSYNC=1000 ONLY_RANK=1" --train-iters 3 \
+        --save "$work/hung" --save-timeout-seconds $patience
+    ends $((patience + 60)) || return 1
+    says "^error: rank 1 waited more than $patience s for the disk to write .*/hung/.*safetensors during a save: .*\
+--save-timeout-seconds" "$work/err"
+}
+
+a_disk_that_hangs_under_the_data_is_named() {
+    has_disk || return 0
+    printf '{"text": "%0500d"}\n' 1 2 3 4 5 6 7 8 >"$work/text.jsonl"
+    "$preprocess" --input "$work/text.jsonl" --output-prefix "$work/text" --tokenizer-type ByteLevel \
+        >"$work/out" 2>"$work/err" || return 1
+    data=$(ls "$work"/text*.bin)
+    hangs="export LD_PRELOAD=$work/disk.so HANGING_MAP=$data ONLY_RANK=1"
+    set -- --mock-data=false --vocab-size 300 --data-path "${data%.bin}" --train-iters 100
+    begin_ranks 2 "$hangs" "$@" --distributed-timeout-minutes 0.1
+    ends $((patience + 60)) || return 1
+    says "^error: rank 1 waited more than 6 s for the disk to read .*_document.bin during the start: " "$work/err" ||
+        return 1
+    begin_ranks 2 "$hangs HANGS_AFTER_SAVE=1" "$@" --distributed-timeout-seconds $patience \
+        --save "$work/data_hangs" --save-interval 2
+    ends $((patience + 60)) || return 1
+    says "^error: rank 1 waited more than $patience s for the disk to read data during a step: " "$work/err"
+}
+
 ranks_with_different_options_are_named() {
     # shellcheck disable=SC2086
     $mpirun -np 2 "$train" $options : -np 1 "$train" $options --clip-grad 0.5 \
@@ -106,6 +164,10 @@ sizes_that_do_not_fit_the_ranks_are_refused() {
 check "a hanging rank ends the job and the others report it" a_hanging_rank_ends_the_job_and_the_others_report_it
 check "a rank that dies ends the job" a_rank_that_dies_ends_the_job
 check "a run may be longer than the timeout" a_run_may_be_longer_than_the_timeout
+check "a rank that never starts ends the job" a_rank_that_never_starts_ends_the_job
+check "a save may take longer than a step may wait" a_save_may_take_longer_than_a_step_may_wait
+check "a disk that hangs during a save is named" a_disk_that_hangs_during_a_save_is_named
+check "a disk that hangs under the data is named" a_disk_that_hangs_under_the_data_is_named
 check "ranks with different options are named" ranks_with_different_options_are_named
 check "sizes that do not fit the ranks are refused" sizes_that_do_not_fit_the_ranks_are_refused
 exit $failed

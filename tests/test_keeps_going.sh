@@ -11,7 +11,7 @@ small='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 -
     --lr-decay-style constant --global-batch-size 8 --eval-iters 0 --distributed-timeout-seconds 60 --device cpu'
 
 tidy() {
-    rm -rf "$work/save" "$work"/*.jsonl
+    rm -rf "$work/save" "$work/save "* "$work"/*.jsonl
 }
 
 # begin COMMAND...: trains in the background and returns after the first steps; job is its process id.
@@ -205,9 +205,179 @@ SH
 
 restarts_without_progress_end() {
     # shellcheck disable=SC2086
-    ./launch.sh -n 2 --pause 0 --max-restarts 2 "$train" $small --train-iters 5 --save "$work/save" --lr nonsense \
+    MPIRUN=false ./launch.sh -n 2 --pause 0 --max-restarts 2 "$train" $small --train-iters 5 --save "$work/save" \
         >"$work/out" 2>"$work/err" </dev/null && return 1
-    [ "$(grep -c 'launch: starting' "$work/err")" = 3 ] && grep -q 'giving up' "$work/err"
+    [ "$(grep -c 'launch: starting' "$work/err")" = 3 ] && grep -q 'max-restarts 2): giving up' "$work/err" || return 1
+    # shellcheck disable=SC2086
+    MPIRUN=false ./launch.sh -n 2 --pause 0 --max-restarts 9 --max-total-restarts 3 "$train" $small --train-iters 5 \
+        --save "$work/save" >"$work/out" 2>"$work/err" </dev/null && return 1
+    [ "$(grep -c 'launch: starting' "$work/err")" = 4 ] && grep -q '(--max-total-restarts): giving up' "$work/err"
+}
+
+# A stand-in for sleep returns at once.
+pauses_grow_up_to_their_limit() {
+    mkdir -p "$work/bin"
+    printf '#!/bin/sh\nexit 0\n' >"$work/bin/sleep"
+    chmod +x "$work/bin/sleep"
+    # shellcheck disable=SC2086
+    PATH="$work/bin:$PATH" MPIRUN=false ./launch.sh -n 2 --pause 20 --max-pause 70 --max-restarts 4 "$train" $small \
+        --train-iters 5 --save "$work/save" >"$work/out" 2>"$work/err" </dev/null
+    rm "$work/bin/sleep"
+    [ "$(sed -n 's/^launch: next start in \(.*\) s$/\1/p' "$work/err" | tr '\n' ' ')" = '20 40 70 70 ' ]
+}
+
+# await TEXT FILE: until a file has a text, for at most 30 s.
+await() {
+    waited=0
+    until grep -q -- "$1" "$2" 2>/dev/null; do
+        sleep 0.1
+        waited=$((waited + 1))
+        [ $waited -lt 300 ] || return 1
+    done
+}
+
+a_signal_ends_a_pause_at_once() {
+    # shellcheck disable=SC2086
+    MPIRUN=false ./launch.sh -n 2 --pause 100 "$train" $small --train-iters 5 --save "$work/save" \
+        >"$work/out" 2>"$work/err" </dev/null &
+    job=$!
+    await 'next start in 100 s' "$work/err" || return 1
+    began=$(date +%s)
+    kill -TERM $job
+    wait $job
+    [ $? = 143 ] && [ $(($(date +%s) - began)) -lt 30 ]
+}
+
+# Quotes, comments, nested names, and texts that a shell would run.
+yaml_values_are_read_by_train_and_never_by_the_shell() {
+    cat >"$work/run.yaml" <<YAML
+model:
+    num-layers: 1
+    hidden_size: 16 # wide
+    num_attention_heads: "2"
+training:
+    save: "$work/save # 'one'"
+    tensor_model_parallel_size: '2' # of 2
+    global_batch_size: "8"
+YAML
+    options='--vocab-size 50 --seq-length 8 --mock-data --lr 1e-2 --lr-decay-style constant --eval-iters 0'
+    options="$options --device cpu --config $work/run.yaml"
+    for iterations in 3 5; do
+        # shellcheck disable=SC2086
+        ./launch.sh -n 3 "$train" $options --train-iters $iterations >"$work/out" 2>"$work/err" </dev/null || return 1
+    done
+    grep -q '^launch: starting 2 ranks from iteration 3$' "$work/err" &&
+        [ "$(cat "$work/save # 'one'/latest_checkpointed_iteration.txt")" = 5 ] || return 1
+    command -v bash >/dev/null || return 0
+    # shellcheck disable=SC2016
+    printf 'micro_batch_size: "a[$(touch %s/run)0]"\nglobal_batch_size: 8\n' "$work" >"$work/run.yaml"
+    # shellcheck disable=SC2086
+    ! bash launch.sh -n 3 "$train" $small --config "$work/run.yaml" --train-iters 3 --save "$work/save" \
+        >"$work/out" 2>"$work/err" </dev/null &&
+        says 'launch: error: .*micro_batch_size expects a whole number' "$work/err" &&
+        ! [ -e "$work/run" ]
+}
+
+# 3 ranks divide the batch, but not the experts.
+the_number_of_ranks_is_one_that_train_accepts() {
+    printf 'localhost slots=3' >"$work/hosts"
+    # shellcheck disable=SC2086
+    ./launch.sh -n 4 --hostfile "$work/hosts" "$train" $small --global-batch-size 12 --num-experts 2 --swiglu \
+        --disable-bias-linear --ffn-hidden-size 16 --expert-model-parallel-size 2 --train-iters 2 \
+        --save "$work/save" >"$work/out" 2>"$work/err" </dev/null && grep -q '^launch: starting 2 ranks$' "$work/err"
+}
+
+# Without --global-batch-size, fewer ranks keep the batch of the ranks that were asked for.
+fewer_ranks_keep_the_global_batch() {
+    printf 'localhost slots=2\n' >"$work/hosts"
+    # shellcheck disable=SC2086
+    set -- $small
+    while [ "$1" != --global-batch-size ]; do set -- "$@" "$1" && shift; done
+    shift 2
+    ./launch.sh -n 4 --hostfile "$work/hosts" "$train" "$@" --train-iters 2 --save "$work/save" >"$work/out" \
+        2>"$work/err" </dev/null && grep -q '^launch: starting 2 ranks$' "$work/err" &&
+        grep -q '"global_batch_size": 4' "$work"/save/iter_0000002/trainer.json
+}
+
+# Every rank writes its process id to $work/rank.N.
+cat >"$work/numbered" <<'SH'
+#!/bin/sh
+[ -z "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-}}" ] || echo $$ >"$1.${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
+shift
+exec "$@"
+SH
+chmod +x "$work/numbered"
+
+a_launcher_that_is_killed_leaves_no_ranks() {
+    rm -f "$work"/rank.*
+    # shellcheck disable=SC2086
+    begin ./launch.sh -n 2 "$work/numbered" "$work/rank" "$train" $small --train-iters 100000000 \
+        --save "$work/save" --metrics "$work/m.jsonl" || return 1
+    kill -KILL $job
+    waited=0
+    while kill -0 "$(cat "$work/rank.0")" 2>/dev/null || kill -0 "$(cat "$work/rank.1")" 2>/dev/null; do
+        sleep 0.1
+        waited=$((waited + 1))
+        if [ $waited -gt 250 ]; then
+            kill -KILL "$(cat "$work/rank.0")" "$(cat "$work/rank.1")"
+            return 1
+        fi
+    done
+    wait $job 2>/dev/null
+    grep -q 'launch.sh was killed: ending its ranks' "$work/err"
+}
+
+# Ctrl-C reaches all processes of the terminal's foreground group. The save takes 4 s; Open MPI's mpirun ends ranks
+# sooner after a SIGINT of its own.
+ctrl_c_leaves_a_save_its_time() {
+    has_disk || return 0
+    if ! command -v setsid >/dev/null || ! env --default-signal=INT true 2>/dev/null; then
+        echo "skipped: setsid or env --default-signal is absent"
+        return 0
+    fi
+    # shellcheck disable=SC2086
+    begin setsid env --default-signal=INT ./launch.sh -n 2 env LD_PRELOAD="$work/disk.so" SLOW_FSYNC=4 "$train" \
+        $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" || return 1
+    kill -s INT -- -$job
+    wait $job && saved_its_last_step
+}
+
+ctrl_c_saves_and_a_second_one_ends_the_run_at_once() {
+    # shellcheck disable=SC2086
+    begin "$train" $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" || return 1
+    kill -INT $job
+    wait $job && saved_its_last_step || return 1
+    has_disk || return 0
+    rm -rf "$work/save"
+    # shellcheck disable=SC2086
+    begin env LD_PRELOAD="$work/disk.so" SLOW_FSYNC=100 "$train" $small --train-iters 100000000 --save "$work/save" \
+        --metrics "$work/m.jsonl" || return 1
+    kill -INT $job
+    sleep 1
+    kill -INT $job
+    wait $job
+    [ $? = 130 ] && ! [ -e "$work/save/latest_checkpointed_iteration.txt" ]
+}
+
+a_signal_during_the_start_stops_the_run_before_its_first_step() {
+    has_disk || return 0
+    for number in 2 15; do
+        # shellcheck disable=SC2086
+        LD_PRELOAD="$work/disk.so" SIGNAL_AT_START=$number "$train" $small --train-iters 100000000 \
+            --save "$work/save" >"$work/out" 2>"$work/err" </dev/null &&
+            says 'stopped early after iteration 0$' "$work/out" || return 1
+    done
+    # shellcheck disable=SC2086
+    LD_PRELOAD="$work/disk.so" SIGNAL_AT_START=15 "$train" $small --train-iters 100000000 --save "$work/save" \
+        --no-exit-signal-handler >"$work/out" 2>"$work/err" </dev/null
+    [ $? = 143 ]
+}
+
+options_that_train_refuses_are_not_started() {
+    # shellcheck disable=SC2086
+    ! ./launch.sh -n 2 "$train" $small --train-iters 5 --save "$work/save" --lr nonsense >"$work/out" 2>"$work/err" \
+        </dev/null && says "^launch: error: --lr expects a number, got 'nonsense'" "$work/err" &&
+        ! grep -q starting "$work/err"
 }
 
 # A restart continues from the checkpoint of the run, not from --load or --hf-config.
@@ -231,7 +401,7 @@ the_launcher_refuses_runs_that_it_cannot_restart() {
         grep -q 'needs --save' "$work/err" &&
         ! ./launch.sh -n x "$train" --save "$work/save" 2>"$work/err" && grep -q 'whole numbers' "$work/err" &&
         ! ./launch.sh -n 2 "$train" $small --save "$work/save" --tensor-model-parallel-size 4 2>"$work/err" &&
-        grep -q 'room for 2 ranks, but this run needs a multiple of 4' "$work/err"
+        grep -q 'launch: error: .* 4 ranks of one model, and 2 ranks are no multiple' "$work/err"
 }
 
 for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \
@@ -240,7 +410,12 @@ for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mp
     a_run_rewinds_to_its_checkpoint_and_skips_a_repeated_bad_step \
     a_run_that_loses_ranks_repeatedly_has_the_same_losses a_rank_that_always_fails_is_left_out \
     an_unreachable_host_is_left_out an_mpirun_that_outlives_its_ranks_is_killed restarts_without_progress_end \
-    a_signal_to_the_launcher_saves_and_ends_the_run the_launcher_refuses_runs_that_it_cannot_restart; do
+    pauses_grow_up_to_their_limit a_signal_ends_a_pause_at_once yaml_values_are_read_by_train_and_never_by_the_shell \
+    the_number_of_ranks_is_one_that_train_accepts fewer_ranks_keep_the_global_batch \
+    a_launcher_that_is_killed_leaves_no_ranks ctrl_c_leaves_a_save_its_time \
+    ctrl_c_saves_and_a_second_one_ends_the_run_at_once a_signal_during_the_start_stops_the_run_before_its_first_step \
+    options_that_train_refuses_are_not_started a_signal_to_the_launcher_saves_and_ends_the_run \
+    the_launcher_refuses_runs_that_it_cannot_restart; do
     check $name $name
 done
 exit $failed

@@ -396,6 +396,20 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
                  "--kv-lora-rank is 8, but the weights have 12");
 }
 
+static void the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_saves(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, RUN "--distributed-timeout-minutes 45");
+    assert_int_equal(options.distributed_timeout_seconds, 2700);
+    assert_int_equal(options.save_timeout_seconds, 2700);
+    mt_options_free(&options);
+    expect_good(&options, RUN "--distributed-timeout-minutes 45 --distributed-timeout-seconds-after-init 5 "
+                              "--save-timeout-seconds 7");
+    assert_int_equal(options.distributed_timeout_seconds, 5);
+    assert_int_equal(options.save_timeout_seconds, 7);
+    mt_options_free(&options);
+}
+
 static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state) {
     (void)state;
     mt_options options;
@@ -407,6 +421,7 @@ static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state)
     assert_int_equal(options.global_batch_size, 9);
     assert_int_equal(options.padded_vocab_size, 512); // a multiple of 128 for each of the two
     assert_int_equal(options.distributed_timeout_seconds, 600);
+    assert_int_equal(options.save_timeout_seconds, 1800);
     mt_options_free(&options);
     expect_good(&options, RUN);
     assert_int_equal(options.data_parallel_size, 1);
@@ -1853,6 +1868,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(shapes_that_cannot_be_are_refused),
     cmocka_unit_test(rules_between_values_hold_without_the_table),
     cmocka_unit_test(latent_attention_that_cannot_be_is_refused),
+    cmocka_unit_test(the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_saves),
     cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
     cmocka_unit_test(layouts_that_cannot_be_are_refused),
     cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),

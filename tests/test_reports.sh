@@ -155,6 +155,19 @@ plot_says_what_is_no_metrics_file() {
     ! make -s plot RUN="$work/x.jsonl" >"$work/out" 2>&1 && grep -q 'has no line with' "$work/out"
 }
 
+# Names that would end a string of gnuplot, or a line of its script.
+plot_runs_nothing_from_a_files_name() {
+    export RAN="$work/ran"
+    for title in "x'; system(\"touch \$RAN\"); '" 'x
+system("touch $RAN")
+#' 'x`touch $RAN`%s\n COLUMN'; do
+        cp "$work/a.jsonl" "$work/$title.jsonl"
+        data/plot.sh "$work/$title.jsonl" >"$work/out" 2>"$work/err" || return 1
+        [ -s "$work/$title.svg" ] && ! [ -e "$work/ran" ] || return 1
+    done
+    grep -q '>x`touch $RAN`%s\\n COLUMN<' "$work/$title.svg"
+}
+
 if command -v python3 >/dev/null; then
     check event_files_hold_what_the_metrics_say event_files_hold_what_the_metrics_say
     check a_resumed_run_adds_a_file_of_its_own a_resumed_run_adds_a_file_of_its_own
@@ -166,6 +179,7 @@ check a_folder_that_cannot_be_written_is_an_error a_folder_that_cannot_be_writte
 if command -v gnuplot >/dev/null; then
     check plot_draws_every_curve_of_several_runs plot_draws_every_curve_of_several_runs
     check plot_says_what_is_no_metrics_file plot_says_what_is_no_metrics_file
+    check plot_runs_nothing_from_a_files_name plot_runs_nothing_from_a_files_name
 else
     echo "skipped: gnuplot is absent"
 fi

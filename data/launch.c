@@ -1,0 +1,102 @@
+/* launch.c: how a run starts and stops. */
+#include "launch.h"
+
+#include "option_table.h"
+#include "options.h"
+
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* ---- launchers */
+
+/* A variable of torchrun as a number. */
+static int mt_launch_variable(const char *name, int missing) {
+    const char *text = getenv(name);
+    return text ? atoi(text) : missing;
+}
+
+int mt_launch_check(char **argv, mt_error *error) {
+    int size = mt_launch_variable("WORLD_SIZE", 1), here = mt_launch_variable("LOCAL_WORLD_SIZE", size);
+    if (mt_launched_by_mpi() || size <= 1 || !getenv("RANK") || !getenv("MASTER_ADDR")) return 0;
+    signal(SIGTERM, SIG_DFL);
+    if (mt_launch_variable("RANK", 0) > 0) sleep(2); // rank 0 prints the error; its exit ends the others
+    return mt_error_set(error,
+                        "torchrun started this (RANK, WORLD_SIZE and MASTER_ADDR are set), but ranks are connected by "
+                        "MPI; use: mpirun -np %d %s%s ...   or: srun --mpi=pmix -n %d %s ...",
+                        size, here < size ? "--hostfile HOSTS " : "", argv[0], size, argv[0]);
+}
+
+/* Prints an option's name and value. */
+static void mt_launch_print_option(const mt_options *o, size_t offset, FILE *file) {
+    char key[80], *text = mt_option_text(o, mt_option_of(offset));
+    mt_option_key(key, mt_option_of(offset));
+    fprintf(file, "%s %s\n", key, text);
+    free(text);
+}
+
+int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
+    int64_t ranks = o->print_launch, fewest = o->global_batch_size > 0 ? 1 : ranks;
+    mt_error other;
+    int status = mt_options_finish(o, MT_PROGRAM_TRAIN, ranks, error);
+    while (status != 0 && ranks > fewest) status = mt_options_finish(o, MT_PROGRAM_TRAIN, --ranks, &other);
+    if (status != 0) return -1;
+    fprintf(file, "ranks %lld\n", (long long)ranks);
+    mt_launch_print_option(o, MT_AT(global_batch_size), file);
+    mt_launch_print_option(o, MT_AT(device), file);
+    mt_launch_print_option(o, MT_AT(exit_signal), file);
+    mt_launch_print_option(o, MT_AT(save), file);
+    return 0;
+}
+
+/* ---- signals */
+
+enum { MT_NUM_SIGNALS = 4 };
+
+static const int mt_signals[MT_NUM_SIGNALS] = {
+    [MT_EXIT_SIGTERM] = SIGTERM, [MT_EXIT_SIGINT] = SIGINT, [MT_EXIT_SIGUSR1] = SIGUSR1, [MT_EXIT_SIGUSR2] = SIGUSR2};
+static volatile sig_atomic_t mt_signal_counts[MT_NUM_SIGNALS];
+
+/* Only async-signal-safe calls. */
+static void mt_signal_count(int number) {
+    static const char note[] = "\nstopping: the last step will be saved; a second Ctrl-C ends the run at once\n";
+    int i = 0;
+    while (mt_signals[i] != number) i++;
+    mt_signal_counts[i] = mt_signal_counts[i] + 1;
+    if (number != SIGINT) return;
+    if (mt_signal_counts[i] > 1) {
+        signal(SIGINT, SIG_DFL);
+        raise(SIGINT); // takes effect when the handler returns
+    } else if (isatty(STDERR_FILENO)) {
+        (void)!write(STDERR_FILENO, note, sizeof note - 1);
+    }
+}
+
+static void mt_signal_catch(int number, int flags) {
+    struct sigaction action = {.sa_handler = mt_signal_count, .sa_flags = flags};
+    sigaction(number, &action, NULL);
+}
+
+void mt_signals_hold(void) {
+    for (int i = 0; i < MT_NUM_SIGNALS; i++) mt_signal_catch(mt_signals[i], SA_RESTART);
+}
+
+void mt_signals_select(const mt_options *o) {
+    for (int i = 0; i < MT_NUM_SIGNALS; i++) {
+        bool stops = i == MT_EXIT_SIGTERM || i == MT_EXIT_SIGINT || i == (int)o->exit_signal;
+        if (stops && o->exit_signal_handler) {
+            mt_signal_catch(mt_signals[i], 0); // ends a print to a terminal that an ending mpirun no longer reads
+            continue;
+        }
+        signal(mt_signals[i], SIG_DFL);
+        if (mt_signal_counts[i] > 0) raise(mt_signals[i]);
+        mt_signal_counts[i] = 0;
+    }
+}
+
+bool mt_stop_requested(void) {
+    bool any = false;
+    for (int i = 0; i < MT_NUM_SIGNALS; i++) any = any || mt_signal_counts[i] > 0;
+    return any;
+}

@@ -1,0 +1,34 @@
+/* launch.h: how a run starts and stops: other launchers, the ranks that launch.sh starts, signals. */
+#ifndef MT_LAUNCH_H
+#define MT_LAUNCH_H
+
+#include "../megatron.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* An error with the command to use if torchrun or its like started several processes of this program, which would not
+ * know one another. `argv` is main's. */
+int mt_launch_check(char **argv, mt_error *error);
+
+/* For launch.sh: prints "ranks N", the largest number up to options->print_launch that can run these parsed options,
+ * then global_batch_size, device, exit_signal and save, a line each. Without --global-batch-size other numbers would be
+ * another run, so only print_launch itself is tried. Returns the error of that number if none can. */
+int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
+
+/* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; the first call of a program, so that none is lost. A
+ * second SIGINT ends the program at once. */
+void mt_signals_hold(void);
+
+/* Once options are parsed: SIGTERM, SIGINT and --exit-signal request a stop; others, or with --no-exit-signal-handler
+ * all of them, have their default effect again, also one that has come already. */
+void mt_signals_select(const mt_options *options);
+
+/* True after a signal that requests a stop. */
+bool mt_stop_requested(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,121 @@
+#!/bin/sh
+# The recipes of data/recipes for batch systems, Kubernetes and containers; starts by other launchers.
+set -u
+. tests/suite.sh
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+
+small='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 8 --mock-data --lr 1e-2
+    --lr-decay-style constant --global-batch-size 8 --eval-iters 0 --device cpu'
+
+torchrun_is_answered_with_the_command_to_use() {
+    for program in "$train" "$infer"; do
+        RANK=0 WORLD_SIZE=16 LOCAL_WORLD_SIZE=16 MASTER_ADDR=host refused \
+            "torchrun.*; use: mpirun -np 16 $program .*srun --mpi=pmix -n 16 $program " "$program" --load none ||
+            return 1
+        RANK=0 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8 MASTER_ADDR=host refused 'mpirun -np 16 --hostfile HOSTS ' \
+            "$program" --load none || return 1
+    done
+    # one process is a run of its own, and so is a shell with a part of these variables
+    for setting in 'RANK=0 WORLD_SIZE=1 MASTER_ADDR=host' 'RANK=1 WORLD_SIZE=4'; do
+        # shellcheck disable=SC2086
+        env $setting "$train" $small --train-iters 1 >"$work/out" 2>"$work/err" || return 1
+    done
+}
+
+# Scripts pass shellcheck, and Slurm reads their settings: they come before the first command.
+slurm_scripts_are_sound() {
+    if command -v shellcheck >/dev/null; then
+        shellcheck data/recipes/*.sbatch >"$work/out" || return 1
+    else
+        echo "skipped: shellcheck is absent"
+    fi
+    for script in data/recipes/*.sbatch; do
+        awk 'NR == 1 && $0 != "#!/bin/bash" { bad = 1 }
+            !/^#/ { begun = 1 }
+            /^#SBATCH/ { settings++; if (begun) bad = 1 }
+            /^#SBATCH/ && $2 !~ /^--[a-z-]+(=[^ ]+)?$/ { bad = 1 } END { exit bad || !settings }' "$script" || return 1
+    done
+}
+
+# srun is a stand-in that starts the ranks by mpirun.
+slurm_scripts_train() {
+    mkdir -p "$work/bin" "$work/submit"
+    cat >"$work/bin/srun" <<'SH'
+#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+exec $MPIRUN -np "$SLURM_NTASKS" "$@"
+SH
+    chmod +x "$work/bin/srun"
+    cp launch.sh "$work/submit" && ln -sf "$train" "$work/submit/train" || return 1
+    for script in data/recipes/*.sbatch; do
+        # shellcheck disable=SC2086
+        PATH="$work/bin:$PATH" MPIRUN=$(mpirun_here) SLURM_NTASKS=2 SLURM_CPUS_PER_TASK=1 \
+            SLURM_SUBMIT_DIR="$work/submit" bash "$script" $small --train-iters 3 --save "$work/${script##*/}" \
+            >"$work/out" 2>"$work/err" </dev/null || return 1
+        [ "$(cat "$work/${script##*/}/latest_checkpointed_iteration.txt")" = 3 ] || return 1
+        says 'DP 2' "$work/out" || return 1
+    done
+}
+
+# The manifest is YAML; the launcher asks for as many ranks as the workers have slots, and mounts what it names.
+the_manifest_is_a_sound_mpijob() {
+    python3 - data/recipes/kubernetes-mpijob.yaml >"$work/out" 2>"$work/err" <<'PYTHON'
+import sys, yaml
+
+with open(sys.argv[1]) as file:
+    (job,) = yaml.safe_load_all(file)
+assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+assert set(job["spec"]) <= {"slotsPerWorker", "mpiImplementation", "launcherCreationPolicy", "runPolicy",
+                            "mpiReplicaSpecs"}
+replicas = job["spec"]["mpiReplicaSpecs"]
+assert set(replicas) == {"Launcher", "Worker"}
+for replica in replicas.values():
+    pod = replica["template"]["spec"]
+    volumes = [volume["name"] for volume in pod["volumes"]]
+    for container in pod["containers"]:
+        assert container["image"] and all(isinstance(word, str) for word in container["command"])
+        assert all(mount["name"] in volumes for mount in container["volumeMounts"])
+        assert all(isinstance(variable["value"], str) for variable in container.get("env", []))
+command = replicas["Launcher"]["template"]["spec"]["containers"][0]["command"]
+assert int(command[command.index("-n") + 1]) == replicas["Worker"]["replicas"] * job["spec"]["slotsPerWorker"]
+limits = replicas["Worker"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+assert limits["nvidia.com/gpu"] == job["spec"]["slotsPerWorker"]
+PYTHON
+}
+
+# hadolint where it is installed, and the rules that matter here: known instructions, first ARG or FROM; a base with a
+# version; apt-get asks nothing and leaves no lists; no line is continued at the end.
+the_dockerfile_is_sound() {
+    file=data/recipes/Dockerfile
+    if command -v hadolint >/dev/null; then
+        hadolint --ignore DL3008 $file >"$work/out" || return 1 # versions of packages follow the distribution
+    else
+        echo "skipped: hadolint is absent; only the rules of this test are checked"
+    fi
+    awk '/^#/ || /^$/ { next }
+        !continued { word = $1; count++
+            if (word !~ /^(ARG|FROM|ENV|WORKDIR|COPY|RUN|CMD)$/) { print "unknown instruction: " $0; bad = 1 }
+            if (count == 1 && word !~ /^(ARG|FROM)$/) { print "does not begin with FROM: " $0; bad = 1 } }
+        /^ARG BASE=/ && ($0 !~ /:/ || /:latest/) { print "no version: " $0; bad = 1 }
+        { text = text $0; continued = /\\$/; sub(/\\$/, "", text)
+          if (!continued) {
+              if (text ~ /apt-get install/ && (text !~ /install -y/ || text !~ /rm -rf \/var\/lib\/apt\/lists/)) {
+                  print "apt-get asks, or leaves its lists: " text; bad = 1 }
+              text = "" } }
+        END { if (continued) { print "the last line continues"; bad = 1 } exit bad }' $file >"$work/out"
+}
+
+check torchrun_is_answered_with_the_command_to_use torchrun_is_answered_with_the_command_to_use
+check slurm_scripts_are_sound slurm_scripts_are_sound
+if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null && command -v bash >/dev/null; then
+    check slurm_scripts_train slurm_scripts_train
+else
+    echo "skipped: slurm_scripts_train, MPI or bash is absent"
+fi
+if python3 -c 'import yaml' 2>/dev/null; then
+    check the_manifest_is_a_sound_mpijob the_manifest_is_a_sound_mpijob
+else
+    echo "skipped: the_manifest_is_a_sound_mpijob, python3 has no yaml"
+fi
+check the_dockerfile_is_sound the_dockerfile_is_sound
+exit $failed
