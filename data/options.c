@@ -845,7 +845,7 @@ static double mt_sequence_parallel_saves(const mt_options *o) {
     return 2.0 / (1 << 20) * layers * tokens * (double)o->hidden_size * width * (tp - 1) / tp;
 }
 
-/* An option that was given and changes nothing in this run, and why. */
+/* An option that changes nothing in this run, and why. */
 typedef struct mt_idle_option {
     bool is_idle;
     const char *name, *reason;
@@ -854,7 +854,9 @@ typedef struct mt_idle_option {
 static void mt_options_warn_idle(const mt_options *o, FILE *file) {
     bool one = o->data_parallel_size * o->context_parallel_size == 1, cpu = o->device == MT_DEVICE_CPU;
     bool constant = o->lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
-    const char *alone = "there is one data-parallel rank";
+    unsigned modules = o->recompute_modules;
+    bool experts = mt_num_expert_layers(o) > 0, mlps = mt_num_expert_layers(o) < o->num_layers;
+    const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     const mt_idle_option options[] = {
         {one && o->overlap_grad_reduce, "overlap-grad-reduce", alone},
         {one && o->overlap_param_gather, "overlap-param-gather", alone},
@@ -877,6 +879,12 @@ static void mt_options_warn_idle(const mt_options *o, FILE *file) {
         {o->exit_on_missing_checkpoint && !resumes, "exit-on-missing-checkpoint", "the run does not resume"},
         {o->num_experts > 0 && o->expert_model_parallel_size == 1 && MT_GIVEN(o, moe_token_dispatcher_type),
          "moe-token-dispatcher-type", "--expert-model-parallel-size is 1"},
+        {modules & MT_MODULE_CORE_ATTN, "recompute-modules core_attn", "attention never keeps its probabilities"},
+        {modules & MT_MODULE_MLP && !mlps, "recompute-modules mlp", "every layer has experts instead of an MLP"},
+        {modules & MT_MODULE_MOE && !experts, "recompute-modules moe", dense},
+        {modules & MT_MODULE_MOE_ACT && !experts, "recompute-modules moe_act", dense},
+        {modules & MT_MODULE_SHARED_EXPERTS && (!experts || o->moe_shared_expert_intermediate_size == 0),
+         "recompute-modules shared_experts", "no layer has a shared expert"},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
         if (options[i].is_idle) fprintf(file, "--%s has no effect: %s\n", options[i].name, options[i].reason);

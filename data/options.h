@@ -55,8 +55,8 @@ char *mt_options_write_hf_config(const mt_options *options);
 /* Prints the options that differ from their defaults, by group. */
 void mt_options_print(const mt_options *options, mt_program program, FILE *file);
 
-/* Prints a line for each option of a finished training run that was given and has no effect, and for each layout that
- * was chosen or that could take less memory. */
+/* Prints a line for each option of a finished training run that has no effect, and for each layout that was chosen or
+ * that could take less memory. */
 void mt_options_warn(const mt_options *options, FILE *file);
 
 /* If the options of a rank differ from rank 0's, all ranks return an error with that rank and option. Every rank calls

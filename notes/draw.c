@@ -964,6 +964,7 @@ typedef struct stretch {
     int stream;
     double begin, end;
     int64_t bucket;
+    bool backward;
 } stretch;
 
 /* A simulated backend: matrix products and collectives advance the time by their size and do nothing else. */
@@ -996,7 +997,7 @@ static void record(mt_stream *stream, double duration, const void *values) {
     int lane = lane_of(stream);
     MT_CHECK(recorder.count < MAX_STRETCHES);
     recorder.stretches[recorder.count++] =
-        (stretch){lane, recorder.now[lane], recorder.now[lane] + duration, bucket_at(values)};
+        (stretch){lane, recorder.now[lane], recorder.now[lane] + duration, bucket_at(values), false};
     recorder.now[lane] += duration;
 }
 
@@ -1025,12 +1026,14 @@ static void recorded_backward_input(void *dx, const void *dy, const void *w, int
                                     mt_dtype dtype, mt_stream *stream) {
     (void)dx, (void)dy, (void)dtype;
     recorded_product(stream, T, N, K, w);
+    recorder.stretches[recorder.count - 1].backward = true;
 }
 
 static void recorded_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
                                      int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
     (void)dbias, (void)dy, (void)x, (void)accumulate, (void)dtype;
     recorded_product(stream, T, N, K, dw);
+    recorder.stretches[recorder.count - 1].backward = true;
 }
 
 static void recorded_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
@@ -1527,6 +1530,125 @@ static void draw_folding(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 16: recomputation ------------------------------------------------------------------------------------------- */
+
+enum { UNIT_LAYERS = 8, DEEP_LAYERS = 64, DEEP_TOKENS = 512, MAX_WORDS = 40 };
+
+/* A Llama of small layers with options of recomputation. */
+static void recomputer_open(sharer *s, int layers, int64_t tokens, const char *recomputation, const mt_ops *ops) {
+    char line[600];
+    const char *words[MAX_WORDS];
+    int count = 0;
+    mt_error error;
+    snprintf(line, sizeof line,
+             "--num-layers %d --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 2 --swiglu "
+             "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 256 --bf16 "
+             "--hidden-dropout 0 --train-iters 1 --lr 1 %s",
+             layers, recomputation);
+    for (char *word = strtok(line, " "); word && count < MAX_WORDS; word = strtok(NULL, " ")) words[count++] = word;
+    *s = (sharer){.grid = mt_grid_of_one};
+    parse_options(&s->options, words, count);
+    mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = 64, .train = true};
+    check(mt_model_create(&s->model, &s->options, &s->grid, ops, &plan, &error), &error);
+}
+
+/* Records the matrix products of a forward and a backward of one micro-batch. */
+static void record_products(const char *recomputation) {
+    mt_ops ops = mt_cpu_ops;
+    mt_batch batch = {0};
+    sharer s;
+    ops.stream_create = recorded_create, ops.stream_wait_stream = recorded_wait_stream;
+    ops.stream_destroy = recorded_destroy;
+    ops.linear_forward = recorded_forward, ops.linear_backward_input = recorded_backward_input;
+    ops.linear_backward_weight = recorded_backward_weight;
+    memset(&recorder, 0, sizeof recorder);
+    recomputer_open(&s, UNIT_LAYERS, 16, recomputation, &ops);
+    recorder.buckets = mt_model_buckets(s.model, &recorder.num_buckets);
+    letters_batch(&batch, 16, false);
+    mt_model_forward(s.model, &batch, true);
+    mt_model_backward(s.model);
+    mt_batch_free(&batch);
+    sharer_close(&s);
+}
+
+/* Draws the recorded products, a row for each layer; the grey band is the time from the last forward of a layer to the
+ * end of its backward, during which all its values are in memory. */
+static void draw_replays(picture *p, double x, double y, const char *title, const char *recomputation) {
+    const double step = 12, height = 10, scale = 1.4;
+    double computed[UNIT_LAYERS] = {0}, done[UNIT_LAYERS] = {0};
+    bool in_backward = false;
+    record_products(recomputation);
+    text(p, x + 52, y - 8, START, "%s", title);
+    for (int i = 0; i < recorder.count; i++) {
+        const stretch *at = &recorder.stretches[i], *before = i > 0 ? at - 1 : NULL;
+        if (at->bucket == 0) continue; // the output layer
+        if (at->backward)
+            done[at->bucket - 1] = at->end;
+        else if (!before || before->bucket != at->bucket)
+            computed[at->bucket - 1] = at->begin;
+    }
+    for (int layer = 0; layer < UNIT_LAYERS; layer++) {
+        text(p, x + 44, y + step * layer + height - 1, END, "layer %d", layer + 1);
+        box(p, x + 52 + scale * computed[layer], y + step * layer, scale * (done[layer] - computed[layer]), height,
+            GRID);
+    }
+    for (int i = 0; i < recorder.count; i++) {
+        const stretch *at = &recorder.stretches[i];
+        const char *fill = fills[at->backward ? GREEN : in_backward ? ORANGE : BLUE];
+        in_backward = in_backward || at->backward;
+        if (at->bucket > 0)
+            box(p, x + 52 + scale * at->begin, y + step * (double)(at->bucket - 1), scale * (at->end - at->begin),
+                height, fill);
+    }
+}
+
+/* The activations of a plan, in MiB. */
+static double planned_activations(const char *recomputation) {
+    char *plan;
+    size_t bytes;
+    double mebibytes = 0;
+    sharer s;
+    recomputer_open(&s, DEEP_LAYERS, DEEP_TOKENS, recomputation, &mt_cpu_ops);
+    FILE *file = open_memstream(&plan, &bytes);
+    mt_model_print_plan(s.model, file);
+    fclose(file);
+    const char *row = strstr(plan, "activations");
+    MT_CHECK(row && sscanf(row, "activations %lf", &mebibytes) == 1);
+    free(plan);
+    sharer_close(&s);
+    return mebibytes;
+}
+
+static void draw_recomputation(const char *folder) {
+    static const char full[] = "--recompute-granularity full --recompute-num-layers ";
+    static const char *const names[] = {"forward", "replay", "backward", "all values of the layer in memory"};
+    const char *const colours[] = {fills[BLUE], fills[ORANGE], fills[GREEN], GRID};
+    char words[100];
+    picture p = picture_open(folder, "16-units", "Units of recomputation", 900, 560);
+    text(&p, 20, 28, START,
+         "The matrix products of %d layers, forward and backward of one micro-batch; time to the right", UNIT_LAYERS);
+    for (int i = 0; i < 4; i++) {
+        box(&p, 20 + 110 * i, 42, 10, 10, colours[i]);
+        text(&p, 36 + 110 * i, 51, START, "%s", names[i]);
+    }
+    draw_replays(&p, 20, 92, "none", "");
+    snprintf(words, sizeof words, "%s1", full);
+    draw_replays(&p, 460, 92, "full, units of 1 layer", words);
+    snprintf(words, sizeof words, "%s4", full);
+    draw_replays(&p, 20, 226, "full, units of 4 layers", words);
+    snprintf(words, sizeof words, "%s3 --recompute-method block", full);
+    draw_replays(&p, 460, 226, "full, block: the first 3 layers", words);
+    text(&p, 20, 362, START, "Activations of such a model with %d layers and %d tokens", DEEP_LAYERS, DEEP_TOKENS);
+    for (int unit = 0, row = 0; unit <= DEEP_LAYERS; unit = unit ? 2 * unit : 1, row++) {
+        snprintf(words, sizeof words, "%s%d", full, unit);
+        double mebibytes = planned_activations(unit ? words : ""), y = 374 + 21 * row;
+        frame(&p, 132, y, 9.2 * mebibytes, 15, fills[unit ? ORANGE : BLUE]);
+        text(&p, 124, y + 12, END, unit ? "units of %d" : "none", unit);
+        text(&p, 132 + 9.2 * mebibytes + 8, y + 12, START, "%.1f MiB", mebibytes);
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -1545,5 +1667,6 @@ int main(int argc, char **argv) {
     draw_tensor(argv[1]);
     draw_routers(argv[1]);
     draw_folding(argv[1]);
+    draw_recomputation(argv[1]);
     return 0;
 }

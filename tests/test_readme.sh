@@ -148,8 +148,24 @@ chapter_14() {
     experiment 14 '^m='
 }
 
+# Memory and losses are those of the chapter; the code that it quotes is that of megatron.c.
+chapter_16() {
+    pipeline=
+    has_mpi && pipeline='^for options in .*num-layers 2'
+    experiment 16 '^export' ${pipeline:+"$pipeline"} || return 1
+    { block '^35' && block '^36'; } | head -n "$(wc -l <"$work/out")" | awk '{ print $1 }' >"$work/want"
+    awk '{ print $1 }' "$work/out" | diff "$work/want" - && [ "$(wc -l <"$work/want")" -ge 6 ] &&
+        [ "$(head -n 6 "$work/out" | cut -d' ' -f2- | uniq | wc -l)" = 1 ] || return 1
+    blocks notes/16-recomputation.md '.*'
+    for quote in mt_slots_place mt_layer_backward; do
+        block "^static void $quote" >"$work/quote" || return 1
+        lines=$(wc -l <"$work/quote")
+        grep -A $((lines - 1)) -Fx -- "$(head -n 1 "$work/quote")" megatron.c | diff "$work/quote" - || return 1
+    done
+}
+
 for test in training_on_your_own_text several_ranks hugging_face_models a_yaml_file chapter_1 chapter_4 chapter_5 \
-    chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14; do
+    chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16; do
     check $test $test
 done
 exit $failed

@@ -70,6 +70,24 @@ check half_a_dataset_is_answered_with_its_prefix refused "expects the prefix of 
 check overlap_on_one_rank_says_so prints '--overlap-grad-reduce has no effect: there is one data-parallel rank' \
     --overlap-grad-reduce
 check a_constant_rate_has_no_minimum prints '--min-lr has no effect' --lr-decay-style constant --min-lr 1e-4
+modules_without_a_layer_say_so() {
+    selective='--recompute-granularity selective --recompute-modules'
+    prints '^--recompute-modules core_attn has no effect: attention never keeps its probabilities$' \
+        --recompute-activations || return 1
+    # shellcheck disable=SC2086
+    prints '^--recompute-modules moe_act has no effect: no layer has experts$' $selective moe moe_act shared_experts &&
+        says '^--recompute-modules moe has no effect: no layer has experts$' "$work/out" &&
+        says '^--recompute-modules shared_experts has no effect: no layer has a shared expert$' "$work/out" &&
+        [ "$(grep -c 'no effect' "$work/out")" = 3 ] || return 1
+    # shellcheck disable=SC2086
+    prints '^--recompute-modules mlp has no effect: every layer has experts instead of an MLP$' --num-experts 2 \
+        --disable-bias-linear --swiglu $selective mlp moe moe_act && [ "$(grep -c 'no effect' "$work/out")" = 1 ] ||
+        return 1
+    # shellcheck disable=SC2086
+    prints '100%' --num-experts 2 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 8 --disable-bias-linear \
+        --swiglu $selective mlp layernorm moe_act shared_experts && ! grep 'no effect' "$work/out"
+}
+check modules_without_a_layer_say_so modules_without_a_layer_say_so
 check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32, --optimizer: so in any case, without effect' \
     --attention-softmax-in-fp32 --optimizer adam
 check a_plain_run_has_no_idle_option prints_nothing_idle
