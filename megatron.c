@@ -953,8 +953,10 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
     bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
     bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
     const mt_rule rules[] = {
-        {l->one_attention && o->attention_backend >= MT_ATTENTION_CUDNN,
-         "--attention-backend cudnn and unfused need a GPU, and this run is on the CPU; leave it out"},
+        {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
+         "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
+        {l->one_attention && o->attention_backend == MT_ATTENTION_UNFUSED,
+         "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out"},
         {!latent && mt_exceeds(D, l->head_channels),
          "--kv-channels is %lld, and attention on this device takes heads of at most %lld channels",
          {D, l->head_channels}},

@@ -1837,7 +1837,7 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "experts");
     check_limits(RUN "--attention-backend unfused", &none, NULL);
     check_limits(RUN "--attention-backend unfused", &mt_cpu_ops.limits,
-                 "--attention-backend cudnn and unfused need a GPU, and this run is on the CPU; leave it out");
+                 "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");
 }
 
 static void a_model_asks_its_backend_for_limits(void **state) {
