@@ -207,7 +207,7 @@ Name: megatron
 Description: trains and runs GPT-family transformers
 Version: $(VERSION)
 Cflags: -I$${includedir}
-Libs: -L$${libdir} -lmegatron
+Libs: -L$${libdir} -lmegatron -lm
 Libs.private: $(strip $(ALL_LIBS))
 endef
 export PC_FILE

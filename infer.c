@@ -180,7 +180,7 @@ static char *next_line(const run *r, int64_t *bytes) {
     return NULL;
 }
 
-/* Without a prompt: each line of standard input is a new text to continue. Returns whether all could be. */
+/* Without a prompt: each line of standard input is a new text to continue. False if a text could not be continued. */
 static bool answer_lines(run *r) {
     mt_error error;
     mt_sequence sequence;

@@ -6076,7 +6076,7 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     mt_slots_place(m, s, w);
 }
 
-/* Allocates the slots of a routing; a field without a slot of its own shares that of another. */
+/* Allocates the slots of a routing; a field without a slot of its own points to the slot of another field. */
 static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residency residency, mt_routing *r,
                                 mt_arena *arena) {
     mt_slots slots;
@@ -9533,7 +9533,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->num_local = o->num_experts / grid->expert.size;
     e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
-    e->has_capacity = o->moe_expert_capacity_factor > 0,
+    e->has_capacity = o->moe_expert_capacity_factor > 0;
     e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
     e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
     e->scales_output = !e->permute_fusion || o->mlp_bias;

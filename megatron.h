@@ -1031,7 +1031,7 @@ enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // maximu
     OP(all_to_all_v, mt_work_sent(MT_OPERATION_all_to_all_v, mt_sent_to_others(in_counts, group), dtype, group),       \
        (out, out_counts, in, in_counts, dtype, group, stream), void *out, const int64_t *out_counts, const void *in,   \
        const int64_t *in_counts, mt_dtype dtype, const mt_group *group, mt_stream *stream)                             \
-    /* buffer[count] = that of rank `root`. Any type. */                                                               \
+    /* buffer[count] = the buffer of rank `root`. Any type. */                                                         \
     OP(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group),                                           \
        (buffer, count, dtype, root, group, stream), void *buffer, int64_t count, mt_dtype dtype, int root,             \
        const mt_group *group, mt_stream *stream)                                                                       \

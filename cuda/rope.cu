@@ -192,7 +192,7 @@ static void launch_whole_heads(heads_task<T> task, cudaStream_t stream) {
     mt_launch_early(kernel, mt_grid_size(threads, whole_threads), whole_threads, 0, stream, task);
 }
 
-/* Returns whether a kernel for whole heads serves these. */
+/* True if a kernel for whole heads serves these. */
 template <class T, int N, int D>
 static bool launched_whole_heads(const heads_task<T> &task, bool interleaved, cudaStream_t stream) {
     if (task.D != D || task.R != D || task.H % whole_heads != 0 || task.heads % whole_heads != 0) return false;
@@ -488,7 +488,7 @@ __global__ void __launch_bounds__(whole_threads) rotate_whole_backward(const hea
     store_head_sums(task.partial + (int64_t)blockIdx.x * D, dw_low, dw_high, unit, lanes, D);
 }
 
-/* Returns whether a kernel for whole heads, rotated or only normalised, serves these. */
+/* True if a kernel for whole heads, rotated or only normalised, serves these. */
 template <class T, int N, int D>
 static bool launched_whole_backward(heads_backward_task<T> task, float *dq_w, float *dk_w, bool interleaved,
                                     mt_stream *stream) {

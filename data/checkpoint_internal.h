@@ -47,7 +47,8 @@ mt_iterations mt_iterations_list(const char *folder);
 bool mt_is_own_link(const char *folder, const char *name);
 
 /* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
- * tensors, and that has trainer.json. -1 with error if there is none: that of the earliest one, or that there are none.
+ * tensors, and that has trainer.json. -1 if there is none; the error is that of the first checkpoint tried, or that the
+ * folder has no checkpoint.
  */
 int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error);
 

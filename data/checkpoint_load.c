@@ -213,14 +213,14 @@ int mt_open_direct(const char *path, int flags) {
 enum { MT_SEGMENT = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18, MT_SPARES = 8 };
 
 /* At the start of the shared memory. */
-typedef struct mt_slots {
+typedef struct mt_segment_slots {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     int64_t claimed;         // segments of the file that threads have taken on
     int64_t ready[MT_SLOTS]; // 1 + the segment in the slot
     int64_t taken[MT_SLOTS]; // ranks that are done with it
     int64_t uses[MT_SLOTS];  // segments that all ranks are done with
-} mt_slots;
+} mt_segment_slots;
 
 /* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
  * before a barrier are seen by all ranks after it. */
@@ -283,7 +283,7 @@ typedef struct mt_reader {
     mt_model *model;
     const mt_checksums *sums; // NULL: nothing is checked
     host_memory shared;       // slots, then window
-    mt_slots *slots;
+    mt_segment_slots *slots;
     char *window;            // [MT_SLOTS, MT_SEGMENT]
     float *spare[MT_SPARES]; // buffers for transposed tensors
     int64_t spare_bytes[MT_SPARES];
@@ -298,7 +298,7 @@ typedef struct mt_reader {
     mt_error error;
 } mt_reader;
 
-static void mt_slots_init(mt_slots *slots) {
+static void mt_segment_slots_init(mt_segment_slots *slots) {
     pthread_mutexattr_t lock;
     pthread_condattr_t changed;
     memset(slots, 0, sizeof *slots);
@@ -314,13 +314,14 @@ static void mt_slots_init(mt_slots *slots) {
 
 static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
     const int64_t bytes = 2 * MT_DIRECT + (int64_t)MT_SLOTS * MT_SEGMENT;
-    _Static_assert(sizeof(mt_slots) <= MT_DIRECT && MT_SEGMENT % MT_SUM_BLOCK == 0, "layout of the shared memory");
+    _Static_assert(sizeof(mt_segment_slots) <= MT_DIRECT && MT_SEGMENT % MT_SUM_BLOCK == 0,
+                   "layout of the shared memory");
     *r = (mt_reader){.model = m, .sums = sums, .descriptor = -1, .direct = -1};
     r->staged = mt_malloc(MT_STAGED * 4), r->staged_bf16 = mt_malloc(MT_STAGED * 2);
     host_memory_open(&r->shared, &mt_model_grid(m)->world, bytes);
-    r->slots = (mt_slots *)mt_align_direct(r->shared.memory); // mapped by pages: the same offset on every rank
+    r->slots = (mt_segment_slots *)mt_align_direct(r->shared.memory); // mapped by pages: the same offset on every rank
     r->window = (char *)r->slots + MT_DIRECT;
-    if (r->shared.host.rank == 0) mt_slots_init(r->slots);
+    if (r->shared.host.rank == 0) mt_segment_slots_init(r->slots);
     host_memory_barrier(&r->shared);
 }
 
@@ -345,7 +346,7 @@ static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
 
 /* Takes on the next segment of the file once its slot is free; -1 at the end. */
 static int64_t mt_reader_claim(mt_reader *r) {
-    mt_slots *slots = r->slots;
+    mt_segment_slots *slots = r->slots;
     int64_t count = mt_divide_up(r->file->bytes, MT_SEGMENT);
     pthread_mutex_lock(&slots->lock);
     while (slots->claimed < count && slots->uses[slots->claimed % MT_SLOTS] != slots->claimed / MT_SLOTS)
@@ -420,7 +421,7 @@ static const char *mt_reader_get(mt_reader *r, int64_t i) {
 
 /* This rank is done with segment i. */
 static void mt_reader_give_back(mt_reader *r, int64_t i) {
-    mt_slots *slots = r->slots;
+    mt_segment_slots *slots = r->slots;
     int64_t slot = i % MT_SLOTS;
     pthread_mutex_lock(&slots->lock);
     if (++slots->taken[slot] == r->shared.host.size) {
@@ -443,7 +444,7 @@ static int mt_reader_begin(mt_reader *r, const mt_safetensors_file *file, pthrea
     if (r->descriptor < 0) mt_reader_fail(r, &error, false);
     host_memory_barrier(&r->shared); // all ranks are done with the file before
     if (r->shared.host.rank == 0) {
-        mt_slots *slots = r->slots;
+        mt_segment_slots *slots = r->slots;
         slots->claimed = 0;
         memset(slots->ready, 0, sizeof slots->ready);
         memset(slots->taken, 0, sizeof slots->taken);

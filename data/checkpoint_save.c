@@ -152,16 +152,16 @@ static void mt_saved_free(mt_saved_set *set) {
 /* ---- output files */
 
 /* A file that several threads and ranks write at computed offsets. */
-typedef struct mt_output {
+typedef struct mt_output_file {
     int descriptor, direct; // direct: past the page cache, -1 where that is not possible
     const char *path;
     mt_error *error;
-} mt_output;
+} mt_output_file;
 
 /* `flags`: O_EXCL for a file that must not exist. */
-static int mt_output_open(mt_output *out, const char *path, int flags, mt_error *error) {
+static int mt_output_file_open(mt_output_file *out, const char *path, int flags, mt_error *error) {
     int watched = mt_watch_file_begin(path, true);
-    *out = (mt_output){.path = path, .error = error, .direct = -1};
+    *out = (mt_output_file){.path = path, .error = error, .direct = -1};
     out->descriptor = open(path, O_CREAT | O_WRONLY | O_CLOEXEC | flags, 0666);
     mt_watch_file_end(watched);
     if (out->descriptor < 0 && errno == ENOENT && !(flags & O_EXCL))
@@ -172,7 +172,8 @@ static int mt_output_open(mt_output *out, const char *path, int flags, mt_error 
     return 0;
 }
 
-static int mt_output_write_by(const mt_output *out, int descriptor, int64_t offset, const char *data, int64_t bytes) {
+static int mt_output_file_write_by(const mt_output_file *out, int descriptor, int64_t offset, const char *data,
+                                   int64_t bytes) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t wrote = pwrite(descriptor, data + done, (size_t)(bytes - done), offset + done);
         if (wrote < 0 && errno == EINTR) continue;
@@ -188,20 +189,20 @@ static int mt_output_write_by(const mt_output *out, int descriptor, int64_t offs
 
 /* Long writes bypass the page cache if memory and file are aligned alike. Their ends go through it: the rest of these
  * pages may be another rank's. */
-static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
+static int mt_output_file_write(const mt_output_file *out, int64_t offset, const void *data, int64_t bytes) {
     enum { LONG = 64 << 10 };
     const char *from = data;
     int64_t head = -offset & (MT_DIRECT - 1), tail = (offset + bytes) & (MT_DIRECT - 1);
     if (out->direct >= 0 && bytes >= LONG && (uintptr_t)(from + head) % MT_DIRECT == 0) {
-        if (mt_output_write_by(out, out->descriptor, offset, from, head) != 0) return -1;
-        if (mt_output_write_by(out, out->direct, offset + head, from + head, bytes - head - tail) != 0) return -1;
+        if (mt_output_file_write_by(out, out->descriptor, offset, from, head) != 0) return -1;
+        if (mt_output_file_write_by(out, out->direct, offset + head, from + head, bytes - head - tail) != 0) return -1;
         offset += bytes - tail, from += bytes - tail, bytes = tail;
     }
-    return mt_output_write_by(out, out->descriptor, offset, from, bytes);
+    return mt_output_file_write_by(out, out->descriptor, offset, from, bytes);
 }
 
 /* Closes the file; brings it to the disk first if `sync` and status is 0. Returns the status, or -1 with error. */
-static int mt_output_close(const mt_output *out, bool sync, int status) {
+static int mt_output_file_close(const mt_output_file *out, bool sync, int status) {
     int watched = mt_watch_file_begin(out->path, true);
     if (status == 0 && sync && fsync(out->descriptor) != 0)
         status = mt_file_write_error(out->error, out->path, "--save");
@@ -214,16 +215,16 @@ static int mt_output_close(const mt_output *out, bool sync, int status) {
 /* Writes a file's header and reserves the file's space. `alone`: no other rank writes yet, so a file that exists is an
  * error. */
 static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, bool alone, mt_error *error) {
-    mt_output out;
+    mt_output_file out;
     char *path = mt_path_join(folder, file->name);
-    int status = mt_output_open(&out, path, alone ? O_EXCL : 0, error);
+    int status = mt_output_file_open(&out, path, alone ? O_EXCL : 0, error);
     if (status == 0) {
-        status = mt_output_write_by(&out, out.descriptor, 0, file->header, file->header_bytes);
+        status = mt_output_file_write_by(&out, out.descriptor, 0, file->header, file->header_bytes);
 #ifdef FALLOC_FL_KEEP_SIZE // other errors: the file system cannot reserve space, and makes room as it goes
         if (status == 0 && fallocate(out.descriptor, 0, 0, file->bytes) != 0 && (errno == ENOSPC || errno == EFBIG))
             status = mt_file_write_error(error, path, "--save");
 #endif
-        status = mt_output_close(&out, false, status);
+        status = mt_output_file_close(&out, false, status);
     }
     free(path);
     return status;
@@ -426,7 +427,7 @@ static char *mt_transposed_at(mt_transposed *room, int64_t bytes, int64_t offset
     return mt_align_direct(room->memory) + (offset & (MT_DIRECT - 1));
 }
 
-static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *piece, mt_transposed *room) {
+static int mt_piece_write(mt_writer *w, const mt_output_file *out, const mt_piece *piece, mt_transposed *room) {
     int64_t lines = piece->transposed ? piece->cols : piece->rows;
     int64_t bytes = piece->rows * piece->cols * piece->size, line = bytes / lines;
     const char *data = piece->data;
@@ -439,7 +440,7 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
     int status = 0, watched = mt_watch_file_begin(out->path, true);
     mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
     for (int64_t i = 0; i < lines && status == 0; i++)
-        status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
+        status = mt_output_file_write(out, piece->offset + i * piece->pitch, data + i * line, line);
 #ifdef SYNC_FILE_RANGE_WRITE // starts the page cache's writes to the disk now; the fsync at the end then waits less
     int64_t span = (lines - 1) * piece->pitch + line;
     if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
@@ -474,7 +475,7 @@ static void mt_writer_release(mt_writer *w, int64_t number, int status, const mt
 static void *mt_writer_run(void *context) {
     mt_writer *w = context;
     mt_error error;
-    mt_output out = {.descriptor = -1};
+    mt_output_file out = {.descriptor = -1};
     mt_transposed room = {0};
     mt_piece piece;
     char *path = NULL;
@@ -483,16 +484,16 @@ static void *mt_writer_run(void *context) {
     if (w->holds_all) w->ops->event_synchronize(w->copied);
     while ((number = mt_writer_next(w, &piece, &status)) >= 0) {
         if (status == 0 && piece.file != open) {
-            if (out.descriptor >= 0) status = mt_output_close(&out, true, 0);
+            if (out.descriptor >= 0) status = mt_output_file_close(&out, true, 0);
             free(path);
             path = mt_path_join(w->folder, w->sums.files[open = piece.file].name);
             out.descriptor = -1;
-            if (status == 0) status = mt_output_open(&out, path, 0, &error);
+            if (status == 0) status = mt_output_file_open(&out, path, 0, &error);
         }
         if (status == 0) status = mt_piece_write(w, &out, &piece, &room);
         mt_writer_release(w, number, status, &error); // after an error too: the copies wait for room
     }
-    if (out.descriptor >= 0) status = mt_output_close(&out, true, status);
+    if (out.descriptor >= 0) status = mt_output_file_close(&out, true, status);
     free(path);
     free(room.memory);
     pthread_mutex_lock(&w->lock);

@@ -63,13 +63,13 @@ typedef struct mt_refusal {
 } mt_refusal;
 
 /* A pass over a file and the command line. */
-typedef struct mt_reader {
+typedef struct mt_option_reader {
     mt_options *options;
     mt_program program;
     mt_refusal *refused;
     int64_t num_refused;
-    mt_strings always; // names that state what is so in any case
-} mt_reader;
+    mt_strings always; // names that state a property that always holds
+} mt_option_reader;
 
 /* The option, or the answer, that a name stands for. */
 typedef struct mt_setting {
@@ -105,8 +105,8 @@ static const char *mt_setting_metavar(const mt_setting *setting) {
 }
 
 /* Records a name that was refused; `value` is its value, or NULL. A feature that is not supported may be off. */
-static void mt_reader_refuse(mt_reader *reader, const mt_setting *setting, const char *place, const char *name,
-                             size_t length, const char *value) {
+static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *place,
+                                    const char *name, size_t length, const char *value) {
     const char *dashes = *place ? "" : "--", *text = setting->megatron.text;
     bool is_on, infers = reader->program == MT_PROGRAM_INFER;
     mt_name_kind kind = setting->megatron.kind;
@@ -144,7 +144,7 @@ static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refu
 }
 
 /* One error for all names that were refused: a line for each reason. */
-static int mt_reader_report(const mt_reader *reader, mt_error *error) {
+static int mt_option_reader_report(const mt_option_reader *reader, mt_error *error) {
     if (reader->num_refused == 0) return 0;
     const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
     if (end == first + 1 && *first->reason)
@@ -172,14 +172,14 @@ static int mt_reader_report(const mt_reader *reader, mt_error *error) {
     return -1;
 }
 
-/* Prints the names that change nothing, because they state what is so in any case. */
-static void mt_reader_print_always(const mt_reader *reader) {
+/* Prints the names that have no effect, because they state a property that always holds. */
+static void mt_option_reader_print_always(const mt_option_reader *reader) {
     if (reader->always.count == 0 || mt_launch_rank() != 0) return;
     for (int64_t i = 0; i < reader->always.count; i++) printf(i ? ", %s" : "%s", reader->always.items[i]);
-    printf(": so in any case, without effect\n");
+    printf(": always so here, no effect\n");
 }
 
-static void mt_reader_free(mt_reader *reader) {
+static void mt_option_reader_free(mt_option_reader *reader) {
     free(reader->refused);
     mt_strings_free(&reader->always);
 }
@@ -198,7 +198,7 @@ static int mt_option_add_paths(mt_options *options, const mt_option *row, const 
 }
 
 /* Gives a setting that is accepted its value, or the next one of a list. `where` names it in messages. */
-static int mt_setting_set(mt_reader *reader, const mt_setting *setting, const char *text, const char *where,
+static int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
                           mt_error *error) {
     const mt_option *row = setting->row;
     const char *value = setting->megatron.value;
@@ -225,13 +225,13 @@ static int mt_setting_set(mt_reader *reader, const mt_setting *setting, const ch
 
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error) {
     char where[112];
-    mt_reader reader = {.options = options, .program = MT_PROGRAM_LIBRARY};
+    mt_option_reader reader = {.options = options, .program = MT_PROGRAM_LIBRARY};
     mt_setting setting = mt_setting_find(name, strlen(name));
     int status = 0;
     snprintf(where, sizeof where, "--%.100s", setting.megatron.kind || !setting.row ? name : setting.row->name);
     if (!mt_setting_is_accepted(&setting, reader.program)) {
-        mt_reader_refuse(&reader, &setting, "", name, strlen(name), value);
-        status = mt_reader_report(&reader, error);
+        mt_option_reader_refuse(&reader, &setting, "", name, strlen(name), value);
+        status = mt_option_reader_report(&reader, error);
     } else if (!setting.row || !mt_option_is_list(setting.row)) {
         status = mt_setting_set(&reader, &setting, value, where, error);
     } else {
@@ -241,7 +241,7 @@ int mt_options_set(mt_options *options, const char *name, const char *value, mt_
             status = mt_option_set(options, setting.row, word, where, error);
         free(words);
     }
-    mt_reader_free(&reader);
+    mt_option_reader_free(&reader);
     return status;
 }
 
@@ -252,7 +252,7 @@ static bool mt_is_name(const char *argument) {
 }
 
 /* Takes the option at arguments[index]; returns the index after its values, or -1. */
-static int mt_options_read_argument(mt_reader *reader, int index, int count, char **arguments, mt_error *error) {
+static int mt_options_read_argument(mt_option_reader *reader, int index, int count, char **arguments, mt_error *error) {
     const char *argument = arguments[index++];
     if (!mt_is_name(argument) || !argument[2])
         return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
@@ -261,7 +261,7 @@ static int mt_options_read_argument(mt_reader *reader, int index, int count, cha
     mt_setting setting = mt_setting_find(name, length);
     const mt_option *row = setting.row;
     if (!mt_setting_is_accepted(&setting, reader->program)) {
-        mt_reader_refuse(reader, &setting, "", name, length, equals ? equals + 1 : NULL);
+        mt_option_reader_refuse(reader, &setting, "", name, length, equals ? equals + 1 : NULL);
         while (index < count && !mt_is_name(arguments[index])) index++;
         return index;
     }
@@ -282,7 +282,7 @@ static int mt_options_read_argument(mt_reader *reader, int index, int count, cha
     return index;
 }
 
-static int mt_options_read_arguments(mt_reader *reader, int argc, char **argv, mt_error *error) {
+static int mt_options_read_arguments(mt_option_reader *reader, int argc, char **argv, mt_error *error) {
     for (int index = 1; index < argc;) {
         index = mt_options_read_argument(reader, index, argc, argv, error);
         if (index < 0) return -1;
@@ -316,7 +316,7 @@ typedef struct mt_yaml {
     bool has_event;
     int64_t events;
     uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
-    mt_reader *reader;
+    mt_option_reader *reader;
     const char *path;
     mt_error *error;
 } mt_yaml;
@@ -396,7 +396,7 @@ static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *plac
     if (!mt_setting_is_accepted(&setting, yaml->reader->program)) {
         if (is_scalar && mt_yaml_scalar(yaml, &text)) return -1;
         if (!is_null || setting.megatron.kind == MT_NAME_UNKNOWN)
-            mt_reader_refuse(yaml->reader, &setting, place, name, strlen(name), is_scalar ? text : NULL);
+            mt_option_reader_refuse(yaml->reader, &setting, place, name, strlen(name), is_scalar ? text : NULL);
         return is_scalar ? 0 : mt_yaml_skip_sequence(yaml);
     }
     snprintf(where, sizeof where, "%s%.80s", place, name);
@@ -454,7 +454,8 @@ static int mt_yaml_read(mt_yaml *yaml) {
                         (long long)yaml->event.start_mark.line + 1);
 }
 
-static int mt_reader_read_yaml(mt_reader *reader, const char *text, int64_t bytes, const char *path, mt_error *error) {
+static int mt_option_reader_read_yaml(mt_option_reader *reader, const char *text, int64_t bytes, const char *path,
+                                      mt_error *error) {
     mt_yaml yaml = {.reader = reader, .path = path, .error = error};
     if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
     yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
@@ -464,7 +465,8 @@ static int mt_reader_read_yaml(mt_reader *reader, const char *text, int64_t byte
     return result;
 }
 #else
-static int mt_reader_read_yaml(mt_reader *reader, const char *text, int64_t bytes, const char *path, mt_error *error) {
+static int mt_option_reader_read_yaml(mt_option_reader *reader, const char *text, int64_t bytes, const char *path,
+                                      mt_error *error) {
     (void)reader, (void)text, (void)bytes;
     return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
 }
@@ -472,10 +474,10 @@ static int mt_reader_read_yaml(mt_reader *reader, const char *text, int64_t byte
 
 int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error) {
-    mt_reader reader = {.options = options, .program = program};
-    int status = mt_reader_read_yaml(&reader, text, bytes, path, error);
-    if (!status) status = mt_reader_report(&reader, error);
-    mt_reader_free(&reader);
+    mt_option_reader reader = {.options = options, .program = program};
+    int status = mt_option_reader_read_yaml(&reader, text, bytes, path, error);
+    if (!status) status = mt_option_reader_report(&reader, error);
+    mt_option_reader_free(&reader);
     return status;
 }
 
@@ -571,10 +573,10 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
     return status;
 }
 
-static int mt_options_read_config(mt_reader *reader, const char *path, mt_error *error) {
+static int mt_options_read_config(mt_option_reader *reader, const char *path, mt_error *error) {
     int64_t bytes;
     char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = text ? mt_reader_read_yaml(reader, text, bytes, path, error) : -1;
+    int result = text ? mt_option_reader_read_yaml(reader, text, bytes, path, error) : -1;
     free(text);
     if (!result && reader->options->config)
         return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
@@ -582,15 +584,15 @@ static int mt_options_read_config(mt_reader *reader, const char *path, mt_error 
 }
 
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
-    mt_reader reader = {.options = options, .program = program};
+    mt_option_reader reader = {.options = options, .program = program};
     const char *config = mt_options_find_config(argc, argv);
     mt_options_default(options);
     mt_options_help(program, argc, argv);
     int status = config ? mt_options_read_config(&reader, config, error) : 0; // later settings win
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
-    if (!status) status = mt_reader_report(&reader, error);
-    if (!status) mt_reader_print_always(&reader);
-    mt_reader_free(&reader);
+    if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status) mt_option_reader_print_always(&reader);
+    mt_option_reader_free(&reader);
     if (status) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);

@@ -70,7 +70,7 @@ static void *mt_records_grow(void *records, int64_t old, int64_t count, size_t s
     return records;
 }
 
-/* Begins a record. Returns whether there is one: not of a call that does nothing. */
+/* Begins a record; false, without one, for a call that does nothing. */
 static bool mt_call_begin(mt_operation operation, mt_work work, mt_stream *stream) {
     if (work.is_nothing) return false;
     int64_t i = mt_profiler.step.num_calls, old = mt_profiler.max_calls;

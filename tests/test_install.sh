@@ -50,13 +50,19 @@ programs_run() {
 build() {
     # The flags are lists of words.
     # shellcheck disable=SC2046
-    ${CC:-cc} -std=c11 "$work/program.c" -o "$work/program" \
+    ${CC:-cc} -std=c11 "${source:-$work/program.c}" -o "${output:-$work/program}" \
         $(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --cflags --libs "$@" megatron) >"$work/out" 2>"$work/err"
 }
 
 shared_library_links() {
     build && LD_LIBRARY_PATH=$prefix/lib "$work/program" >"$work/out" 2>"$work/err" &&
         LD_LIBRARY_PATH=$prefix/lib ldd "$work/program" | grep -q "$prefix/lib/libmegatron.so.1 "
+}
+
+examples_link() {
+    for example in notes/examples/*.c; do
+        source=$example output=$work/example build || { echo "$example" && return 1; }
+    done
 }
 
 static_library_links() {
@@ -82,6 +88,7 @@ check installs installs ''
 check installs_below_destdir installs "$work/stage"
 check programs_run programs_run
 check shared_library_links shared_library_links
+check examples_link examples_link
 check static_library_links static_library_links
 check version_is_the_header_s version_is_the_header_s
 check version_numbers_agree version_numbers_agree

@@ -88,7 +88,7 @@ modules_without_a_layer_say_so() {
         --swiglu $selective mlp layernorm moe_act shared_experts && ! grep 'no effect' "$work/out"
 }
 check modules_without_a_layer_say_so modules_without_a_layer_say_so
-check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32, --optimizer: so in any case, without effect' \
+check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32, --optimizer: always so here, no effect' \
     --attention-softmax-in-fp32 --optimizer adam
 check a_plain_run_has_no_idle_option prints_nothing_idle
 exit $failed
