@@ -84,13 +84,17 @@ const char *mt_version(void) {
     return MT_VERSION;
 }
 
+void mt_text_clean(char *text, bool keeps_lines) {
+    for (char *c = text; *c; c++)
+        if (iscntrl((unsigned char)*c) && !(keeps_lines && *c == '\n')) *c = '?';
+}
+
 int mt_error_set(mt_error *error, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
-    for (char *c = error->text; *c; c++)
-        if (iscntrl((unsigned char)*c)) *c = '?'; // a name from a file must not break the line or move the cursor
+    mt_text_clean(error->text, false);
     return -1;
 }
 

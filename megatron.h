@@ -58,6 +58,10 @@ typedef struct mt_error {
 /* Fills `error` as printf does and returns -1, so that a parser can `return mt_error_set(error, ...)`. */
 int mt_error_set(mt_error *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Replaces control characters by '?': a name from a file must not break a line or move the cursor. keeps_lines: line
+ * breaks stay. */
+void mt_text_clean(char *text, bool keeps_lines);
+
 /* Prints "error: ..." on standard error and ends the job (MPI_Abort when several ranks run). For drivers. */
 void mt_die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 

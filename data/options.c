@@ -164,8 +164,7 @@ static int mt_option_reader_report(const mt_option_reader *reader, mt_error *err
         if (same == r) mt_refusals_print(file, r, end);
     }
     MT_CHECK(fclose(file) == 0);
-    for (char *c = text; *c; c++)
-        if (iscntrl((unsigned char)*c) && *c != '\n') *c = '?';
+    mt_text_clean(text, true);
     if (snprintf(error->text, sizeof error->text, "%s", text) >= (int)sizeof error->text)
         strcpy(error->text + sizeof error->text - sizeof " ...", " ...");
     free(text);
