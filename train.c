@@ -299,6 +299,7 @@ static int print_launch(run *r) {
     check(open_tokenizer(r, &error), &error);
     check(mt_launch_print(&r->options, stdout, &error), &error);
     mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
     mt_options_free(&r->options);
     return 0;
 }
