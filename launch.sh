@@ -44,7 +44,8 @@ for number in "$ranks" "$limit" "$total" "$pause" "$longest"; do
     esac
 done
 [ "$ranks" -gt 0 ] || die "-n expects at least one rank"
-[ -z "$hostfile" ] || [ -r "$hostfile" ] || die "--hostfile $hostfile: cannot be read"
+[ -z "$hostfile" ] || { [ -f "$hostfile" ] && [ -r "$hostfile" ]; } ||
+    die "--hostfile $hostfile: cannot be read, or is not a regular file; give a file: every start reads it"
 
 work=$(mktemp -d) || exit
 trap 'rm -rf "$work"' EXIT
@@ -168,7 +169,10 @@ find_room() {
     if [ $slots -lt "$ranks" ]; then echo $slots; else echo "$ranks"; fi >"$work/room"
 }
 
-latest() { cat "$save/latest_checkpointed_iteration.txt" 2>/dev/null; }
+latest() {
+    tracker=$save/latest_checkpointed_iteration.txt
+    [ -f "$tracker" ] && cat "$tracker" 2>/dev/null
+}
 
 # ---- starting it
 

@@ -278,21 +278,29 @@ static void mt_new_file_free(mt_new_file *file) {
     *file = (mt_new_file){0};
 }
 
-int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error) {
+/* With `replace`, the new file takes the place of a link, a pipe or a device too, and of any leftover with the
+ * temporary name. */
+static int mt_new_file_open_as(mt_new_file *file, const char *path, bool replace, const char *option, mt_error *error) {
     struct stat status;
     int64_t length = (int64_t)strlen(path) + 32;
-    bool exists = stat(path, &status) == 0, is_folder = exists && S_ISDIR(status.st_mode);
+    bool exists = (replace ? lstat(path, &status) : stat(path, &status)) == 0;
+    bool is_folder = exists && S_ISDIR(status.st_mode);
     *file = (mt_new_file){.path = mt_strdup(path), .option = option};
-    if (!exists || S_ISREG(status.st_mode)) {
+    if (!exists || S_ISREG(status.st_mode) || replace) {
         file->temporary = mt_malloc(length);
         snprintf(file->temporary, (size_t)length, "%s.tmp-%lld", path, (long long)getpid());
     }
+    if (replace && !is_folder) unlink(file->temporary);
     errno = EISDIR;
-    if (!is_folder) file->stream = fopen(file->temporary ? file->temporary : path, "wb");
+    if (!is_folder) file->stream = fopen(file->temporary ? file->temporary : path, replace ? "wbx" : "wb");
     if (file->stream) return 0;
     mt_file_write_error(error, path, option);
     mt_new_file_free(file);
     return -1;
+}
+
+int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error) {
+    return mt_new_file_open_as(file, path, false, option, error);
 }
 
 /* Syncs the folder that a path is in, so that the path's new entry survives a crash. */
@@ -365,7 +373,7 @@ int mt_new_file_close(mt_new_file *file, int status, mt_error *error) {
 
 int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error) {
     mt_new_file file;
-    if (mt_new_file_open(&file, path, option, error) != 0) return -1;
+    if (mt_new_file_open_as(&file, path, true, option, error) != 0) return -1;
     return mt_new_file_close(&file, mt_new_file_write(&file, data, bytes, error), error);
 }
 
@@ -410,12 +418,24 @@ int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int6
 
 /* ---- locks */
 
+/* The folder may come from a stranger: a link must not lead to another file, whose contents would be lost. */
+static int mt_lock_open(const char *path, const char *option, mt_error *error) {
+    const int flags = O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+    struct stat status;
+    bool regular = lstat(path, &status) != 0 || S_ISREG(status.st_mode);
+    int descriptor = regular ? open(path, flags, 0666) : -1;
+    if (descriptor < 0 && regular && errno != ELOOP) return mt_file_write_error(error, path, option);
+    if (descriptor >= 0 && fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) return descriptor;
+    if (descriptor >= 0) close(descriptor);
+    return mt_error_set(error, "%s: cannot be locked: it is not a regular file; remove it, or choose another %s", path,
+                        option);
+}
+
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error) {
     struct flock lock = {.l_type = F_WRLCK}; // from the start of the file to its end
     char host[256] = "", text[300] = "";
     char *path = mt_path_join(folder, name);
-    int descriptor = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666), status = 0;
-    if (descriptor < 0) status = mt_file_write_error(error, path, option);
+    int descriptor = mt_lock_open(path, option, error), status = descriptor < 0 ? -1 : 0;
     if (status == 0 && fcntl(descriptor, F_SETLK, &lock) != 0) {
         bool held = errno == EACCES || errno == EAGAIN;
         int reason = errno;

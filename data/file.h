@@ -102,7 +102,8 @@ int mt_new_file_seal(mt_new_file *file, mt_error *error);
  * for a file that is not open. */
 int mt_new_file_close(mt_new_file *file, int status, mt_error *error);
 
-/* Writes a whole file by these two. */
+/* Writes a whole file in this way. A link, a pipe or a device at the path is replaced by the file: this is for names in
+ * a folder that the program manages, not for an output that the user named. */
 int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error);
 
 /* ---- what ranks must have in common */
@@ -119,10 +120,11 @@ int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int6
 /* ---- locks */
 
 /* Opens FOLDER/NAME and takes a lock on it that ends with this process or when the descriptor is closed. Returns a
- * descriptor, or -1 with an error that names the holder's process and host. This is a lock of fcntl, which NFS version
- * 3 (with its lock daemon) and version 4, Lustre (mounted with flock) and GPFS keep for all hosts; a server frees it
- * when the holder's host is gone. Where the file system has no locks, the call warns on standard error and succeeds: a
- * second holder is then not noticed. The file stays, as removing it could leave two holders with a file each. */
+ * descriptor, or -1 with an error that names the holder's process and host. A link, a pipe or a device with that name
+ * is an error, and stays as it is. This is a lock of fcntl, which NFS version 3 (with its lock daemon) and version 4,
+ * Lustre (mounted with flock) and GPFS keep for all hosts; a server frees it when the holder's host is gone. Where the
+ * file system has no locks, the call warns on standard error and succeeds: a second holder is then not noticed. The
+ * file stays, as removing it could leave two holders with a file each. */
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error);
 
 /* ---- JSON */

@@ -57,8 +57,8 @@ old_ifs=$IFS
 IFS=,
 for run in $runs; do
     IFS=$old_ifs
-    if ! [ -r "$run" ]; then
-        echo "$run: cannot be read; RUN names files that train --metrics wrote" >&2
+    if ! { [ -f "$run" ] && [ -r "$run" ]; }; then
+        echo "$run: cannot be read, or is not a regular file; RUN names files that train --metrics wrote" >&2
         exit 1
     fi
     number=$((number + 1))

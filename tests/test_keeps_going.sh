@@ -401,7 +401,11 @@ the_launcher_refuses_runs_that_it_cannot_restart() {
         grep -q 'needs --save' "$work/err" &&
         ! ./launch.sh -n x "$train" --save "$work/save" 2>"$work/err" && grep -q 'whole numbers' "$work/err" &&
         ! ./launch.sh -n 2 "$train" $small --save "$work/save" --tensor-model-parallel-size 4 2>"$work/err" &&
-        grep -q 'launch: error: .* 4 ranks of one model, and 2 ranks are no multiple' "$work/err"
+        grep -q 'launch: error: .* 4 ranks of one model, and 2 ranks are no multiple' "$work/err" || return 1
+    mkfifo "$work/hosts.pipe"
+    # shellcheck disable=SC2086
+    ! timeout 20 ./launch.sh -n 2 --hostfile "$work/hosts.pipe" "$train" $small --save "$work/save" 2>"$work/err" &&
+        grep -q 'launch: error: .*hosts.pipe: cannot be read, or is not a regular file' "$work/err"
 }
 
 for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \

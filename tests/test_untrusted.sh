@@ -131,6 +131,48 @@ a_link_inside_a_folder_is_copied() {
     done
 }
 
+# saves: continues a copy of the run by two steps and saves there.
+saves() {
+    trains --load "$work/copy" --save "$work/copy" --tokenizer-type HuggingFaceTokenizer \
+        --tokenizer-model tests/golden/tokenizer/bytelevel.json
+}
+
+a_lock_that_is_no_regular_file_is_refused() {
+    copy
+    echo keep >"$work/victim"
+    for target in "$work/victim" "$work/absent"; do
+        ln -sf "$target" "$work/copy/.lock"
+        refused "copy/.lock: cannot be locked: it is not a regular file; remove it, or choose another --save" saves ||
+            return 1
+    done
+    [ "$(cat "$work/victim")" = keep ] && ! [ -e "$work/absent" ] || return 1
+    rm "$work/copy/.lock"
+    mkfifo "$work/copy/.lock"
+    refused "copy/.lock: cannot be locked: it is not a regular file" saves || return 1
+    rm "$work/copy/.lock"
+    saves >"$work/out" 2>"$work/err" </dev/null
+}
+
+a_save_replaces_a_tracker_that_is_a_pipe_or_a_link() {
+    for kind in pipe link; do
+        copy
+        tracker=$work/copy/latest_checkpointed_iteration.txt
+        echo 2 >"$work/victim"
+        rm "$tracker"
+        if [ $kind = pipe ]; then mkfifo "$tracker"; else ln -s "$work/victim" "$tracker"; fi
+        trains --load "$folder" --save "$work/copy" >"$work/out" 2>"$work/err" </dev/null || return 1
+        [ -f "$tracker" ] && ! [ -L "$tracker" ] && [ "$(cat "$tracker")" = 4 ] && [ "$(cat "$work/victim")" = 2 ] ||
+            return 1
+    done
+}
+
+a_plot_of_a_pipe_is_refused() {
+    command -v gnuplot >/dev/null || { echo "skipped: gnuplot is absent" && return 0; }
+    mkfifo "$work/plot.jsonl"
+    ! timeout 20 data/plot.sh "$work/plot.jsonl" >"$work/out" 2>"$work/err" </dev/null &&
+        says "plot.jsonl: cannot be read, or is not a regular file" "$work/err"
+}
+
 # shrinks FILE BYTES: training must end with one line that names the file, some time after it was cut.
 shrinks() {
     cp "$text.bin" "$work/cut.bin"
@@ -159,5 +201,8 @@ check "pipes named by options are refused" pipes_named_by_options_are_refused
 check "whole numbers of trainer.json have a range" whole_numbers_of_trainer_json_have_a_range
 check "a link out of a folder is not copied" a_link_out_of_a_folder_is_not_copied
 check "a link inside a folder is copied" a_link_inside_a_folder_is_copied
+check "a lock that is no regular file is refused" a_lock_that_is_no_regular_file_is_refused
+check "a save replaces a tracker that is a pipe or a link" a_save_replaces_a_tracker_that_is_a_pipe_or_a_link
+check "a plot of a pipe is refused" a_plot_of_a_pipe_is_refused
 check "data that shrinks during training is an error" data_that_shrinks_during_training_is_an_error
 exit $failed
