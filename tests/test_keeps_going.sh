@@ -405,7 +405,7 @@ the_launcher_refuses_runs_that_it_cannot_restart() {
     mkfifo "$work/hosts.pipe"
     # shellcheck disable=SC2086
     ! timeout 20 ./launch.sh -n 2 --hostfile "$work/hosts.pipe" "$train" $small --save "$work/save" 2>"$work/err" &&
-        grep -q 'launch: error: .*hosts.pipe: cannot be read, or is not a regular file' "$work/err"
+        grep -q 'launch: --hostfile .*hosts.pipe: cannot be read, or is not a regular file' "$work/err"
 }
 
 for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \
