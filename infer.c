@@ -47,7 +47,11 @@ static void open_tokenizer(run *r) {
     if (o->prompt_tokens && o->print_tokens) return;
     int status = o->tokenizer_type ? mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error)
                                    : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
-    if (status != 0) mt_die("%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", error.text);
+    if (status != 0) {
+        mt_error why = error;
+        mt_error_set(&error, "%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", why.text);
+    }
+    mt_report_refusal(&r->grid, status, &error);
     check(mt_prompt_begins_with_bos(o->tokenizer_model ? o->tokenizer_model : r->folder, &begins, &error), &error);
     if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
     r->decoder = mt_decoder_open(r->tokenizer);
@@ -216,7 +220,7 @@ static void print_rates(const mt_generator *generator) {
 static void score(run *r) {
     mt_error error;
     mt_model_plan plan;
-    check(mt_score_plan(&plan, &r->options, &error), &error);
+    mt_report_refusal(&r->grid, mt_score_plan(&plan, &r->options, &error), &error);
     open_model(r, &plan);
     double start = mt_time();
     int64_t count = mt_score(r->model, &error);

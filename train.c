@@ -329,8 +329,9 @@ int main(int argc, char **argv) {
     if (r.options.num_iterations > 0) open_data(&r);
     print_opening(&r);
     open_model(&r);
-    check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
-    if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);
+    mt_report_refusal(&r.grid, mt_report_open(&r.report, r.model, &r.state, &error), &error);
+    status = r.options.trace ? mt_trace_open(&r.options, &r.grid, &r.state, &error) : 0;
+    mt_report_refusal(&r.grid, status, &error);
     train(&r);
     report_saved(&r, mt_saver_finish(r.saver, &error), &error);
     mt_report_close(&r.report);

@@ -384,9 +384,9 @@ static uint64_t mt_hash_add(uint64_t hash, const char *bytes, int64_t size) {
 }
 
 uint64_t mt_contents_fingerprint(const void *bytes, int64_t size, bool whole) {
-    enum { PIECE = 4096, PIECES = 256 };
+    enum { PIECE = 4096, PIECES = 1 << 14, WHOLE = 1 << 28 };
     uint64_t hash = (uint64_t)size + 1;
-    if (whole || size <= PIECE * PIECES) return mt_hash_add(hash, bytes, size);
+    if (whole || size <= WHOLE) return mt_hash_add(hash, bytes, size);
     for (int64_t i = 0; i < PIECES; i++)
         hash = mt_hash_add(hash, (const char *)bytes + (int64_t)((double)(size - PIECE) / (PIECES - 1) * (double)i),
                            PIECE);

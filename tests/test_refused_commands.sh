@@ -40,6 +40,16 @@ if [ -n "${HAVE_MPI:-}" ]; then
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$work/no-such-file"
     check infer_refuses_together refused_together 'load is missing' "$infer" --prompt a
     # shellcheck disable=SC2086
+    check ranks_refuse_a_folder_that_is_absent_together refused_together 'absent/m.jsonl' "$train" $small \
+        --metrics "$work/absent/m.jsonl"
+    # shellcheck disable=SC2086
+    check ranks_refuse_a_trace_together refused_together 'absent/t.json' "$train" $small --trace-first-step 1 \
+        --trace-last-step 1 --trace "$work/absent/t.json"
+    check infer_refuses_a_folder_without_a_tokenizer_together refused_together 'without a tokenizer: --prompt-tokens' \
+        "$infer" --load tests/golden/hf/gpt2 --prompt a --tensor-model-parallel-size 2 --device cpu
+    check infer_refuses_scores_together refused_together 'no-such-file' "$infer" --load tests/golden/hf/gpt2 \
+        --score "$work/no-such-file" --out "$work/s" --seq-length 8 --tensor-model-parallel-size 2 --device cpu
+    # shellcheck disable=SC2086
     prints_sequence_parallel() {
         timeout 60 $(mpirun_here) -np 2 "$train" $small --tensor-model-parallel-size 2 "$@" >"$work/out" 2>&1
     }
