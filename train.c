@@ -265,8 +265,9 @@ static void train(run *r) {
         mt_report_line(&r->report, "stopped early after iteration %lld", (long long)r->state.iteration);
         return;
     }
-    if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
+    // saved first, as in Megatron: a longer run, which skips this evaluation, resumes with its own validation samples
     if (saved != r->state.iteration) save(r);
+    if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
     evaluate(r, MT_SPLIT_TEST, "test", &test_samples);
 }
 

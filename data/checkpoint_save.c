@@ -882,6 +882,15 @@ static bool mt_options_continue(const mt_options *o) {
     return continues;
 }
 
+/* The iteration at which a run that loads from its own --save starts; INT64_MAX: after the newest whole checkpoint. */
+static int64_t mt_options_start(const mt_options *o) {
+    if (o->finetune) return 0;
+    char *path = o->load && !mt_options_falls_back(o) ? realpath(o->load, NULL) : NULL; // --load may be a link
+    int64_t number = path ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
+    free(path);
+    return number >= 0 ? number : INT64_MAX;
+}
+
 static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
     mt_iterations found = mt_iterations_list(o->save);
     int64_t latest = found.count > 0 ? found.numbers[0] : -1;
@@ -891,6 +900,11 @@ static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
                             "%s: holds checkpoints of another run, up to iteration %lld; continue that run by --load "
                             "%s, replace it by --overwrite, or choose another --save",
                             o->save, (long long)latest, o->save);
+    if (mt_options_start(o) < latest && !o->overwrite)
+        return mt_error_set(error,
+                            "%s: holds checkpoints up to iteration %lld, but this run would start at iteration %lld; "
+                            "replace those checkpoints by --overwrite, or choose another --save",
+                            o->save, (long long)latest, (long long)mt_options_start(o));
     if (mt_folder_create(o->save, "--save", error) != 0) return -1;
     return mt_folder_lock(o->save, ".lock", "--save", error) < 0 ? -1 : 0; // open until the process ends
 }

@@ -484,7 +484,7 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
  * everything is resumed, whatever --load was to take at the start of the run. */
 static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     bool same = mt_options_falls_back(o);
-    if (same && o->overwrite)
+    if (same && o->overwrite && !o->finetune)
         return mt_error_set(error, "--load %s continues the run that --overwrite would replace; leave one out",
                             o->load);
     if (!o->save || (!same && !o->auto_resume)) return 0;
@@ -492,8 +492,9 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
         char *path = mt_checkpoint_resolve_whole(o->save, error);
         free(path);
         if (!path) return -1;
+        if (o->auto_resume) o->finetune = false;
         if (!same) {
-            o->finetune = o->no_load_optim = o->no_load_rng = false;
+            o->no_load_optim = o->no_load_rng = false;
             mt_string_set(&o->hf_config, NULL);
         }
         mt_string_set(&o->load, o->save);
@@ -506,7 +507,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
                             o->save);
     if (same) {
         mt_string_set(&o->load, NULL);
-        o->auto_resume = true; // a start of the same run, which appends to its metrics
+        o->auto_resume = true; // a start of the same run, whose metrics start anew
     }
     if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run starts from the beginning\n", o->save);
     return 0;

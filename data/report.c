@@ -79,37 +79,64 @@ static int report_file_open(mt_report_file *file, const char *path, const char *
     return 0;
 }
 
-/* The bytes up to the end of the last whole line of `size` bytes. */
-static int64_t whole_lines(int descriptor, int64_t size) {
-    char piece[4096];
-    for (int64_t end = size; end > 0;) {
-        int64_t begin = mt_max(end - (int64_t)sizeof piece, 0);
-        if (mt_file_read_at(descriptor, piece, end - begin, begin) != 0) return size;
-        for (int64_t i = end - begin; i > 0; i--)
-            if (piece[i - 1] == '\n') return begin + i;
-        end = begin;
-    }
-    return 0;
+/* The iteration of a record of the metrics; -1 for a line that is none. */
+static int64_t record_iteration(const char *record) {
+    static const char key[] = "{\"iteration\":";
+    char *end;
+    if (strncmp(record, key, sizeof key - 1) != 0) return -1;
+    long long iteration = strtoll(record + sizeof key - 1, &end, 10);
+    return *end == ',' || *end == '}' ? iteration : -1;
 }
 
-/* Opens --metrics. A run that continues appends, after cutting off a line that a crash left torn. Another run's lines
- * stay: the file is refused, unless --overwrite is given. */
+/* Keeps the whole records of iterations up to `last` in a metrics file of `size` bytes. */
+static int metrics_keep(mt_report_file *file, int64_t size, int64_t last, mt_error *error) {
+    char *text = mt_malloc(size + 1), *end;
+    int64_t kept = 0, unchanged = 0, number = 1; // of the line
+    int status = mt_file_read_at(file->descriptor, text, size, 0);
+    if (status != 0) mt_file_read_error(error, file->path);
+    text[size] = '\0';
+    for (char *record = text; status == 0 && (end = memchr(record, '\n', (size_t)(text + size - record))) != NULL;
+         record = end + 1, number++) {
+        int64_t iteration = record_iteration(record), bytes = end + 1 - record;
+        if (iteration < 0)
+            status = mt_error_set(error,
+                                  "%s: line %lld is no record of --metrics; choose another --metrics, or replace it by "
+                                  "--overwrite",
+                                  file->path, (long long)number);
+        if (iteration < 0 || iteration > last) continue;
+        if (record == text + kept) unchanged += bytes;
+        memmove(text + kept, record, (size_t)bytes);
+        kept += bytes;
+    }
+    if (status == 0 && unchanged < size) {
+        if (ftruncate(file->descriptor, unchanged) != 0)
+            status = mt_file_write_error(error, file->path, "--metrics");
+        else
+            report_file_write(file, text + unchanged, kept - unchanged);
+    }
+    free(text);
+    return status;
+}
+
+/* Opens --metrics. A run that continues appends, after the records of later iterations, which it repeats, and a line
+ * that a crash left torn are removed. Another run's lines stay: the file is refused, unless --overwrite is given. With
+ * --auto-resume, a run that failed before its first checkpoint starts anew, and so does its file. */
 static int metrics_open(mt_report *report, const mt_run_state *state, mt_error *error) {
     const mt_options *o = report->options;
     struct stat status;
     if (report_file_open(&report->metrics, o->metrics, "--metrics", O_RDWR, error) != 0) return -1;
     int descriptor = report->metrics.descriptor;
     if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size == 0) return 0;
-    bool continues = state->iteration > 0 || o->auto_resume;
-    if (!continues && !o->overwrite)
+    if (state->iteration > 0 && !o->overwrite)
+        return metrics_keep(&report->metrics, status.st_size, state->iteration, error);
+    if (!o->auto_resume && !o->overwrite)
         return mt_error_set(error,
                             "%s: holds the metrics of another run; choose another --metrics, replace it by "
                             "--overwrite, or continue that run by --load",
                             o->metrics);
-    int64_t keep = o->overwrite ? 0 : whole_lines(descriptor, status.st_size);
-    if (keep < status.st_size && ftruncate(descriptor, keep) != 0)
-        return mt_file_write_error(error, o->metrics, "--metrics");
-    return 0;
+    if (!o->overwrite)
+        mt_report_line(report, "%s: its records are removed, because the run starts anew at iteration 0", o->metrics);
+    return ftruncate(descriptor, 0) != 0 ? mt_file_write_error(error, o->metrics, "--metrics") : 0;
 }
 
 /* ---- TensorBoard

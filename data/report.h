@@ -29,8 +29,9 @@ typedef struct mt_report {
     double start;
 } mt_report;
 
-/* Opens the files. A run that continues appends to its metrics file, after cutting off a last line without an end; a
- * new run refuses a file with content, unless options->overwrite replaces it. Errors: that, and a file that cannot be
+/* Opens the files. A run that continues (state->iteration > 0) appends to its metrics file, after removing the records
+ * of later iterations and a last line without an end. A new run refuses a file with content, unless options->overwrite
+ * or options->auto_resume replaces it. Errors: that, a file with other lines than records, and a file that cannot be
  * opened. A later failure to write, such as a full disk, is reported once on standard error, and ends nothing. */
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);

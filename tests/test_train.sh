@@ -221,6 +221,58 @@ metrics_of_another_run_stay_and_those_of_this_run_continue() {
         [ "$(metric "$work/m.jsonl" lm_loss | wc -l)" = 2 ]
 }
 
+# iterations FILE: prints the iterations of the steps' records.
+iterations() {
+    sed -n 's/^{"iteration": \([0-9]*\), "lm_loss".*/\1/p' "$1" | tr '\n' ' '
+}
+
+a_resumed_run_removes_the_metrics_that_it_repeats() {
+    small_run --train-iters 6 --save "$work/six" --save-interval 3 --metrics "$work/m.jsonl" && rm -r \
+        "$work/six/iter_0000006" && printf '3\n' >"$work/six/latest_checkpointed_iteration.txt" || return 1
+    small_run --train-iters 6 --load "$work/six" --metrics "$work/m.jsonl" &&
+        [ "$(iterations "$work/m.jsonl")" = '1 2 3 4 5 6 ' ] || return 1
+    # records that stood twice before the last checkpoint: only later ones go
+    small_run --train-iters 2 --metrics "$work/two.jsonl" && cat "$work/two.jsonl" >>"$work/m.jsonl" &&
+        small_run --train-iters 4 --load "$work/six" --metrics "$work/m.jsonl" &&
+        [ "$(iterations "$work/m.jsonl")" = '1 2 3 1 2 4 ' ] || return 1
+    printf 'notes\n' >"$work/notes.jsonl"
+    # shellcheck disable=SC2086
+    refuses 'notes.jsonl: line 1 is no record of --metrics; choose another --metrics' $small --train-iters 6 \
+        --load "$work/six" --metrics "$work/notes.jsonl" && [ "$(cat "$work/notes.jsonl")" = notes ] || return 1
+    # a run that failed before its first checkpoint, started once more
+    small_run --train-iters 2 --auto-resume --save "$work/anew" --metrics "$work/m.jsonl" &&
+        says 'm.jsonl: its records are removed, because the run starts anew at iteration 0' "$work/out" &&
+        [ "$(iterations "$work/m.jsonl")" = '1 2 ' ]
+}
+
+# in_five ARGUMENTS...: a run of three steps that saves to $work/five.
+in_five() {
+    # shellcheck disable=SC2086
+    "$train" $small --train-iters 3 --save "$work/five" "$@"
+}
+
+a_run_that_starts_below_saved_iterations_is_refused() {
+    small_run --train-iters 5 --save "$work/five" --save-interval 1 || return 1
+    up_to='five: holds checkpoints up to iteration 5, but this run would start at iteration'
+    refused "$up_to 0; replace those checkpoints by --overwrite, or choose another --save" \
+        in_five --load "$work/five" --finetune && refused "$up_to 2;" in_five --load "$work/five/iter_0000002/" &&
+        ln -s "five/iter_0000002" "$work/second" && refused "$up_to 2;" in_five --load "$work/second" &&
+        [ "$(cat "$work/five/latest_checkpointed_iteration.txt")" = 5 ] || return 1
+    in_five --load "$work/five/latest" --train-iters 6 >"$work/out" 2>"$work/err" &&
+        in_five --load "$work/five" --finetune --auto-resume --train-iters 7 >"$work/out" 2>"$work/err" &&
+        [ "$(cat "$work/five/latest_checkpointed_iteration.txt")" = 7 ] || return 1
+    in_five --load "$work/five" --finetune --overwrite >"$work/out" 2>"$work/err" &&
+        [ "$(cd "$work/five" && echo iter_*)" = iter_0000003 ]
+}
+
+# The evaluation after the last step comes after the save: its samples are free for a longer run.
+many_short_parts_do_not_run_out_of_validation_data() {
+    for part in 1:0 2:0 3:0 5:4 6:4; do
+        small_run --train-iters ${part%:*} --save "$work/short" --auto-resume &&
+            grep -q "\"consumed_valid_samples\": ${part#*:}\>" "$work/short/latest/trainer.json" || return 1
+    done
+}
+
 # The command of the README, once more, and as it says with --load.
 the_same_command_continues_by_load() {
     printf 'one\ntwo\nthree\n%.0s' 1 2 3 4 5 6 7 8 9 >"$work/my.txt"
@@ -325,6 +377,9 @@ check the_loss_falls_on_mock_data the_loss_falls_on_mock_data
 check a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
 check a_full_disk_is_reported_once_and_training_goes_on a_full_disk_is_reported_once_and_training_goes_on
 check metrics_of_another_run_stay metrics_of_another_run_stay_and_those_of_this_run_continue
+check a_resumed_run_removes_the_metrics_that_it_repeats a_resumed_run_removes_the_metrics_that_it_repeats
+check a_run_that_starts_below_saved_iterations_is_refused a_run_that_starts_below_saved_iterations_is_refused
+check many_short_parts_do_not_run_out_of_validation_data many_short_parts_do_not_run_out_of_validation_data
 check the_same_command_continues_by_load the_same_command_continues_by_load
 check ranks_with_different_data_are_named ranks_with_different_data_are_named
 check a_trace_has_the_requested_steps a_trace_has_the_requested_steps_and_changes_no_loss
