@@ -118,9 +118,22 @@ static int metrics_keep(mt_report_file *file, int64_t size, int64_t last, mt_err
     return status;
 }
 
+/* Renames the file of --metrics to the first free name of FILE.1, FILE.2, ... and opens a new one. */
+static int metrics_set_aside(mt_report *report, mt_error *error) {
+    const char *path = report->options->metrics;
+    char aside[4096];
+    int number = 1;
+    do snprintf(aside, sizeof aside, "%s.%d", path, number);
+    while (number++ < 10000 && access(aside, F_OK) == 0);
+    if (rename(path, aside) != 0) return mt_file_write_error(error, aside, "--metrics");
+    report_file_close(&report->metrics);
+    mt_report_line(report, "%s is now %s: this run starts at iteration 0", path, aside);
+    return report_file_open(&report->metrics, path, "--metrics", O_RDWR, error);
+}
+
 /* Opens --metrics. A run that continues appends, after the records of later iterations, which it repeats, and a line
  * that a crash left torn are removed. Another run's lines stay: the file is refused, unless --overwrite is given. With
- * --auto-resume, a run that failed before its first checkpoint starts anew, and so does its file. */
+ * --auto-resume, a run that failed before its first checkpoint starts anew, and its file is set aside. */
 static int metrics_open(mt_report *report, const mt_run_state *state, mt_error *error) {
     const mt_options *o = report->options;
     struct stat status;
@@ -134,8 +147,7 @@ static int metrics_open(mt_report *report, const mt_run_state *state, mt_error *
                             "%s: holds the metrics of another run; choose another --metrics, replace it by "
                             "--overwrite, or continue that run by --load",
                             o->metrics);
-    if (!o->overwrite)
-        mt_report_line(report, "%s: its records are removed, because the run starts anew at iteration 0", o->metrics);
+    if (!o->overwrite) return metrics_set_aside(report, error);
     return ftruncate(descriptor, 0) != 0 ? mt_file_write_error(error, o->metrics, "--metrics") : 0;
 }
 
