@@ -23,10 +23,11 @@ done >"$work/text.txt"
     --tokenizer-model tests/golden/tokenizer/bytelevel.json --train-iters 2 --save "$work/run" \
     >"$work/out" 2>&1 </dev/null || { cat "$work/out" && exit 1; }
 
-# trains ARGUMENTS...: a command for `refused` that ends after 20 s at the latest.
+# trains ARGUMENTS...: a command for `refused` that ends after 25 s at the latest; train does not end by SIGTERM in a
+# call that hangs.
 trains() {
     # shellcheck disable=SC2086
-    timeout 20 "$train" $small --train-iters 4 --data-path "$text" "$@"
+    timeout -k 5 20 "$train" $small --train-iters 4 --data-path "$text" "$@"
 }
 
 # copy: a fresh copy of the run in $work/copy; $folder is its checkpoint.
