@@ -133,6 +133,11 @@ plan() {
 planned() { sed -n "s/^$1 //p" "$work/plan" | tail -n 1; }
 whole() { planned "$1" | grep -x '[0-9]\{1,9\}'; } # a number that the shell may calculate with
 
+for word; do
+    case $word in --overwrite | --overwrite=true)
+        die "--overwrite would be repeated at every start; remove the --save folder, or choose another" ;;
+    esac
+done
 aside plan "$ranks" "$@" || die "$(grep . "$work/why" || echo "$1 did not answer --print-launch $ranks")"
 save=$(planned save)
 [ -n "$save" ] || die "train needs --save, to be started again from there"

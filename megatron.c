@@ -6134,8 +6134,8 @@ static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, mt_expert_
 static void mt_layer_rows_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
     mt_expert_rows *shared = mt_recompute_buffer_of(m, w)->rows;
     mt_expert_rows_plan plan = {.M = r->num_rows, .layer = w, .residency = MT_KEEP};
-    mt_slots slots = {.count = 0};
     if (mt_expert_rows_fixed(m)) return; // they are in the arena
+    mt_slots slots = {.count = 0};
     mt_expert_rows_reserve(m, &r->rows, plan);
     mt_expert_rows_slots(m, &slots, 0, 0, false);
     mt_slots_place(m, &slots, w);

@@ -1,4 +1,4 @@
-/* folder.h: setup and teardown for cmocka that give a test an empty folder. The folder is in memory if possible, since
+/* folder.h: setup and teardown, in the form of cmocka, for an empty folder. The folder is in memory if possible, since
  * every save waits for the disk. */
 #ifndef MT_TEST_FOLDER_H
 #define MT_TEST_FOLDER_H

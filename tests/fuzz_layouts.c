@@ -13,6 +13,7 @@
  */
 #include "../data/file.h"
 #include "../data/options.h"
+#include "folder.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -606,7 +607,7 @@ static void report_failure(config *c, outcome how, mt_error *detail, long long s
 /* ---- the program ------------------------------------------------------------------------------------------------- */
 
 /* Finds train and what mpirun is, and enters an empty folder, in memory if possible. */
-static void prepare(char folder[64]) {
+static void prepare(void) {
     const char *bin = getenv("MT_BIN"), *limit = getenv("FUZZ_TIMEOUT");
     char name[4200], *absolute;
     snprintf(name, sizeof name, "%.4000s/train", bin ? bin : ".");
@@ -620,17 +621,15 @@ static void prepare(char folder[64]) {
                                   "OMPI_MCA_mpi_yield_when_idle=1", "OMPI_MCA_btl_vader_single_copy_mechanism=none",
                                   "OMP_NUM_THREADS=1"};
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) putenv(settings[i]);
-    snprintf(folder, 64, "%s/mt-fuzz-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
-    if (!mkdtemp(folder) || chdir(folder) != 0) mt_die("%s: %s", folder, strerror(errno));
+    if (make_root(NULL) != 0 || chdir(root) != 0) mt_die("%s: %s", root, strerror(errno));
 }
 
 int main(int argc, char **argv) {
     if (argc < 3 || argc > 4) mt_die("usage: fuzz_layouts SECONDS SEED [NUMBER]");
     double seconds = atof(argv[1]);
     long long seed = atoll(argv[2]), count[4] = {0}, number = argc > 3 ? atoll(argv[3]) : 0;
-    char folder[64], command[100];
     mt_error detail;
-    prepare(folder);
+    prepare();
     printf("random layouts of seed %lld\n", seed);
     for (double end = now() + seconds; now() < end; number++) {
         config c = draw_config((uint64_t)seed, number);
@@ -642,8 +641,7 @@ int main(int argc, char **argv) {
         fflush(stdout);
         if (argc > 3) break;
     }
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    if (system(command) != 0) mt_die("%s cannot be removed", folder);
+    if (remove_root(NULL) != 0) mt_die("%s cannot be removed", root);
     long long failed = count[FAILED] + count[HUNG], all = count[AGREES] + count[REFUSED] + failed;
     printf("%lld configurations; refused: %lld%%; hung: %lld\n", all, all ? 100 * count[REFUSED] / all : 0,
            count[HUNG]);

@@ -399,6 +399,8 @@ the_launcher_refuses_runs_that_it_cannot_restart() {
     # shellcheck disable=SC2086
     ! ./launch.sh -n 2 "$train" $small --train-iters 5 >"$work/out" 2>"$work/err" &&
         grep -q 'needs --save' "$work/err" &&
+        ! ./launch.sh -n 2 "$train" $small --train-iters 5 --save "$work/save" --overwrite 2>"$work/err" &&
+        grep -q 'launch: --overwrite would be repeated' "$work/err" &&
         ! ./launch.sh -n x "$train" --save "$work/save" 2>"$work/err" && grep -q 'whole numbers' "$work/err" &&
         ! ./launch.sh -n 2 "$train" $small --save "$work/save" --tensor-model-parallel-size 4 2>"$work/err" &&
         grep -q 'launch: error: .* 4 ranks of one model, and 2 ranks are no multiple' "$work/err" || return 1
