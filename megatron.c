@@ -56,6 +56,7 @@
 #include "megatron.h"
 
 #include <ctype.h>
+#include <float.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -1540,6 +1541,243 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
         }
     }
     if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
+}
+
+/* ---- fp8: operands are rounded to the grid of e4m3 or e5m2, and their products summed in fp32 */
+
+float mt_f8_largest(mt_dtype format) {
+    return format == MT_F8_E4M3 ? 448.0f : 57344.0f;
+}
+
+/* A normal result has the float's exponent and upper bits of its mantissa. Subnormal results are evenly spaced: a power
+ * of two is added whose unit in the last place is that spacing, so that the sum is rounded to it. */
+static inline uint8_t mt_f8_encode(float value, bool e4m3) {
+    const float largest = e4m3 ? 448.0f : 57344.0f, least_normal = e4m3 ? 0x1p-6f : 0x1p-14f;
+    const uint32_t shift = e4m3 ? 20 : 21, bias = e4m3 ? 120u << 3 : 112u << 2; // (127 - the format's bias) << mantissa
+    float size = fabsf(value), sum;
+    size = size > largest ? largest : size;
+    sum = size + (e4m3 ? 0x1p14f : 0x1p7f);
+    uint32_t bits, normal, subnormal;
+    memcpy(&bits, &size, sizeof bits);
+    memcpy(&subnormal, &sum, sizeof subnormal);
+    normal = ((bits + (1u << (shift - 1)) - 1 + (bits >> shift & 1)) >> shift) - bias;
+    normal = value != value ? 0x7F : size < least_normal ? subnormal & 0x7F : normal;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint8_t)(normal | (bits >> 24 & 0x80));
+}
+
+uint8_t mt_f32_to_f8(float value, mt_dtype format) {
+    return mt_f8_encode(value, format == MT_F8_E4M3);
+}
+
+float mt_f8_to_f32(uint8_t bits, mt_dtype format) {
+    bool e4m3 = format == MT_F8_E4M3;
+    int width = e4m3 ? 3 : 2, exponent = (bits & 0x7F) >> width, mantissa = bits & ((1 << width) - 1);
+    float value = ldexpf((float)(mantissa + (exponent > 0 ? 1 << width : 0)),
+                         (exponent > 0 ? exponent : 1) - (e4m3 ? 7 : 15) - width);
+    if (e4m3 && (bits & 0x7F) == 0x7F) value = NAN;
+    if (!e4m3 && exponent == 31) value = mantissa > 0 ? NAN : INFINITY;
+    return bits & 0x80 ? -value : value;
+}
+
+/* Rows and columns of the elements that share a scale. A whole matrix counts as its rows, which have equal scales. */
+static int64_t mt_fp8_block_rows(mt_fp8_blocks blocks) {
+    return blocks == MT_FP8_BLOCK_128 ? 128 : 1;
+}
+
+static int64_t mt_fp8_block_columns(mt_fp8_blocks blocks) {
+    return blocks == MT_FP8_TENSOR ? INT64_MAX : blocks == MT_FP8_VECTOR_32 ? 32 : 128;
+}
+
+int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks) {
+    int64_t multiple = blocks == MT_FP8_TENSOR ? 16 : mt_fp8_block_columns(blocks);
+    return mt_divide_up(C, multiple) * multiple;
+}
+
+/* Index of the scale of element (r, c). */
+static int64_t mt_fp8_scale_index(int64_t R, int64_t C, mt_fp8_blocks blocks, int64_t r, int64_t c) {
+    if (blocks == MT_FP8_TENSOR) return 0;
+    if (blocks == MT_FP8_BLOCK_128) return r / 128 * mt_divide_up(mt_divide_up(C, 128), 4) * 4 + c / 128;
+    return c / mt_fp8_block_columns(blocks) * mt_divide_up(R, 4) * 4 + r;
+}
+
+int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks) {
+    if (blocks == MT_FP8_TENSOR) return 1;
+    if (blocks == MT_FP8_BLOCK_128) return mt_divide_up(R, 128) * mt_divide_up(mt_divide_up(C, 128), 4) * 4;
+    return mt_divide_up(C, mt_fp8_block_columns(blocks)) * mt_divide_up(R, 4) * 4;
+}
+
+/* Matrix i of several [R, C]; those with one scale share it. */
+static mt_fp8_matrix mt_fp8_matrix_at(const mt_fp8_matrix *matrices, int64_t i, int64_t R) {
+    mt_fp8_matrix matrix = *matrices;
+    if (!matrix.data) return matrix;
+    matrix.data += i * R * matrix.stride;
+    if (matrix.blocks != MT_FP8_TENSOR) matrix.inverse_scales += i * mt_fp8_num_scales(R, matrix.stride, matrix.blocks);
+    return matrix;
+}
+
+/* The scale of a block with this largest absolute value. */
+static float mt_fp8_scale(float amax, mt_dtype format, bool power_of_two) {
+    if (!(amax > 0) || isinf(amax)) return 1.0f;
+    float scale = mt_f8_largest(format) / amax;
+    if (isinf(scale)) scale = FLT_MAX;
+    return power_of_two ? ldexpf(1.0f, ilogbf(scale)) : scale;
+}
+
+/* The largest absolute value of x[n], NaN if x has one. */
+static float mt_amax(const float *x, int64_t n) {
+    float amax = 0, nan = 0;
+#pragma omp simd reduction(max : amax) reduction(+ : nan)
+    for (int64_t i = 0; i < n; i++) {
+        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+        nan += x[i] != x[i] ? 1.0f : 0.0f;
+    }
+    return nan > 0 ? NAN : amax;
+}
+
+static float mt_amax_merge(float a, float b) {
+    return a != a || a > b ? a : b;
+}
+
+/* Quantizes x[R, C], whose rows are `stride` apart; scale NULL: of each block. */
+static void mt_quantize_matrix(const mt_fp8_matrix *to, const float *x, int64_t R, int64_t C, int64_t stride,
+                               const float *scale) {
+    int64_t rows = mt_fp8_block_rows(to->blocks), columns = mt_fp8_block_columns(to->blocks);
+    bool e4m3 = to->format == MT_F8_E4M3;
+    if (to->blocks == MT_FP8_TENSOR) to->inverse_scales[0] = 1.0f / *scale;
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+    for (int64_t r0 = 0; r0 < R; r0 += rows) {
+        int64_t r_end = mt_min(r0 + rows, R);
+        for (int64_t c0 = 0; c0 < C; c0 += mt_min(columns, C)) {
+            int64_t count = mt_min(columns, C - c0);
+            float amax = 0, factor = scale ? *scale : 1;
+            for (int64_t r = r0; r < r_end && !scale; r++)
+                amax = mt_amax_merge(amax, mt_amax(x + r * stride + c0, count));
+            if (!scale) factor = mt_fp8_scale(amax, to->format, true);
+            if (!scale) to->inverse_scales[mt_fp8_scale_index(R, C, to->blocks, r0, c0)] = 1.0f / factor;
+            for (int64_t r = r0; r < r_end; r++) {
+                const float *from = x + r * stride + c0;
+                uint8_t *bits = to->data + r * to->stride + c0;
+#pragma omp simd
+                for (int64_t c = 0; c < count; c++) bits[c] = mt_f8_encode(from[c] * factor, e4m3);
+            }
+        }
+        for (int64_t r = r0; r < r_end; r++) memset(to->data + r * to->stride + C, 0, (size_t)(to->stride - C));
+    }
+}
+
+/* to[C, stride] = the transpose of x[R, C], with the segments of experts apart. */
+static void mt_transpose_segments(float *to, int64_t stride, const float *x, int64_t R, int64_t C,
+                                  const int32_t *offsets, int64_t num_experts) {
+    memset(to, 0, (size_t)(C * stride) * sizeof *to);
+    for (int64_t e = 0, first = 0; e < (offsets ? num_experts : 1); e++) {
+        int64_t begin = offsets ? offsets[e] : 0, end = offsets ? offsets[e + 1] : R;
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+        for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of x
+            for (int64_t r = begin; r < end; r++)
+                for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) to[c * stride + first + r - begin] = x[r * C + c];
+        first += mt_divide_up(end - begin, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
+    }
+}
+
+static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t R = a->R, C = a->C, n = R * C, x_floats = mt_matrix_scratch(R, C, dtype), stride = a->columns.stride;
+    bool one_scale = (a->rows.data ? a->rows : a->columns).blocks == MT_FP8_TENSOR;
+    float *scratch = mt_scratch_grow(x_floats + (a->columns.data ? C * stride : 0)), *transposed = scratch + x_floats;
+    float amax = 0, scale;
+    for (int64_t i = 0; i < (one_scale && (!a->scale || a->amax) ? a->count : 0); i++)
+        for (int64_t r = 0; r < R; r++) {
+            const float *row = mt_row_load(scratch, a->x, i * n + r * C, C, dtype);
+            amax = mt_amax_merge(amax, mt_amax(row, C));
+        }
+    if (one_scale && a->amax) *a->amax = a->scale ? mt_amax_merge(*a->amax, amax) : amax;
+    scale = a->scale ? *a->scale : mt_fp8_scale(amax, (a->rows.data ? a->rows : a->columns).format, false);
+    for (int64_t i = 0; i < a->count; i++) {
+        mt_matrix x = mt_matrix_load(scratch, a->x, i * n, R, C, C, dtype);
+        mt_fp8_matrix rows = mt_fp8_matrix_at(&a->rows, i, R), columns = mt_fp8_matrix_at(&a->columns, i, C);
+        if (rows.data) mt_quantize_matrix(&rows, x.data, R, C, C, one_scale ? &scale : NULL);
+        if (!columns.data) continue;
+        mt_transpose_segments(transposed, stride, x.data, R, C, a->offsets, a->num_experts);
+        mt_quantize_matrix(&columns, transposed, C, stride, stride, one_scale ? &scale : NULL);
+    }
+}
+
+/* to[rows, C] = the values of rows [first, first + rows) of a matrix [R, ...], columns [c0, c0 + C). */
+static void mt_fp8_load(float *to, const mt_fp8_matrix *matrix, int64_t R, int64_t first, int64_t rows, int64_t c0,
+                        int64_t C) {
+    float values[256];
+    int64_t columns = mt_fp8_block_columns(matrix->blocks);
+    for (int code = 0; code < 256; code++) values[code] = mt_f8_to_f32((uint8_t)code, matrix->format);
+#pragma omp parallel for if (rows * C > MT_PARALLEL)
+    for (int64_t r = 0; r < rows; r++) {
+        const uint8_t *bits = matrix->data + (first + r) * matrix->stride;
+        for (int64_t c = c0, end; c < c0 + C; c = end) {
+            end = columns == INT64_MAX ? c0 + C : mt_min((c / columns + 1) * columns, c0 + C);
+            float scale = matrix->inverse_scales[mt_fp8_scale_index(R, matrix->stride, matrix->blocks, first + r, c)];
+            for (int64_t i = c; i < end; i++) to[r * C + i - c0] = values[bits[i]] * scale;
+        }
+    }
+}
+
+/* out[M, N] (+)= rows [first, first + M) of p->a times b^T, over K elements from column k on. */
+static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *b, void *out, int64_t first, int64_t M,
+                            int64_t k, int64_t K) {
+    int64_t N = p->N, M_block = mt_max(1, mt_min(M, 512)), N_block = mt_min(N, 1024);
+    int64_t out_floats = mt_matrix_scratch(M_block, N_block, p->out_dtype);
+    float *a_floats = mt_scratch_grow((M_block + N_block) * K + out_floats + N_block),
+          *b_floats = a_floats + M_block * K;
+    float *scratch = b_floats + N_block * K, *bias_scratch = scratch + out_floats;
+    for (int64_t m = 0; m < M; m += M_block) {
+        int64_t rows = mt_min(M_block, M - m);
+        mt_fp8_load(a_floats, &p->a, p->M, first + m, rows, k, K);
+        for (int64_t n = 0; n < N; n += N_block) {
+            int64_t columns = mt_min(N_block, N - n), stride = p->out_dtype == MT_F32 ? N : columns;
+            mt_fp8_load(b_floats, b, N, n, columns, k, K);
+            const float *bias = p->bias ? mt_row_load(bias_scratch, p->bias, n, columns, p->out_dtype) : NULL;
+            float *block = mt_row_open(scratch, out, m * N + n, p->out_dtype);
+            for (int64_t r = 0; r < (bias ? rows : 0); r++)
+                memcpy(block + r * stride, bias, (size_t)columns * sizeof *bias);
+            mt_matmul(block, a_floats, b_floats, rows, columns, K, stride, K, K, MT_PLAIN, MT_TRANSPOSED,
+                      bias || p->accumulate);
+            mt_matrix_store(out, m * N + n, block, rows, columns, N, p->out_dtype);
+        }
+    }
+}
+
+static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(p->out_dtype);
+    if (!p->offsets) mt_fp8_multiply(p, &p->b, p->out, 0, p->M, 0, p->K);
+    for (int64_t e = 0, k = 0; e < (p->offsets ? p->num_experts : 0); e++) {
+        int64_t begin = p->offsets[e], count = p->offsets[e + 1] - begin;
+        mt_fp8_matrix b = mt_fp8_matrix_at(&p->b, p->sums_rows ? 0 : e, p->N);
+        char *out = (char *)p->out + (p->sums_rows ? e * p->M : begin) * p->N * size;
+        if (!p->sums_rows && count > 0) mt_fp8_multiply(p, &b, out, begin, count, 0, p->K);
+        if (!p->sums_rows) continue;
+        if (count == 0 && !p->accumulate) memset(out, 0, (size_t)(p->M * p->N * size));
+        if (count > 0) mt_fp8_multiply(p, &b, out, 0, p->M, k, count);
+        k += mt_divide_up(count, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
+    }
+}
+
+static void mt_cpu_column_sums(float *sums, const void *x, int64_t R, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_column_sums(sums, x, R, C, dtype);
+}
+
+static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
+    (void)stream;
+    for (int64_t i = 0; i < a->n; i++) {
+        float current = a->history[i], amax = current, scale;
+        for (int64_t t = 1; t < a->length && !a->most_recent; t++) amax = mt_amax_merge(amax, a->history[t * a->n + i]);
+        a->history[i] = 0;
+        if (a->guard[0] < 0) continue; // a bad step
+        scale = a->largest[i] / amax / ldexpf(1.0f, (int)a->margin);
+        if (amax > 0 && isfinite(amax)) a->scale[i] = isinf(scale) ? FLT_MAX : scale;
+        for (int64_t t = 1; t + 1 < a->length; t++) a->history[t * a->n + i] = a->history[(t + 1) * a->n + i];
+        if (a->length > 1) a->history[(a->length - 1) * a->n + i] = current;
+    }
 }
 
 double mt_cpu_matmul_rate(int64_t n) {
