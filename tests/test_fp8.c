@@ -110,6 +110,7 @@ static fixture open_linear(const mt_ops *ops, const recipe *r) {
 /* Call after the fixture has its final address. */
 static void bind(fixture *f) {
     f->state.recipe = &f->fp8, f->linear.fp8 = &f->state;
+    f->linear.weight.has_gradient = &f->has_gradient; // steps add up, as in the reference's main_grad
     f->tp = (mt_tensor_parallel){.ops = f->ops,
                                  .group = &mt_grid_of_one.tensor,
                                  .stream = f->stream,
