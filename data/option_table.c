@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rows need and exclude nothing
 
@@ -589,38 +590,64 @@ void mt_real_print(char text[32], double value) {
     }
 }
 
-/* Layers with experts as a Python sum of repeated lists, ([0]*3+[1]*58). Writes at most `max` letters to `layers`;
- * returns their number, or -1. */
-static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
-    int64_t count = 0;
-    for (const char *at = text; *at;) {
-        int64_t first = count, times = 1;
-        while (*at == '(' || *at == ' ') at++;
-        if (*at++ != '[') return -1;
-        while (*at != ']') {
-            if ((*at != '0' && *at != '1') || count == max) return -1;
-            layers[count++] = *at++;
-            while (*at == ',' || *at == ' ') at++;
+/* A Python expression of lists of 0 and 1, + and *, that is being evaluated. */
+typedef struct mt_layer_freq {
+    const char *at;
+    char *layers; // '0' and '1', at most `max`
+    int64_t count, max;
+    int depth; // of brackets
+} mt_layer_freq;
+
+/* Skips blanks; takes the character c, if it is next. */
+static bool mt_layer_freq_take(mt_layer_freq *freq, char c) {
+    while (*freq->at == ' ') freq->at++;
+    bool found = *freq->at == c;
+    freq->at += found;
+    return found;
+}
+
+static bool mt_layer_freq_list(mt_layer_freq *freq) {
+    do {
+        while (*freq->at == ' ') freq->at++;
+        if ((*freq->at != '0' && *freq->at != '1') || freq->count == freq->max) return false;
+        freq->layers[freq->count++] = *freq->at++;
+        if (mt_layer_freq_take(freq, ']')) return true;
+        if (!mt_layer_freq_take(freq, ',')) return false;
+    } while (!mt_layer_freq_take(freq, ']'));
+    return true;
+}
+
+/* A sum of products: lists or sums in brackets, each repeated by the numbers behind it. Appends its layers. */
+static bool mt_layer_freq_sum(mt_layer_freq *freq) {
+    enum { DEPTH = 32 };
+    do {
+        int64_t first = freq->count;
+        if (mt_layer_freq_take(freq, '[')) {
+            if (!mt_layer_freq_list(freq)) return false;
+        } else if (!mt_layer_freq_take(freq, '(') || ++freq->depth > DEPTH || !mt_layer_freq_sum(freq) ||
+                   !mt_layer_freq_take(freq, ')')) {
+            return false;
+        } else {
+            freq->depth--;
         }
-        for (at++; *at == ' ';) at++;
-        if (*at == '*') {
+        while (mt_layer_freq_take(freq, '*')) {
             char *end;
-            times = strtoll(at + 1, &end, 10), at = end;
+            int64_t times = strtoll(freq->at, &end, 10), length = freq->count - first;
+            if (end == freq->at || times < 0 || times > freq->max || times * length > freq->max - first) return false;
+            freq->at = end;
+            freq->count = first + times * length;
+            for (int64_t i = first + length; i < freq->count; i++) freq->layers[i] = freq->layers[i - length];
         }
-        int64_t listed = count - first;
-        if (times < 0 || times > max || listed == 0) return -1;
-        if (times == 0) count = first;
-        for (int64_t i = listed; i < listed * times; i++) {
-            if (count == max) return -1;
-            layers[count] = layers[count - listed], count++;
-        }
-        while (*at == ' ' || *at == ')') at++;
-        if (*at == '+')
-            at++;
-        else if (*at)
-            return -1;
-    }
-    return count;
+    } while (mt_layer_freq_take(freq, '+'));
+    return true;
+}
+
+/* Layers with experts as Megatron's Python expression, ([0]*3+[1]*58) or ([0]+[1]*2)*2. Writes at most `max` letters
+ * to `layers`; returns their number, or -1. */
+static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
+    mt_layer_freq freq = {.at = text, .layers = layers, .max = max};
+    bool good = mt_layer_freq_sum(&freq);
+    return good && mt_layer_freq_take(&freq, 0) ? freq.count : -1;
 }
 
 char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error) {
@@ -776,8 +803,12 @@ void mt_options_free(mt_options *options) {
 }
 
 bool mt_parse_bool(const char *text, bool *value) {
-    *value = strcmp(text, "true") == 0 || strcmp(text, "True") == 0 || strcmp(text, "TRUE") == 0;
-    return *value || strcmp(text, "false") == 0 || strcmp(text, "False") == 0 || strcmp(text, "FALSE") == 0;
+    static const char *const words[] = {"true", "false", "yes", "no", "on", "off"};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        *value = i % 2 == 0;
+        if (strcasecmp(text, words[i]) == 0) return true;
+    }
+    return false;
 }
 
 bool mt_parse_int(const char *text, int64_t *value) {

@@ -88,7 +88,7 @@ void mt_string_set(char **string, const char *text);
 void mt_strings_add(mt_strings *strings, const char *text);
 void mt_strings_free(mt_strings *strings);
 
-/* Reads true or false, as they are or as Python writes them. False if `text` is neither. */
+/* Reads true or false, or YAML 1.1's yes, no, on and off, in any case. False if `text` is none of them. */
 bool mt_parse_bool(const char *text, bool *value);
 
 /* Reads a plain decimal; strtoll alone would accept leading blanks. False if `text` is none. */

@@ -289,20 +289,26 @@ static int mt_options_read_arguments(mt_option_reader *reader, int argc, char **
     return 0;
 }
 
-/* The value of the last --config; NULL if there is none. */
-static const char *mt_options_find_config(int argc, char **argv) {
-    const char *config = NULL;
+/* Finds the value of --config or another name of it; NULL if there is none. Two are an error, because one of the files
+ * would not be read. */
+static int mt_options_find_config(const char **config, int argc, char **argv, mt_error *error) {
+    const char *first = NULL;
+    *config = NULL;
     for (int i = 1; i < argc; i++) {
         size_t length = strcspn(argv[i], "=");
         if (!mt_is_name(argv[i])) continue;
         mt_setting setting = mt_setting_find(argv[i] + 2, length - 2);
         if (!setting.row || setting.row->offset != MT_AT(config)) continue;
+        if (first)
+            return mt_error_set(error, "%.*s and %.*s name two files; one is read, so leave one out",
+                                (int)strcspn(first, "="), first, (int)length, argv[i]);
+        first = argv[i];
         if (argv[i][length])
-            config = argv[i] + length + 1;
+            *config = argv[i] + length + 1;
         else if (i + 1 < argc && !mt_is_name(argv[i + 1]))
-            config = argv[i + 1];
+            *config = argv[i + 1];
     }
-    return config;
+    return 0;
 }
 
 #ifdef MT_HAVE_YAML
@@ -585,10 +591,11 @@ static int mt_options_read_config(mt_option_reader *reader, const char *path, mt
 
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
-    const char *config = mt_options_find_config(argc, argv);
+    const char *config;
     mt_options_default(options);
     mt_options_help(program, argc, argv);
-    int status = config ? mt_options_read_config(&reader, config, error) : 0; // later settings win
+    int status = mt_options_find_config(&config, argc, argv, error);
+    if (!status && config) status = mt_options_read_config(&reader, config, error); // later settings win
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) mt_option_reader_print_always(&reader);
@@ -707,14 +714,16 @@ static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
 
 /* A word of --data-path is the prefix of X.bin and X.idx; people give one of these files, or their text. */
 static int mt_options_check_prefix(const char *option, const char *prefix, mt_error *error) {
+    static const char *const index = "_text_document.idx";
     bool is_half = mt_text_ends_with(prefix, ".bin") || mt_text_ends_with(prefix, ".idx");
-    char *index = strcat(strcpy(mt_malloc((int64_t)strlen(prefix) + 5), prefix), ".idx");
-    bool is_prefix = access(index, F_OK) == 0;
-    struct stat file;
-    free(index);
-    if (is_prefix) return 0;
     const char *slash = strrchr(prefix, '/'), *dot = strrchr(slash ? slash : prefix, '.');
-    int stem = dot && dot - prefix < 200 ? (int)(dot - prefix) : 200;
+    int whole = (int)strlen(prefix), cut = dot ? (int)(dot - prefix) : whole, stem = cut < 200 ? cut : 200;
+    struct stat file;
+    if (mt_path_exists(prefix, whole, ".idx")) return 0;
+    int known = mt_path_exists(prefix, whole, index) ? whole : mt_path_exists(prefix, cut, index) ? cut : 0;
+    if (!is_half && known > 0)
+        return mt_error_set(error, "--%s %.200s: is not a dataset, but %.*s_text_document is; give that", option,
+                            prefix, known, prefix);
     if (is_half)
         return mt_error_set(error, "--%s %.200s: expects the prefix of the two files of a dataset; give %.*s", option,
                             prefix, stem, prefix);

@@ -945,6 +945,24 @@ static void yaml_sets_options_and_the_command_line_wins(void **state) {
     remove_folder(folder);
 }
 
+static void yaml_has_the_booleans_of_yaml_1_1(void **state) {
+    (void)state;
+    static const char *const words[] = {"true", "True", "yes", "Yes", "YES", "on", "On"};
+    static const char *const negatives[] = {"false", "FALSE", "no", "No", "NO", "off", "Off"};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        char text[100];
+        mt_options options;
+        mt_error error = {""};
+        snprintf(text, sizeof text, "swiglu: %s\ndisable_bias_linear: %s\nbf16: %s\n", words[i], words[i],
+                 negatives[i]);
+        mt_options_default(&options);
+        if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", &error) != 0)
+            fail_msg("%s", error.text);
+        assert_true(options.swiglu && !options.add_bias_linear && !options.bf16);
+        mt_options_free(&options);
+    }
+}
+
 static void expect_yaml_error(const char *text, const char *expected) {
     mt_options options;
     mt_error error = {""};
@@ -969,6 +987,7 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     expect_yaml_error("lr: fast\n", "run.yaml:1: lr expects a number, got 'fast'");
     expect_yaml_error("lr: [1, 2]\n", "lr expects a number, not a list");
     expect_yaml_error("lr: {a: 1}\n", "lr expects a number, not a section");
+    expect_yaml_error("bf16: y\n", "bf16 expects true or false, got 'y'");
     expect_yaml_error("bf16: 1\n", "bf16 expects true or false");
     expect_yaml_error("data_path: [[a]]\n", "expects plain values in its list");
     expect_yaml_error("- lr\n", "expects lines such as");
@@ -1005,6 +1024,10 @@ static void huge_yaml_is_refused(void **state) {
     path = write_file(folder, "nested.yaml", "config: other.yaml\n");
     snprintf(line, sizeof line, RUN "--config %s", path);
     expect_error(line, "names another --config");
+    snprintf(line, sizeof line, RUN "--config %s --yaml-cfg=%s", path, path);
+    expect_error(line, "--config and --yaml-cfg name two files; one is read, so leave one out");
+    snprintf(line, sizeof line, RUN "--config a.yaml --config b.yaml");
+    expect_error(line, "--config and --config name two files");
     remove_file(path);
     remove_folder(folder);
 }
@@ -1219,8 +1242,16 @@ static void experts_have_the_matrices_and_biases_of_their_activation(void **stat
 
 static void layers_with_experts_are_counted_or_listed(void **state) {
     (void)state;
-    static const char *const words[][2] = {{"1", "1111"},       {"2", "1010"},         {"([0]*1+[1]*3)", "0111"},
-                                           {"[0,1]*2", "0101"}, {"[0,1,1,0]", "0110"}, {"[1]+[0]*3", "1000"}};
+    static const char *const words[][2] = {{"1", "1111"},
+                                           {"2", "1010"},
+                                           {"([0]*1+[1]*3)", "0111"},
+                                           {"[0,1]*2", "0101"},
+                                           {"[0,1,1,0]", "0110"},
+                                           {"[1]+[0]*3", "1000"},
+                                           {"([0]+[1])*2", "0101"},
+                                           {"([1]*1+([0]*2+[1])*1)*1", "1001"},
+                                           {"[0]*0+([0,1,]*1*2)", "0101"},
+                                           {"((([1]))*2+[0])*1+[0]", "1100"}};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
         char line[512];
         mt_options o;
@@ -1229,7 +1260,10 @@ static void layers_with_experts_are_counted_or_listed(void **state) {
         assert_string_equal(o.moe_layers, words[i][1]);
         mt_options_free(&o);
     }
-    static const char *const bad[] = {"0", "[0,1]", "[1]*5", "[2]*4", "[1]*4]", "[]*4", "[1]*-1", "x"};
+    static const char *const bad[] = {"0",          "[0,1]",        "[1]*5",  "[2]*4",
+                                      "[1]*4]",     "[]*4",         "[1]*-1", "x",
+                                      "([1]*4",     "[1]*4)",       "[1]*2*", "[1]*9223372036854775807*4",
+                                      "[1]([1]*3)", "([0]+[1]*2)*2"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         char line[512];
         snprintf(line, sizeof line, EXPERTS "--moe-layer-freq %s", bad[i]);
@@ -1906,6 +1940,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(configuration_prints_what_differs_from_defaults),
 #ifdef MT_HAVE_YAML
     cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
+    cmocka_unit_test(yaml_has_the_booleans_of_yaml_1_1),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
     cmocka_unit_test(huge_yaml_is_refused),
     cmocka_unit_test(an_empty_yaml_sets_nothing),
