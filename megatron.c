@@ -418,18 +418,14 @@ static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* --first-last-layers-bf16 leaves a layer for fp8. */
 static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
-    bool on = o->fp8_format != MT_FP8_OFF;
-    const mt_rule rules[] = {
-        MT_NEEDS("--fp8-format with --num-experts", on && o->num_experts > 0, "--moe-grouped-gemm",
-                 o->moe_grouped_gemm),
-        {on && o->first_last_layers_bf16 &&
-             o->num_layers_at_start_in_bf16 + o->num_layers_at_end_in_bf16 >= o->num_layers,
-         "--first-last-layers-bf16 with --num-layers-at-start-in-bf16 %lld and --num-layers-at-end-in-bf16 %lld leaves "
-         "no layer in fp8",
-         {o->num_layers_at_start_in_bf16, o->num_layers_at_end_in_bf16}},
-    };
-    return MT_CHECK_RULES(rules, error);
+    int64_t start = o->num_layers_at_start_in_bf16, end = o->num_layers_at_end_in_bf16;
+    if (!o->first_last_layers_bf16 || start + end < o->num_layers) return 0;
+    return mt_error_set(error,
+                        "--num-layers-at-start-in-bf16 %lld and --num-layers-at-end-in-bf16 %lld leave no layer of "
+                        "%lld in fp8; lower them or leave out --first-last-layers-bf16",
+                        (long long)start, (long long)end, (long long)o->num_layers);
 }
 
 /* Vocabulary, positions and sequence length. */
@@ -4555,7 +4551,8 @@ static void mt_fp8_quantize(const mt_tensor_parallel *tp, const mt_linear *l, mt
     a.num_experts = l->num_experts;
     if (f->scale) {
         a.scale = f->scale + operand;
-        a.amax = tp->training ? f->amax + operand : NULL;
+        // a weight that an evaluation quantized serves the next step too
+        a.amax = tp->training || operand == MT_FP8_W ? f->amax + operand : NULL;
     } else if (f->recipe->blocks == MT_FP8_TENSOR) {
         a.amax = mt_arena_alloc(&f->recipe->scratch, 4);
     }
@@ -4591,9 +4588,9 @@ static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt
     io->dy_fp8 = a.rows, io->dy_transposed = a.columns;
 }
 
-/* The fields of a product that its operands do not decide. Scales per block need sums in fp32. */
-static void mt_fp8_multiply_operands(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                     mt_fp8_product_args a) {
+/* The product of `a`, of experts' rows where io has them. Scales per block need sums in fp32. */
+static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                               mt_fp8_product_args a) {
     a.exact_sums = a.exact_sums || l->fp8->recipe->blocks != MT_FP8_TENSOR;
     a.offsets = io->offsets, a.num_experts = l->num_experts;
     tp->ops->fp8_product(&a, tp->stream);
@@ -4613,7 +4610,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         mt_fp8_quantize(tp, l, MT_FP8_X, x);
         mt_fp8_product_args a = {.a = x.rows, .b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
         a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->offsets ? NULL : bias;
-        mt_fp8_multiply_operands(tp, l, io, a);
+        mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
         ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts, tp->dtype,
                                     tp->stream);
@@ -4636,7 +4633,7 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
     if (l->fp8) {
         mt_fp8_product_args a = {.a = io->dy_fp8, .b = mt_fp8_weight(tp, l, true), .M = T, .N = l->K, .K = l->N};
         a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
-        mt_fp8_multiply_operands(tp, l, io, a);
+        mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
         ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts,
                                            tp->dtype, tp->stream);
@@ -4668,7 +4665,7 @@ static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_li
         mt_fp8_quantize(tp, l, MT_FP8_X, x);
         mt_fp8_product_args a = {.a = io->dy_transposed, .b = x.columns, .M = l->N, .N = l->K, .K = T};
         a.out = l->weight.dw, a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
-        mt_fp8_multiply_operands(tp, l, io, a);
+        mt_fp8_run_product(tp, l, io, a);
         if (l->bias.dw && !io->offsets) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
     } else if (io->offsets) {
         ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, T, l->N, l->K, l->num_experts,
