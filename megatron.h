@@ -585,7 +585,7 @@ int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks);
 /* Rows per expert in a transposed copy are rounded up to this, so that no block spans two experts. */
 enum { MT_FP8_EXPERT_ROWS = 128 };
 
-/* What quantize reads and writes. x[count, R, C] is `count` matrices in succession, which with MT_FP8_TENSOR share one
+/* The operands of quantize. x[count, R, C] is `count` matrices in succession, which with MT_FP8_TENSOR share one
  * scale. A scale is the format's largest number / the largest absolute value of the block; 1 if that is 0 or not
  * finite. Values beyond the format's largest number saturate; NaN stays NaN. */
 typedef struct mt_quantize_args {
