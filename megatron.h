@@ -435,6 +435,7 @@ typedef struct mt_options {
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // of config.json
+    int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 

@@ -1590,6 +1590,18 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"hidden_act\": \"relu\" is not supported; silu|swish is");
     expect_config_error(LLAMA ", \"tie_word_embeddings\": 1}", "must be true or false");
     expect_config_error(LLAMA ", \"quantization_config\": {}}", "quantized weights");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"awq\", \"bits\": 4}}",
+                        "of \"quant_method\" awq, \"fmt\" e4m3 are not supported, only fp8 and e4m3; load the fp32");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e5m2\"}}",
+                        "\"fmt\" e5m2 are not supported");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\"}}", "\"weight_block_size\" of");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\", \"weight_block_size\": [128]}}",
+                        "must be two whole numbers");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\", \"weight_block_size\": [0, 1]}}",
+                        "must be two whole numbers");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\", \"activation_scheme\": "
+                              "\"static\", \"weight_block_size\": [128, 128]}}",
+                        "\"activation_scheme\" of \"quantization_config\" is static");
     expect_config_error(LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor");
     expect_config_error(LLAMA ", \"head_dim\": 15}", "must be even");
     expect_config_error(LLAMA ", \"eos_token_id\": \"x\"}", "\"eos_token_id\" must be a token");
