@@ -963,6 +963,7 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, boo
         free(path);
     }
     mt_train_set_loss_average(m, &average);
+    if (status == 0) status = mt_fp8_load(m, folder, continues, error);
     if (status == 0 && continues && !no_optimizer) return mt_stem_load(m, folder, "optimizer", sums, damaged, error);
     mt_optimizer_zero(m);
     state->optimizer_step = 0; // like the moments
