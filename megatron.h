@@ -250,6 +250,15 @@ enum {
     MT_MODULE_MOE = 32,        // router, experts and shared expert
     MT_MODULE_SHARED_EXPERTS = 64
 };
+/* Products of layers in fp8. HYBRID: e4m3 for activations and weights, e5m2 for gradients. */
+typedef enum mt_fp8_format { MT_FP8_OFF, MT_FP8_E4M3, MT_FP8_HYBRID } mt_fp8_format;
+typedef enum mt_fp8_recipe {
+    MT_FP8_DELAYED,    // a scale per tensor, from the largest values of earlier steps
+    MT_FP8_TENSORWISE, // a scale per tensor, from its own largest value
+    MT_FP8_BLOCKWISE,  // 1 x 128 of activations and gradients, 128 x 128 of weights (DeepSeek-AI, "DeepSeek-V3")
+    MT_FP8_MXFP8       // 1 x 32
+} mt_fp8_recipe;
+typedef enum mt_fp8_amax_algo { MT_AMAX_MOST_RECENT, MT_AMAX_MAX } mt_fp8_amax_algo;
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
     MT_SCHEDULE_INTERLEAVED,
@@ -269,12 +278,12 @@ typedef enum mt_tokenizer_type {
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
 
 /* Activations f of the MLP and of experts, one row each: the name; the functions of f in both backends; gated: the
- * layer computes f(gate) * up; the option that selects it and its field in mt_options (none for the default); its names
- * in config.json, the first of them written. */
+ * layer computes f(gate) * up; the field of mt_options that selects it (none for the default); its names in
+ * config.json, the first of them written. */
 #define MT_ACTIVATIONS(X)                                                                                              \
-    X(GELU, gelu, false, NULL, 0, "gelu")                                                                              \
-    X(GELU_TANH, gelu_tanh, false, "--openai-gelu", offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")   \
-    X(SWIGLU, silu, true, "--swiglu", offsetof(mt_options, swiglu), "silu|swish")
+    X(GELU, gelu, false, 0, "gelu")                                                                                    \
+    X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
+    X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
@@ -388,6 +397,13 @@ typedef struct mt_options {
     int64_t recompute_num_layers;
     unsigned recompute_modules; // MT_MODULE_*
     bool recompute_activations, moe_layer_recompute, distribute_saved_activations;
+    /* fp8 */
+    mt_fp8_format fp8_format;
+    mt_fp8_recipe fp8_recipe;
+    mt_fp8_amax_algo fp8_amax_compute_algo;
+    int64_t fp8_margin, fp8_amax_history_len;
+    bool fp8_wgrad, tp_only_amax_red, first_last_layers_bf16;
+    int64_t num_layers_at_start_in_bf16, num_layers_at_end_in_bf16;
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_model, *tokens_file;
@@ -422,15 +438,17 @@ typedef struct mt_options {
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Derives values that were not given and checks every rule between values; mt_options_finish (data/options.h) calls it
- * after its checks of text. `world_size` is the number of ranks. May be called again after a change. Afterwards
+/* Derives values that were not given and checks the rules that need arithmetic; mt_options_finish (data/options.h)
+ * calls it after its checks of text, of ranges, and of options that need or exclude each other. A program that fills
+ * the struct without data/ sets no field that stands for others (use_rope_scaling, recompute_activations,
+ * moe_layer_recompute, rotary_seq_len_interpolation_factor, use_distributed_optimizer) and keeps to the columns of
+ * data/option_table.c. `world_size` is the number of ranks. May be called again after a change. Afterwards
  * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
 int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
 /* The row of an activation, and the activation of a model. */
 typedef struct mt_activation_row {
     bool gated;
-    const char *option;
     size_t field;
     const char *config_names;
 } mt_activation_row;
@@ -567,7 +585,7 @@ int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks);
 /* Rows per expert in a transposed copy are rounded up to this, so that no block spans two experts. */
 enum { MT_FP8_EXPERT_ROWS = 128 };
 
-/* What quantize reads and writes. x[count, R, C] is `count` matrices in succession, which with MT_FP8_TENSOR share one
+/* The operands of quantize. x[count, R, C] is `count` matrices in succession, which with MT_FP8_TENSOR share one
  * scale. A scale is the format's largest number / the largest absolute value of the block; 1 if that is 0 or not
  * finite. Values beyond the format's largest number saturate; NaN stays NaN. */
 typedef struct mt_quantize_args {
@@ -579,7 +597,8 @@ typedef struct mt_quantize_args {
     float *amax;           // [1]: the largest |x|. With `scale`: raised to it (NULL: not wanted); else scratch, written
     /* rows of experts: x[R, C] is sorted by expert, and expert e's rows [offsets[e], offsets[e + 1]) begin in `columns`
      * at the sum of the rounded counts (MT_FP8_EXPERT_ROWS) of the experts before it; count is 1. The columns between
-     * experts, and from the last one to `columns.stride`, are zero. NULL: none */
+     * experts, and from the last one to `columns.stride`, are zero. Rows before offsets[0] and from
+     * offsets[num_experts] on are neither read nor written. NULL: none */
     const int32_t *offsets;
     int64_t num_experts;
 } mt_quantize_args;
@@ -1459,6 +1478,7 @@ typedef struct mt_tensor_parallel {
     const mt_group *group;
     mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
     mt_dtype dtype;           // of activations and weights
+    bool training;            // fp8, delayed scaling: products record the largest values of their operands
     bool sequence_parallel;
     bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next ones are sent
     int64_t T, rows;
@@ -1508,12 +1528,33 @@ typedef enum mt_linear_kind {
     MT_LINEAR_GROUPED,    // one weight per expert: rows sorted by expert
 } mt_linear_kind;
 
+/* An fp8 recipe: how operands of products are quantized (--fp8-recipe). */
+typedef struct mt_fp8 {
+    mt_dtype format, gradient_format;    // of x and w; of dy
+    mt_fp8_blocks blocks, weight_blocks; // of x and dy; of w
+    bool wgrad;                          // also the weights' gradients
+    bool keeps_weights;                  // quantized weights are kept until the weights change
+    int64_t version;                     // number of changes of the weights
+    mt_arena scratch;                    // operands of the product at hand
+} mt_fp8;
+
+/* The fp8 state of one linear. With delayed scaling the operands x, w, dy have a scale each, and the largest absolute
+ * values of this step. */
+typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
+typedef struct mt_fp8_linear {
+    mt_fp8 *recipe;
+    float *scale, *amax;           // [MT_NUM_FP8_OPERANDS]; NULL: scales are computed from the operand itself
+    mt_fp8_matrix w, w_transposed; // keeps_weights only
+    int64_t version;               // of the weights that these are
+} mt_fp8_linear;
+
 /* y = x w^T + bias. N and K are this rank's sizes. */
 typedef struct mt_linear {
     mt_weight weight, bias; // [N, K] and [N], or [num_experts, N, K] and [num_experts, N] if grouped
     int64_t N, K;
     int64_t num_experts; // grouped
     mt_linear_kind kind;
+    mt_fp8_linear *fp8; // NULL: products in the type of activations
 } mt_linear;
 
 /* The operands of one use of a linear; a function reads those it needs. */
@@ -1528,7 +1569,8 @@ typedef struct mt_linear_io {
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;
-    bool omits_bias; // grouped, forward: y is a partial sum to which another rank adds the bias
+    bool omits_bias;                     // forward: y is a partial sum to which another rank adds the bias
+    mt_fp8_matrix dy_fp8, dy_transposed; // set by the backward of a linear with fp8
 } mt_linear_io;
 
 /* The halves of a backward: gradient of the input, gradient of the weights, or both. */

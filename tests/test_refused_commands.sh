@@ -74,6 +74,16 @@ real="--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 100 -
 check text_is_answered_with_preprocess refused \
     "my.txt: is text, not a dataset; first run data/preprocess --input $work/my.txt --output-prefix $work/my " \
     "$train" $real --data-path "$work/my.txt"
+: >"$work/my_text_document.idx"
+# shellcheck disable=SC2086
+check a_prefix_is_answered_with_its_dataset refused "my: is not a dataset, but $work/my_text_document is; give that\$" \
+    "$train" $real --data-path "$work/my"
+# shellcheck disable=SC2086
+check text_is_answered_with_its_dataset refused "my.txt: is not a dataset, but $work/my_text_document is; give that\$" \
+    "$train" $real --data-path "$work/my.txt"
+# shellcheck disable=SC2086
+check a_weight_without_a_path_is_named refused 'data-path: the weight 0.3 has no path after it' \
+    "$train" $real --data-path "0.7 $work/x 0.3"
 # shellcheck disable=SC2086
 check half_a_dataset_is_answered_with_its_prefix refused "expects the prefix of the two files .*; give $work/x\$" \
     "$train" $real --data-path 0.5 "$work/x.bin" 0.5 "$work/y"
