@@ -241,8 +241,8 @@ __device__ static inline void store_block_scale(const quantize_task<T> &task, co
         task.columns.inverse_scales[t.matrix * task.column_scales + t.column * column_width + t.row] = 1 / scale;
 }
 
-/* A block per tile. A scale that was computed from x is known after a first pass over x; the second pass begins where
- * that pass ended, with what is still in L2. */
+/* A block per tile. A scale that was computed from x is known after a first pass over x; the second pass takes the tiles
+ * in the opposite order, because the last ones are still in L2. */
 template <class T, mt_fp8_blocks BLOCKS, mt_dtype FORMAT>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2) quantize_tiles(const quantize_task<T> task) {
     __shared__ chunk<T> column_maxima[WARPS][TILE / SIDE];
@@ -366,14 +366,15 @@ extern "C" void mt_cuda_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_s
     MT_CHECK(!a->offsets || a->count == 1);
     MT_CHECK(one->blocks == MT_FP8_TENSOR ? a->scale || a->amax : !a->scale);
     MT_CHECK(a->C % MT_CUDA_FP8_MULTIPLE == 0 && mt_wide(dtype, {a->x, rows->data, columns->data}, {}));
+    MT_CHECK(one->blocks == MT_FP8_TENSOR || mt_wide(MT_F32, {rows->inverse_scales, columns->inverse_scales}, {}));
     MT_CHECK((!rows->data || rows->stride % 16 == 0) && (!columns->data || columns->stride % 16 == 0));
     MT_CUDA_DISPATCH(dtype, quantize, a, stream);
 }
 
 /* ---- products on any GPU ----------------------------------------------------------------------------------------- */
 
-/* Operands are converted to fp32 in shared memory, scaled, and multiplied in fp32: for what the fast products do not
- * serve. A block computes ROWS x COLS of the result, a thread 8 x 4; INNER: summed dimension in shared memory. */
+/* The definition. Operands are converted to fp32 in shared memory, scaled, and multiplied in fp32. A block computes
+ * ROWS x COLS of the result, a thread 8 x 4; INNER: summed dimension in shared memory. */
 enum { ROWS = 128, COLS = 64, INNER = 32, THREAD_ROWS = 8, THREAD_COLS = 4 };
 static_assert(ROWS * INNER == THREADS * 16, "a thread loads 16 bytes of a");
 
