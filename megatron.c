@@ -9923,7 +9923,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    if (mt_options_check_limits(options, &ops->limits, error) != 0) return -1;
+    if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
