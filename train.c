@@ -229,9 +229,9 @@ static void check_data(run *r, feed *from) {
     if (failed > 0) fail(r, from->status, &from->error);
 }
 
-/* Samples of an evaluation: --eval-iters batches. */
-static int64_t evaluated_samples(const run *r) {
-    return r->options.eval_iters * r->options.global_batch_size;
+/* Samples of an evaluation of a split: --eval-iters batches. */
+static int64_t evaluated_samples(const run *r, mt_split split) {
+    return r->loaders[split] ? r->options.eval_iters * r->options.global_batch_size : 0;
 }
 
 /* Mean loss over the batches of a split from a sample on. */
@@ -239,11 +239,11 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t first) {
     const mt_options *o = &r->options;
     mt_error error;
     double loss;
-    if (!r->loaders[split] || o->eval_iters == 0) return;
+    if (evaluated_samples(r, split) == 0) return;
     check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return;
     feed from = {r->loaders[split], first, o->micro_batch_size * r->grid.data.size, 0, {""}};
-    int64_t micro_batches = evaluated_samples(r) / from.stride;
+    int64_t micro_batches = evaluated_samples(r, split) / from.stride;
     check(r, mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
     check_data(r, &from);
     mt_report_evaluation(&r->report, &r->state, name, loss);
@@ -299,7 +299,7 @@ static void train(run *r) {
         // Saved before the evaluation, which may fail; a run that resumes goes on with the samples after it.
         int64_t iteration = r->state.iteration, first = r->state.consumed_valid_samples;
         bool validates = o->eval_interval > 0 && iteration % o->eval_interval == 0;
-        if (validates) r->state.consumed_valid_samples += evaluated_samples(r);
+        if (validates) r->state.consumed_valid_samples += evaluated_samples(r, MT_SPLIT_VALID);
         if ((stop || (o->save_interval > 0 && iteration % o->save_interval == 0)) && save(r)) saved = iteration;
         if (!validates) continue;
         evaluate(r, MT_SPLIT_VALID, "validation", first);

@@ -611,36 +611,56 @@ static bool mt_option_used(const mt_options *options, size_t offset) {
     return mt_options_gave(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
 }
 
-/* Each item of an option's column is another option: its value must not be the default, or must be one of the choices
- * behind its name. Options of the other program are not needed. */
-static int mt_option_check_needs(const mt_options *options, mt_program program, const mt_option *row, mt_error *error) {
-    char item[100];
-    for (const char *column = row->needs; mt_option_next_item(&column, item);) {
-        size_t length = strcspn(item, " ");
-        const mt_option *other = mt_option_find(item, length);
-        const char *choices = item[length] ? item + length + 1 : NULL;
-        if (!(other->programs & (program == MT_PROGRAM_INFER ? MT_INFER : MT_TRAIN))) continue;
-        char *value = mt_option_text(options, other);
-        bool good = choices ? mt_choice_index(choices, value) >= 0 : !mt_option_is_default(options, other);
-        if (!good && choices)
-            mt_error_set(error, "--%s needs --%s %s, which is %s", row->name, other->name, choices, value);
-        else if (!good)
-            mt_error_set(error, "--%s needs --%s", row->name, other->name);
-        free(value);
-        if (!good) return -1;
-    }
-    return 0;
+/* True if an option has one of the choices, or, without choices, another value than its default. */
+static bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {
+    if (!choices) return !mt_option_is_default(options, row);
+    char *value = mt_option_text(options, row), *rest = NULL;
+    bool found = false;
+    for (char *word = strtok_r(value, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
+        found = mt_choice_index(choices, word) >= 0;
+    free(value);
+    return found;
 }
 
-/* The columns `needs` and `excludes` of all options that are used. */
+/* True if the condition of a rule is met. */
+static bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule) {
+    if (!rule->condition) return mt_option_used(options, row->offset);
+    return mt_option_has(options, row, strcmp(rule->condition, "any") == 0 ? NULL : rule->condition);
+}
+
+/* A rule that is broken: names both options, with the choices that it has for them. */
+static int mt_option_rule_fail(const mt_options *options, const mt_option *row, const mt_option_rule *rule, bool needs,
+                               mt_error *error) {
+    char name[200], other[200], *value = mt_option_text(options, rule->other);
+    bool any = !rule->condition || strcmp(rule->condition, "any") == 0;
+    snprintf(name, sizeof name, "--%s%s%s", row->name, any ? "" : " ", any ? "" : rule->condition);
+    snprintf(other, sizeof other, "--%s%s%s", rule->other->name, rule->choices ? " " : "",
+             rule->choices ? rule->choices : "");
+    if (needs)
+        mt_error_set(error, "%s needs %s%s%s", name, other, rule->choices ? ", which is " : "",
+                     rule->choices ? value : "");
+    else
+        mt_error_set(error, "%s and %s exclude each other; leave one out", name, other);
+    free(value);
+    return -1;
+}
+
+/* The columns `needs` and `excludes` of all options. An option that was given needs none of the other program. */
 static int mt_options_check_columns(const mt_options *options, mt_program program, mt_error *error) {
-    char item[100];
+    const int programs = program == MT_PROGRAM_INFER ? MT_INFER : MT_TRAIN;
+    mt_option_rule rule;
     for (const mt_option *row = mt_option_table; row->help; row++) {
-        if (!row->name || !mt_option_used(options, row->offset)) continue;
-        if (mt_option_check_needs(options, program, row, error)) return -1;
-        for (const char *column = row->excludes; mt_option_next_item(&column, item);)
-            if (mt_option_used(options, mt_option_find(item, strlen(item))->offset))
-                return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, item);
+        if (!row->name) continue;
+        for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
+            if ((rule.condition || rule.other->programs & programs) && mt_option_rule_holds(options, row, &rule) &&
+                !mt_option_has(options, rule.other, rule.choices))
+                return mt_option_rule_fail(options, row, &rule, true, error);
+        for (const char *column = row->excludes; mt_option_next_rule(&column, &rule);) {
+            bool given = !rule.condition && !rule.choices; // a value that was derived is no contradiction
+            if (mt_option_rule_holds(options, row, &rule) && (given ? mt_option_used(options, rule.other->offset)
+                                                                    : mt_option_has(options, rule.other, rule.choices)))
+                return mt_option_rule_fail(options, row, &rule, false, error);
+        }
     }
     return 0;
 }
@@ -818,9 +838,10 @@ static int mt_options_unfold_layout(mt_options *o, mt_error *error) {
 
 /* --use-rope-scaling and --rotary-seq-len-interpolation-factor are other names of two types of scaling. */
 static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
-    mt_rope_scaling asked = o->use_rope_scaling                          ? MT_ROPE_SCALING_LLAMA3
-                            : o->rotary_seq_len_interpolation_factor > 0 ? MT_ROPE_SCALING_LINEAR
-                                                                         : MT_ROPE_SCALING_NONE;
+    int64_t factor = o->rotary_seq_len_interpolation_factor;
+    mt_rope_scaling asked = o->use_rope_scaling ? MT_ROPE_SCALING_LLAMA3
+                            : factor > 0        ? MT_ROPE_SCALING_LINEAR
+                                                : MT_ROPE_SCALING_NONE;
     if (asked && MT_GIVEN(o, rope_scaling_type) && asked != o->rope_scaling_type) {
         char *type = mt_option_text(o, mt_option_of(MT_AT(rope_scaling_type)));
         mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out", type,
@@ -829,14 +850,38 @@ static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
         return -1;
     }
     if (asked) o->rope_scaling_type = asked;
+    if (factor > 0 && !MT_GIVEN(o, rope_scaling_factor)) o->rope_scaling_factor = (double)factor;
+    return 0;
+}
+
+/* Options that stand for values of others, and defaults that rules of the table read. */
+static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error) {
+    if (mt_options_resolve_rope(o, error) != 0) return -1;
+    mt_strategy *strategy = &o->data_parallel_sharding_strategy;
+    bool distributed = *strategy == MT_NO_SHARD && o->use_distributed_optimizer;
+    if (distributed && MT_GIVEN(o, data_parallel_sharding_strategy))
+        return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
+                                   "each other; leave one out");
+    if (distributed) *strategy = MT_SHARD_OPTIM;
+    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL; // which the table refuses with both flags
+    if ((o->recompute_activations || o->moe_layer_recompute) && !full)
+        o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;
+    if (o->moe_layer_recompute && !full) o->recompute_modules |= MT_MODULE_MOE;
+    bool routes = program != MT_PROGRAM_INFER && o->num_experts > 0 && o->tensor_model_parallel_size > 1;
+    if (!routes || o->sequence_parallel) return 0;
+    if (MT_GIVEN(o, sequence_parallel))
+        return mt_error_set(error, "--num-experts with --tensor-model-parallel-size of 2 or more needs "
+                                   "--sequence-parallel: each rank routes tokens of its own");
+    o->sequence_parallel = true;
     return 0;
 }
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
-    if (mt_options_check_ranges(options, program, error) || mt_options_resolve_rope(options, error)) return -1;
-    if (mt_options_check_columns(options, program, error) || mt_options_unfold_layout(options, error)) return -1;
+    if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error)) return -1;
+    if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
+    if (mt_options_unfold_layout(options, error)) return -1;
     if (options->print_schedule) return mt_options_derive(options, program, world_size, error);
-    if (mt_options_check_tokenizer(options, error) || mt_options_list_expert_layers(options, error)) return -1;
+    if (mt_options_check_tokenizer(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;

@@ -55,8 +55,8 @@ if [ -n "${HAVE_MPI:-}" ]; then
     mkdir "$work/cut" && cp tests/golden/hf/gpt2/config.json "$work/cut" &&
         head -c 20000 tests/golden/hf/gpt2/model.safetensors >"$work/cut/model.safetensors"
     # shellcheck disable=SC2086
-    check ranks_refuse_weights_together refused_together 'cut/model.safetensors' "$train" --load "$work/cut" --mock-data \
-        --seq-length 16 --train-iters 1 --lr 1e-3 --device cpu
+    check ranks_refuse_weights_together refused_together 'cut/model.safetensors' "$train" --load "$work/cut" \
+        --mock-data --seq-length 16 --train-iters 1 --lr 1e-3 --device cpu
     check infer_refuses_weights_together refused_together 'cut/model.safetensors' "$infer" --load "$work/cut" \
         --prompt-tokens 1,2 --print-tokens --tensor-model-parallel-size 2 --device cpu
     check infer_refuses_a_long_prompt_together refused_together 'context' "$infer" --load tests/golden/hf/gpt2 \

@@ -308,15 +308,15 @@ a_bad_step_is_not_saved() {
         [ ! -e "$work/bad/iter_0000002" ]
 }
 
-# One sample of the validation data has a byte that the vocabulary lacks; on two ranks, one of them reads it. The save of
-# the same iteration is there, with one error line, and the longer run goes on with the next validation samples.
+# One sample of the validation data has a byte that the vocabulary lacks; on two ranks, one of them reads it. The save
+# of the same iteration is there, with one error line, and a run that resumes goes on with the next validation samples.
 an_evaluation_that_fails_does_not_lose_the_save() {
     preprocess=$(dirname "$train")/data/preprocess
     for i in 1 2 3 4 5 6 7 8; do echo "this is line $i of a long text for validation"; done >"$work/text.txt"
     for part in good bad; do
         [ $part = good ] || sed -i '4s/long/l\xc3\xb6ng/' "$work/text.txt"
-        "$preprocess" --input "$work/text.txt" --documents lines --output-prefix "$work/$part" --tokenizer-type ByteLevel \
-            >"$work/out" 2>"$work/err" || return 1
+        "$preprocess" --input "$work/text.txt" --documents lines --output-prefix "$work/$part" \
+            --tokenizer-type ByteLevel >"$work/out" 2>"$work/err" || return 1
     done
     data="--train-data-path $work/good_text_document --vocab-size 128 --num-layers 1 --hidden-size 16 --seq-length 16
         --num-attention-heads 2 --global-batch-size 2 --lr 1e-3 --lr-decay-style constant --device cpu --train-iters 4
