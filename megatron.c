@@ -3351,7 +3351,7 @@ static struct {
     const char *last_operation, *last_group; // enqueued last on a device
     struct {
         const char *path; // NULL: unused
-        bool writes;
+        mt_file_use use;
         double since;
     } files[MT_WATCHED_FILES];
 } mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
@@ -3378,13 +3378,13 @@ void mt_watch_note(const char *operation, const char *group) {
     pthread_mutex_unlock(&mt_watch.lock);
 }
 
-int mt_watch_file_begin(const char *path, bool writes) {
+int mt_watch_file_begin(const char *path, mt_file_use use) {
     int file = 0;
     if (!mt_watch.running) return MT_WATCHED_FILES;
     pthread_mutex_lock(&mt_watch.lock);
     while (file < MT_WATCHED_FILES && mt_watch.files[file].path) file++;
     if (file < MT_WATCHED_FILES) {
-        mt_watch.files[file].path = path, mt_watch.files[file].writes = writes;
+        mt_watch.files[file].path = path, mt_watch.files[file].use = use;
         mt_watch.files[file].since = mt_time();
     }
     pthread_mutex_unlock(&mt_watch.lock);
@@ -3432,16 +3432,15 @@ static void mt_watch_expire(void) {
     mt_watch_abort();
 }
 
-/* Writes have the limit of a save, also where it overlaps with steps. */
 static void mt_watch_check_files(double now) {
     for (int i = 0; i < MT_WATCHED_FILES; i++) {
-        bool writes = mt_watch.files[i].writes;
-        mt_watch_phase phase = writes ? MT_WATCH_SAVE : mt_watch.phase;
+        mt_file_use use = mt_watch.files[i].use;
+        mt_watch_phase phase = use == MT_FILE_SAVE ? MT_WATCH_SAVE : mt_watch.phase;
         if (!mt_watch.files[i].path || now - mt_watch.files[i].since <= mt_watch.limits[phase]) continue;
         fprintf(stderr,
                 "error: rank %d waited more than %g s for the disk to %s %s during %s: the disk hangs or is very slow; "
                 "--%s sets the limit\n",
-                mt_watch.rank, mt_watch.limits[phase], writes ? "write" : "read", mt_watch.files[i].path,
+                mt_watch.rank, mt_watch.limits[phase], use == MT_FILE_READ ? "read" : "write", mt_watch.files[i].path,
                 mt_watch_phases[phase].during, mt_watch_phases[phase].option);
         mt_watch_abort();
     }

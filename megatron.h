@@ -1343,8 +1343,10 @@ void mt_watch_start(const mt_options *options);
 /* Sets the phase of this rank and returns the one before; for the main thread. */
 mt_watch_phase mt_watch_enter(mt_watch_phase phase);
 
-/* Called around reading or writing a file, by any thread; writing has the limit of a save. The path must stay valid. */
-int mt_watch_file_begin(const char *path, bool writes);
+/* Called around reading or writing a file, by any thread. Saving has its own limit, also where it overlaps with steps;
+ * other reads and writes have that of the phase. The path must stay valid. */
+typedef enum mt_file_use { MT_FILE_READ, MT_FILE_WRITE, MT_FILE_SAVE } mt_file_use;
+int mt_watch_file_begin(const char *path, mt_file_use use);
 void mt_watch_file_end(int file);
 
 /* Called around an operation that may wait for other ranks: the watchdog measures the time between begin and end. Pairs
