@@ -66,7 +66,7 @@ static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count,
         if (!param->trained && state != MT_STATE_WEIGHTS) continue; // such a parameter is fp32 and has no moments
         mt_saved_tensor *tensor = &set->tensors[set->count++];
         *tensor = (mt_saved_tensor){.state = state};
-        tensor->dtype = state == MT_STATE_WEIGHTS && param->trained ? dtype : MT_F32;
+        tensor->dtype = param->trained ? dtype : MT_F32;
         tensor->num_dims = mt_param_shape(param, tensor->shape);
         tensor->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(tensor->dtype);
         snprintf(tensor->name, sizeof tensor->name, "%s%s", mt_state_prefix[state], param->hf_name);
@@ -126,7 +126,7 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
     for (int state = 0; state < MT_NUM_STATES; state++)
         if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
-            mt_saved_add(set, rows, count, (mt_param_state)state, mt_model_dtype(m));
+            mt_saved_add(set, rows, count, (mt_param_state)state, mt_state_dtype(m, (mt_param_state)state));
     free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
@@ -864,7 +864,9 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
     if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0)
         return 0; // unknown: a write will fail if there is too little
     double each = (double)mt_dtype_size(mt_model_dtype(m)), room = (double)disk.f_bavail * (double)disk.f_frsize;
-    if (mt_saves_optimizer(m)) each += mt_model_dtype(m) == MT_F32 ? 8 : 12;
+    for (int state = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
+         state < MT_NUM_STATES && mt_saves_optimizer(m); state++)
+        each += (double)mt_dtype_size(mt_state_dtype(m, (mt_param_state)state));
     double bytes = (double)mt_num_parameters(mt_model_options(m)) * each;
     if (room >= bytes) return 0;
     return mt_error_set(error,
