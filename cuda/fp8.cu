@@ -241,8 +241,8 @@ __device__ static inline void store_block_scale(const quantize_task<T> &task, co
         task.columns.inverse_scales[t.matrix * task.column_scales + t.column * column_width + t.row] = 1 / scale;
 }
 
-/* A block per tile. A scale that was computed from x is known after a first pass over x; the second pass takes the tiles
- * in the opposite order, because the last ones are still in L2. */
+/* A block per tile. A scale that was computed from x is known after a first pass over x; the second pass takes the
+ * tiles in the opposite order, because the last ones are still in L2. */
 template <class T, mt_fp8_blocks BLOCKS, mt_dtype FORMAT>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2) quantize_tiles(const quantize_task<T> task) {
     __shared__ chunk<T> column_maxima[WARPS][TILE / SIDE];
