@@ -50,6 +50,18 @@ if [ -n "${HAVE_MPI:-}" ]; then
     check infer_refuses_scores_together refused_together 'no-such-file' "$infer" --load tests/golden/hf/gpt2 \
         --score "$work/no-such-file" --out "$work/s" --seq-length 8 --tensor-model-parallel-size 2 --device cpu
     # shellcheck disable=SC2086
+    check ranks_refuse_too_large_a_model_together refused_together 'the 2 ranks of a machine need' "$train" $small \
+        --hidden-size 200000
+    mkdir "$work/cut" && cp tests/golden/hf/gpt2/config.json "$work/cut" &&
+        head -c 20000 tests/golden/hf/gpt2/model.safetensors >"$work/cut/model.safetensors"
+    # shellcheck disable=SC2086
+    check ranks_refuse_weights_together refused_together 'cut/model.safetensors' "$train" --load "$work/cut" \
+        --mock-data --seq-length 16 --train-iters 1 --lr 1e-3 --device cpu
+    check infer_refuses_weights_together refused_together 'cut/model.safetensors' "$infer" --load "$work/cut" \
+        --prompt-tokens 1,2 --print-tokens --tensor-model-parallel-size 2 --device cpu
+    check infer_refuses_a_long_prompt_together refused_together 'context' "$infer" --load tests/golden/hf/gpt2 \
+        --prompt-tokens "1$(printf ',%d' $(seq 100))" --print-tokens --tensor-model-parallel-size 2 --device cpu
+    # shellcheck disable=SC2086
     prints_sequence_parallel() {
         timeout 60 $(mpirun_here) -np 2 "$train" $small --tensor-model-parallel-size 2 "$@" >"$work/out" 2>&1
     }
