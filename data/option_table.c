@@ -316,6 +316,16 @@ const mt_option mt_option_table[] = {
     {"distribute-saved-activations", MT_FLAG, MT_AT(distribute_saved_activations), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "full recomputation: each tensor-parallel rank keeps a part of the inputs"},
 
+    {.help = "offloading"},
+    {"fine-grained-activation-offloading", MT_FLAG, MT_AT(fine_grained_activation_offloading), MT_TRAIN, MT_OF_RUN,
+     NULL, NULL, "keep activations in host memory from the forward to the backward: the inputs of --offload-modules",
+     .needs = "offload-modules"},
+    {"offload-modules", MT_SET, MT_AT(offload_modules), MT_TRAIN, MT_OF_RUN, NULL,
+     "attn_norm|qkv_linear|core_attn|attn_proj|mlp_norm|expert_fc1|moe_act|mlp",
+     "modules whose input is offloaded; attn_proj needs core_attn; mlp (not Megatron's): MLPs of layers without "
+     "experts",
+     .needs = "fine-grained-activation-offloading"},
+
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
     {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "minimum learning rate after warm-up"},
