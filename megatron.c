@@ -245,7 +245,8 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 
 /* ==== §2 options ================================================================================================== */
 /* One flat struct describes a run. This section derives values that were left open and holds the rules between values;
- * data/options.c reads and writes the struct as text (command line, YAML, config.json, --help) and checks ranges.
+ * data/options.c reads and writes the struct as text (command line, YAML, config.json, --help); the option table there
+ * has the ranges, and the options that one needs or excludes.
  * Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be called again. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
@@ -297,63 +298,6 @@ static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *e
 
 #define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
 
-/* Rules of two values: with `a`, `b` must hold, or must not. */
-#define MT_NEEDS(a_name, a, b_name, b)                                                                                 \
-    { (a) && !(b), a_name " needs " b_name }
-#define MT_EXCLUDES(a_name, a, b_name, b)                                                                              \
-    { (a) && (b), a_name " and " b_name " exclude each other; leave one out" }
-
-/* True if tensor-parallel ranks route tokens to experts. */
-static bool mt_options_routes_parts(const mt_options *o, mt_program program) {
-    return program != MT_PROGRAM_INFER && o->num_experts > 0 && o->tensor_model_parallel_size > 1;
-}
-
-/* Values that cannot go together, wherever they come from. The columns of data/option_table.c are about options that
- * were given: one without effect unless another is given, or two that say the same. */
-static int mt_options_check_pairs(const mt_options *o, mt_program program, mt_error *error) {
-    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, trains = program != MT_PROGRAM_INFER;
-    bool yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN, linear = o->rope_scaling_type == MT_ROPE_SCALING_LINEAR;
-    bool factor = o->rope_scaling_factor > 0 || o->rotary_seq_len_interpolation_factor > 0;
-    bool rope = o->position_embedding_type == MT_POSITION_ROPE, rms = o->normalization == MT_RMSNORM;
-    bool latent = o->multi_latent_attention;
-    int64_t heads = mt_max(o->num_attention_heads, 1);
-    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, mtp = trains && o->mtp_num_layers > 0;
-    bool experts = o->num_experts > 0, sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
-    const mt_rule rules[] = {
-        MT_NEEDS("--multi-latent-attention", latent, "--normalization RMSNorm and --position-embedding-type rope",
-                 rms && rope),
-        MT_EXCLUDES("--multi-latent-attention", latent, "--num-query-groups", o->num_query_groups % heads != 0),
-        MT_NEEDS("--rope-scaling-type", o->rope_scaling_type != MT_ROPE_SCALING_NONE, "--position-embedding-type rope",
-                 rope),
-        MT_NEEDS("--rope-scaling-type linear and yarn", linear || yarn, "--rope-scaling-factor", factor),
-        MT_NEEDS("--rope-scaling-type yarn", yarn, "--original-max-position-embeddings",
-                 o->original_max_position_embeddings > 0),
-        MT_NEEDS("--mtp-num-layers", mtp, "--normalization RMSNorm", rms),
-        MT_NEEDS("--mtp-num-layers", mtp, "--position-embedding-type rope or none", !learned),
-        MT_EXCLUDES("--mtp-num-layers, whose backward is not split,", mtp, "--pipeline-schedule zb-h1",
-                    o->pipeline_schedule == MT_SCHEDULE_ZB_H1),
-        MT_NEEDS("--moe-shared-expert-intermediate-size", experts && o->moe_shared_expert_intermediate_size > 0,
-                 "--disable-bias-linear: a shared expert has no biases", !o->mlp_bias && !o->add_bias_linear),
-        MT_NEEDS("--moe-router-pre-softmax", experts && o->moe_router_pre_softmax,
-                 "--moe-router-score-function softmax", !sigmoid),
-        MT_NEEDS("--moe-router-enable-expert-bias", experts && o->moe_router_enable_expert_bias,
-                 "--moe-router-score-function sigmoid", sigmoid),
-        MT_NEEDS("--sequence-parallel", o->sequence_parallel,
-                 "--tensor-model-parallel-size of 2 or more; raise it or leave the flag out",
-                 o->tensor_model_parallel_size > 1),
-        MT_NEEDS("--num-experts with --tensor-model-parallel-size of 2 or more", mt_options_routes_parts(o, program),
-                 "--sequence-parallel: each rank routes tokens of its own", o->sequence_parallel),
-        MT_NEEDS("--tp-comm-overlap", o->tp_comm_overlap, "--sequence-parallel, whose communication it overlaps",
-                 o->sequence_parallel),
-        MT_NEEDS("--overlap-param-gather", o->overlap_param_gather, "--overlap-grad-reduce", o->overlap_grad_reduce),
-        MT_NEEDS("--attention-backend cudnn", cudnn, "--bf16", o->bf16),
-        MT_EXCLUDES("--attention-backend cudnn, whose backward does not repeat bit for bit,", cudnn && trains,
-                    "--deterministic-mode", o->deterministic_mode),
-        MT_EXCLUDES("--attention-backend cudnn", cudnn, "--window-size", o->window_size > 0),
-    };
-    return MT_CHECK_RULES(rules, error);
-}
-
 /* ==== §2a sizes, positions, lengths ============================================================================== */
 
 #define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
@@ -402,6 +346,8 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
         {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
          o->kv_channels == 0 && !o->multi_latent_attention ? heads : 1},
         {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
+        {"--num-query-groups", groups,
+         "--num-attention-heads (for --multi-latent-attention) =", o->multi_latent_attention ? heads : 1},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     mt_options_derive_sizes(o);
@@ -409,11 +355,6 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
         o->attention_output_bias = o->mlp_bias = true;
         o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
     }
-    mt_activation activation = mt_options_activation(o);
-    for (int other = 0; other < (int)activation; other++)
-        if (mt_options_selects(o, other))
-            return mt_error_set(error, "%s and %s exclude each other; leave one out",
-                                mt_activation_rows[activation].option, mt_activation_rows[other].option);
     if (o->ffn_hidden_size == 0)
         return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
                             (long long)C);
@@ -442,8 +383,6 @@ static int mt_options_derive_rope(mt_options *o, mt_error *error) {
     if (channels < 2 || channels % 2 != 0)
         return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for RoPE",
                             (long long)o->kv_channels, o->rotary_percent);
-    if (o->rotary_seq_len_interpolation_factor > 0)
-        o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
     if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
     if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
     if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
@@ -465,35 +404,12 @@ static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *er
                         (long long)o->mtp_num_layers, (long long)o->seq_length);
 }
 
-/* Recomputation and offloading: defaults and refusals are Megatron's, except that full recomputation without a method
- * is uniform. */
+/* Recomputation: defaults are Megatron's, except that full recomputation without a method is uniform. */
 static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
-    bool shorthand = o->recompute_activations || o->moe_layer_recompute;
     bool full = o->recompute_granularity == MT_RECOMPUTE_FULL, distributes = o->distribute_saved_activations;
-    const mt_rule rules[] = {
-        MT_EXCLUDES("--recompute-activations", o->recompute_activations, "--recompute-granularity full", full),
-        MT_EXCLUDES("--moe-layer-recompute", o->moe_layer_recompute, "--recompute-granularity full", full),
-        MT_NEEDS("--moe-layer-recompute", o->moe_layer_recompute, "--num-experts", o->num_experts > 0),
-        MT_NEEDS("--recompute-method", o->recompute_method, "--recompute-granularity full", full),
-        MT_NEEDS("--recompute-num-layers", o->recompute_num_layers, "--recompute-granularity full", full),
-        MT_NEEDS("--recompute-modules", o->recompute_modules, "--recompute-granularity selective",
-                 shorthand || o->recompute_granularity == MT_RECOMPUTE_SELECTIVE),
-        MT_NEEDS("--recompute-modules moe_act", o->recompute_modules & MT_MODULE_MOE_ACT, "--moe-grouped-gemm",
-                 o->moe_grouped_gemm),
-        MT_NEEDS("--recompute-modules mla_up_proj", o->recompute_modules & MT_MODULE_MLA_UP_PROJ,
-                 "--multi-latent-attention", o->multi_latent_attention),
-        MT_NEEDS("--distribute-saved-activations", distributes, "--recompute-granularity full", full),
-        MT_NEEDS("--distribute-saved-activations", distributes, "--tensor-model-parallel-size",
-                 o->tensor_model_parallel_size > 1),
-        MT_EXCLUDES("--distribute-saved-activations", distributes, "--sequence-parallel", o->sequence_parallel),
-        MT_NEEDS("--offload-modules attn_proj", o->offload_modules & MT_OFFLOAD_ATTN_PROJ,
-                 "core_attn, whose backward reads its output too", o->offload_modules & MT_OFFLOAD_CORE_ATTN),
-    };
     const mt_multiple multiples[] = {{"--distribute-saved-activations: --hidden-size", distributes ? o->hidden_size : 0,
                                       "--tensor-model-parallel-size", o->tensor_model_parallel_size}};
-    if (MT_CHECK_RULES(rules, error) || MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    if (shorthand) o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;
-    if (o->moe_layer_recompute) o->recompute_modules |= MT_MODULE_MOE;
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     bool selective = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE;
     if (selective && o->recompute_modules == 0) o->recompute_modules = MT_MODULE_CORE_ATTN;
     if (full && o->recompute_method == MT_RECOMPUTE_DEFAULT) o->recompute_method = MT_RECOMPUTE_UNIFORM;
@@ -573,17 +489,12 @@ static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_erro
 static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
     if (o->moe_router_load_balancing_type != MT_BALANCING_SINKHORN) return 0;
     const mt_rule rules[] = {
-        {o->moe_aux_loss_coeff > 0,
-         "--moe-router-load-balancing-type sinkhorn needs --moe-aux-loss-coeff 0: it balances loads without a loss"},
         {o->moe_router_topk == 1 && o->moe_router_score_function != MT_SCORE_SIGMOID,
          "--moe-router-load-balancing-type sinkhorn with --moe-router-topk 1 needs --moe-router-score-function "
          "sigmoid"},
         {o->moe_router_topk > 1 && !o->moe_router_pre_softmax,
          "--moe-router-load-balancing-type sinkhorn with --moe-router-topk %lld needs --moe-router-pre-softmax",
          {o->moe_router_topk}},
-        {o->moe_router_num_groups > 0 || o->moe_router_enable_expert_bias || o->moe_expert_capacity_factor > 0,
-         "--moe-router-load-balancing-type sinkhorn excludes --moe-router-num-groups, --moe-router-enable-expert-bias "
-         "and --moe-expert-capacity-factor"},
     };
     return MT_CHECK_RULES(rules, error);
 }
@@ -594,6 +505,8 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
     int64_t group_topk = o->moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
     bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
     const mt_rule rules[] = {
+        {o->moe_shared_expert_intermediate_size > 0 && (o->mlp_bias || o->add_bias_linear),
+         "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases"},
         {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
         {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
                                              "chosen expert is 1 and teaches nothing"},
@@ -607,9 +520,6 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
          {k, choice, group_topk}},
     };
     if (MT_CHECK_RULES(rules, error)) return -1;
-    if (o->moe_aux_loss_coeff > 0 && o->moe_router_load_balancing_type == MT_BALANCING_NONE)
-        return mt_error_set(error, "--moe-aux-loss-coeff %g needs a --moe-router-load-balancing-type other than none",
-                            o->moe_aux_loss_coeff);
     return mt_options_check_sinkhorn(o, error);
 }
 
@@ -695,8 +605,6 @@ static int mt_options_derive_order(mt_options *o, mt_error *error) {
          "--pipeline-schedule 1f1b or zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
          "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
          {vp}},
-        {kind == MT_SCHEDULE_ZB_H1 && pp == 1,
-         "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1"},
         {vp == 1 && *group > 0, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: give "
                                 "--num-virtual-stages-per-pipeline-rank"},
         {vp > 1 && *group < pp,
@@ -854,25 +762,6 @@ static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
     return mt_options_derive_weight_decay(o, error);
 }
 
-/* --use-distributed-optimizer is an older name of strategy optim; only the strategy is read afterwards. */
-static int mt_options_derive_sharding(mt_options *o, mt_error *error) {
-    mt_strategy *strategy = &o->data_parallel_sharding_strategy;
-    bool distributed = *strategy == MT_NO_SHARD && o->use_distributed_optimizer;
-    if (distributed && MT_GIVEN(o, data_parallel_sharding_strategy))
-        return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
-                                   "each other; leave one out");
-    if (distributed) *strategy = MT_SHARD_OPTIM;
-    const mt_rule rules[] = {
-        {o->overlap_param_gather && *strategy == MT_NO_SHARD,
-         "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy other than "
-         "no_shard, with which every rank has all parameters"},
-        {*strategy >= MT_SHARD_GRADS && o->pipeline_schedule == MT_SCHEDULE_ZB_H1,
-         "--pipeline-schedule zb-h1 accumulates gradients in two parts and needs them whole between the two: take "
-         "--data-parallel-sharding-strategy optim, which does not shard gradients, or another schedule"},
-    };
-    return MT_CHECK_RULES(rules, error);
-}
-
 /* cuDNN's attention takes sequences of whole tiles of tokens and heads of at most this many channels; more only for
  * latent attention of DeepSeek-V3's sizes. */
 enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
@@ -895,6 +784,9 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
         {cudnn && trains && o->seq_length % MT_CUDNN_TOKENS != 0,
          "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
          {MT_CUDNN_TOKENS, o->seq_length}},
+        {cudnn && trains && o->deterministic_mode,
+         "--attention-backend cudnn, whose backward does not repeat bit for bit, and --deterministic-mode exclude each "
+         "other; leave one out"},
 #ifndef MT_HAVE_CUDNN
         {cudnn, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
 #endif
@@ -931,8 +823,6 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     o->data_parallel_size = world_size;
     mt_options_derive_timeouts(o);
     if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
-    if (mt_options_routes_parts(o, program) && !MT_GIVEN(o, sequence_parallel)) o->sequence_parallel = true;
-    if (mt_options_check_pairs(o, program, error)) return -1;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_derive_recompute(o, error)) return -1;
@@ -946,7 +836,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
                             (long long)world_size, (long long)o->tensor_model_parallel_size,
                             (long long)o->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
-    return mt_options_derive_sharding(o, error) || mt_options_derive_schedules(o, error) ? -1 : 0;
+    return mt_options_derive_schedules(o, error);
 }
 
 /* A limit of 0 is none. */
@@ -7491,8 +7381,8 @@ static void mt_offload_prefetch(const mt_model *m, const mt_pass *p, int64_t end
     if (m->offload && end > 0) mt_offload_load(m, p, &layers[end - 1], &p->mb->layers[end - 1]);
 }
 
-/* Before the backward of a layer: its offloaded values, and a prefetch of those that the backward reads next. With full
- * recomputation the replay of a unit reads those of its first layer. */
+/* Before the backward of a layer: its offloaded values, and a prefetch for the next layer of the backward. A recomputed
+ * unit has offloaded values in its first layer only, and its replay reads them. */
 static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer) {
     const mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     int64_t i = layers[layer].recomputed ? layers[layer].unit : layer;
@@ -9924,8 +9814,8 @@ static void mt_model_links(mt_model *m) {
         }
 }
 
-/* Compares the bytes that this rank needs with those of its GPU, and the bytes that all ranks of a host need of the
- * host's memory with those that it has. Every rank gets the same answer. */
+/* Compares the bytes that this rank needs with its GPU's memory, and the bytes that all ranks of a host need there with
+ * the host's memory. Every rank gets the same answer. */
 static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *error) {
     bool cpu = !m->ops->on_device;
     const double gib = 1 << 30;
@@ -10093,7 +9983,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    if (mt_options_check_limits(options, &ops->limits, error) != 0) return -1;
+    if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;

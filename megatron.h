@@ -274,12 +274,12 @@ typedef enum mt_tokenizer_type {
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
 
 /* Activations f of the MLP and of experts, one row each: the name; the functions of f in both backends; gated: the
- * layer computes f(gate) * up; the option that selects it and its field in mt_options (none for the default); its names
- * in config.json, the first of them written. */
+ * layer computes f(gate) * up; the field of mt_options that selects it (none for the default); its names in
+ * config.json, the first of them written. */
 #define MT_ACTIVATIONS(X)                                                                                              \
-    X(GELU, gelu, false, NULL, 0, "gelu")                                                                              \
-    X(GELU_TANH, gelu_tanh, false, "--openai-gelu", offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")   \
-    X(SWIGLU, silu, true, "--swiglu", offsetof(mt_options, swiglu), "silu|swish")
+    X(GELU, gelu, false, 0, "gelu")                                                                                    \
+    X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
+    X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
@@ -430,15 +430,17 @@ typedef struct mt_options {
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Derives values that were not given and checks every rule between values; mt_options_finish (data/options.h) calls it
- * after its checks of text. `world_size` is the number of ranks. May be called again after a change. Afterwards
+/* Derives values that were not given and checks the rules that need arithmetic; mt_options_finish (data/options.h)
+ * calls it after its checks of text, of ranges, and of options that need or exclude each other. A program that fills
+ * the struct without data/ sets no field that stands for others (use_rope_scaling, recompute_activations,
+ * moe_layer_recompute, rotary_seq_len_interpolation_factor, use_distributed_optimizer) and keeps to the columns of
+ * data/option_table.c. `world_size` is the number of ranks. May be called again after a change. Afterwards
  * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
 int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
 /* The row of an activation, and the activation of a model. */
 typedef struct mt_activation_row {
     bool gated;
-    const char *option;
     size_t field;
     const char *config_names;
 } mt_activation_row;

@@ -21,6 +21,14 @@ char *mt_path_join(const char *folder, const char *name) {
     return path;
 }
 
+bool mt_path_exists(const char *path, int64_t length, const char *end) {
+    char *whole = mt_malloc(length + (int64_t)strlen(end) + 1);
+    sprintf(whole, "%.*s%s", (int)length, path, end);
+    bool exists = access(whole, F_OK) == 0;
+    free(whole);
+    return exists;
+}
+
 bool mt_folder_has(const char *folder, const char *name) {
     char *path = mt_path_join(folder, name);
     bool exists = access(path, F_OK) == 0;

@@ -16,6 +16,9 @@ extern "C" {
 /* "FOLDER/NAME"; free it. */
 char *mt_path_join(const char *folder, const char *name);
 
+/* True if a file exists whose path is `length` bytes of `path` and then `end`. */
+bool mt_path_exists(const char *path, int64_t length, const char *end);
+
 /* True when folder/name exists; links are followed. */
 bool mt_folder_has(const char *folder, const char *name);
 

@@ -405,15 +405,34 @@ static int check_weights(const mt_blend *blend, const char *option, mt_error *er
     return 0;
 }
 
+/* True for a weight that is not the name of a dataset. */
+static bool is_weight(const char *word) {
+    double weight;
+    return parse_weight(&weight, word) && !mt_path_exists(word, (int64_t)strlen(word), ".idx");
+}
+
+/* The error of words with weights before some paths only. */
+static int refuse_blend(const mt_strings *words, const char *option, mt_error *error) {
+    static const char *const advice = "give one path, several paths, or a weight before every path";
+    for (int64_t i = 0; i < words->count; i += 2) {
+        const char *word = words->items[i];
+        if (!is_weight(word)) return mt_error_set(error, "%s: %s has no weight before it; %s", option, word, advice);
+        if (i + 1 == words->count || is_weight(words->items[i + 1]))
+            return mt_error_set(error, "%s: the weight %s has no path after it; %s", option, word, advice);
+    }
+    return mt_error_set(error, "%s: %s", option, advice);
+}
+
 /* Megatron's rule: an even number of words with a number in every first place is a list of weights and paths. */
 int mt_blend_parse(mt_blend *blend, const mt_strings *words, const char *option, mt_error *error) {
     *blend = (mt_blend){0};
-    int64_t pairs = words->count / 2, numbers = 0;
+    int64_t pairs = words->count / 2, numbers = 0, weights = 0;
     double number;
     for (int64_t i = 0; i < pairs; i++) numbers += parse_weight(&number, words->items[2 * i]);
     bool weighted = words->count % 2 == 0 && numbers > 0;
-    if ((weighted && numbers < pairs) || words->count == 0 || words->count >= INT16_MAX)
-        return mt_error_set(error, "%s: give one path, several paths, or a weight before every path", option);
+    for (int64_t i = 0; i < words->count && !weighted; i++) weights += is_weight(words->items[i]);
+    if (weights > 0 || (weighted && numbers < pairs) || words->count == 0 || words->count >= INT16_MAX)
+        return refuse_blend(words, option, error);
     blend->count = weighted ? pairs : words->count;
     blend->paths = mt_malloc(blend->count * (int64_t)sizeof *blend->paths);
     blend->weights = weighted ? mt_malloc(blend->count * (int64_t)sizeof *blend->weights) : NULL;

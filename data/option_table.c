@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rows need and exclude nothing
 
@@ -26,6 +27,7 @@ const mt_option mt_option_table[] = {
      "channels of a head (default: hidden size / heads)"},
     {"multi-latent-attention", MT_FLAG, MT_AT(multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "multi-head latent attention, as in DeepSeek-V2 and V3: keys and values are computed from one small latent",
+     .needs = "any: normalization RMSNorm, any: position-embedding-type rope",
      .excludes = "group-query-attention, kv-channels, rotary-percent, add-qkv-bias"},
     {"q-lora-rank", MT_INT, MT_AT(q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
      "width of the latent of queries; 0: queries have no latent (default: 0)", .needs = "multi-latent-attention"},
@@ -49,7 +51,8 @@ const mt_option mt_option_table[] = {
      .own = true},
     {"layernorm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
      "older name of --norm-epsilon"},
-    {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU"},
+    {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU",
+     .excludes = "any: openai-gelu"},
     {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "tanh approximation of GELU, as in GPT-2"},
     {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
@@ -85,7 +88,10 @@ const mt_option mt_option_table[] = {
      "RoPE scaling of Llama 3.1: --rope-scaling-type llama3", .needs = "position-embedding-type rope",
      .excludes = "rotary-seq-len-interpolation-factor"},
     {"rope-scaling-type", MT_CHOICE, MT_AT(rope_scaling_type), MT_TRAIN, MT_OF_MODEL, "none", "none|linear|llama3|yarn",
-     "how RoPE is scaled to longer sequences", .own = true},
+     "how RoPE is scaled to longer sequences",
+     .needs = "any: position-embedding-type rope, linear|yarn: rope-scaling-factor, "
+              "yarn: original-max-position-embeddings",
+     .own = true},
     {"rope-scaling-factor", MT_REAL, MT_AT(rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
      "factor of RoPE scaling (default for llama3: 8)", .needs = "rope-scaling-type linear|llama3|yarn",
      .excludes = "rotary-seq-len-interpolation-factor"},
@@ -136,7 +142,8 @@ const mt_option mt_option_table[] = {
      "device to compute on; auto: the GPU if there is one", .own = true},
     {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
      "attention on a GPU; flash: fused kernels; cudnn: cuDNN for sequences of equal length, otherwise flash; unfused: "
-     "plain kernels; auto: the faster of flash and cudnn, measured once"},
+     "plain kernels; auto: the faster of flash and cudnn, measured once",
+     .needs = "cudnn: bf16", .excludes = "cudnn: window-size"},
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "repeat runs on a GPU bit for bit: use only deterministic algorithms and choose none by measuring"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,4294967295]", "seed of all random numbers"},
@@ -158,7 +165,8 @@ const mt_option mt_option_table[] = {
     {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
      "softmax|sigmoid", "scores from the router's logits", .needs = "num-experts"},
     {"moe-router-pre-softmax", MT_FLAG, MT_AT(moe_router_pre_softmax), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
-     "softmax over all experts before top-k, not over the chosen ones", .needs = "num-experts"},
+     "softmax over all experts before top-k, not over the chosen ones",
+     .needs = "num-experts, any: moe-router-score-function softmax"},
     {"moe-router-num-groups", MT_INT, MT_AT(moe_router_num_groups), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
      "groups of experts; --moe-router-group-topk of them are chosen first",
      .needs = "num-experts, moe-router-group-topk"},
@@ -168,16 +176,19 @@ const mt_option mt_option_table[] = {
      "(0,1e6]", "factor of the routing probabilities", .needs = "num-experts"},
     {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      NULL, "add a bias to each expert's score and adjust it after each step to balance the loads",
-     .needs = "num-experts"},
+     .needs = "num-experts, any: moe-router-score-function sigmoid"},
     {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
      "change of that bias per step", .needs = "moe-router-enable-expert-bias"},
     {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
      "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn",
      "how loads are balanced; aux_loss: per micro-batch; seq_aux_loss: per sequence; global_aux_loss: over the global "
      "batch so far; sinkhorn: by choosing the experts of all tokens of a micro-batch jointly",
-     .needs = "num-experts"},
+     .needs = "num-experts",
+     .excludes = "sinkhorn: moe-router-num-groups, sinkhorn: moe-router-enable-expert-bias, sinkhorn: "
+                 "moe-expert-capacity-factor"},
     {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
-     "coefficient of the load-balancing auxiliary loss", .needs = "num-experts"},
+     "coefficient of the load-balancing auxiliary loss",
+     .needs = "num-experts, any: moe-router-load-balancing-type aux_loss|seq_aux_loss|global_aux_loss"},
     {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
      "coefficient of the z-loss, which keeps the router's logits small", .needs = "num-experts"},
     {"moe-expert-capacity-factor", MT_REAL, MT_AT(moe_expert_capacity_factor), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
@@ -205,7 +216,9 @@ const mt_option mt_option_table[] = {
 
     {.help = "multi-token prediction"},
     {"mtp-num-layers", MT_INT, MT_AT(mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
-     "modules of multi-token prediction after the last layer; each predicts one token further, as in DeepSeek-V3"},
+     "modules of multi-token prediction after the last layer; each predicts one token further, as in DeepSeek-V3",
+     .needs = "any: normalization RMSNorm, any: position-embedding-type rope|none",
+     .excludes = "any: pipeline-schedule zb-h1"}, // their backward is not split
     {"mtp-loss-scaling-factor", MT_REAL, MT_AT(mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
      "weight of the mean of their losses", .needs = "mtp-num-layers"},
 
@@ -224,10 +237,12 @@ const mt_option mt_option_table[] = {
      "it)",
      .needs = "num-experts"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default"},
+     "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default",
+     .needs = "any: tensor-model-parallel-size"},
     {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "with --sequence-parallel: overlap tensor-parallel communication with matrix products, rank by rank; GPUs of one "
-     "host"},
+     "host",
+     .needs = "any: sequence-parallel"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
      "how context-parallel ranks exchange keys and values; p2p: round a ring; all_gather: all at once; a2a: "
      "exchange tokens for heads; a2a+p2p: a2a within groups, p2p between them"},
@@ -278,6 +293,8 @@ const mt_option mt_option_table[] = {
                  "account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split"},
     {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
      "order of forwards and backwards (default: interleaved with several stages per rank, otherwise 1f1b)",
+     // zb-h1 accumulates gradients in two parts and needs them whole between the two
+     .needs = "zb-h1: pipeline-model-parallel-size, zb-h1: data-parallel-sharding-strategy no_shard|optim",
      .own = true},
     {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
      "print the stages and the schedule, optionally draw them into a file, and exit; needs no mpirun", .own = true},
@@ -292,7 +309,8 @@ const mt_option mt_option_table[] = {
     {"overlap-grad-reduce", MT_FLAG, MT_AT(overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "reduce the gradients of a layer during the backward of the next ones"},
     {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "gather the parameters of a layer during the forward of the one before"},
+     "gather the parameters of a layer during the forward of the one before",
+     .needs = "any: overlap-grad-reduce, any: data-parallel-sharding-strategy optim|optim_grads|optim_grads_params"},
     {"ddp-bucket-size", MT_INT, MT_AT(ddp_bucket_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "reduce the gradients of layers together, up to this many parameters (default: each layer alone)"},
 
@@ -303,18 +321,24 @@ const mt_option mt_option_table[] = {
      "selective: --recompute-modules"},
     {"recompute-method", MT_CHOICE, MT_AT(recompute_method), MT_TRAIN, MT_OF_RUN, NULL, "default|uniform|block",
      "full recomputation; uniform (the default): units of --recompute-num-layers layers keep their input; block: the "
-     "first --recompute-num-layers layers of each stage keep theirs, the others keep all"},
+     "first --recompute-num-layers layers of each stage keep theirs, the others keep all",
+     .needs = "any: recompute-granularity full"},
     {"recompute-num-layers", MT_INT, MT_AT(recompute_num_layers), MT_TRAIN, MT_OF_RUN, NULL, "[1,10000]",
-     "uniform: layers of a unit; block: recomputed layers of a stage (default: 1)"},
+     "uniform: layers of a unit; block: recomputed layers of a stage (default: 1)",
+     .needs = "any: recompute-granularity full"},
     {"recompute-modules", MT_SET, MT_AT(recompute_modules), MT_TRAIN, MT_OF_RUN, NULL,
      "core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts",
-     "modules of selective recomputation (default: core_attn, which is free: attention keeps no probabilities)"},
+     "modules of selective recomputation (default: core_attn, which is free: attention keeps no probabilities)",
+     .needs = "any: recompute-granularity selective, mla_up_proj: multi-latent-attention",
+     .excludes = "moe_act: no-moe-grouped-gemm"},
     {"recompute-activations", MT_FLAG, MT_AT(recompute_activations), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "--recompute-granularity selective"},
+     "--recompute-granularity selective", .excludes = "any: recompute-granularity full"},
     {"moe-layer-recompute", MT_FLAG, MT_AT(moe_layer_recompute), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "--recompute-granularity selective --recompute-modules moe"},
+     "--recompute-granularity selective --recompute-modules moe", .needs = "any: num-experts",
+     .excludes = "any: recompute-granularity full"},
     {"distribute-saved-activations", MT_FLAG, MT_AT(distribute_saved_activations), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "full recomputation: each tensor-parallel rank keeps a part of the inputs"},
+     "full recomputation: each tensor-parallel rank keeps a part of the inputs",
+     .needs = "any: recompute-granularity full, any: tensor-model-parallel-size", .excludes = "any: sequence-parallel"},
 
     {.help = "offloading"},
     {"fine-grained-activation-offloading", MT_FLAG, MT_AT(fine_grained_activation_offloading), MT_TRAIN, MT_OF_RUN,
@@ -322,9 +346,9 @@ const mt_option mt_option_table[] = {
      .needs = "offload-modules"},
     {"offload-modules", MT_SET, MT_AT(offload_modules), MT_TRAIN, MT_OF_RUN, NULL,
      "attn_norm|qkv_linear|core_attn|attn_proj|mlp_norm|expert_fc1|moe_act|mlp",
-     "modules whose input is offloaded; attn_proj needs core_attn; mlp (not Megatron's): MLPs of layers without "
+     "modules whose input is offloaded; attn_proj needs core_attn; mlp, not in Megatron: MLPs of layers without "
      "experts",
-     .needs = "fine-grained-activation-offloading"},
+     .needs = "fine-grained-activation-offloading, attn_proj: offload-modules core_attn"},
 
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
@@ -576,38 +600,64 @@ void mt_real_print(char text[32], double value) {
     }
 }
 
-/* Layers with experts as a Python sum of repeated lists, ([0]*3+[1]*58). Writes at most `max` letters to `layers`;
- * returns their number, or -1. */
-static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
-    int64_t count = 0;
-    for (const char *at = text; *at;) {
-        int64_t first = count, times = 1;
-        while (*at == '(' || *at == ' ') at++;
-        if (*at++ != '[') return -1;
-        while (*at != ']') {
-            if ((*at != '0' && *at != '1') || count == max) return -1;
-            layers[count++] = *at++;
-            while (*at == ',' || *at == ' ') at++;
+/* A Python expression of lists of 0 and 1, + and *, that is being evaluated. */
+typedef struct mt_layer_freq {
+    const char *at;
+    char *layers; // '0' and '1', at most `max`
+    int64_t count, max;
+    int depth; // of brackets
+} mt_layer_freq;
+
+/* Skips blanks; takes the character c, if it is next. */
+static bool mt_layer_freq_take(mt_layer_freq *freq, char c) {
+    while (*freq->at == ' ') freq->at++;
+    bool found = *freq->at == c;
+    freq->at += found;
+    return found;
+}
+
+static bool mt_layer_freq_list(mt_layer_freq *freq) {
+    do {
+        while (*freq->at == ' ') freq->at++;
+        if ((*freq->at != '0' && *freq->at != '1') || freq->count == freq->max) return false;
+        freq->layers[freq->count++] = *freq->at++;
+        if (mt_layer_freq_take(freq, ']')) return true;
+        if (!mt_layer_freq_take(freq, ',')) return false;
+    } while (!mt_layer_freq_take(freq, ']'));
+    return true;
+}
+
+/* A sum of products: lists or sums in brackets, each repeated by the numbers behind it. Appends its layers. */
+static bool mt_layer_freq_sum(mt_layer_freq *freq) {
+    enum { DEPTH = 32 };
+    do {
+        int64_t first = freq->count;
+        if (mt_layer_freq_take(freq, '[')) {
+            if (!mt_layer_freq_list(freq)) return false;
+        } else if (!mt_layer_freq_take(freq, '(') || ++freq->depth > DEPTH || !mt_layer_freq_sum(freq) ||
+                   !mt_layer_freq_take(freq, ')')) {
+            return false;
+        } else {
+            freq->depth--;
         }
-        for (at++; *at == ' ';) at++;
-        if (*at == '*') {
+        while (mt_layer_freq_take(freq, '*')) {
             char *end;
-            times = strtoll(at + 1, &end, 10), at = end;
+            int64_t times = strtoll(freq->at, &end, 10), length = freq->count - first;
+            if (end == freq->at || times < 0 || times > freq->max || times * length > freq->max - first) return false;
+            freq->at = end;
+            freq->count = first + times * length;
+            for (int64_t i = first + length; i < freq->count; i++) freq->layers[i] = freq->layers[i - length];
         }
-        int64_t listed = count - first;
-        if (times < 0 || times > max || listed == 0) return -1;
-        if (times == 0) count = first;
-        for (int64_t i = listed; i < listed * times; i++) {
-            if (count == max) return -1;
-            layers[count] = layers[count - listed], count++;
-        }
-        while (*at == ' ' || *at == ')') at++;
-        if (*at == '+')
-            at++;
-        else if (*at)
-            return -1;
-    }
-    return count;
+    } while (mt_layer_freq_take(freq, '+'));
+    return true;
+}
+
+/* Layers with experts as Megatron's Python expression, ([0]*3+[1]*58) or ([0]+[1]*2)*2. Writes at most `max` letters
+ * to `layers`; returns their number, or -1. */
+static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
+    mt_layer_freq freq = {.at = text, .layers = layers, .max = max};
+    bool good = mt_layer_freq_sum(&freq);
+    return good && mt_layer_freq_take(&freq, 0) ? freq.count : -1;
 }
 
 char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error) {
@@ -763,8 +813,12 @@ void mt_options_free(mt_options *options) {
 }
 
 bool mt_parse_bool(const char *text, bool *value) {
-    *value = strcmp(text, "true") == 0 || strcmp(text, "True") == 0 || strcmp(text, "TRUE") == 0;
-    return *value || strcmp(text, "false") == 0 || strcmp(text, "False") == 0 || strcmp(text, "FALSE") == 0;
+    static const char *const words[] = {"true", "false", "yes", "no", "on", "off"};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        *value = i % 2 == 0;
+        if (strcasecmp(text, words[i]) == 0) return true;
+    }
+    return false;
 }
 
 bool mt_parse_int(const char *text, int64_t *value) {
@@ -894,12 +948,19 @@ const mt_option *mt_option_find(const char *name, size_t length) {
     return NULL;
 }
 
-bool mt_option_next_item(const char **column, char item[100]) {
+bool mt_option_next_rule(const char **column, mt_option_rule *rule) {
     size_t length = *column ? strcspn(*column, ",") : 0;
+    *rule = (mt_option_rule){0};
     if (length == 0) return false;
-    snprintf(item, 100, "%.*s", (int)length, *column);
+    MT_CHECK(length < sizeof rule->text);
+    memcpy(rule->text, *column, length);
     *column += length;
     *column += strspn(*column, ", ");
+    char *name = rule->text, *colon = strstr(name, ": "), *blank;
+    if (colon) rule->condition = name, *colon = 0, name = colon + 2;
+    if ((blank = strchr(name, ' '))) rule->choices = blank + 1, *blank = 0;
+    rule->other = mt_option_find(name, strlen(name));
+    MT_CHECK(rule->other);
     return true;
 }
 

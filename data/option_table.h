@@ -37,7 +37,9 @@ typedef struct mt_option {
     const char *fallback; // the default as text; NULL: none, or derived
     const char *values;   // the range of a number; the choices; the kind of a word
     const char *help;
-    // Other options, separated by ", ". Needs "save": a value other than its default; "device cpu|cuda": one of these.
+    // Other options, separated by ", ": "save" with a value other than its default, or "device cpu|cuda" with one of
+    // these. A rule holds for a value that the user gave; after "any: " for any value but the default, wherever it
+    // comes from; after "cudnn|flash: " for these values.
     const char *needs, *excludes;
     bool own; // Megatron-LM has no option of this name
 } mt_option;
@@ -55,8 +57,15 @@ const mt_option *mt_option_of(size_t offset);
 /* The option of this name, with dashes or underscores; NULL if there is none. */
 const mt_option *mt_option_find(const char *name, size_t length);
 
-/* Takes the next item of a column "a, b c|d, e"; false at its end. */
-bool mt_option_next_item(const char **column, char item[100]);
+/* A rule of the columns `needs` and `excludes`, as text "condition: name choices". */
+typedef struct mt_option_rule {
+    char text[160];
+    const char *condition, *choices; // NULL: none
+    const mt_option *other;
+} mt_option_rule;
+
+/* Takes the next rule of a column; false at its end. */
+bool mt_option_next_rule(const char **column, mt_option_rule *rule);
 
 /* The field that a row points at; the choice or the set. */
 bool *mt_option_bool(const mt_options *options, const mt_option *row);
@@ -79,7 +88,7 @@ void mt_string_set(char **string, const char *text);
 void mt_strings_add(mt_strings *strings, const char *text);
 void mt_strings_free(mt_strings *strings);
 
-/* Reads true or false, as they are or as Python writes them. False if `text` is neither. */
+/* Reads true or false, or YAML 1.1's yes, no, on and off, in any case. False if `text` is none of them. */
 bool mt_parse_bool(const char *text, bool *value);
 
 /* Reads a plain decimal; strtoll alone would accept leading blanks. False if `text` is none. */

@@ -289,20 +289,26 @@ static int mt_options_read_arguments(mt_option_reader *reader, int argc, char **
     return 0;
 }
 
-/* The value of the last --config; NULL if there is none. */
-static const char *mt_options_find_config(int argc, char **argv) {
-    const char *config = NULL;
+/* Finds the value of --config or another name of it; NULL if there is none. Two are an error, because one of the files
+ * would not be read. */
+static int mt_options_find_config(const char **config, int argc, char **argv, mt_error *error) {
+    const char *first = NULL;
+    *config = NULL;
     for (int i = 1; i < argc; i++) {
         size_t length = strcspn(argv[i], "=");
         if (!mt_is_name(argv[i])) continue;
         mt_setting setting = mt_setting_find(argv[i] + 2, length - 2);
         if (!setting.row || setting.row->offset != MT_AT(config)) continue;
+        if (first)
+            return mt_error_set(error, "%.*s and %.*s name two files; one is read, so leave one out",
+                                (int)strcspn(first, "="), first, (int)length, argv[i]);
+        first = argv[i];
         if (argv[i][length])
-            config = argv[i] + length + 1;
+            *config = argv[i] + length + 1;
         else if (i + 1 < argc && !mt_is_name(argv[i + 1]))
-            config = argv[i + 1];
+            *config = argv[i + 1];
     }
-    return config;
+    return 0;
 }
 
 #ifdef MT_HAVE_YAML
@@ -585,10 +591,11 @@ static int mt_options_read_config(mt_option_reader *reader, const char *path, mt
 
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
-    const char *config = mt_options_find_config(argc, argv);
+    const char *config;
     mt_options_default(options);
     mt_options_help(program, argc, argv);
-    int status = config ? mt_options_read_config(&reader, config, error) : 0; // later settings win
+    int status = mt_options_find_config(&config, argc, argv, error);
+    if (!status && config) status = mt_options_read_config(&reader, config, error); // later settings win
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) mt_option_reader_print_always(&reader);
@@ -604,36 +611,56 @@ static bool mt_option_used(const mt_options *options, size_t offset) {
     return mt_options_gave(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
 }
 
-/* Each item of an option's column is another option: its value must not be the default, or must be one of the choices
- * behind its name. Options of the other program are not needed. */
-static int mt_option_check_needs(const mt_options *options, mt_program program, const mt_option *row, mt_error *error) {
-    char item[100];
-    for (const char *column = row->needs; mt_option_next_item(&column, item);) {
-        size_t length = strcspn(item, " ");
-        const mt_option *other = mt_option_find(item, length);
-        const char *choices = item[length] ? item + length + 1 : NULL;
-        if (!(other->programs & (program == MT_PROGRAM_INFER ? MT_INFER : MT_TRAIN))) continue;
-        char *value = mt_option_text(options, other);
-        bool good = choices ? mt_choice_index(choices, value) >= 0 : !mt_option_is_default(options, other);
-        if (!good && choices)
-            mt_error_set(error, "--%s needs --%s %s, which is %s", row->name, other->name, choices, value);
-        else if (!good)
-            mt_error_set(error, "--%s needs --%s", row->name, other->name);
-        free(value);
-        if (!good) return -1;
-    }
-    return 0;
+/* True if an option has one of the choices, or, without choices, another value than its default. */
+static bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {
+    if (!choices) return !mt_option_is_default(options, row);
+    char *value = mt_option_text(options, row), *rest = NULL;
+    bool found = false;
+    for (char *word = strtok_r(value, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
+        found = mt_choice_index(choices, word) >= 0;
+    free(value);
+    return found;
 }
 
-/* The columns `needs` and `excludes` of all options that are used. */
+/* True if the condition of a rule is met. */
+static bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule) {
+    if (!rule->condition) return mt_option_used(options, row->offset);
+    return mt_option_has(options, row, strcmp(rule->condition, "any") == 0 ? NULL : rule->condition);
+}
+
+/* A rule that is broken: names both options, with the choices that it has for them. */
+static int mt_option_rule_fail(const mt_options *options, const mt_option *row, const mt_option_rule *rule, bool needs,
+                               mt_error *error) {
+    char name[200], other[200], *value = mt_option_text(options, rule->other);
+    bool any = !rule->condition || strcmp(rule->condition, "any") == 0;
+    snprintf(name, sizeof name, "--%s%s%s", row->name, any ? "" : " ", any ? "" : rule->condition);
+    snprintf(other, sizeof other, "--%s%s%s", rule->other->name, rule->choices ? " " : "",
+             rule->choices ? rule->choices : "");
+    if (needs)
+        mt_error_set(error, "%s needs %s%s%s", name, other, rule->choices ? ", which is " : "",
+                     rule->choices ? value : "");
+    else
+        mt_error_set(error, "%s and %s exclude each other; leave one out", name, other);
+    free(value);
+    return -1;
+}
+
+/* The columns `needs` and `excludes` of all options. An option that was given needs none of the other program. */
 static int mt_options_check_columns(const mt_options *options, mt_program program, mt_error *error) {
-    char item[100];
+    const int programs = program == MT_PROGRAM_INFER ? MT_INFER : MT_TRAIN;
+    mt_option_rule rule;
     for (const mt_option *row = mt_option_table; row->help; row++) {
-        if (!row->name || !mt_option_used(options, row->offset)) continue;
-        if (mt_option_check_needs(options, program, row, error)) return -1;
-        for (const char *column = row->excludes; mt_option_next_item(&column, item);)
-            if (mt_option_used(options, mt_option_find(item, strlen(item))->offset))
-                return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, item);
+        if (!row->name) continue;
+        for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
+            if ((rule.condition || rule.other->programs & programs) && mt_option_rule_holds(options, row, &rule) &&
+                !mt_option_has(options, rule.other, rule.choices))
+                return mt_option_rule_fail(options, row, &rule, true, error);
+        for (const char *column = row->excludes; mt_option_next_rule(&column, &rule);) {
+            bool given = !rule.condition && !rule.choices; // a value that was derived is no contradiction
+            if (mt_option_rule_holds(options, row, &rule) && (given ? mt_option_used(options, rule.other->offset)
+                                                                    : mt_option_has(options, rule.other, rule.choices)))
+                return mt_option_rule_fail(options, row, &rule, false, error);
+        }
     }
     return 0;
 }
@@ -687,14 +714,16 @@ static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
 
 /* A word of --data-path is the prefix of X.bin and X.idx; people give one of these files, or their text. */
 static int mt_options_check_prefix(const char *option, const char *prefix, mt_error *error) {
+    static const char *const index = "_text_document.idx";
     bool is_half = mt_text_ends_with(prefix, ".bin") || mt_text_ends_with(prefix, ".idx");
-    char *index = strcat(strcpy(mt_malloc((int64_t)strlen(prefix) + 5), prefix), ".idx");
-    bool is_prefix = access(index, F_OK) == 0;
-    struct stat file;
-    free(index);
-    if (is_prefix) return 0;
     const char *slash = strrchr(prefix, '/'), *dot = strrchr(slash ? slash : prefix, '.');
-    int stem = dot && dot - prefix < 200 ? (int)(dot - prefix) : 200;
+    int whole = (int)strlen(prefix), cut = dot ? (int)(dot - prefix) : whole, stem = cut < 200 ? cut : 200;
+    struct stat file;
+    if (mt_path_exists(prefix, whole, ".idx")) return 0;
+    int known = mt_path_exists(prefix, whole, index) ? whole : mt_path_exists(prefix, cut, index) ? cut : 0;
+    if (!is_half && known > 0)
+        return mt_error_set(error, "--%s %.200s: is not a dataset, but %.*s_text_document is; give that", option,
+                            prefix, known, prefix);
     if (is_half)
         return mt_error_set(error, "--%s %.200s: expects the prefix of the two files of a dataset; give %.*s", option,
                             prefix, stem, prefix);
@@ -809,9 +838,10 @@ static int mt_options_unfold_layout(mt_options *o, mt_error *error) {
 
 /* --use-rope-scaling and --rotary-seq-len-interpolation-factor are other names of two types of scaling. */
 static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
-    mt_rope_scaling asked = o->use_rope_scaling                          ? MT_ROPE_SCALING_LLAMA3
-                            : o->rotary_seq_len_interpolation_factor > 0 ? MT_ROPE_SCALING_LINEAR
-                                                                         : MT_ROPE_SCALING_NONE;
+    int64_t factor = o->rotary_seq_len_interpolation_factor;
+    mt_rope_scaling asked = o->use_rope_scaling ? MT_ROPE_SCALING_LLAMA3
+                            : factor > 0        ? MT_ROPE_SCALING_LINEAR
+                                                : MT_ROPE_SCALING_NONE;
     if (asked && MT_GIVEN(o, rope_scaling_type) && asked != o->rope_scaling_type) {
         char *type = mt_option_text(o, mt_option_of(MT_AT(rope_scaling_type)));
         mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out", type,
@@ -820,14 +850,38 @@ static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
         return -1;
     }
     if (asked) o->rope_scaling_type = asked;
+    if (factor > 0 && !MT_GIVEN(o, rope_scaling_factor)) o->rope_scaling_factor = (double)factor;
+    return 0;
+}
+
+/* Options that stand for values of others, and defaults that rules of the table read. */
+static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error) {
+    if (mt_options_resolve_rope(o, error) != 0) return -1;
+    mt_strategy *strategy = &o->data_parallel_sharding_strategy;
+    bool distributed = *strategy == MT_NO_SHARD && o->use_distributed_optimizer;
+    if (distributed && MT_GIVEN(o, data_parallel_sharding_strategy))
+        return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
+                                   "each other; leave one out");
+    if (distributed) *strategy = MT_SHARD_OPTIM;
+    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL; // which the table refuses with both flags
+    if ((o->recompute_activations || o->moe_layer_recompute) && !full)
+        o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;
+    if (o->moe_layer_recompute && !full) o->recompute_modules |= MT_MODULE_MOE;
+    bool routes = program != MT_PROGRAM_INFER && o->num_experts > 0 && o->tensor_model_parallel_size > 1;
+    if (!routes || o->sequence_parallel) return 0;
+    if (MT_GIVEN(o, sequence_parallel))
+        return mt_error_set(error, "--num-experts with --tensor-model-parallel-size of 2 or more needs "
+                                   "--sequence-parallel: each rank routes tokens of its own");
+    o->sequence_parallel = true;
     return 0;
 }
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
-    if (mt_options_check_ranges(options, program, error) || mt_options_resolve_rope(options, error)) return -1;
-    if (mt_options_check_columns(options, program, error) || mt_options_unfold_layout(options, error)) return -1;
+    if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error)) return -1;
+    if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
+    if (mt_options_unfold_layout(options, error)) return -1;
     if (options->print_schedule) return mt_options_derive(options, program, world_size, error);
-    if (mt_options_check_tokenizer(options, error) || mt_options_list_expert_layers(options, error)) return -1;
+    if (mt_options_check_tokenizer(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;

@@ -293,7 +293,18 @@ static void splits_and_blends_are_parsed_as_megatron_does(void **state) {
     assert_int_equal(blend.count, 2);
     assert_null(blend.weights);
     mt_blend_free(&blend);
-    assert_refused(mt_blend_parse(&blend, &(mt_strings){4, mixed}, "--data-path", &error), &error, "--data-path");
+    char *odd[] = {"0.7", "x", "0.3"}, *behind[] = {"a", "0.5", "b", "0.5"}, *two[] = {"0.7", "0.3", "a"};
+    const struct {
+        mt_strings words;
+        const char *expected;
+    } faults[] = {{{4, mixed}, "--data-path: b has no weight before it; give one path, several paths, or a weight"},
+                  {{3, odd}, "--data-path: the weight 0.3 has no path after it; give one path"},
+                  {{4, behind}, "--data-path: a has no weight before it"},
+                  {{2, odd + 1}, "--data-path: x has no weight before it"},
+                  {{1, odd}, "--data-path: the weight 0.7 has no path after it"},
+                  {{3, two}, "--data-path: the weight 0.7 has no path after it"}};
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        assert_refused(mt_blend_parse(&blend, &faults[i].words, "--data-path", &error), &error, faults[i].expected);
     assert_refused(mt_blend_parse(&blend, &(mt_strings){2, negative}, "--data-path", &error), &error, "positive");
     assert_refused(mt_blend_parse(&blend, &(mt_strings){4, huge}, "--data-path", &error), &error, "sum of the weights");
 }

@@ -470,7 +470,7 @@ static void unsupported_options_with_modules_are_refused(void **state) {
         {"--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor needs --mtp-num-layers"},
         {"--mtp-num-layers 1 --mtp-loss-scaling-factor 0", "--mtp-loss-scaling-factor must be in (0,1e6]"},
         {"--mtp-num-layers 1 --normalization LayerNorm", "needs --normalization RMSNorm"},
-        {"--mtp-num-layers 1 --position-embedding-type learned_absolute", "--position-embedding-type rope or none"},
+        {"--mtp-num-layers 1 --position-embedding-type learned_absolute", "--position-embedding-type rope|none"},
         {"--mtp-num-layers 4 --seq-length 4", "must be less than --seq-length 4"},
         {"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
          "and --pipeline-schedule zb-h1 exclude each other"},

@@ -192,6 +192,15 @@ static void vocabulary_may_come_from_the_tokenizer_after_parsing(void **state) {
     mt_options_free(&options);
 }
 
+/* All of "a|b" are choices of the option. */
+static void assert_choices(const mt_option *row, const char *choices) {
+    char words[160], *rest = NULL;
+    assert_true(row->type == MT_CHOICE || row->type == MT_SET);
+    snprintf(words, sizeof words, "%s", choices);
+    for (char *word = strtok_r(words, "|", &rest); word; word = strtok_r(NULL, "|", &rest))
+        if (mt_choice_index(row->values, word) < 0) fail_msg("--%s: %s?", row->name, word);
+}
+
 /* Every name and choice in the columns `needs` and `excludes` is an option's; every default is in its range. */
 static void the_table_of_options_is_sound(void **state) {
     (void)state;
@@ -202,17 +211,11 @@ static void the_table_of_options_is_sound(void **state) {
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) continue;
         const char *columns[] = {row->needs, row->excludes};
-        char item[100];
+        mt_option_rule rule;
         for (int i = 0; i < 2; i++)
-            for (const char *column = columns[i]; mt_option_next_item(&column, item);) {
-                char *choices = strchr(item, ' ');
-                if (choices) *choices++ = 0;
-                const mt_option *other = mt_option_find(item, strlen(item));
-                if (!other) fail_msg("--%s names --%s, which is no option", row->name, item);
-                if (!choices) continue;
-                assert_int_equal(other->type, MT_CHOICE);
-                for (char *word = strtok(choices, "|"); word; word = strtok(NULL, "|"))
-                    if (mt_choice_index(other->values, word) < 0) fail_msg("--%s: %s?", row->name, word);
+            for (const char *column = columns[i]; mt_option_next_rule(&column, &rule);) {
+                if (rule.condition && strcmp(rule.condition, "any") != 0) assert_choices(row, rule.condition);
+                if (rule.choices) assert_choices(rule.other, rule.choices);
             }
         if (row->fallback && mt_options_set(&given, row->name, row->fallback, &error)) fail_msg("%s", error.text);
     }
@@ -342,13 +345,14 @@ static void shapes_that_cannot_be_are_refused(void **state) {
         "the vocabulary is unknown");
 }
 
-/* A program that fills the struct itself and links megatron.c alone meets the same rules. */
-static void rules_between_values_hold_without_the_table(void **state) {
+/* A program that fills the struct itself meets the same rules. */
+static void rules_between_values_hold_for_a_struct(void **state) {
     (void)state;
     static const struct {
         const char *set[5], *expected;
     } cases[] = {
         {{"swiglu", "true", "openai-gelu", "true"}, "--swiglu and --openai-gelu exclude each other"},
+        {{"multi-latent-attention", "true"}, "--multi-latent-attention needs --normalization RMSNorm"},
         {{"rope-scaling-type", "llama3"}, "--rope-scaling-type needs --position-embedding-type rope"},
         {{"num-query-groups", "3", "group-query-attention", "true"}, "must be a multiple of --num-query-groups 3"},
         {{"hidden-size", "66"}, "--hidden-size 66 must be a multiple of --num-attention-heads"},
@@ -362,10 +366,13 @@ static void rules_between_values_hold_without_the_table(void **state) {
         expect_good(&options, RUN);
         for (const char *const *at = cases[i].set; *at; at += 2)
             assert_int_equal(mt_options_set(&options, at[0], at[1], &error), 0);
+        assert_int_equal(mt_options_set(&options, "load", "folder", &error), 0);
         memset(options.given, 0, sizeof options.given);
         if (strcmp(cases[i].set[0], "hidden-size") == 0) options.kv_channels = 0;
-        assert_int_equal(mt_options_derive(&options, MT_PROGRAM_LIBRARY, 1, &error), -1);
-        if (!strstr(error.text, cases[i].expected)) fail_msg("%s: %s", cases[i].set[0], error.text);
+        for (int k = 0; k < 2; k++) {
+            assert_int_equal(mt_options_finish(&options, k ? MT_PROGRAM_INFER : MT_PROGRAM_LIBRARY, 1, &error), -1);
+            if (!strstr(error.text, cases[i].expected)) fail_msg("%s: %s", cases[i].set[0], error.text);
+        }
         mt_options_free(&options);
     }
 }
@@ -374,11 +381,14 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
     (void)state;
 #define LATENT_RUN RUN "--normalization RMSNorm --position-embedding-type rope --multi-latent-attention "
     expect_error(RUN "--kv-lora-rank 16", "--kv-lora-rank needs --multi-latent-attention");
-    expect_error(RUN "--multi-latent-attention", "--multi-latent-attention needs --normalization RMSNorm and "
-                                                 "--position-embedding-type rope");
+    expect_error(RUN "--multi-latent-attention",
+                 "--multi-latent-attention needs --normalization RMSNorm, which is LayerNorm");
+    expect_error(RUN "--multi-latent-attention --normalization RMSNorm",
+                 "--multi-latent-attention needs --position-embedding-type rope, which is learned_absolute");
     expect_error(LATENT_RUN "--kv-channels 16", "--multi-latent-attention and --kv-channels exclude each other");
     expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
-    expect_error(LATENT_RUN "--num-query-groups 2", "and --num-query-groups exclude each other");
+    expect_error(LATENT_RUN "--num-query-groups 2",
+                 "--num-query-groups 2 must be a multiple of --num-attention-heads (for --m");
     expect_error(LATENT_RUN "--add-qkv-bias", "and --add-qkv-bias exclude each other");
     expect_error(LATENT_RUN "--rotary-percent 0.5", "and --rotary-percent exclude each other");
     expect_error(LATENT_RUN "--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 must be even");
@@ -442,7 +452,7 @@ static void layouts_that_cannot_be_are_refused(void **state) {
                     "--num-query-groups 3 must be a multiple or a divisor of --tensor-model-parallel-size 2");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --ffn-hidden-size 63",
                     "--ffn-hidden-size 63 must be a multiple of --tensor-model-parallel-size 2");
-    expect_error(RUN "--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size of 2 or more");
+    expect_error(RUN "--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --tp-comm-overlap",
                     "--tp-comm-overlap needs --sequence-parallel");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--seq-length 14 --context-parallel-size 2",
@@ -582,7 +592,8 @@ static void strategies_of_data_parallelism_are_checked(void **state) {
     expect_error(RUN "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
                  "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude each other");
     expect_error(RUN "--overlap-grad-reduce --overlap-param-gather",
-                 "--overlap-param-gather needs --use-distributed-optimizer");
+                 "--overlap-param-gather needs --data-parallel-sharding-strategy optim|optim_grads|optim_grads_params, "
+                 "which is no_shard");
     expect_error(RUN "--use-distributed-optimizer --overlap-param-gather",
                  "--overlap-param-gather needs --overlap-grad-reduce");
     expect_error(RUN "--data-parallel-sharding-strategy zero", "no_shard|optim|optim_grads|optim_grads_params");
@@ -601,7 +612,7 @@ static void a_split_backward_needs_whole_gradients(void **state) {
                  strategies[i]);
         if (i >= 2)
             expect_error_of(MT_PROGRAM_TRAIN, 4, line,
-                            "take --data-parallel-sharding-strategy optim, which does not shard gradients, or another");
+                            "zb-h1 needs --data-parallel-sharding-strategy no_shard|optim, which is optim_grads");
         else if (parse(&options, MT_PROGRAM_TRAIN, 4, line, &error) != 0)
             fail_msg("%s", error.text);
         else
@@ -934,6 +945,24 @@ static void yaml_sets_options_and_the_command_line_wins(void **state) {
     remove_folder(folder);
 }
 
+static void yaml_has_the_booleans_of_yaml_1_1(void **state) {
+    (void)state;
+    static const char *const words[] = {"true", "True", "yes", "Yes", "YES", "on", "On"};
+    static const char *const negatives[] = {"false", "FALSE", "no", "No", "NO", "off", "Off"};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        char text[100];
+        mt_options options;
+        mt_error error = {""};
+        snprintf(text, sizeof text, "swiglu: %s\ndisable_bias_linear: %s\nbf16: %s\n", words[i], words[i],
+                 negatives[i]);
+        mt_options_default(&options);
+        if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", &error) != 0)
+            fail_msg("%s", error.text);
+        assert_true(options.swiglu && !options.add_bias_linear && !options.bf16);
+        mt_options_free(&options);
+    }
+}
+
 static void expect_yaml_error(const char *text, const char *expected) {
     mt_options options;
     mt_error error = {""};
@@ -958,6 +987,7 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     expect_yaml_error("lr: fast\n", "run.yaml:1: lr expects a number, got 'fast'");
     expect_yaml_error("lr: [1, 2]\n", "lr expects a number, not a list");
     expect_yaml_error("lr: {a: 1}\n", "lr expects a number, not a section");
+    expect_yaml_error("bf16: y\n", "bf16 expects true or false, got 'y'");
     expect_yaml_error("bf16: 1\n", "bf16 expects true or false");
     expect_yaml_error("data_path: [[a]]\n", "expects plain values in its list");
     expect_yaml_error("- lr\n", "expects lines such as");
@@ -994,6 +1024,10 @@ static void huge_yaml_is_refused(void **state) {
     path = write_file(folder, "nested.yaml", "config: other.yaml\n");
     snprintf(line, sizeof line, RUN "--config %s", path);
     expect_error(line, "names another --config");
+    snprintf(line, sizeof line, RUN "--config %s --yaml-cfg=%s", path, path);
+    expect_error(line, "--config and --yaml-cfg name two files; one is read, so leave one out");
+    snprintf(line, sizeof line, RUN "--config a.yaml --config b.yaml");
+    expect_error(line, "--config and --config name two files");
     remove_file(path);
     remove_folder(folder);
 }
@@ -1208,8 +1242,16 @@ static void experts_have_the_matrices_and_biases_of_their_activation(void **stat
 
 static void layers_with_experts_are_counted_or_listed(void **state) {
     (void)state;
-    static const char *const words[][2] = {{"1", "1111"},       {"2", "1010"},         {"([0]*1+[1]*3)", "0111"},
-                                           {"[0,1]*2", "0101"}, {"[0,1,1,0]", "0110"}, {"[1]+[0]*3", "1000"}};
+    static const char *const words[][2] = {{"1", "1111"},
+                                           {"2", "1010"},
+                                           {"([0]*1+[1]*3)", "0111"},
+                                           {"[0,1]*2", "0101"},
+                                           {"[0,1,1,0]", "0110"},
+                                           {"[1]+[0]*3", "1000"},
+                                           {"([0]+[1])*2", "0101"},
+                                           {"([1]*1+([0]*2+[1])*1)*1", "1001"},
+                                           {"[0]*0+([0,1,]*1*2)", "0101"},
+                                           {"((([1]))*2+[0])*1+[0]", "1100"}};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
         char line[512];
         mt_options o;
@@ -1218,7 +1260,10 @@ static void layers_with_experts_are_counted_or_listed(void **state) {
         assert_string_equal(o.moe_layers, words[i][1]);
         mt_options_free(&o);
     }
-    static const char *const bad[] = {"0", "[0,1]", "[1]*5", "[2]*4", "[1]*4]", "[]*4", "[1]*-1", "x"};
+    static const char *const bad[] = {"0",          "[0,1]",        "[1]*5",  "[2]*4",
+                                      "[1]*4]",     "[]*4",         "[1]*-1", "x",
+                                      "([1]*4",     "[1]*4)",       "[1]*2*", "[1]*9223372036854775807*4",
+                                      "[1]([1]*3)", "([0]+[1]*2)*2"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         char line[512];
         snprintf(line, sizeof line, EXPERTS "--moe-layer-freq %s", bad[i]);
@@ -1265,6 +1310,9 @@ static void recomputation_follows_megatron(void **state) {
         {"--recompute-granularity selective --recompute-modules mlp,attention", "some of core_attn|moe_act|"},
         {"--recompute-granularity half", "--recompute-granularity expects none|full|selective"},
         {"--moe-layer-recompute", "--moe-layer-recompute needs --num-experts"},
+        {"--num-experts 4 --moe-layer-recompute --recompute-granularity full", "exclude each other"},
+        {"--num-experts 4 --no-moe-grouped-gemm --recompute-activations --recompute-modules moe_act",
+         "--recompute-modules moe_act and --no-moe-grouped-gemm exclude each other"},
         {"--distribute-saved-activations", "--distribute-saved-activations needs --recompute-granularity full"},
         {"--recompute-granularity full --distribute-saved-activations", "needs --tensor-model-parallel-size"},
     };
@@ -1313,7 +1361,7 @@ static void offloading_follows_megatron(void **state) {
     static const char *const refused[][2] = {
         {"--fine-grained-activation-offloading", "--fine-grained-activation-offloading needs --offload-modules"},
         {"--offload-modules core_attn", "--offload-modules needs --fine-grained-activation-offloading"},
-        {OFFLOAD "attn_proj", "--offload-modules attn_proj needs core_attn"},
+        {OFFLOAD "attn_proj", "--offload-modules attn_proj needs --offload-modules core_attn, which is attn_proj"},
         {OFFLOAD "core_attn,router", "expects some of attn_norm|qkv_linear|core_attn|attn_proj|"},
     };
     static const struct {
@@ -1355,13 +1403,15 @@ static void experts_that_cannot_be_are_refused(void **state) {
          "is more than the 1 experts of --moe-router-group-topk"},
         {"--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"},
         {"--moe-token-drop-policy position", "needs --moe-expert-capacity-factor"},
-        {"--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "needs a --moe-router-load-balancing-type"},
-        {"--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1", "sinkhorn needs --moe-aux-loss-coeff 0"},
+        {"--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+         "-coeff needs --moe-router-load-balancing-type aux_loss|"},
+        {"--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+         "needs --moe-router-load-balancing-type aux_loss|"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-router-pre-softmax",
          "sinkhorn with --moe-router-topk 1 needs --moe-router-score-function sigmoid"},
         {"--moe-router-load-balancing-type sinkhorn", "sinkhorn with --moe-router-topk 2 needs --moe-router-pre-soft"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax --moe-expert-capacity-factor 1",
-         "sinkhorn excludes --moe-router-num-groups"},
+         "sinkhorn and --moe-expert-capacity-factor exclude each other"},
         {"--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"},
         {"--expert-model-parallel-size 3", "--num-experts 8 must be a multiple of --expert-model-parallel-size 3"},
         {"--expert-model-parallel-size 2", "the world size 1 must be a multiple of --expert-tensor-parallel-size x"},
@@ -1903,7 +1953,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
     cmocka_unit_test(values_out_of_range_are_refused),
     cmocka_unit_test(shapes_that_cannot_be_are_refused),
-    cmocka_unit_test(rules_between_values_hold_without_the_table),
+    cmocka_unit_test(rules_between_values_hold_for_a_struct),
     cmocka_unit_test(latent_attention_that_cannot_be_is_refused),
     cmocka_unit_test(the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_saves),
     cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
@@ -1927,6 +1977,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(configuration_prints_what_differs_from_defaults),
 #ifdef MT_HAVE_YAML
     cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
+    cmocka_unit_test(yaml_has_the_booleans_of_yaml_1_1),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
     cmocka_unit_test(huge_yaml_is_refused),
     cmocka_unit_test(an_empty_yaml_sets_nothing),

@@ -50,6 +50,18 @@ if [ -n "${HAVE_MPI:-}" ]; then
     check infer_refuses_scores_together refused_together 'no-such-file' "$infer" --load tests/golden/hf/gpt2 \
         --score "$work/no-such-file" --out "$work/s" --seq-length 8 --tensor-model-parallel-size 2 --device cpu
     # shellcheck disable=SC2086
+    check ranks_refuse_too_large_a_model_together refused_together 'the 2 ranks of a machine need' "$train" $small \
+        --hidden-size 200000
+    mkdir "$work/cut" && cp tests/golden/hf/gpt2/config.json "$work/cut" &&
+        head -c 20000 tests/golden/hf/gpt2/model.safetensors >"$work/cut/model.safetensors"
+    # shellcheck disable=SC2086
+    check ranks_refuse_weights_together refused_together 'cut/model.safetensors' "$train" --load "$work/cut" \
+        --mock-data --seq-length 16 --train-iters 1 --lr 1e-3 --device cpu
+    check infer_refuses_weights_together refused_together 'cut/model.safetensors' "$infer" --load "$work/cut" \
+        --prompt-tokens 1,2 --print-tokens --tensor-model-parallel-size 2 --device cpu
+    check infer_refuses_a_long_prompt_together refused_together 'context' "$infer" --load tests/golden/hf/gpt2 \
+        --prompt-tokens "1$(printf ',%d' $(seq 100))" --print-tokens --tensor-model-parallel-size 2 --device cpu
+    # shellcheck disable=SC2086
     prints_sequence_parallel() {
         timeout 60 $(mpirun_here) -np 2 "$train" $small --tensor-model-parallel-size 2 "$@" >"$work/out" 2>&1
     }
@@ -86,6 +98,16 @@ real="--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 100 -
 check text_is_answered_with_preprocess refused \
     "my.txt: is text, not a dataset; first run data/preprocess --input $work/my.txt --output-prefix $work/my " \
     "$train" $real --data-path "$work/my.txt"
+: >"$work/my_text_document.idx"
+# shellcheck disable=SC2086
+check a_prefix_is_answered_with_its_dataset refused "my: is not a dataset, but $work/my_text_document is; give that\$" \
+    "$train" $real --data-path "$work/my"
+# shellcheck disable=SC2086
+check text_is_answered_with_its_dataset refused "my.txt: is not a dataset, but $work/my_text_document is; give that\$" \
+    "$train" $real --data-path "$work/my.txt"
+# shellcheck disable=SC2086
+check a_weight_without_a_path_is_named refused 'data-path: the weight 0.3 has no path after it' \
+    "$train" $real --data-path "0.7 $work/x 0.3"
 # shellcheck disable=SC2086
 check half_a_dataset_is_answered_with_its_prefix refused "expects the prefix of the two files .*; give $work/x\$" \
     "$train" $real --data-path 0.5 "$work/x.bin" 0.5 "$work/y"
@@ -119,7 +141,7 @@ offloaded_modules_without_a_layer_say_so() {
     prints '^--offload-modules mlp has no effect: every layer has experts instead of an MLP$' --num-experts 2 \
         --disable-bias-linear --swiglu $offload mlp moe_act && [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
     # shellcheck disable=SC2086
-    prints '^--offload-modules other than attn_norm has no effect: full recomputation keeps the input of a unit alone$' \
+    prints '^--offload-modules other than attn_norm has no effect: full recomputation keeps the input of a unit' \
         --recompute-granularity full $offload attn_norm,mlp && [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
     # shellcheck disable=SC2086
     prints '^  host memory ' --num-layers 3 $offload attn_norm mlp_norm && ! grep 'no effect' "$work/out"
