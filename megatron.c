@@ -2967,7 +2967,7 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
 
 /* ==== §3i optimizer and conversions ============================================================================== */
 
-static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
+static void mt_cpu_squared_norm(double *sum, const void *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     enum { PARTS = 256 }; // for any number of threads
     double parts[PARTS] = {0};
@@ -2975,9 +2975,12 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t part = 0; part < PARTS; part++)
         for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
+            float scratch[MT_BLOCK];
+            int64_t count = mt_min(MT_BLOCK, n - block);
+            const float *row = mt_row_load(scratch, x, block, count, dtype);
             double squares = 0;
 #pragma omp simd reduction(+ : squares)
-            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += (double)x[i] * (double)x[i];
+            for (int64_t i = 0; i < count; i++) squares += (double)row[i] * (double)row[i];
             parts[part] += squares;
         }
     double total = 0;
@@ -2985,10 +2988,17 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
     sum[0] += total;
 }
 
-static void mt_cpu_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
+static void mt_cpu_accumulate(void *sum, const float *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-#pragma omp parallel for simd if (n > MT_PARALLEL)
-    for (int64_t i = 0; i < n; i++) sum[i] += x[i];
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float scratch[MT_BLOCK], *row = mt_row_open(scratch, sum, block, dtype);
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        mt_row_load(scratch, sum, block, count, dtype);
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) row[i] += x[block + i];
+        mt_row_close(sum, block, row, count, dtype);
+    }
 }
 
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
@@ -3023,25 +3033,41 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     }
 }
 
-static void mt_cpu_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
-                              int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
+/* a * b + c, rounded once where the processor can: the same bits as on a GPU, whatever the compiler would fuse. */
+static inline float mt_fma(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
     (void)stream;
-    if (scale[0] < 0) return;
-    float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = scale[0];
-    float step = adamw->lr / adamw->bias_correction1, shrink = 1.0f - adamw->lr * adamw->weight_decay;
+    if (a->scale[0] < 0) return;
+    float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = a->scale[0];
+    float step = adamw->lr / adamw->bias_correction1, shrink = mt_fma(-adamw->lr, adamw->weight_decay, 1.0f);
     float root = 1.0f / sqrtf(adamw->bias_correction2);
-    float *weights = dtype == MT_F32 ? param : master;
-#pragma omp parallel for if (n > MT_PARALLEL)
-    for (int64_t block = 0; block < n; block += MT_BLOCK) {
-        int64_t end = mt_min(block + MT_BLOCK, n);
+    float *weights = a->master ? a->master : a->param;
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float scratch[3][MT_BLOCK], *w = weights + block;
+        int64_t count = mt_min(MT_BLOCK, a->n - block);
+        const float *grad = mt_row_load(scratch[0], a->grad, block, count, a->grad_dtype);
+        float *m = mt_row_open(scratch[1], a->m, block, a->m_dtype),
+              *v = mt_row_open(scratch[2], a->v, block, a->v_dtype);
+        mt_row_load(m, a->m, block, count, a->m_dtype);
+        mt_row_load(v, a->v, block, count, a->v_dtype);
 #pragma omp simd
-        for (int64_t i = block; i < end; i++) {
+        for (int64_t i = 0; i < count; i++) {
             float g = grad[i] * grad_scale;
-            m[i] = beta1 * m[i] + (1.0f - beta1) * g;
-            v[i] = beta2 * v[i] + (1.0f - beta2) * g * g;
-            weights[i] = weights[i] * shrink - step * m[i] / (sqrtf(v[i]) * root + eps);
+            m[i] = mt_fma(beta1, m[i], (1.0f - beta1) * g);
+            v[i] = mt_fma(beta2, v[i], (1.0f - beta2) * g * g);
+            w[i] = mt_fma(w[i], shrink, -(step * m[i] / mt_fma(sqrtf(v[i]), root, eps)));
         }
-        mt_row_close(param, block, weights + block, end - block, dtype);
+        mt_row_close(a->m, block, m, count, a->m_dtype);
+        mt_row_close(a->v, block, v, count, a->v_dtype);
+        mt_row_close(a->param, block, w, count, a->dtype);
     }
 }
 
@@ -3351,7 +3377,7 @@ static struct {
     const char *last_operation, *last_group; // enqueued last on a device
     struct {
         const char *path; // NULL: unused
-        bool writes;
+        mt_file_use use;
         double since;
     } files[MT_WATCHED_FILES];
 } mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
@@ -3378,13 +3404,13 @@ void mt_watch_note(const char *operation, const char *group) {
     pthread_mutex_unlock(&mt_watch.lock);
 }
 
-int mt_watch_file_begin(const char *path, bool writes) {
+int mt_watch_file_begin(const char *path, mt_file_use use) {
     int file = 0;
     if (!mt_watch.running) return MT_WATCHED_FILES;
     pthread_mutex_lock(&mt_watch.lock);
     while (file < MT_WATCHED_FILES && mt_watch.files[file].path) file++;
     if (file < MT_WATCHED_FILES) {
-        mt_watch.files[file].path = path, mt_watch.files[file].writes = writes;
+        mt_watch.files[file].path = path, mt_watch.files[file].use = use;
         mt_watch.files[file].since = mt_time();
     }
     pthread_mutex_unlock(&mt_watch.lock);
@@ -3432,16 +3458,15 @@ static void mt_watch_expire(void) {
     mt_watch_abort();
 }
 
-/* Writes have the limit of a save, also where it overlaps with steps. */
 static void mt_watch_check_files(double now) {
     for (int i = 0; i < MT_WATCHED_FILES; i++) {
-        bool writes = mt_watch.files[i].writes;
-        mt_watch_phase phase = writes ? MT_WATCH_SAVE : mt_watch.phase;
+        mt_file_use use = mt_watch.files[i].use;
+        mt_watch_phase phase = use == MT_FILE_SAVE ? MT_WATCH_SAVE : mt_watch.phase;
         if (!mt_watch.files[i].path || now - mt_watch.files[i].since <= mt_watch.limits[phase]) continue;
         fprintf(stderr,
                 "error: rank %d waited more than %g s for the disk to %s %s during %s: the disk hangs or is very slow; "
                 "--%s sets the limit\n",
-                mt_watch.rank, mt_watch.limits[phase], writes ? "write" : "read", mt_watch.files[i].path,
+                mt_watch.rank, mt_watch.limits[phase], use == MT_FILE_READ ? "read" : "write", mt_watch.files[i].path,
                 mt_watch_phases[phase].during, mt_watch_phases[phase].option);
         mt_watch_abort();
     }
@@ -8026,6 +8051,7 @@ typedef enum mt_bucket_kind {
 } mt_bucket_kind;
 
 static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
+static const mt_dtype mt_optimizer_dtypes[] = {[MT_OPTIMIZER_FP32] = MT_F32, [MT_OPTIMIZER_BF16] = MT_BF16};
 enum { MT_NUM_BUFFERS = 5 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
@@ -8095,6 +8121,12 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     }
 }
 
+/* True if micro-batches compute the gradients in a shared fp32 buffer, whose values are then added to the shard or to
+ * main_grads. */
+static bool mt_bucket_buffers_gradients(const mt_bucket *b) {
+    return b->strategy >= MT_SHARD_GRADS || b->grad_dtype != MT_F32;
+}
+
 /* Sizes of buckets, from the parameter table. Parameters are padded to the alignment; a sharded bucket is padded to
  * aligned shards of equal size. */
 static void mt_buckets_size(mt_model *m) {
@@ -8153,26 +8185,28 @@ static void mt_sharding_open(mt_model *m) {
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
         b->trained = param->trained;
         b->dtype = b->trained ? m->dtype : MT_F32;
+        b->grad_dtype = b->trained ? mt_optimizer_dtypes[m->options->main_grads_dtype] : MT_F32;
         b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
     }
 }
 
-/* Buffers for whole buckets: each has the size of the largest bucket of its kind. */
+/* Buffers for whole buckets: each has the size of the largest bucket of its kind that needs one. */
 static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
     mt_sharding *s = m->sharding;
-    int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
+    int64_t params[MT_NUM_BUCKET_KINDS] = {0}, grads[MT_NUM_BUCKET_KINDS] = {0};
     for (int64_t i = 0; i < m->num_buckets; i++) {
-        int64_t *count = &largest[s->progress[i].kind];
-        if (m->buckets[i].strategy != MT_NO_SHARD) *count = mt_max(*count, m->buckets[i].count);
+        const mt_bucket *b = &m->buckets[i];
+        mt_bucket_kind kind = s->progress[i].kind;
+        if (b->strategy == MT_SHARD_PARAMS) params[kind] = mt_max(params[kind], b->count);
+        if (m->plan.train && mt_bucket_buffers_gradients(b)) grads[kind] = mt_max(grads[kind], b->count);
     }
     for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
         for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
             s->param_buffers[buffer] = s->grad_buffers[buffer] = (mt_bucket_buffer){.bucket = -1};
-            if (largest[kind] > 0 && s->strategy >= MT_SHARD_PARAMS)
-                s->param_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * mt_dtype_size(m->dtype));
-            if (largest[kind] > 0 && s->strategy >= MT_SHARD_GRADS)
-                s->grad_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * 4);
+            if (params[kind] > 0)
+                s->param_buffers[buffer].memory = mt_arena_alloc(arena, params[kind] * mt_dtype_size(m->dtype));
+            if (grads[kind] > 0) s->grad_buffers[buffer].memory = mt_arena_alloc(arena, grads[kind] * 4);
         }
 }
 
@@ -8358,14 +8392,23 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_bucket_progress *progress = &s->progress[bucket];
     if (progress->gradients_acquired) return;
     progress->gradients_acquired = true;
-    if (b->strategy >= MT_SHARD_GRADS) {
+    if (mt_bucket_buffers_gradients(b)) {
         mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
         buffer->users++;
         if (buffer == s->reducing) mt_wait_stream(m, m->stream, s->grad_stream);
         b->grads = buffer->memory;
         mt_bucket_bind(m, bucket);
     }
-    if (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS) mt_bucket_zero_gradients(m, b);
+    if (!progress->has_gradients || mt_bucket_buffers_gradients(b)) mt_bucket_zero_gradients(m, b);
+}
+
+/* Adds x[n] to gradients of earlier micro-batches, or replaces what is left there from the last step. */
+static void mt_gradients_add(mt_model *m, const mt_bucket *b, void *sum, const float *x, int64_t n, bool adds,
+                             mt_stream *stream) {
+    if (adds)
+        m->ops->accumulate(sum, x, n, b->grad_dtype, stream);
+    else
+        m->ops->convert(sum, b->grad_dtype, x, MT_F32, n, stream);
 }
 
 /* Starts the reduction of whole gradients over ranks: of a bucket, or of buckets first .. end - 1, which are neighbours
@@ -8373,21 +8416,30 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
 static void mt_bucket_reduce(mt_model *m, int64_t first, int64_t end) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[first];
-    bool adds = b->strategy >= MT_SHARD_GRADS && s->progress[first].has_gradients; // to earlier micro-batches' shard
-    float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
+    bool shards = b->strategy >= MT_SHARD_GRADS, adds = shards && s->progress[first].has_gradients;
+    bool in_place = !adds && (!shards || b->grad_dtype == MT_F32); // else added to the shard, where types differ too
+    mt_dtype dtype = shards ? MT_F32 : b->grad_dtype;
     int64_t count = 0;
     for (int64_t i = first; i < end; i++) {
         const mt_bucket *part = &m->buckets[i];
-        if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, part->grads, part->count, m->stream);
+        const void *own = shards ? part->grads : part->main_grads;
+        if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, own, part->count, dtype, m->stream);
         s->progress[i].reduced = true;
         count += part->count;
     }
     mt_wait_stream(m, s->grad_stream, m->stream);
-    if (b->strategy == MT_NO_SHARD)
-        m->ops->all_reduce(b->grads, count, MT_SUM, MT_F32, b->group, s->grad_stream);
-    else
-        m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, b->group, s->grad_stream);
-    if (adds) m->ops->accumulate(b->grad_shard, sum, b->shard_count, s->grad_stream);
+    if (b->strategy == MT_NO_SHARD) {
+        m->ops->all_reduce(b->main_grads, count, MT_SUM, dtype, b->group, s->grad_stream);
+        return;
+    }
+    void *sum = in_place ? b->grad_shard : b->grads + b->shard_first;
+    const void *whole = shards ? b->grads : b->main_grads;
+    m->ops->reduce_scatter(sum, whole, b->shard_count, dtype, b->group, s->grad_stream);
+    if (!in_place) mt_gradients_add(m, b, b->grad_shard, sum, b->shard_count, adds, s->grad_stream);
+}
+
+static const void *mt_gradients_end(const mt_bucket *b) {
+    return (const char *)b->main_grads + b->count * mt_dtype_size(b->grad_dtype);
 }
 
 /* Starts the reduction of all buckets that are reduced together with this one, once all are complete. */
@@ -8400,7 +8452,7 @@ static void mt_bucket_reduce_group(mt_model *m, int64_t bucket) {
         end = i + 1;
         if (progress[i].reduction != group) continue;
         while (end <= group && progress[end].reduction == group && m->buckets[i].strategy == MT_NO_SHARD &&
-               m->buckets[end].grads == m->buckets[end - 1].grads + m->buckets[end - 1].count)
+               m->buckets[end].main_grads == mt_gradients_end(&m->buckets[end - 1]))
             end++;
         mt_bucket_reduce(m, i, end);
     }
@@ -8409,18 +8461,23 @@ static void mt_bucket_reduce_group(mt_model *m, int64_t bucket) {
 void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     mt_sharding *s = m->sharding;
     mt_bucket_progress *progress = &s->progress[bucket];
+    mt_bucket *b = &m->buckets[bucket];
+    bool shards = b->strategy >= MT_SHARD_GRADS;
     progress->complete |= last;
-    if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
-        if (last && m->options->overlap_grad_reduce) mt_bucket_reduce_group(m, bucket);
-    } else {
+    if (shards) {
         mt_wait_stream(m, m->stream, s->grad_stream); // for the previous reductions, which frees their buffers
         mt_bucket_reduce(m, bucket, bucket + 1);
+    } else if (mt_bucket_buffers_gradients(b)) {
+        mt_gradients_add(m, b, b->main_grads, b->grads, b->count, progress->has_gradients, m->stream);
+    }
+    if (mt_bucket_buffers_gradients(b)) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
-        s->reducing = buffer;
-        m->buckets[bucket].grads = NULL;
+        if (shards) s->reducing = buffer;
+        b->grads = NULL;
         mt_bucket_bind(m, bucket);
     }
+    if (!shards && last && m->options->overlap_grad_reduce) mt_bucket_reduce_group(m, bucket);
     progress->gradients_acquired = false, progress->has_gradients = true;
 }
 
@@ -8478,13 +8535,15 @@ static void mt_gradients_reduce_model(mt_model *m) {
         for (next = i + 1; next < m->num_params; next++)
             if (m->params[next].bucket != param->bucket || mt_gradient_group(m, &m->params[next]) != group) break;
         if (!group || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
-        m->ops->all_reduce(m->buckets[param->bucket].grad_shard + begin, count, MT_SUM, MT_F32, group, m->stream);
+        const mt_bucket *b = &m->buckets[param->bucket];
+        void *run = mt_offset_pointer(b->grad_shard, begin * mt_dtype_size(b->grad_dtype));
+        m->ops->all_reduce(run, count, MT_SUM, b->grad_dtype, group, m->stream);
     }
     int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
     bool has_copies = !m->options->untie_embeddings_and_output_weights || m->options->mtp_num_layers > 0;
     if (has_copies && m->grid->embedding.size > 1 && word >= 0)
-        m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM, MT_F32,
-                           &m->grid->embedding, m->stream);
+        m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
+                           m->buckets[word].grad_dtype, &m->grid->embedding, m->stream);
 }
 
 /* After the optimizer's step: gathers parameters now, or with prefetching each bucket before its first use. */
@@ -8495,6 +8554,13 @@ static void mt_params_finish(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].needs_gather = m->buckets[i].strategy != MT_NO_SHARD;
     mt_wait_stream(m, s->param_stream, m->stream);
     if (!s->prefetches) mt_params_gather_all(m);
+}
+
+/* The type of a trained parameter's state. */
+mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
+    if (state == MT_STATE_EXP_AVG) return mt_optimizer_dtypes[m->options->exp_avg_dtype];
+    if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
+    return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
 /* Rows of the memory plan. */
@@ -8525,9 +8591,11 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
-        if (b->strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
-        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->grads, b->shard_first * 4)
-                                                     : mt_arena_alloc(arena, b->shard_count * 4);
+        int64_t size = mt_dtype_size(b->grad_dtype);
+        if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(arena, b->count * size);
+        if (!mt_bucket_buffers_gradients(b)) b->grads = b->main_grads;
+        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->main_grads, b->shard_first * size)
+                                                     : mt_arena_alloc(arena, b->shard_count * size);
     }
     m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
     start = arena->used;
@@ -8535,8 +8603,8 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
         if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
-        b->m = mt_arena_alloc(arena, b->shard_count * 4);
-        b->v = mt_arena_alloc(arena, b->shard_count * 4);
+        b->m = mt_arena_alloc(arena, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
+        b->v = mt_arena_alloc(arena, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
     start = arena->used;
@@ -8553,9 +8621,9 @@ const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
 
 mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
-    float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
+    void *states[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
     if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
-        return (mt_shard){floats[state], b->shard_first, b->shard_count, MT_F32};
+        return (mt_shard){states[state], b->shard_first, b->shard_count, mt_state_dtype(m, state)};
     if (b->strategy == MT_SHARD_PARAMS) return (mt_shard){b->param_shard, b->shard_first, b->shard_count, b->dtype};
     return (mt_shard){b->params, 0, b->count, b->dtype};
 }
@@ -8583,9 +8651,9 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     }
     if (b->strategy == MT_NO_SHARD) return shard.data;
     int buffer = mt_first_buffer[s->progress[bucket].kind];
-    void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_buffers[buffer].memory : b->grads;
+    void *whole = mt_bucket_buffers_gradients(b) ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
-    m->ops->all_gather(whole, shard.data, b->shard_count, MT_F32, b->group, m->stream);
+    m->ops->all_gather(whole, shard.data, b->shard_count, shard.dtype, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
     return whole;
 }
@@ -8667,7 +8735,8 @@ static void mt_gradients_norm(mt_model *m) {
             if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
         if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
             continue;
-        m->ops->squared_norm(m->numbers->sums + 2, b->grad_shard + begin, count, m->stream);
+        const void *run = mt_offset_pointer(b->grad_shard, begin * mt_dtype_size(b->grad_dtype));
+        m->ops->squared_norm(m->numbers->sums + 2, run, count, b->grad_dtype, m->stream);
     }
     m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
@@ -8687,6 +8756,17 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_end(m);
 }
 
+/* The operands for elements [first, first + n) of a bucket's shard. */
+static mt_adamw_args mt_adamw_run(const mt_model *m, const mt_bucket *b, int64_t first, int64_t n) {
+    mt_adamw_args a = {.n = n, .dtype = b->dtype, .grad_dtype = b->grad_dtype, .scale = &m->numbers->grad_scale};
+    a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
+    a.param = mt_at(m, b->param_shard, first), a.master = mt_offset_pointer(b->master, 4 * first);
+    a.m = mt_offset_pointer(b->m, first * mt_dtype_size(a.m_dtype));
+    a.v = mt_offset_pointer(b->v, first * mt_dtype_size(a.v_dtype));
+    a.grad = mt_offset_pointer(b->grad_shard, first * mt_dtype_size(b->grad_dtype));
+    return a;
+}
+
 /* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
@@ -8704,12 +8784,9 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
         int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
         int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
         for (int k = 0; k < 2; k++) {
-            int64_t first = start[k], count = start[k + 1] - first;
-            if (count == 0) continue;
+            mt_adamw_args a = mt_adamw_run(m, b, start[k], start[k + 1] - start[k]);
             adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
-            m->ops->adamw_step(mt_at(m, b->param_shard, first), b->master ? b->master + first : NULL, b->m + first,
-                               b->v + first, b->grad_shard + first, &m->numbers->grad_scale, count, &adamw, m->dtype,
-                               m->stream);
+            if (a.n > 0) m->ops->adamw_step(&a, &adamw, m->stream);
         }
     }
     mt_params_finish(m);

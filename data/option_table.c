@@ -294,7 +294,8 @@ const mt_option mt_option_table[] = {
     {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
      "order of forwards and backwards (default: interleaved with several stages per rank, otherwise 1f1b)",
      // zb-h1 accumulates gradients in two parts and needs them whole between the two
-     .needs = "zb-h1: pipeline-model-parallel-size, zb-h1: data-parallel-sharding-strategy no_shard|optim",
+     .needs = "zb-h1: pipeline-model-parallel-size, zb-h1: data-parallel-sharding-strategy no_shard|optim, "
+              "zb-h1: main-grads-dtype fp32",
      .own = true},
     {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
      "print the stages and the schedule, optionally draw them into a file, and exit; needs no mpirun", .own = true},
@@ -389,6 +390,15 @@ const mt_option mt_option_table[] = {
      "Adam's epsilon, added to the root of the second moment"},
     {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
      "maximum norm of the gradient; 0: no clipping"},
+    {"use-precision-aware-optimizer", MT_FLAG, MT_AT(use_precision_aware_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "keep gradients and moments in the types of the next three options; AdamW computes in fp32"},
+    {"main-grads-dtype", MT_CHOICE, MT_AT(main_grads_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16",
+     "gradients summed over micro-batches and ranks; those of one micro-batch and layer are fp32",
+     .needs = "use-precision-aware-optimizer"},
+    {"exp-avg-dtype", MT_CHOICE, MT_AT(exp_avg_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16", "Adam's first moment",
+     .needs = "use-precision-aware-optimizer"},
+    {"exp-avg-sq-dtype", MT_CHOICE, MT_AT(exp_avg_sq_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16",
+     "Adam's second moment", .needs = "use-precision-aware-optimizer"},
 
     {.help = "bad steps"},
     {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
