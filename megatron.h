@@ -242,6 +242,17 @@ typedef enum mt_recompute_method {
     MT_RECOMPUTE_UNIFORM, // units of recompute_num_layers layers
     MT_RECOMPUTE_BLOCK    // the first recompute_num_layers layers of a stage, each a unit; the others are kept
 } mt_recompute_method;
+/* Modules whose input is offloaded: it waits in host memory from the forward to the backward. A set of bits. */
+enum {
+    MT_OFFLOAD_ATTN_NORM = 1,   // the norm before attention: the layer's input
+    MT_OFFLOAD_QKV_LINEAR = 2,  // its output; of latent attention also the latents
+    MT_OFFLOAD_CORE_ATTN = 4,   // queries, keys and values
+    MT_OFFLOAD_ATTN_PROJ = 8,   // attention's output
+    MT_OFFLOAD_MLP_NORM = 16,   // the residual stream between attention and MLP
+    MT_OFFLOAD_EXPERT_FC1 = 32, // the rows of the experts, if their number does not depend on the data
+    MT_OFFLOAD_MOE_ACT = 64,    // the same, before the activation
+    MT_OFFLOAD_MLP = 128        // of layers without experts: the MLP's input, and its values around the activation
+};
 /* Modules of selective recomputation, a set of bits. */
 enum {
     MT_MODULE_CORE_ATTN = 1,   // nothing: attention never keeps its probabilities
@@ -408,6 +419,9 @@ typedef struct mt_options {
     int64_t fp8_margin, fp8_amax_history_len;
     bool fp8_wgrad, tp_only_amax_red, first_last_layers_bf16;
     int64_t num_layers_at_start_in_bf16, num_layers_at_end_in_bf16;
+    /* offloading */
+    bool fine_grained_activation_offloading;
+    unsigned offload_modules; // MT_OFFLOAD_*
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_model, *tokens_file;
@@ -1855,7 +1869,7 @@ typedef struct mt_model_plan {
     int64_t max_logits;   // rows of logits held at once
     int64_t cache_rows;   // key/value cache rows a layer; 0: none
     int64_t max_position; // positions that tokens may have (rotary tables)
-    int64_t host_memory;  // on the CPU: bytes that all ranks of this host may use together; 0: the machine's memory
+    int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
     bool train;           // gradients, optimizer state and saved activations
 } mt_model_plan;
 
