@@ -17,8 +17,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { NOTHING_YET = -2 };           // instead of a line's bytes
-enum { INTERACTIVE_CONTEXT = 8192 }; // tokens that the interactive mode has memory for, where the context is longer
+enum { NOTHING_YET = -2, FAILED = -3 }; // instead of a line's bytes
+enum { INTERACTIVE_CONTEXT = 8192 };    // tokens that the interactive mode has memory for, where the context is longer
 
 typedef struct run {
     mt_options options;
@@ -34,9 +34,9 @@ typedef struct run {
     mt_text text;
 } run;
 
-/* Functions that fail fill an error; here is where it ends the program. */
-static void check(int status, const mt_error *error) {
-    if (status != 0) mt_die("%s", error->text);
+/* Ends the program if a function failed on any rank. Every rank calls it. */
+static void check(run *r, int status, mt_error *error) {
+    mt_report_refusal(&r->grid, status, error);
 }
 
 static void open_tokenizer(run *r) {
@@ -51,8 +51,8 @@ static void open_tokenizer(run *r) {
         mt_error why = error;
         mt_error_set(&error, "%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", why.text);
     }
-    mt_report_refusal(&r->grid, status, &error);
-    check(mt_prompt_begins_with_bos(o->tokenizer_model ? o->tokenizer_model : r->folder, &begins, &error), &error);
+    check(r, status, &error);
+    check(r, mt_prompt_begins_with_bos(o->tokenizer_model ? o->tokenizer_model : r->folder, &begins, &error), &error);
     if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
     r->decoder = mt_decoder_open(r->tokenizer);
 }
@@ -62,8 +62,8 @@ static void open_model(run *r, mt_model_plan *plan) {
     mt_run_state state = {0};
     const mt_ops *ops = mt_backend_open(r->options.device, &r->grid, &error);
     plan->host_memory = mt_host_memory_available("");
-    check(ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
-    check(mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
+    check(r, ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
+    check(r, mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
     mt_watch_enter(MT_WATCH_STEP);
 }
 
@@ -73,7 +73,7 @@ static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t pr
     mt_model_plan plan = mt_generator_plan(count, max_tokens, prompt_tokens);
     mt_stops stops;
     mt_error error;
-    check(mt_stops_read(&stops, r->folder, o, &error), &error);
+    check(r, mt_stops_read(&stops, r->folder, o, &error), &error);
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){{mt_tokenizer_eod(r->tokenizer)}, 1};
     open_model(r, &plan);
     if (r->is_first) mt_report_inference(r->model, r->context, stderr);
@@ -124,7 +124,7 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
         if (fflush(stdout) != 0) mt_die("standard output: cannot be written: %s", strerror(errno));
         if (unfinished == 0) break;
         unfinished = mt_generator_step(r->generator, sequences, count, &error);
-        if (unfinished < 0) mt_die("%s", error.text);
+        if (unfinished < 0) check(r, -1, &error); // on every rank: all have the same logits
     }
     for (s = 0; s < count; s++) {
         if (r->is_first && sequences[s].num_tokens == r->context && sequences[s].max_tokens == r->context)
@@ -144,7 +144,7 @@ static void answer_prompts(run *r) {
         int status = o->prompt_tokens ? mt_sequence_parse(&sequences[s], s, o->prompt_tokens, r->context, o, &error)
                                       : begin_text(r, &sequences[s], s, o->prompt.items[s],
                                                    (int64_t)strlen(o->prompt.items[s]), &error);
-        check(status, &error);
+        check(r, status, &error);
         if (sequences[s].max_tokens > longest) longest = sequences[s].max_tokens;
         prompt_tokens += sequences[s].num_prompt;
     }
@@ -163,18 +163,21 @@ static void await_input(const run *r) {
 
 /* The next line of standard input without its end, for every rank, to free, and its bytes; NULL at the end. A zero byte
  * is a byte like others. */
-static char *next_line(const run *r, int64_t *bytes) {
+static char *next_line(run *r, int64_t *bytes) {
     char *line = NULL;
     size_t capacity = 0;
+    mt_error error;
     *bytes = -1;
     if (r->is_first && r->grid.world.size > 1) await_input(r);
     if (r->is_first && (*bytes = getline(&line, &capacity, stdin)) > 0) {
         if (line[*bytes - 1] == '\n') --*bytes;
         if (*bytes > 0 && line[*bytes - 1] == '\r') --*bytes;
     }
-    if (r->is_first && ferror(stdin)) mt_die("standard input: cannot be read: %s", strerror(errno));
+    if (r->is_first && ferror(stdin))
+        *bytes = FAILED, mt_error_set(&error, "standard input: cannot be read: %s", strerror(errno));
     do mt_broadcast(&r->grid.world, bytes, sizeof *bytes, 0);
     while (*bytes == NOTHING_YET);
+    if (*bytes == FAILED) check(r, r->is_first ? -1 : 0, &error);
     if (*bytes >= 0) {
         line = mt_realloc(line, *bytes + 1);
         mt_broadcast(&r->grid.world, line, *bytes, 0);
@@ -220,11 +223,11 @@ static void print_rates(const mt_generator *generator) {
 static void score(run *r) {
     mt_error error;
     mt_model_plan plan;
-    mt_report_refusal(&r->grid, mt_score_plan(&plan, &r->options, &error), &error);
+    check(r, mt_score_plan(&plan, &r->options, &error), &error);
     open_model(r, &plan);
     double start = mt_time();
     int64_t count = mt_score(r->model, &error);
-    if (count < 0) mt_die("%s", error.text);
+    check(r, count < 0 ? -1 : 0, &error);
     if (!r->is_first) return;
     mt_report_inference(r->model, r->context, stderr);
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count,
@@ -236,17 +239,17 @@ int main(int argc, char **argv) {
     mt_options *o = &r.options;
     mt_error error;
     bool all = true;
-    check(mt_launch_check(argv, &error), &error);
+    if (mt_launch_check(argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error);
     mt_watch_start(o);
     mt_grid_start(&r.grid, &argc, &argv);
     r.is_first = r.grid.world.rank == 0;
-    mt_report_refusal(&r.grid, status, &error);
-    mt_report_refusal(&r.grid, mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
-    mt_report_refusal(&r.grid, mt_options_agree(o, &r.grid.world, &error), &error);
-    mt_report_refusal(&r.grid, mt_grid_build(&r.grid, o, &error), &error);
+    check(&r, status, &error);
+    check(&r, mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
+    check(&r, mt_options_agree(o, &r.grid.world, &error), &error);
+    check(&r, mt_grid_build(&r.grid, o, &error), &error);
     r.folder = mt_checkpoint_resolve(o->load, &error);
-    mt_report_refusal(&r.grid, r.folder ? 0 : -1, &error);
+    check(&r, r.folder ? 0 : -1, &error);
     r.context = o->max_position_embeddings;
     if (o->score) {
         score(&r);

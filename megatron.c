@@ -2965,7 +2965,7 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
 
 /* ==== §3i optimizer and conversions ============================================================================== */
 
-static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
+static void mt_cpu_squared_norm(double *sum, const void *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     enum { PARTS = 256 }; // for any number of threads
     double parts[PARTS] = {0};
@@ -2973,9 +2973,12 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t part = 0; part < PARTS; part++)
         for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
+            float scratch[MT_BLOCK];
+            int64_t count = mt_min(MT_BLOCK, n - block);
+            const float *row = mt_row_load(scratch, x, block, count, dtype);
             double squares = 0;
 #pragma omp simd reduction(+ : squares)
-            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += (double)x[i] * (double)x[i];
+            for (int64_t i = 0; i < count; i++) squares += (double)row[i] * (double)row[i];
             parts[part] += squares;
         }
     double total = 0;
@@ -2983,10 +2986,17 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
     sum[0] += total;
 }
 
-static void mt_cpu_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
+static void mt_cpu_accumulate(void *sum, const float *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-#pragma omp parallel for simd if (n > MT_PARALLEL)
-    for (int64_t i = 0; i < n; i++) sum[i] += x[i];
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float scratch[MT_BLOCK], *row = mt_row_open(scratch, sum, block, dtype);
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        mt_row_load(scratch, sum, block, count, dtype);
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) row[i] += x[block + i];
+        mt_row_close(sum, block, row, count, dtype);
+    }
 }
 
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
@@ -3021,25 +3031,41 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     }
 }
 
-static void mt_cpu_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
-                              int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
+/* a * b + c, rounded once where the processor can: the same bits as on a GPU, whatever the compiler would fuse. */
+static inline float mt_fma(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
     (void)stream;
-    if (scale[0] < 0) return;
-    float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = scale[0];
-    float step = adamw->lr / adamw->bias_correction1, shrink = 1.0f - adamw->lr * adamw->weight_decay;
+    if (a->scale[0] < 0) return;
+    float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = a->scale[0];
+    float step = adamw->lr / adamw->bias_correction1, shrink = mt_fma(-adamw->lr, adamw->weight_decay, 1.0f);
     float root = 1.0f / sqrtf(adamw->bias_correction2);
-    float *weights = dtype == MT_F32 ? param : master;
-#pragma omp parallel for if (n > MT_PARALLEL)
-    for (int64_t block = 0; block < n; block += MT_BLOCK) {
-        int64_t end = mt_min(block + MT_BLOCK, n);
+    float *weights = a->master ? a->master : a->param;
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float scratch[3][MT_BLOCK], *w = weights + block;
+        int64_t count = mt_min(MT_BLOCK, a->n - block);
+        const float *grad = mt_row_load(scratch[0], a->grad, block, count, a->grad_dtype);
+        float *m = mt_row_open(scratch[1], a->m, block, a->m_dtype),
+              *v = mt_row_open(scratch[2], a->v, block, a->v_dtype);
+        mt_row_load(m, a->m, block, count, a->m_dtype);
+        mt_row_load(v, a->v, block, count, a->v_dtype);
 #pragma omp simd
-        for (int64_t i = block; i < end; i++) {
+        for (int64_t i = 0; i < count; i++) {
             float g = grad[i] * grad_scale;
-            m[i] = beta1 * m[i] + (1.0f - beta1) * g;
-            v[i] = beta2 * v[i] + (1.0f - beta2) * g * g;
-            weights[i] = weights[i] * shrink - step * m[i] / (sqrtf(v[i]) * root + eps);
+            m[i] = mt_fma(beta1, m[i], (1.0f - beta1) * g);
+            v[i] = mt_fma(beta2, v[i], (1.0f - beta2) * g * g);
+            w[i] = mt_fma(w[i], shrink, -(step * m[i] / mt_fma(sqrtf(v[i]), root, eps)));
         }
-        mt_row_close(param, block, weights + block, end - block, dtype);
+        mt_row_close(a->m, block, m, count, a->m_dtype);
+        mt_row_close(a->v, block, v, count, a->v_dtype);
+        mt_row_close(a->param, block, w, count, a->dtype);
     }
 }
 
@@ -3349,7 +3375,7 @@ static struct {
     const char *last_operation, *last_group; // enqueued last on a device
     struct {
         const char *path; // NULL: unused
-        bool writes;
+        mt_file_use use;
         double since;
     } files[MT_WATCHED_FILES];
 } mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
@@ -3376,13 +3402,13 @@ void mt_watch_note(const char *operation, const char *group) {
     pthread_mutex_unlock(&mt_watch.lock);
 }
 
-int mt_watch_file_begin(const char *path, bool writes) {
+int mt_watch_file_begin(const char *path, mt_file_use use) {
     int file = 0;
     if (!mt_watch.running) return MT_WATCHED_FILES;
     pthread_mutex_lock(&mt_watch.lock);
     while (file < MT_WATCHED_FILES && mt_watch.files[file].path) file++;
     if (file < MT_WATCHED_FILES) {
-        mt_watch.files[file].path = path, mt_watch.files[file].writes = writes;
+        mt_watch.files[file].path = path, mt_watch.files[file].use = use;
         mt_watch.files[file].since = mt_time();
     }
     pthread_mutex_unlock(&mt_watch.lock);
@@ -3430,16 +3456,15 @@ static void mt_watch_expire(void) {
     mt_watch_abort();
 }
 
-/* Writes have the limit of a save, also where it overlaps with steps. */
 static void mt_watch_check_files(double now) {
     for (int i = 0; i < MT_WATCHED_FILES; i++) {
-        bool writes = mt_watch.files[i].writes;
-        mt_watch_phase phase = writes ? MT_WATCH_SAVE : mt_watch.phase;
+        mt_file_use use = mt_watch.files[i].use;
+        mt_watch_phase phase = use == MT_FILE_SAVE ? MT_WATCH_SAVE : mt_watch.phase;
         if (!mt_watch.files[i].path || now - mt_watch.files[i].since <= mt_watch.limits[phase]) continue;
         fprintf(stderr,
                 "error: rank %d waited more than %g s for the disk to %s %s during %s: the disk hangs or is very slow; "
                 "--%s sets the limit\n",
-                mt_watch.rank, mt_watch.limits[phase], writes ? "write" : "read", mt_watch.files[i].path,
+                mt_watch.rank, mt_watch.limits[phase], use == MT_FILE_READ ? "read" : "write", mt_watch.files[i].path,
                 mt_watch_phases[phase].during, mt_watch_phases[phase].option);
         mt_watch_abort();
     }
@@ -4512,6 +4537,8 @@ typedef struct mt_layer {
     struct mt_slots *slots; // saved by its forward
     int64_t unit;           // index in its chunk of the first layer of its unit, see mt_layers_forward
     bool recomputed;        // full recomputation: of a unit only the input is kept
+    int64_t offload_bytes;  // of its offloaded slots
+    int offload_buffer;     // that they lie in
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
@@ -5077,6 +5104,9 @@ struct mt_model {
     struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
     int64_t num_recompute_buffers;
     const struct mt_activations *recomputed; // the layer whose values the buffers hold, the last one of its unit
+    /* offloading */
+    struct mt_offload *offload; // NULL: none
+    mt_arena host;              // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_link *links;                 // [MT_NUM_LINKS]
@@ -5166,7 +5196,8 @@ static void mt_rope_tables(mt_model *model) {
 /* Each layer has a list of slots: the values that its forward saves for its backward. Memory plan, arena and the stash
  * of a split backward derive from the list. With pass->replay a forward writes the same slots again and changes nothing
  * else. Recomputed slots (Chen et al., "Training deep nets with sublinear memory cost") lie in buffers that all
- * micro-batches share; a replay restores them before the backward reads them. */
+ * micro-batches share; a replay restores them before the backward reads them. Offloaded slots lie in such buffers too;
+ * copies to and from host memory preserve them. */
 
 /* Saved values of a norm: y[R, C], mean[R] (LayerNorm only), rstd[R]. */
 typedef struct mt_normed {
@@ -5205,10 +5236,12 @@ typedef struct mt_activations {
     struct mt_routing *routing;            // of a layer with experts
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
+    void *host; // copy of the offloaded slots; NULL: they stay in their buffer until the backward
 } mt_activations;
 
-/* Location of a saved value between forward and backward: its own memory, or a buffer that others overwrite. */
-typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE } mt_residency;
+/* Location of a saved value between forward and backward: its own memory, or a buffer that others overwrite and into
+ * which the value is computed again, or copied from host memory. */
+typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE, MT_OFFLOAD } mt_residency;
 
 typedef struct mt_slot {
     const char *name;
@@ -5216,6 +5249,7 @@ typedef struct mt_slot {
     int64_t rows, width;
     mt_dtype dtype;
     unsigned modules; // MT_MODULE_*: selective recomputation of any of these computes the value again
+    unsigned input;   // MT_OFFLOAD_*: the module whose input this is, 0: none that can be offloaded
     bool once;        // depends on the state of the step: a replay cannot compute it, so it is kept
     mt_residency residency;
     size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
@@ -5248,11 +5282,76 @@ static void *mt_slot_read(const void *base, const mt_slot *slot) {
     return value;
 }
 
+/* ---- offloading (Yuan et al., "Accelerating the training of large language models using efficient activation
+ * rematerialization and optimal hybrid parallelism"): layers use two buffers in turn. The offloaded slots of a layer
+ * are one block, so one copy moves them. The copy out runs during the next layer's forward, the copy in during the
+ * previous layer's backward; both on one stream, so a copy in finds the block that was copied out. Invariants: a copy
+ * starts after all computation enqueued so far; before a layer writes or reads its buffer, the computation waits for
+ * the copies that use it, and then no later copy has been enqueued. */
+
+enum { MT_OFFLOAD_BUFFERS = 2 };
+
+typedef struct mt_offload_buffer {
+    void *memory;
+    const mt_activations *holds; // the layer whose values the buffer holds, or will hold after the copy
+    bool copying;                // the computation has not waited for the last copy from or to the buffer
+} mt_offload_buffer;
+
+typedef struct mt_offload {
+    unsigned modules;
+    mt_stream *stream; // of the copies
+    mt_offload_buffer buffers[MT_OFFLOAD_BUFFERS];
+} mt_offload;
+
+static unsigned mt_offload_modules(const mt_model *m) {
+    return m->offload ? m->offload->modules : 0;
+}
+
+static mt_offload_buffer *mt_offload_buffer_of(const mt_model *m, const mt_layer *w) {
+    return &m->offload->buffers[w->offload_buffer];
+}
+
+/* The computation from here on waits for the copies that use a layer's buffer, and so for all others. */
+static void mt_offload_wait(const mt_model *m, const mt_pass *p, const mt_layer *w) {
+    if (!mt_offload_buffer_of(m, w)->copying) return;
+    mt_wait_stream(m, p->stream, m->offload->stream);
+    for (int i = 0; i < MT_OFFLOAD_BUFFERS; i++) m->offload->buffers[i].copying = false;
+}
+
+/* Enqueues a copy of a layer's offloaded slots, behind the computation enqueued so far. */
+static void mt_offload_copy(const mt_model *m, const mt_pass *p, const mt_layer *w, void *to, const void *from) {
+    mt_wait_stream(m, m->offload->stream, p->stream);
+    m->ops->memory_copy(to, from, w->offload_bytes, m->offload->stream);
+    mt_offload_buffer_of(m, w)->copying = true;
+}
+
+/* Before the first write of a layer's slots in a forward. */
+static void mt_offload_claim(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    if (!m->offload || w->offload_bytes == 0) return;
+    mt_offload_wait(m, p, w);
+    mt_offload_buffer_of(m, w)->holds = a;
+}
+
+/* After a layer's forward: copies its offloaded slots to the host. A replay writes the same values again. */
+static void mt_offload_store(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    if (a->host && p->training && !p->replay) mt_offload_copy(m, p, w, a->host, mt_offload_buffer_of(m, w)->memory);
+}
+
+/* Copies the offloaded slots of a layer back, unless its buffer holds them. */
+static void mt_offload_load(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_offload_buffer *buffer = mt_offload_buffer_of(m, w);
+    if (w->offload_bytes == 0 || buffer->holds == a) return;
+    MT_CHECK(a->host);
+    mt_offload_copy(m, p, w, buffer->memory, a->host);
+    buffer->holds = a;
+}
+
 /* Sets the residency of a layer's slots; w NULL: all are kept. */
 static void mt_slots_place(const mt_model *m, mt_slots *list, const mt_layer *w) {
     for (mt_slot *slot = list->slots; w && slot < list->slots + list->count; slot++) {
         bool recompute = w->recomputed || (slot->modules & m->recompute_modules);
-        slot->residency = recompute && !slot->once ? MT_RECOMPUTE : MT_KEEP;
+        bool offload = slot->input & mt_offload_modules(m);
+        slot->residency = recompute && !slot->once ? MT_RECOMPUTE : offload ? MT_OFFLOAD : MT_KEEP;
     }
 }
 
@@ -5355,8 +5454,10 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
-static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
-    mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype)->modules = MT_MODULE_LAYERNORM;
+/* input: MT_OFFLOAD_* of the module that reads the norm's output. */
+static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input) {
+    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
+    y->modules = MT_MODULE_LAYERNORM, y->input = input;
     if (mt_uses_layernorm(m)) mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
     mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
@@ -5447,9 +5548,11 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
     q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
     q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ;
-    MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype)->stash_of = offsetof(mt_layer, latent);
-    MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype);
-    MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype);
+    q->input = kv->input = MT_OFFLOAD_CORE_ATTN;
+    mt_slot *latent = MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype);
+    latent->stash_of = offsetof(mt_layer, latent), latent->input = MT_OFFLOAD_QKV_LINEAR;
+    MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
+    MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
     if (o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
     MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
 }
@@ -5459,21 +5562,24 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     bool starts_unit = w && w->recomputed && w->index == w->unit,
          splits_input = m->options->distribute_saved_activations;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
-    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype);
+    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype), *kept = input;
     input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
-    if (starts_unit && splits_input) MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype)->once = true;
-    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm));
-    if (m->options->multi_latent_attention)
+    if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype);
+    kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
+    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR);
+    if (m->options->multi_latent_attention) {
         mt_latent_slots(m, s);
-    else
-        MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype)->stash_of = offsetof(mt_layer, qkv);
+    } else {
+        mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype);
+        qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
+    }
     if (mt_norms_heads(m->options)) {
-        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype);
+        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
         MT_SLOT(s, q_rstd, T, m->H, MT_F32);
         MT_SLOT(s, k_rstd, T, m->G, MT_F32);
     }
-    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype);
-    MT_SLOT(s, lse, T, m->H, MT_F32);
+    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
 }
 
 /* q, k and v of attention, or their gradients, with the strides between tokens. */
@@ -5776,11 +5882,14 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
 static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shared_expert) {
     int64_t T = m->plan.max_tokens;
     unsigned modules = is_shared_expert ? MT_MODULE_SHARED_EXPERTS | MT_MODULE_MOE : MT_MODULE_MLP;
-    MT_SLOT(s, middle, m->max_rows, m->C, m->dtype)->stash_of = offsetof(mt_layer, down);
-    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm));
+    unsigned input = is_shared_expert ? 0 : MT_OFFLOAD_MLP;
+    mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
+    middle->stash_of = offsetof(mt_layer, down), middle->input = MT_OFFLOAD_MLP_NORM;
+    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input);
     mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
-    hidden->stash_of = offsetof(mt_layer, fc1), hidden->modules = modules;
-    MT_SLOT(s, mlp_active, T, F, m->dtype)->modules = modules;
+    mt_slot *active = MT_SLOT(s, mlp_active, T, F, m->dtype);
+    hidden->stash_of = offsetof(mt_layer, fc1);
+    hidden->modules = active->modules = modules, hidden->input = active->input = input;
 }
 
 /* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
@@ -5913,13 +6022,23 @@ static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
 
 /* ---- slots of a layer with experts */
 
-/* Slots of an mt_expert_rows at offset `at` of the struct; with `dispatched` only input and weights. */
+/* True if the number of received rows does not depend on the data. */
+static bool mt_expert_rows_fixed(const mt_model *m) {
+    return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
+}
+
+/* Slots of an mt_expert_rows at offset `at` of the struct; with `dispatched` only input and weights. If the number of
+ * rows depends on the data, they are not offloaded: host memory cannot grow during a step. */
 static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int64_t M, bool dispatched) {
     const mt_experts *e = m->experts;
-    mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    bool fixed = mt_expert_rows_fixed(m);
+    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    input->input = fixed ? MT_OFFLOAD_EXPERT_FC1 : 0;
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
-    mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, mt_fc1_width(m, e->F), m->dtype);
+    int64_t hidden_width = mt_fc1_width(m, e->F);
+    mt_slot *hidden = mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, hidden_width, m->dtype);
+    hidden->input = fixed ? MT_OFFLOAD_MOE_ACT : 0;
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
     if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
@@ -5928,11 +6047,6 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
-}
-
-/* True if the number of received rows does not depend on the data. */
-static bool mt_expert_rows_fixed(const mt_model *m) {
-    return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
 }
 
 /* That number. */
@@ -6491,7 +6605,9 @@ static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *
         mt_experts_forward(m, p, w, a, !output);
     else
         mt_mlp_forward(m, p, w, a, NULL, !output);
-    if (output) mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+    if (!output) return;
+    if (output == a[1].input) mt_offload_claim(m, p, w + 1, a + 1); // of the layer after this one
+    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
 /* Selective recomputation of the MLP block. */
@@ -6530,6 +6646,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                              mt_next_norm next) {
     mt_attention_block_forward(m, p, w, a);
     mt_mlp_block_forward(m, p, w, a, output, next);
+    mt_offload_store(m, p, w, a);
 }
 
 /* The values of modules that are recomputed are in the layer's buffer, or else computed again. */
@@ -7277,6 +7394,24 @@ static void mt_unit_replay(mt_model *m, const mt_pass *p, int64_t begin, int64_t
     mt_layers_forward(m, &replay, begin, end, NULL, (mt_next_norm){0});
 }
 
+/* Starts the copy of the last offloaded values of the chunk's layers and modules [0, end) back to the device. */
+static void mt_offload_prefetch(const mt_model *m, const mt_pass *p, int64_t end) {
+    const mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    while (m->offload && end > 0 && layers[end - 1].offload_bytes == 0) end--;
+    if (m->offload && end > 0) mt_offload_load(m, p, &layers[end - 1], &p->mb->layers[end - 1]);
+}
+
+/* Before the backward of a layer: its offloaded values, and a prefetch for the next layer of the backward. A recomputed
+ * unit has offloaded values in its first layer only, and its replay reads them. */
+static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer) {
+    const mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    int64_t i = layers[layer].recomputed ? layers[layer].unit : layer;
+    if (!m->offload) return;
+    mt_offload_load(m, p, &layers[i], &p->mb->layers[i]);
+    if (layers[i].offload_bytes > 0) mt_offload_wait(m, p, &layers[i]);
+    mt_offload_prefetch(m, p, i);
+}
+
 /* ==== §10b multi-token prediction ================================================================================= */
 /* Modules after the last layer; each predicts one token further ahead (DeepSeek-AI, "DeepSeek-V3", 2.2; Gloeckle et
  * al., "Better & faster large language models via multi-token prediction"). Module k concatenates the normalised hidden
@@ -7403,6 +7538,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_output *out = &p->mb->outputs[1 + k];
         mt_embed_forward(m, p, p->mb->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
+        mt_offload_claim(m, p, w, a);
         mt_mtp_join_forward(m, p, k, a->input);
         mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, out->hidden,
                           (mt_next_norm){&w->mtp_final_norm, &out->norm});
@@ -7424,6 +7560,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
+        mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)]);
         mt_mtp_join_backward(m, p, k);
@@ -7606,6 +7743,7 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        mt_offload_fetch(m, p, i);
         if (i + 1 == mt_unit_end(m, p->mb->chunk, i)) mt_unit_replay(m, p, w->unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         mt_layer_backward(m, p, w, &p->mb->layers[i]);
@@ -7665,6 +7803,7 @@ static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const voi
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    if (stage->num_layers > 0) mt_offload_claim(m, p, &m->layers[m->first_local[p->mb->chunk]], p->mb->layers);
     if (!stage->embedding) mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
     mt_chunk_forward(m, p);
     if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->mb->outputs[0].hidden);
@@ -7672,6 +7811,7 @@ static void mt_stage_forward(mt_model *m, const mt_pass *p) {
 
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
     if (stage->loss)
         mt_loss_backward(m, p);
     else
@@ -7906,6 +8046,7 @@ typedef enum mt_bucket_kind {
 } mt_bucket_kind;
 
 static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
+static const mt_dtype mt_optimizer_dtypes[] = {[MT_OPTIMIZER_FP32] = MT_F32, [MT_OPTIMIZER_BF16] = MT_BF16};
 enum { MT_NUM_BUFFERS = 5 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
@@ -7975,6 +8116,12 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     }
 }
 
+/* True if micro-batches compute the gradients in a shared fp32 buffer, whose values are then added to the shard or to
+ * main_grads. */
+static bool mt_bucket_buffers_gradients(const mt_bucket *b) {
+    return b->strategy >= MT_SHARD_GRADS || b->grad_dtype != MT_F32;
+}
+
 /* Sizes of buckets, from the parameter table. Parameters are padded to the alignment; a sharded bucket is padded to
  * aligned shards of equal size. */
 static void mt_buckets_size(mt_model *m) {
@@ -8033,26 +8180,28 @@ static void mt_sharding_open(mt_model *m) {
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
         b->trained = param->trained;
         b->dtype = b->trained ? m->dtype : MT_F32;
+        b->grad_dtype = b->trained ? mt_optimizer_dtypes[m->options->main_grads_dtype] : MT_F32;
         b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
     }
 }
 
-/* Buffers for whole buckets: each has the size of the largest bucket of its kind. */
+/* Buffers for whole buckets: each has the size of the largest bucket of its kind that needs one. */
 static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
     mt_sharding *s = m->sharding;
-    int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
+    int64_t params[MT_NUM_BUCKET_KINDS] = {0}, grads[MT_NUM_BUCKET_KINDS] = {0};
     for (int64_t i = 0; i < m->num_buckets; i++) {
-        int64_t *count = &largest[s->progress[i].kind];
-        if (m->buckets[i].strategy != MT_NO_SHARD) *count = mt_max(*count, m->buckets[i].count);
+        const mt_bucket *b = &m->buckets[i];
+        mt_bucket_kind kind = s->progress[i].kind;
+        if (b->strategy == MT_SHARD_PARAMS) params[kind] = mt_max(params[kind], b->count);
+        if (m->plan.train && mt_bucket_buffers_gradients(b)) grads[kind] = mt_max(grads[kind], b->count);
     }
     for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
         for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
             s->param_buffers[buffer] = s->grad_buffers[buffer] = (mt_bucket_buffer){.bucket = -1};
-            if (largest[kind] > 0 && s->strategy >= MT_SHARD_PARAMS)
-                s->param_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * mt_dtype_size(m->dtype));
-            if (largest[kind] > 0 && s->strategy >= MT_SHARD_GRADS)
-                s->grad_buffers[buffer].memory = mt_arena_alloc(arena, largest[kind] * 4);
+            if (params[kind] > 0)
+                s->param_buffers[buffer].memory = mt_arena_alloc(arena, params[kind] * mt_dtype_size(m->dtype));
+            if (grads[kind] > 0) s->grad_buffers[buffer].memory = mt_arena_alloc(arena, grads[kind] * 4);
         }
 }
 
@@ -8238,14 +8387,23 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_bucket_progress *progress = &s->progress[bucket];
     if (progress->gradients_acquired) return;
     progress->gradients_acquired = true;
-    if (b->strategy >= MT_SHARD_GRADS) {
+    if (mt_bucket_buffers_gradients(b)) {
         mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
         buffer->users++;
         if (buffer == s->reducing) mt_wait_stream(m, m->stream, s->grad_stream);
         b->grads = buffer->memory;
         mt_bucket_bind(m, bucket);
     }
-    if (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS) mt_bucket_zero_gradients(m, b);
+    if (!progress->has_gradients || mt_bucket_buffers_gradients(b)) mt_bucket_zero_gradients(m, b);
+}
+
+/* Adds x[n] to gradients of earlier micro-batches, or replaces what is left there from the last step. */
+static void mt_gradients_add(mt_model *m, const mt_bucket *b, void *sum, const float *x, int64_t n, bool adds,
+                             mt_stream *stream) {
+    if (adds)
+        m->ops->accumulate(sum, x, n, b->grad_dtype, stream);
+    else
+        m->ops->convert(sum, b->grad_dtype, x, MT_F32, n, stream);
 }
 
 /* Starts the reduction of whole gradients over ranks: of a bucket, or of buckets first .. end - 1, which are neighbours
@@ -8253,21 +8411,30 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
 static void mt_bucket_reduce(mt_model *m, int64_t first, int64_t end) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[first];
-    bool adds = b->strategy >= MT_SHARD_GRADS && s->progress[first].has_gradients; // to earlier micro-batches' shard
-    float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
+    bool shards = b->strategy >= MT_SHARD_GRADS, adds = shards && s->progress[first].has_gradients;
+    bool in_place = !adds && (!shards || b->grad_dtype == MT_F32); // else added to the shard, where types differ too
+    mt_dtype dtype = shards ? MT_F32 : b->grad_dtype;
     int64_t count = 0;
     for (int64_t i = first; i < end; i++) {
         const mt_bucket *part = &m->buckets[i];
-        if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, part->grads, part->count, m->stream);
+        const void *own = shards ? part->grads : part->main_grads;
+        if (m->reruns) m->ops->squared_norm(m->numbers->own + 1, own, part->count, dtype, m->stream);
         s->progress[i].reduced = true;
         count += part->count;
     }
     mt_wait_stream(m, s->grad_stream, m->stream);
-    if (b->strategy == MT_NO_SHARD)
-        m->ops->all_reduce(b->grads, count, MT_SUM, MT_F32, b->group, s->grad_stream);
-    else
-        m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, b->group, s->grad_stream);
-    if (adds) m->ops->accumulate(b->grad_shard, sum, b->shard_count, s->grad_stream);
+    if (b->strategy == MT_NO_SHARD) {
+        m->ops->all_reduce(b->main_grads, count, MT_SUM, dtype, b->group, s->grad_stream);
+        return;
+    }
+    void *sum = in_place ? b->grad_shard : b->grads + b->shard_first;
+    const void *whole = shards ? b->grads : b->main_grads;
+    m->ops->reduce_scatter(sum, whole, b->shard_count, dtype, b->group, s->grad_stream);
+    if (!in_place) mt_gradients_add(m, b, b->grad_shard, sum, b->shard_count, adds, s->grad_stream);
+}
+
+static const void *mt_gradients_end(const mt_bucket *b) {
+    return (const char *)b->main_grads + b->count * mt_dtype_size(b->grad_dtype);
 }
 
 /* Starts the reduction of all buckets that are reduced together with this one, once all are complete. */
@@ -8280,7 +8447,7 @@ static void mt_bucket_reduce_group(mt_model *m, int64_t bucket) {
         end = i + 1;
         if (progress[i].reduction != group) continue;
         while (end <= group && progress[end].reduction == group && m->buckets[i].strategy == MT_NO_SHARD &&
-               m->buckets[end].grads == m->buckets[end - 1].grads + m->buckets[end - 1].count)
+               m->buckets[end].main_grads == mt_gradients_end(&m->buckets[end - 1]))
             end++;
         mt_bucket_reduce(m, i, end);
     }
@@ -8289,18 +8456,23 @@ static void mt_bucket_reduce_group(mt_model *m, int64_t bucket) {
 void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     mt_sharding *s = m->sharding;
     mt_bucket_progress *progress = &s->progress[bucket];
+    mt_bucket *b = &m->buckets[bucket];
+    bool shards = b->strategy >= MT_SHARD_GRADS;
     progress->complete |= last;
-    if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
-        if (last && m->options->overlap_grad_reduce) mt_bucket_reduce_group(m, bucket);
-    } else {
+    if (shards) {
         mt_wait_stream(m, m->stream, s->grad_stream); // for the previous reductions, which frees their buffers
         mt_bucket_reduce(m, bucket, bucket + 1);
+    } else if (mt_bucket_buffers_gradients(b)) {
+        mt_gradients_add(m, b, b->main_grads, b->grads, b->count, progress->has_gradients, m->stream);
+    }
+    if (mt_bucket_buffers_gradients(b)) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
-        s->reducing = buffer;
-        m->buckets[bucket].grads = NULL;
+        if (shards) s->reducing = buffer;
+        b->grads = NULL;
         mt_bucket_bind(m, bucket);
     }
+    if (!shards && last && m->options->overlap_grad_reduce) mt_bucket_reduce_group(m, bucket);
     progress->gradients_acquired = false, progress->has_gradients = true;
 }
 
@@ -8358,13 +8530,15 @@ static void mt_gradients_reduce_model(mt_model *m) {
         for (next = i + 1; next < m->num_params; next++)
             if (m->params[next].bucket != param->bucket || mt_gradient_group(m, &m->params[next]) != group) break;
         if (!group || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
-        m->ops->all_reduce(m->buckets[param->bucket].grad_shard + begin, count, MT_SUM, MT_F32, group, m->stream);
+        const mt_bucket *b = &m->buckets[param->bucket];
+        void *run = mt_offset_pointer(b->grad_shard, begin * mt_dtype_size(b->grad_dtype));
+        m->ops->all_reduce(run, count, MT_SUM, b->grad_dtype, group, m->stream);
     }
     int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
     bool has_copies = !m->options->untie_embeddings_and_output_weights || m->options->mtp_num_layers > 0;
     if (has_copies && m->grid->embedding.size > 1 && word >= 0)
-        m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM, MT_F32,
-                           &m->grid->embedding, m->stream);
+        m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
+                           m->buckets[word].grad_dtype, &m->grid->embedding, m->stream);
 }
 
 /* After the optimizer's step: gathers parameters now, or with prefetching each bucket before its first use. */
@@ -8375,6 +8549,13 @@ static void mt_params_finish(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].needs_gather = m->buckets[i].strategy != MT_NO_SHARD;
     mt_wait_stream(m, s->param_stream, m->stream);
     if (!s->prefetches) mt_params_gather_all(m);
+}
+
+/* The type of a trained parameter's state. */
+mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
+    if (state == MT_STATE_EXP_AVG) return mt_optimizer_dtypes[m->options->exp_avg_dtype];
+    if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
+    return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
 /* Rows of the memory plan. */
@@ -8405,9 +8586,11 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
-        if (b->strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
-        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->grads, b->shard_first * 4)
-                                                     : mt_arena_alloc(arena, b->shard_count * 4);
+        int64_t size = mt_dtype_size(b->grad_dtype);
+        if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(arena, b->count * size);
+        if (!mt_bucket_buffers_gradients(b)) b->grads = b->main_grads;
+        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->main_grads, b->shard_first * size)
+                                                     : mt_arena_alloc(arena, b->shard_count * size);
     }
     m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
     start = arena->used;
@@ -8415,8 +8598,8 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
         if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
-        b->m = mt_arena_alloc(arena, b->shard_count * 4);
-        b->v = mt_arena_alloc(arena, b->shard_count * 4);
+        b->m = mt_arena_alloc(arena, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
+        b->v = mt_arena_alloc(arena, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
     start = arena->used;
@@ -8433,9 +8616,9 @@ const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
 
 mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
-    float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
+    void *states[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
     if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
-        return (mt_shard){floats[state], b->shard_first, b->shard_count, MT_F32};
+        return (mt_shard){states[state], b->shard_first, b->shard_count, mt_state_dtype(m, state)};
     if (b->strategy == MT_SHARD_PARAMS) return (mt_shard){b->param_shard, b->shard_first, b->shard_count, b->dtype};
     return (mt_shard){b->params, 0, b->count, b->dtype};
 }
@@ -8463,9 +8646,9 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     }
     if (b->strategy == MT_NO_SHARD) return shard.data;
     int buffer = mt_first_buffer[s->progress[bucket].kind];
-    void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_buffers[buffer].memory : b->grads;
+    void *whole = mt_bucket_buffers_gradients(b) ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
-    m->ops->all_gather(whole, shard.data, b->shard_count, MT_F32, b->group, m->stream);
+    m->ops->all_gather(whole, shard.data, b->shard_count, shard.dtype, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
     return whole;
 }
@@ -8547,7 +8730,8 @@ static void mt_gradients_norm(mt_model *m) {
             if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
         if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
             continue;
-        m->ops->squared_norm(m->numbers->sums + 2, b->grad_shard + begin, count, m->stream);
+        const void *run = mt_offset_pointer(b->grad_shard, begin * mt_dtype_size(b->grad_dtype));
+        m->ops->squared_norm(m->numbers->sums + 2, run, count, b->grad_dtype, m->stream);
     }
     m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
@@ -8567,6 +8751,17 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_end(m);
 }
 
+/* The operands for elements [first, first + n) of a bucket's shard. */
+static mt_adamw_args mt_adamw_run(const mt_model *m, const mt_bucket *b, int64_t first, int64_t n) {
+    mt_adamw_args a = {.n = n, .dtype = b->dtype, .grad_dtype = b->grad_dtype, .scale = &m->numbers->grad_scale};
+    a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
+    a.param = mt_at(m, b->param_shard, first), a.master = mt_offset_pointer(b->master, 4 * first);
+    a.m = mt_offset_pointer(b->m, first * mt_dtype_size(a.m_dtype));
+    a.v = mt_offset_pointer(b->v, first * mt_dtype_size(a.v_dtype));
+    a.grad = mt_offset_pointer(b->grad_shard, first * mt_dtype_size(b->grad_dtype));
+    return a;
+}
+
 /* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
@@ -8584,12 +8779,9 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
         int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
         int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
         for (int k = 0; k < 2; k++) {
-            int64_t first = start[k], count = start[k + 1] - first;
-            if (count == 0) continue;
+            mt_adamw_args a = mt_adamw_run(m, b, start[k], start[k + 1] - start[k]);
             adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
-            m->ops->adamw_step(mt_at(m, b->param_shard, first), b->master ? b->master + first : NULL, b->m + first,
-                               b->v + first, b->grad_shard + first, &m->numbers->grad_scale, count, &adamw, m->dtype,
-                               m->stream);
+            if (a.n > 0) m->ops->adamw_step(&a, &adamw, m->stream);
         }
     }
     mt_params_finish(m);
@@ -9212,6 +9404,35 @@ static void mt_plan_recompute(mt_model *m, mt_arena *arena) {
         m->recompute_buffers[i].memory = mt_arena_alloc(arena, m->recompute_buffers[i].bytes);
 }
 
+/* The buffers of offloaded values, as large as the largest layer's. Layers take turns. */
+static void mt_plan_offload(mt_model *m, mt_arena *arena) {
+    mt_routing routing = {0};
+    mt_activations a = {.routing = &routing};
+    int64_t largest = 0, count = 0;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_arena sizes = {0};
+        mt_plan_layer(m, &m->layers[i], MT_OFFLOAD, &a, &sizes);
+        m->layers[i].offload_bytes = sizes.used;
+        m->layers[i].offload_buffer = (int)(count % MT_OFFLOAD_BUFFERS);
+        count += sizes.used > 0;
+        largest = mt_max(largest, sizes.used);
+    }
+    for (int i = 0; i < MT_OFFLOAD_BUFFERS; i++) m->offload->buffers[i].memory = mt_arena_alloc(arena, largest);
+}
+
+/* Offloaded values of a micro-batch's layers: where they are computed, and their copy on the host. On a single stage
+ * the backward follows the forward, so it finds the last layers' values in the buffers. */
+static void mt_plan_offloaded(mt_model *m, const mt_micro_batch *mb, mt_arena *host) {
+    const mt_stage *stage = &m->stages[mb->chunk];
+    int64_t staying = m->grid->pipeline.size == 1 ? MT_OFFLOAD_BUFFERS : 0;
+    for (int64_t i = stage->num_layers + stage->num_mtp - 1; i >= 0; i--) {
+        const mt_layer *w = &m->layers[m->first_local[mb->chunk] + i];
+        mt_arena buffer = {.base = mt_offload_buffer_of(m, w)->memory, .capacity = w->offload_bytes};
+        mt_plan_layer(m, w, MT_OFFLOAD, &mb->layers[i], &buffer);
+        if (w->offload_bytes > 0 && staying-- <= 0) mb->layers[i].host = mt_arena_alloc(host, w->offload_bytes);
+    }
+}
+
 /* Sizes of context-parallel attention. */
 static mt_context_plan mt_model_context_plan(const mt_model *m) {
     return (mt_context_plan){.comm_type = m->options->cp_comm_type,
@@ -9366,7 +9587,11 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
     int64_t start = arena->used;
     if (m->plan.train) mt_plan_recompute(m, arena);
-    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_plan_micro_batch(m, &m->micro_batches[i], arena);
+    if (m->offload) mt_plan_offload(m, arena);
+    for (int64_t i = 0; i < m->num_micro_batches; i++) {
+        mt_plan_micro_batch(m, &m->micro_batches[i], arena);
+        if (m->offload) mt_plan_offloaded(m, &m->micro_batches[i], &m->host);
+    }
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
@@ -9391,6 +9616,9 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
                     (double)m->bytes[i] / parameters);
     double total = (double)(m->arena.capacity + m->bytes[MT_PLAN_EXPERTS]);
     fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", total / 1048576, total / parameters);
+    if (m->host.used > 0)
+        fprintf(file, "  %-15s %9.1f   %6.2f\n", "host memory", (double)m->host.used / 1048576,
+                (double)m->host.used / parameters);
 }
 
 /* ==== §15b creation =============================================================================================== */
@@ -9585,6 +9813,10 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
         m->recompute_buffers[i].rows = mt_model_calloc(m, (int64_t)sizeof(mt_expert_rows));
     if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
         m->recompute_modules = o->recompute_modules;
+    if (m->plan.train && o->fine_grained_activation_offloading) {
+        m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload);
+        m->offload->modules = o->offload_modules;
+    }
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
@@ -9658,17 +9890,19 @@ static void mt_model_links(mt_model *m) {
         }
 }
 
-/* Compares the bytes that this rank needs with those of its GPU, or the bytes of all ranks of a host with the host's.
- * Every rank gets the same answer. */
+/* Compares the bytes that this rank needs with its GPU's memory, and the bytes that all ranks of a host need there with
+ * the host's memory. Every rank gets the same answer. */
 static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *error) {
     bool cpu = !m->ops->on_device;
     const double gib = 1 << 30;
     const char *fewer = m->plan.train ? "--seq-length" : "--max-new-tokens";
-    int64_t available = cpu && m->plan.host_memory > 0 ? m->plan.host_memory : m->ops->memory_available();
+    int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_cpu_ops.memory_available();
+    int64_t available = cpu ? host : m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
     int ranks = 1;
-    if (cpu) mt_host_total(&m->grid->world, &ranks, &needed, &available);
-    bool refused = needed > available;
-    if (refused && ranks == 1)
+    if (cpu || m->offload) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
+    if (cpu) needed = on_host, available = host;
+    bool refused = needed > available, host_refused = !cpu && on_host > host;
+    if (refused && (ranks == 1 || !cpu))
         mt_error_set(error,
                      "the model needs %.1f GiB of memory and the %s has %.1f GiB available; lower --micro-batch-size "
                      "or %s, or take a smaller model",
@@ -9678,7 +9912,12 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
                      "the %d ranks of a machine need %.1f GiB of memory together and it has %.1f GiB available; start "
                      "fewer ranks on it, lower --micro-batch-size or %s, or take a smaller model",
                      ranks, (double)needed / gib, (double)available / gib, fewer);
-    return mt_agree(&m->grid->world, refused, error);
+    else if (host_refused)
+        mt_error_set(error,
+                     "offloading needs %.1f GiB of host memory and the machine has %.1f GiB available (ranks on it: "
+                     "%d); offload less, or lower --micro-batch-size or --seq-length",
+                     (double)on_host / gib, (double)host / gib, ranks);
+    return mt_agree(&m->grid->world, refused || host_refused, error);
 }
 
 static int mt_model_allocate(mt_model *m, mt_error *error) {
@@ -9713,6 +9952,10 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     }
     m->arena.capacity = counting.used;
     m->arena.base = m->ops->memory_alloc(counting.used);
+    if (m->host.used > 0) {
+        m->host.capacity = m->host.used, m->host.used = 0;
+        m->host.base = m->ops->memory_alloc_host(m->host.capacity);
+    }
     mt_plan_memory(m, &m->arena);
     return 0;
 }
@@ -9803,6 +10046,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     if (m->grid->tensor.size > 1) m->tp.comm = m->ops->stream_create(NULL, 0, deterministic);
     if (m->experts->num_layers > 0 && m->grid->expert_exchange.size > 1)
         m->experts->comm = m->ops->stream_create(NULL, 0, deterministic);
+    if (m->offload) m->offload->stream = m->ops->stream_create(NULL, 0, deterministic);
     mt_experts_fill_data_ranks(m);
     mt_experts_begin(m);
     mt_sharding_start(m);
@@ -9815,7 +10059,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    if (mt_options_check_limits(options, &ops->limits, error) != 0) return -1;
+    if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     if (!m->plan.loss) m->plan.loss = &mt_nll;
@@ -9834,9 +10078,14 @@ static void mt_model_free_device(mt_model *m) {
         if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
     m->ops->mailbox_close(m->tp.mailbox);
     if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
+    if (m->offload) {
+        m->ops->stream_synchronize(m->offload->stream);
+        m->ops->stream_destroy(m->offload->stream);
+    }
     mt_experts_close(m);
     mt_sharding_close(m);
     m->ops->stream_destroy(m->stream);
+    if (m->host.base) m->ops->memory_free_host(m->host.base);
     m->ops->memory_free_host(m->staged_logits);
     m->ops->memory_free_host(m->trainer->results);
     for (int i = 0; i < 2; i++) {

@@ -220,6 +220,8 @@ typedef enum mt_cp_comm_type {
     MT_CP_A2A,        // all-to-all: ranks exchange tokens for heads
     MT_CP_A2A_P2P     // a2a within groups of neighbours, a ring across them
 } mt_cp_comm_type;
+/* Types of gradients and moments between steps. */
+typedef enum mt_optimizer_dtype { MT_OPTIMIZER_FP32, MT_OPTIMIZER_BF16 } mt_optimizer_dtype;
 /* Activation recomputation: values that the backward needs are computed again instead of kept (Chen et al., "Training
  * deep nets with sublinear memory cost"). FULL: of every unit of layers only the input is kept. SELECTIVE: the values
  * of some modules are not kept (Korthikanti et al., "Reducing activation recomputation in large transformer models").
@@ -234,6 +236,17 @@ typedef enum mt_recompute_method {
     MT_RECOMPUTE_UNIFORM, // units of recompute_num_layers layers
     MT_RECOMPUTE_BLOCK    // the first recompute_num_layers layers of a stage, each a unit; the others are kept
 } mt_recompute_method;
+/* Modules whose input is offloaded: it waits in host memory from the forward to the backward. A set of bits. */
+enum {
+    MT_OFFLOAD_ATTN_NORM = 1,   // the norm before attention: the layer's input
+    MT_OFFLOAD_QKV_LINEAR = 2,  // its output; of latent attention also the latents
+    MT_OFFLOAD_CORE_ATTN = 4,   // queries, keys and values
+    MT_OFFLOAD_ATTN_PROJ = 8,   // attention's output
+    MT_OFFLOAD_MLP_NORM = 16,   // the residual stream between attention and MLP
+    MT_OFFLOAD_EXPERT_FC1 = 32, // the rows of the experts, if their number does not depend on the data
+    MT_OFFLOAD_MOE_ACT = 64,    // the same, before the activation
+    MT_OFFLOAD_MLP = 128        // of layers without experts: the MLP's input, and its values around the activation
+};
 /* Modules of selective recomputation, a set of bits. */
 enum {
     MT_MODULE_CORE_ATTN = 1,   // nothing: attention never keeps its probabilities
@@ -342,6 +355,8 @@ typedef struct mt_options {
     int64_t lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples, lr_wsd_decay_iters,
         lr_wsd_decay_samples;
     double weight_decay, start_weight_decay, end_weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad;
+    bool use_precision_aware_optimizer;
+    mt_optimizer_dtype main_grads_dtype, exp_avg_dtype, exp_avg_sq_dtype;
     mt_weight_decay_style weight_decay_incr_style;
     int64_t eval_interval, eval_iters, log_interval, seed;
     double exit_duration_in_mins;
@@ -382,6 +397,9 @@ typedef struct mt_options {
     int64_t recompute_num_layers;
     unsigned recompute_modules; // MT_MODULE_*
     bool recompute_activations, moe_layer_recompute, distribute_saved_activations;
+    /* offloading */
+    bool fine_grained_activation_offloading;
+    unsigned offload_modules; // MT_OFFLOAD_*
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_model, *tokens_file;
@@ -942,6 +960,24 @@ typedef struct mt_adamw {
     float bias_correction1, bias_correction2; // 1 - beta^step
 } mt_adamw;
 
+/* The operands of an AdamW step on n elements; gradient and moments are MT_F32 or MT_BF16. A moment in bf16 is rounded
+ * to nearest even after the step, which itself uses the fp32 value. */
+typedef struct mt_adamw_args {
+    int64_t n;
+    void *param;        // [n] the weights in fp32, or the bf16 copy of `master`
+    float *master;      // [n] fp32 weights of bf16 parameters, NULL for fp32 ones
+    void *m, *v;        // [n]
+    const void *grad;   // [n]
+    const float *scale; // the gradient is grad * scale[0]; a negative scale changes nothing
+    mt_dtype dtype;     // of param
+    mt_dtype m_dtype, v_dtype, grad_dtype;
+} mt_adamw_args;
+
+static inline int64_t mt_adamw_bytes(const mt_adamw_args *a) {
+    int64_t moments = 2 * (mt_dtype_size(a->m_dtype) + mt_dtype_size(a->v_dtype));
+    return a->n * (8 + (a->master ? mt_dtype_size(a->dtype) : 0) + mt_dtype_size(a->grad_dtype) + moments);
+}
+
 /* The rules of step_guard; a step that violates one is bad. */
 typedef struct mt_guard_rules {
     bool finite;         // loss and gradient norm must be finite
@@ -964,12 +1000,12 @@ typedef enum mt_guard_check {
 enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 #define MT_OPTIMIZER_OPERATIONS(OP)                                                                                    \
-    /* sum[n] += x[n]. */                                                                                              \
-    OP(accumulate, mt_work_bytes(3 * n, MT_F32), (sum, x, n, stream), float *sum, const float *x, int64_t n,           \
-       mt_stream *stream)                                                                                              \
-    /* sum[0] += sum of squares. */                                                                                    \
-    OP(squared_norm, mt_work_bytes(n, MT_F32), (sum, x, n, stream), double *sum, const float *x, int64_t n,            \
-       mt_stream *stream)                                                                                              \
+    /* sum[n] += x[n]; dtype: of sum, which bf16 rounds. */                                                            \
+    OP(accumulate, mt_work_bytes((4 + 2 * mt_dtype_size(dtype)) * n, MT_U8), (sum, x, n, dtype, stream), void *sum,    \
+       const float *x, int64_t n, mt_dtype dtype, mt_stream *stream)                                                   \
+    /* sum[0] += sum of squares of x[n]. */                                                                            \
+    OP(squared_norm, mt_work_bytes(n, dtype), (sum, x, n, dtype, stream), double *sum, const void *x, int64_t n,       \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
     /* norm[0] = sqrt(sum_of_squares) / denominator, the gradient's norm; scale[0], the factor of every gradient, =    \
      * clip / (norm + 1e-6), if below 1 and clip > 0, over the denominator (the batch's tokens). */                    \
     OP(gradient_scale, mt_work_bytes(24, MT_U8), (scale, norm, sum_of_squares, denominator, clip, stream),             \
@@ -981,12 +1017,10 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
     OP(step_guard, mt_work_bytes(72, MT_U8), (guard, scale, loss_sum, tokens, norm, rules, stream), double *guard,     \
        float *scale, const double *loss_sum, const double *tokens, const float *norm, const mt_guard_rules *rules,     \
        mt_stream *stream)                                                                                              \
-    /* One AdamW step on n elements with gradient grad * scale[0]; a negative scale changes nothing. `master` holds    \
-     * the fp32 weights of bf16 parameters and is NULL for fp32 ones. The work: the gradient is read, both moments and \
-     * the fp32 weights are read and written, the bf16 copy is written. */                                             \
-    OP(adamw_step, mt_work_bytes((28 + (master ? mt_dtype_size(dtype) : 0)) * n, MT_U8),                               \
-       (param, master, m, v, grad, scale, n, adamw, dtype, stream), void *param, float *master, float *m, float *v,    \
-       const float *grad, const float *scale, int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream)     \
+    /* One AdamW step, computed in fp32. The work: the gradient is read, both moments and the fp32 weights are read    \
+     * and written, the bf16 copy is written. */                                                                       \
+    OP(adamw_step, mt_work_bytes(mt_adamw_bytes(a), MT_U8), (a, adamw, stream), const mt_adamw_args *a,                \
+       const mt_adamw *adamw, mt_stream *stream)                                                                       \
     /* param[i] = mean + std * normal(key, first + i) with Box-Muller on Philox: the same on every layout. */          \
     OP(random_normal, mt_work_bytes(n, dtype), (param, n, key, first, mean, std, dtype, stream), void *param,          \
        int64_t n, uint64_t key, int64_t first, float mean, float std, mt_dtype dtype, mt_stream *stream)               \
@@ -1350,8 +1384,10 @@ void mt_watch_start(const mt_options *options);
 /* Sets the phase of this rank and returns the one before; for the main thread. */
 mt_watch_phase mt_watch_enter(mt_watch_phase phase);
 
-/* Called around reading or writing a file, by any thread; writing has the limit of a save. The path must stay valid. */
-int mt_watch_file_begin(const char *path, bool writes);
+/* Called around reading or writing a file, by any thread. Saving has its own limit, also where it overlaps with steps;
+ * other reads and writes have that of the phase. The path must stay valid. */
+typedef enum mt_file_use { MT_FILE_READ, MT_FILE_WRITE, MT_FILE_SAVE } mt_file_use;
+int mt_watch_file_begin(const char *path, mt_file_use use);
 void mt_watch_file_end(int file);
 
 /* Called around an operation that may wait for other ranks: the watchdog measures the time between begin and end. Pairs
@@ -1578,16 +1614,18 @@ typedef struct mt_bucket {
     int64_t decay_count; // the leading elements with weight decay
     int64_t shard_first, shard_count;
     void *params;        // [count] bf16 or fp32; NULL while this rank has the shard only
-    float *grads;        // [count] fp32, summed over micro-batches; NULL while this rank has the shard only
+    float *grads;        // [count] fp32, to which products add; NULL while only main_grads or the shard exist
+    void *main_grads;    // [count] summed over micro-batches: grads itself if fp32; NULL with a shard only
     void *param_shard;   // [shard_count], inside params where those always exist
-    float *grad_shard;   // [shard_count], inside grads where those always exist; the sum over ranks
+    void *grad_shard;    // [shard_count], inside main_grads where those exist; the sum over ranks
     float *master;       // [shard_count] fp32 weights of bf16 parameters, else NULL
-    float *m, *v;        // [shard_count] AdamW's moments
+    void *m, *v;         // [shard_count] AdamW's moments
     int64_t first_param; // rows [first_param, first_param + num_params) of the table
     int64_t num_params;
     mt_strategy strategy;  // MT_NO_SHARD for a group of one
     const mt_group *group; // the ranks with the same parameters, which add their gradients
     mt_dtype dtype;        // of params
+    mt_dtype grad_dtype;   // of main_grads and grad_shard: --main-grads-dtype
     bool trained;          // false: no gradients, no moments, MT_F32
 } mt_bucket;
 
@@ -1708,7 +1746,7 @@ typedef struct mt_model_plan {
     int64_t max_logits;   // rows of logits held at once
     int64_t cache_rows;   // key/value cache rows a layer; 0: none
     int64_t max_position; // positions that tokens may have (rotary tables)
-    int64_t host_memory;  // on the CPU: bytes that all ranks of this host may use together; 0: the machine's memory
+    int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
     bool train;           // gradients, optimizer state and saved activations
     const mt_loss *loss;  // of the head and of modules of multi-token prediction; NULL: mt_nll
 } mt_model_plan;
@@ -1855,9 +1893,12 @@ typedef enum mt_param_state {
     MT_NUM_STATES
 } mt_param_state;
 
-/* All `count` elements of one state of a bucket, on the device: weights in the model's type, other states fp32. Every
- * rank of the data group calls it. Valid until the next call. Not during a step: it may overwrite gradients. */
+/* All `count` elements of one state of a bucket, on the device, in the type that mt_bucket_shard gives. Every rank of
+ * the data group calls it. Valid until the next call. Not during a step: it may overwrite gradients. */
 const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
+
+/* The type of a trained parameter's state. */
+mt_dtype mt_state_dtype(const mt_model *model, mt_param_state state);
 
 /* A bucket's sizes, shard, group and strategy. Unlike mt_model_buckets, this gathers no parameters. */
 const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);

@@ -19,6 +19,8 @@
 typedef struct feed {
     mt_loader *loader;
     int64_t consumed, stride; // samples; all ranks' samples of one micro-batch
+    int status;               // of reading on this rank, with its first error
+    mt_error error;
 } feed;
 
 typedef struct run {
@@ -39,17 +41,40 @@ typedef struct run {
     double start;
 } run;
 
-/* Ends the program with the error of a function that failed. */
-static void check(int status, const mt_error *error) {
-    if (status != 0) mt_die("%s", error->text);
+/* Reports the last checkpoint that came into its place. */
+static void report_saved(run *r) {
+    if (mt_saver_in_place(r->saver) == r->saved) return;
+    r->saved = mt_saver_in_place(r->saver);
+    mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->saved, r->options.save);
 }
 
+/* Ends the program with the error of the lowest rank that failed, after the save under way. Every rank calls it. */
+static void fail(run *r, int status, mt_error *error) {
+    mt_error other;
+    (void)mt_agree(&r->grid.world, status != 0, error);
+    (void)mt_saver_finish(r->saver, &other);
+    report_saved(r);
+    mt_report_refusal(&r->grid, -1, error);
+}
+
+/* Ends the program if a function failed, whose status is the same on every rank. */
+static void check(run *r, int status, mt_error *error) {
+    if (status != 0) fail(r, status, error);
+}
+
+/* A rank that cannot read its data takes part in the step, with a placeholder: the others would wait for it. At the end
+ * of the step, check_data ends the program on all ranks. */
 static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     feed *from = context;
-    int watched = mt_watch_file_begin("data", false);
-    int status = mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
+    int watched = mt_watch_file_begin("data", MT_FILE_READ);
+    int status = from->status;
+    if (status == 0) status = mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
     mt_watch_file_end(watched);
-    return status;
+    if (status == 0) return 0;
+    if (from->status == 0) from->error = *error;
+    from->status = status;
+    mt_loader_fill_placeholder(from->loader, batch);
+    return 0;
 }
 
 /* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
@@ -117,10 +142,10 @@ static void open_data(run *r) {
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
-        if (dataset)
-            check(mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size, r->grid.data.rank,
-                                 r->grid.data.size, &error),
-                  &error);
+        int status = dataset ? mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size,
+                                              r->grid.data.rank, r->grid.data.size, &error)
+                             : 0;
+        mt_report_refusal(&r->grid, status, &error);
     }
 }
 
@@ -137,7 +162,9 @@ static void load(run *r) {
     }
     take_tokenizer(r, found);
     if (r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
-        mt_die("%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
+        status = mt_error_set(
+            &error, "%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
+    mt_report_refusal(&r->grid, status, &error);
 }
 
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
@@ -163,7 +190,7 @@ static void open_model(run *r) {
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     plan.host_memory = mt_host_memory_available("");
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
-    check(mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
+    mt_report_refusal(&r->grid, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
     int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;
     mt_report_refusal(&r->grid, status, &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
@@ -175,40 +202,19 @@ static void open_model(run *r) {
     mt_batch_alloc(&r->batch, tokens);
 }
 
-/* Mean loss over --eval-iters batches of a split; each evaluation goes on where the last one stopped. */
-static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed) {
-    const mt_options *o = &r->options;
-    mt_error error;
-    double loss;
-    if (!r->loaders[split] || o->eval_iters == 0) return;
-    check(mt_train_finish(r->model, &error), &error);
-    if (mt_train_bad_iteration(r->model) > 0) return;
-    feed from = {r->loaders[split], *consumed, o->micro_batch_size * r->grid.data.size};
-    int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
-    check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
-    *consumed += micro_batches * from.stride;
-    mt_report_evaluation(&r->report, &r->state, name, loss);
-}
-
-/* After each call of the saver, which may have put a checkpoint into its place. */
-static void report_saved(run *r, int status, const mt_error *error) {
-    check(status, error);
-    if (mt_saver_in_place(r->saver) == r->saved) return;
-    r->saved = mt_saver_in_place(r->saver);
-    mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->saved, r->options.save);
-}
-
 /* False: a bad step was among the last, whose checkpoint would be the one to go back to. */
 static bool save(run *r) {
     mt_error error;
     if (!r->options.save) return true;
-    check(mt_train_finish(r->model, &error), &error);
+    check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return false;
-    report_saved(r, mt_saver_save(r->saver, &r->state, &error), &error);
+    check(r, mt_saver_save(r->saver, &r->state, &error), &error);
+    report_saved(r);
     return true;
 }
 
-/* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
+/* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. Nothing is
+ * printed before the save that follows: an ending mpirun no longer reads. */
 static bool should_stop(const run *r) {
     double minutes = r->options.exit_duration_in_mins;
     double stop = mt_stop_requested() || (minutes > 0 && mt_time() - r->start > 60 * minutes);
@@ -216,50 +222,92 @@ static bool should_stop(const run *r) {
     return stop > 0;
 }
 
+/* Ends the program if a rank could not read the data of a step. */
+static void check_data(run *r, feed *from) {
+    double failed = from->status != 0;
+    mt_all_reduce_max(&r->grid.world, &failed, 1, MT_F64);
+    if (failed > 0) fail(r, from->status, &from->error);
+}
+
+/* Samples of an evaluation of a split: --eval-iters batches. */
+static int64_t evaluated_samples(const run *r, mt_split split) {
+    return r->loaders[split] ? r->options.eval_iters * r->options.global_batch_size : 0;
+}
+
+/* Mean loss over the batches of a split from a sample on. */
+static void evaluate(run *r, mt_split split, const char *name, int64_t first) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    double loss;
+    if (evaluated_samples(r, split) == 0) return;
+    check(r, mt_train_finish(r->model, &error), &error);
+    if (mt_train_bad_iteration(r->model) > 0) return;
+    feed from = {r->loaders[split], first, o->micro_batch_size * r->grid.data.size, 0, {""}};
+    int64_t micro_batches = evaluated_samples(r, split) / from.stride;
+    check(r, mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
+    check_data(r, &from);
+    mt_report_evaluation(&r->report, &r->state, name, loss);
+}
+
 /* As soon as its steps are over, or with the run. */
 static void write_trace(run *r) {
     mt_error error;
-    check(mt_trace_write(&error), &error);
+    check(r, mt_trace_write(&error), &error);
     mt_report_line(&r->report, "wrote the trace to %s", r->options.trace);
+}
+
+/* One step; false if the run went back to a checkpoint instead. */
+static bool step(run *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    mt_metrics metrics;
+    feed from = {
+        r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples, o->micro_batch_size * r->grid.data.size, 0, {""}};
+    int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
+    bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
+    bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);
+    bool reported = timed || due; // then the device is idle when the step ends
+    if (timed) mt_profile_step_begin();
+    int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
+                               reported ? &metrics : NULL, &error);
+    if (timed) mt_profile_step_end();
+    if (traced) mt_trace_step_end();
+    if (status == MT_REWIND) {
+        check(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
+        report_saved(r);
+        return false;
+    }
+    check(r, status, &error);
+    check_data(r, &from);
+    if (mt_trace_is_complete()) write_trace(r);
+    if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
+    if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
+    return true;
 }
 
 static void train(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    mt_metrics metrics;
-    int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
+    int64_t saved = -1, validated = r->state.iteration; // without a step: converts
     bool stop = should_stop(r);
     mt_watch_enter(MT_WATCH_STEP);
     while ((r->state.iteration < o->num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
-        report_saved(r, mt_saver_poll(r->saver, &error), &error);
-        feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
-                     o->micro_batch_size * r->grid.data.size};
-        int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
-        bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
-        bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);
-        bool reported = timed || due; // then the device is idle when the step ends
-        if (timed) mt_profile_step_begin();
-        int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
-                                   reported ? &metrics : NULL, &error);
-        if (timed) mt_profile_step_end();
-        if (traced) mt_trace_step_end();
-        if (status == MT_REWIND) {
-            report_saved(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
-            continue;
-        }
-        check(status, &error);
-        if (mt_trace_is_complete()) write_trace(r);
-        if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
-        if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
-        if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
-            evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
-            validated = r->state.iteration;
-        }
+        check(r, mt_saver_poll(r->saver, &error), &error);
+        report_saved(r);
+        if (!step(r)) continue;
         stop = should_stop(r);
-        bool saves = stop || (o->save_interval > 0 && r->state.iteration % o->save_interval == 0);
-        if (saves && save(r)) saved = r->state.iteration;
+        // Saved before the evaluation, which may fail; a run that resumes goes on with the samples after it.
+        int64_t iteration = r->state.iteration, first = r->state.consumed_valid_samples;
+        bool validates = o->eval_interval > 0 && iteration % o->eval_interval == 0;
+        if (validates) r->state.consumed_valid_samples += evaluated_samples(r, MT_SPLIT_VALID);
+        if ((stop || (o->save_interval > 0 && iteration % o->save_interval == 0)) && save(r)) saved = iteration;
+        if (!validates) continue;
+        evaluate(r, MT_SPLIT_VALID, "validation", first);
+        validated = iteration;
+        stop = stop || should_stop(r);
+        if (stop && saved != iteration && save(r)) saved = iteration;
     }
-    check(mt_train_finish(r->model, &error), &error);
+    check(r, mt_train_finish(r->model, &error), &error);
     if (mt_trace_is_open()) write_trace(r);
     if (stop) {
         mt_report_line(&r->report, "stopped early after iteration %lld", (long long)r->state.iteration);
@@ -267,8 +315,8 @@ static void train(run *r) {
     }
     // saved first, as in Megatron: a longer run, which skips this evaluation, resumes with its own validation samples
     if (saved != r->state.iteration) save(r);
-    if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
-    evaluate(r, MT_SPLIT_TEST, "test", &test_samples);
+    if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", r->state.consumed_valid_samples);
+    evaluate(r, MT_SPLIT_TEST, "test", 0);
 }
 
 /* Every rank measures its ceilings, so that they share the machine as the steps did. */
@@ -287,7 +335,8 @@ static int print_schedule(run *r) {
     mt_error error;
     int status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
     mt_report_refusal(&r->grid, status, &error);
-    if (r->grid.world.rank == 0) check(mt_schedule_print(&r->options, stdout, &error), &error);
+    if (r->grid.world.rank == 0) status = mt_schedule_print(&r->options, stdout, &error);
+    mt_report_refusal(&r->grid, status, &error);
     mt_options_free(&r->options);
     mt_grid_stop(&r->grid);
     return 0;
@@ -297,8 +346,9 @@ static int print_schedule(run *r) {
 static int print_launch(run *r) {
     mt_error error;
     r->grid = mt_grid_of_one;
-    check(open_tokenizer(r, &error), &error);
-    check(mt_launch_print(&r->options, stdout, &error), &error);
+    int status = open_tokenizer(r, &error);
+    if (status == 0) status = mt_launch_print(&r->options, stdout, &error);
+    if (status != 0) mt_die("%s", error.text);
     mt_tokenizer_close(r->tokenizer);
     free(r->tokenizer_folder);
     mt_options_free(&r->options);
@@ -309,7 +359,7 @@ int main(int argc, char **argv) {
     run r = {.start = mt_time(), .saved = -1};
     mt_error error;
     mt_signals_hold();
-    check(mt_launch_check(argv, &error), &error);
+    if (mt_launch_check(argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error);
     mt_signals_select(&r.options);
     if (status == 0 && r.options.print_launch > 0) return print_launch(&r);
@@ -333,7 +383,8 @@ int main(int argc, char **argv) {
     status = r.options.trace ? mt_trace_open(&r.options, &r.grid, &r.state, &error) : 0;
     mt_report_refusal(&r.grid, status, &error);
     train(&r);
-    report_saved(&r, mt_saver_finish(r.saver, &error), &error);
+    check(&r, mt_saver_finish(r.saver, &error), &error);
+    report_saved(&r);
     mt_report_close(&r.report);
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_loader_close(r.loaders[split]);
     mt_data_close(r.data);

@@ -17,21 +17,21 @@ __device__ static double block_sum(double sum) {
 }
 
 /* partial[block] = the sum of squares of every gridDim.x-th chunk. A pack is summed in fp32, packs in fp64. The grid
- * has as many blocks as can be resident at once, so that no block starts late. Reads x: 4 bytes per element. */
-template <int N>
+ * has as many blocks as can be resident at once, so that no block starts late. Reads x only. */
+template <class T, int N>
 __global__ void __launch_bounds__(norm_threads, norm_blocks_per_sm)
-    squared_norm(double *partial, const float *x, int64_t begin, int64_t end) {
+    squared_norm(double *partial, const T *x, int64_t begin, int64_t end) {
     constexpr int K = 8;
     int64_t step = blockDim.x * N, chunk = K * step;
     double sum = 0;
     for (int64_t i = begin + blockIdx.x * chunk + threadIdx.x * N; i < end; i += gridDim.x * chunk) {
-        mt_pack<float, N> packs[K];
+        mt_pack<T, N> packs[K];
 #pragma unroll
         for (int k = 0; k < K; k++) packs[k] = mt_load<N>(x + i + k * step, i + k * step < end);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             float squares = 0;
-            for (int j = 0; j < N; j++) squares += packs[k].value[j] * packs[k].value[j];
+            for (int j = 0; j < N; j++) squares += mt_element(packs[k], j) * mt_element(packs[k], j);
             sum += squares;
         }
     }
@@ -46,26 +46,39 @@ __global__ void __launch_bounds__(norm_threads) add_squared_norms(double *sum, c
     if (threadIdx.x == 0) sum[0] += total;
 }
 
-extern "C" void mt_cuda_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
-    mt_split<4>(n, mt_wide(MT_F32, {x}, {}), [&](int64_t begin, int64_t end, auto width) {
-        constexpr int N = decltype(width)::value;
-        int64_t blocks = mt_divide_up(end - begin, norm_threads * N);
-        int64_t resident = norm_blocks_per_sm * mt_cuda_device()->multiProcessorCount;
-        if (blocks > resident) blocks = resident;
-        double *partial = (double *)mt_cuda_workspace(stream, blocks * (int64_t)sizeof *partial);
-        squared_norm<N><<<(unsigned)blocks, norm_threads, 0, mt_cuda_stream(stream)>>>(partial, x, begin, end);
-        MT_CUDA_LAUNCHED();
-        add_squared_norms<<<1, norm_threads, 0, mt_cuda_stream(stream)>>>(sum, partial, (int)blocks);
-        MT_CUDA_LAUNCHED();
+/* Calls body(T()) with T the type of `dtype`. */
+template <class Body> static void by_type(mt_dtype dtype, Body body) {
+    if (dtype == MT_F32)
+        body(float());
+    else
+        body(__nv_bfloat16());
+}
+
+extern "C" void mt_cuda_squared_norm(double *sum, const void *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
+    by_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        mt_split<16 / sizeof(T)>(n, mt_wide(dtype, {x}, {}), [&](int64_t begin, int64_t end, auto width) {
+            constexpr int N = decltype(width)::value;
+            int64_t blocks = mt_divide_up(end - begin, norm_threads * N);
+            int64_t resident = norm_blocks_per_sm * mt_cuda_device()->multiProcessorCount;
+            if (blocks > resident) blocks = resident;
+            double *partial = (double *)mt_cuda_workspace(stream, blocks * (int64_t)sizeof *partial);
+            squared_norm<T, N>
+                <<<(unsigned)blocks, norm_threads, 0, mt_cuda_stream(stream)>>>(partial, (const T *)x, begin, end);
+            MT_CUDA_LAUNCHED();
+            add_squared_norms<<<1, norm_threads, 0, mt_cuda_stream(stream)>>>(sum, partial, (int)blocks);
+            MT_CUDA_LAUNCHED();
+        });
     });
 }
 
-/* sum[i] += x[i]. Reads both, writes the sum: 12 bytes per element. */
-template <int N>
-__global__ void __launch_bounds__(256) accumulate(float *sum, const float *x, int64_t begin, int64_t end) {
+/* sum[i] += x[i]. Reads both, writes the sum: 12 bytes per element in fp32, 8 in bf16. */
+template <class T, int N>
+__global__ void __launch_bounds__(256) accumulate(T *sum, const float *x, int64_t begin, int64_t end) {
     constexpr int K = 4;
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
-    mt_pack<float, N> sums[K], xs[K];
+    mt_pack<T, N> sums[K];
+    mt_pack<float, N> xs[K];
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
@@ -75,16 +88,20 @@ __global__ void __launch_bounds__(256) accumulate(float *sum, const float *x, in
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
-        for (int i = 0; i < N; i++) sums[k].value[i] += xs[k].value[i];
-        mt_store(sum + first + k * step, sums[k]);
+        for (int i = 0; i < N; i++) xs[k].value[i] += mt_element(sums[k], i);
+        mt_store(sum + first + k * step, mt_from_float<T>(xs[k]));
     }
 }
 
-extern "C" void mt_cuda_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
-    mt_split<4>(n, mt_wide(MT_F32, {sum, x}, {}), [&](int64_t begin, int64_t end, auto width) {
-        constexpr int N = decltype(width)::value;
-        accumulate<N><<<mt_grid_size(end - begin, 256 * 4 * N), 256, 0, mt_cuda_stream(stream)>>>(sum, x, begin, end);
-        MT_CUDA_LAUNCHED();
+extern "C" void mt_cuda_accumulate(void *sum, const float *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
+    by_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        mt_split<4>(n, mt_wide(MT_F32, {sum, x}, {}), [&](int64_t begin, int64_t end, auto width) {
+            constexpr int N = decltype(width)::value;
+            accumulate<T, N>
+                <<<mt_grid_size(end - begin, 256 * 4 * N), 256, 0, mt_cuda_stream(stream)>>>((T *)sum, x, begin, end);
+            MT_CUDA_LAUNCHED();
+        });
     });
 }
 
@@ -133,14 +150,17 @@ extern "C" void mt_cuda_step_guard(double *guard, float *scale, const double *lo
 /* ---- AdamW ------------------------------------------------------------------------------------------------------- */
 
 /* Reads grad, m, v and the fp32 weights; writes m, v, the weights and their bf16 copy: 30 bytes per element for bf16
- * parameters, 28 for fp32 parameters (`copy` NULL). */
-template <int N>
-__global__ void __launch_bounds__(256)
-    adamw_step(float *weights, __nv_bfloat16 *copy, float *m, float *v, const float *grad, const float *scale,
-               int64_t begin, int64_t end, mt_adamw adamw) {
+ * parameters with fp32 gradients and moments, 28 for fp32 parameters (`copy` NULL). Every sum is an explicit fma, as in
+ * megatron.c, so a step on the host has the same bits. */
+template <class G, class M, class V, int N>
+__global__ void __launch_bounds__(256) adamw_step(float *weights, __nv_bfloat16 *copy, M *m, V *v, const G *grad,
+                                                  const float *scale, int64_t begin, int64_t end, mt_adamw adamw) {
     constexpr int K = 2;
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
-    mt_pack<float, N> grads[K], ms[K], vs[K], ws[K];
+    mt_pack<G, N> grads[K];
+    mt_pack<M, N> ms[K];
+    mt_pack<V, N> vs[K];
+    mt_pack<float, N> ws[K];
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
@@ -151,35 +171,44 @@ __global__ void __launch_bounds__(256)
     }
     float grad_scale = scale[0], rate = adamw.lr / adamw.bias_correction1;
     if (grad_scale < 0) return; // the step is skipped; tested after all loads have been issued
-    float decay = 1 - adamw.lr * adamw.weight_decay, inv_sqrt_correction2 = 1 / sqrtf(adamw.bias_correction2);
+    float decay = __fmaf_rn(-adamw.lr, adamw.weight_decay, 1), root = 1 / sqrtf(adamw.bias_correction2);
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
+        mt_pack<float, N> gs = mt_to_float(grads[k]), new_m = mt_to_float(ms[k]), new_v = mt_to_float(vs[k]);
         for (int i = 0; i < N; i++) {
-            float g = grads[k].value[i] * grad_scale;
-            ms[k].value[i] = adamw.beta1 * ms[k].value[i] + (1 - adamw.beta1) * g;
-            vs[k].value[i] = adamw.beta2 * vs[k].value[i] + (1 - adamw.beta2) * g * g;
-            ws[k].value[i] = ws[k].value[i] * decay -
-                             rate * ms[k].value[i] / (sqrtf(vs[k].value[i]) * inv_sqrt_correction2 + adamw.eps);
+            float g = gs.value[i] * grad_scale;
+            new_m.value[i] = __fmaf_rn(adamw.beta1, new_m.value[i], (1 - adamw.beta1) * g);
+            new_v.value[i] = __fmaf_rn(adamw.beta2, new_v.value[i], (1 - adamw.beta2) * g * g);
+            float change = rate * new_m.value[i] / __fmaf_rn(sqrtf(new_v.value[i]), root, adamw.eps);
+            ws[k].value[i] = __fmaf_rn(ws[k].value[i], decay, -change);
         }
-        mt_store(m + first + k * step, ms[k]);
-        mt_store(v + first + k * step, vs[k]);
+        mt_store(m + first + k * step, mt_from_float<M>(new_m));
+        mt_store(v + first + k * step, mt_from_float<V>(new_v));
         mt_store(weights + first + k * step, ws[k]);
         if (copy) mt_store(copy + first + k * step, mt_from_float<__nv_bfloat16>(ws[k]));
     }
 }
 
-extern "C" void mt_cuda_adamw_step(void *param, float *master, float *m, float *v, const float *grad,
-                                   const float *scale, int64_t n, const mt_adamw *adamw, mt_dtype dtype,
-                                   mt_stream *stream) {
-    float *weights = dtype == MT_F32 ? (float *)param : master;
-    __nv_bfloat16 *copy = dtype == MT_F32 ? NULL : (__nv_bfloat16 *)param;
-    bool wide = mt_wide(MT_F32, {weights, m, v, grad}, {}) && (uintptr_t)copy % 8 == 0;
-    mt_split<4>(n, wide, [&](int64_t begin, int64_t end, auto width) {
+template <class G, class M, class V>
+static void launch_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    float *weights = a->dtype == MT_F32 ? (float *)a->param : a->master;
+    __nv_bfloat16 *copy = a->dtype == MT_F32 ? NULL : (__nv_bfloat16 *)a->param;
+    bool wide = mt_wide(MT_F32, {weights, a->m, a->v, a->grad}, {}) && (uintptr_t)copy % 8 == 0;
+    mt_split<4>(a->n, wide, [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
-        adamw_step<N><<<mt_grid_size(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
-            weights, copy, m, v, grad, scale, begin, end, *adamw);
+        adamw_step<G, M, V, N><<<mt_grid_size(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
+            weights, copy, (M *)a->m, (V *)a->v, (const G *)a->grad, a->scale, begin, end, *adamw);
         MT_CUDA_LAUNCHED();
+    });
+}
+
+extern "C" void mt_cuda_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    by_type(a->grad_dtype, [&](auto grad) {
+        by_type(a->m_dtype, [&](auto m) {
+            by_type(a->v_dtype,
+                    [&](auto v) { launch_adamw_step<decltype(grad), decltype(m), decltype(v)>(a, adamw, stream); });
+        });
     });
 }
 

@@ -230,6 +230,9 @@ int mt_loader_sample(mt_loader *loader, int64_t consumed_samples, int64_t row, i
  * dp_size. */
 int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch, mt_error *error);
 
+/* Fills `batch` with sequences of one token, in place of data that cannot be read: the step's result is not used. */
+void mt_loader_fill_placeholder(mt_loader *loader, mt_batch *batch);
+
 #ifdef __cplusplus
 }
 #endif

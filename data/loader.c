@@ -145,3 +145,11 @@ int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch,
     }
     return 0;
 }
+
+void mt_loader_fill_placeholder(mt_loader *loader, mt_batch *batch) {
+    int64_t seq_length = loader->dataset->seq_length;
+    for (int64_t i = 0; i <= seq_length; i++) loader->sample[i] = loader->config->eod_id == 0; // no end of document
+    batch->num_tokens = batch->num_spans = 0;
+    for (int64_t row = 0; row < loader->micro_batch_size; row++)
+        append_sequence(batch, loader->sample, row, seq_length, loader->config);
+}

@@ -77,10 +77,9 @@ static const struct {
     {MT_NAME_ALWAYS, "this program contacts no other service", "disable-msc no-one-logger", "true"},
     {MT_NAME_ALWAYS, "weight decay is decoupled, as in AdamW", "decoupled-weight-decay", "true"},
     {MT_NAME_ALWAYS, "the optimizer is Adam", "optimizer", "adam"},
-    {MT_NAME_ALWAYS, "master weights, gradients and moments are fp32",
-     "exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype megatron-fsdp-grad-comm-dtype "
-     "megatron-fsdp-main-grads-dtype megatron-fsdp-main-params-dtype",
-     "fp32|float32"},
+    {MT_NAME_ALWAYS, "master weights are fp32", "main-params-dtype megatron-fsdp-main-params-dtype", "fp32|float32"},
+    {MT_NAME_ALWAYS, "gradients are fp32, or as --main-grads-dtype says",
+     "megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype", "fp32|float32"},
     {MT_NAME_ALWAYS, "the router computes in fp32", "moe-router-dtype", "fp32"},
     {MT_NAME_ALWAYS, "attention has a plain softmax", "softmax-type", "vanilla"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
@@ -210,10 +209,10 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "keeping activations, weights or optimizer state in host memory",
      "activation-offload-fraction cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering "
      "cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers cpu-offloading-weights "
-     "delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading "
+     "delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks "
      "fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size moe-paged-stash "
      "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size "
-     "no-pin-cpu-grads no-pin-cpu-params offload-modules optimizer-cpu-offload optimizer-offload-fraction "
+     "no-pin-cpu-grads no-pin-cpu-params optimizer-cpu-offload optimizer-offload-fraction "
      "overlap-cpu-optimizer-d2h-h2d pin-cpu-grads pin-cpu-params use-torch-optimizer-for-cpu-offload"},
     {MT_NAME_UNSUPPORTED, "optimizers other than Adam",
      "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method lion-beta1 lion-beta2 "
@@ -221,8 +220,7 @@ static const struct {
      "muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-split-qkv muon-tp-mode "
      "muon-use-syrk no-use-layer-wise-param-layout sgd-momentum soap-shampoo-beta soap-use-kl-shampoo "
      "use-layer-wise-distributed-optimizer"},
-    {MT_NAME_UNSUPPORTED, "a precision of the optimizer's state other than fp32",
-     "store-param-remainders use-precision-aware-optimizer"},
+    {MT_NAME_UNSUPPORTED, "master weights other than fp32", "store-param-remainders"},
     {MT_NAME_UNSUPPORTED, "CUDA graphs",
      "cuda-graph-impl cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "
      "cuda-graph-use-single-mempool cuda-graph-warmup-steps decode-only-cuda-graphs enable-cuda-graph "

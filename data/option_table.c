@@ -294,7 +294,8 @@ const mt_option mt_option_table[] = {
     {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
      "order of forwards and backwards (default: interleaved with several stages per rank, otherwise 1f1b)",
      // zb-h1 accumulates gradients in two parts and needs them whole between the two
-     .needs = "zb-h1: pipeline-model-parallel-size, zb-h1: data-parallel-sharding-strategy no_shard|optim",
+     .needs = "zb-h1: pipeline-model-parallel-size, zb-h1: data-parallel-sharding-strategy no_shard|optim, "
+              "zb-h1: main-grads-dtype fp32",
      .own = true},
     {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
      "print the stages and the schedule, optionally draw them into a file, and exit; needs no mpirun", .own = true},
@@ -340,6 +341,16 @@ const mt_option mt_option_table[] = {
      "full recomputation: each tensor-parallel rank keeps a part of the inputs",
      .needs = "any: recompute-granularity full, any: tensor-model-parallel-size", .excludes = "any: sequence-parallel"},
 
+    {.help = "offloading"},
+    {"fine-grained-activation-offloading", MT_FLAG, MT_AT(fine_grained_activation_offloading), MT_TRAIN, MT_OF_RUN,
+     NULL, NULL, "keep activations in host memory from the forward to the backward: the inputs of --offload-modules",
+     .needs = "offload-modules"},
+    {"offload-modules", MT_SET, MT_AT(offload_modules), MT_TRAIN, MT_OF_RUN, NULL,
+     "attn_norm|qkv_linear|core_attn|attn_proj|mlp_norm|expert_fc1|moe_act|mlp",
+     "modules whose input is offloaded; attn_proj needs core_attn; mlp, not in Megatron: MLPs of layers without "
+     "experts",
+     .needs = "fine-grained-activation-offloading, attn_proj: offload-modules core_attn"},
+
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
     {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "minimum learning rate after warm-up"},
@@ -379,6 +390,15 @@ const mt_option mt_option_table[] = {
      "Adam's epsilon, added to the root of the second moment"},
     {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
      "maximum norm of the gradient; 0: no clipping"},
+    {"use-precision-aware-optimizer", MT_FLAG, MT_AT(use_precision_aware_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "keep gradients and moments in the types of the next three options; AdamW computes in fp32"},
+    {"main-grads-dtype", MT_CHOICE, MT_AT(main_grads_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16",
+     "gradients summed over micro-batches and ranks; those of one micro-batch and layer are fp32",
+     .needs = "use-precision-aware-optimizer"},
+    {"exp-avg-dtype", MT_CHOICE, MT_AT(exp_avg_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16", "Adam's first moment",
+     .needs = "use-precision-aware-optimizer"},
+    {"exp-avg-sq-dtype", MT_CHOICE, MT_AT(exp_avg_sq_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16",
+     "Adam's second moment", .needs = "use-precision-aware-optimizer"},
 
     {.help = "bad steps"},
     {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",

@@ -297,7 +297,7 @@ static double cross_entropy_backward(bench *b, const int64_t *n) {
 static double squared_norm(bench *b, const int64_t *n) { // elements
     double *sum = mt_arena_alloc(&b->arena, 8);
     float *x = floats(b, n[0]);
-    ENQUEUE(squared_norm, sum, x, n[0]);
+    ENQUEUE(squared_norm, sum, x, n[0], MT_F32);
     return 4 * (double)n[0];
 }
 
@@ -306,7 +306,9 @@ static double adamw_step(bench *b, const int64_t *n) {
     void *param = elements(b, n[0]);
     float *master = b->dtype == MT_BF16 ? floats(b, n[0]) : NULL, *m = floats(b, n[0]), *v = floats(b, n[0]);
     float *grad = floats(b, n[0]), *scale = floats(b, 1);
-    ENQUEUE(adamw_step, param, master, m, v, grad, scale, n[0], &adamw, b->dtype);
+    mt_adamw_args a = {.n = n[0], .param = param, .master = master, .m = m, .v = v, .grad = grad, .scale = scale};
+    a.dtype = b->dtype;
+    ENQUEUE(adamw_step, &a, &adamw);
     return (b->dtype == MT_BF16 ? 30 : 28) * (double)n[0];
 }
 

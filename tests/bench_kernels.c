@@ -157,13 +157,21 @@ static void zero_gradients(void) {
 }
 static void squared_norm(void) {
     double sum = 0;
-    ops->squared_norm(&sum, buffers[1], PARAMS, NULL);
+    ops->squared_norm(&sum, buffers[1], PARAMS, MT_F32, NULL);
     stats[0][0] = (float)sum;
 }
 static void adamw_step(void) {
     mt_adamw adamw = {1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
-    ops->adamw_step(dtype == MT_F32 ? buffers[4] : buffers[0], dtype == MT_F32 ? NULL : buffers[4], buffers[5],
-                    buffers[6], buffers[7], stats[3], PARAMS, &adamw, dtype, NULL);
+    mt_adamw_args a = {.n = PARAMS, .param = buffers[4], .m = buffers[5], .v = buffers[6], .grad = buffers[7]};
+    a.scale = stats[3], a.dtype = dtype;
+    if (dtype == MT_BF16) a.param = buffers[0], a.master = buffers[4];
+    ops->adamw_step(&a, &adamw, NULL);
+}
+static void adamw_bf16_step(void) { // gradient and moments in bf16
+    mt_adamw adamw = {1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
+    mt_adamw_args a = {.n = PARAMS, .param = buffers[4], .m = buffers[0], .v = buffers[6], .grad = buffers[2]};
+    a.scale = stats[3], a.grad_dtype = a.m_dtype = a.v_dtype = MT_BF16;
+    ops->adamw_step(&a, &adamw, NULL);
 }
 static void random_normal(void) {
     ops->random_normal(buffers[0], PARAMS / 16, 1, 0, 0, 0.02f, dtype, NULL);
@@ -231,6 +239,7 @@ static const bench benches[] = {
     {"zero the gradients", zero_gradients, 0, PARAMS, 0, 1},
     {"squared norm", squared_norm, 0, PARAMS, 0, 1},
     {"adamw", adamw_step, 0, 7.0 * PARAMS, 0, 1},
+    {"adamw, bf16 moments", adamw_bf16_step, 0, 4.5 * PARAMS, 0, 0},
     {"random normal, 7.8M", random_normal, PARAMS / 16, 0, 0, 0},
     {"decode 110M, all linears", decode_token, 12.0 * (4 * 768 * 768 + 3 * 768 * 2048) + 32000 * 768, 0, 0, 0},
     {"decode attention, 1024 keys", decode_attention, 2.0 * 1024 * C, 0, 0, 0},

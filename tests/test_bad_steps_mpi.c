@@ -47,9 +47,8 @@ static void faulty_nll_loss(double *sums, float *dlogp, const float *logp, const
     if (is_faulty(fault.loss)) sums[0] += (double)fault.value;
 }
 
-static void faulty_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
-                              int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
-    if (!fault.no_update) mt_cpu_ops.adamw_step(param, master, m, v, grad, scale, n, adamw, dtype, stream);
+static void faulty_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    if (!fault.no_update) mt_cpu_ops.adamw_step(a, adamw, stream);
 }
 
 /* ---- a tiny run */

@@ -100,8 +100,11 @@ static void assert_same_model(fixture *a, fixture *b) {
         int64_t size = mt_dtype_size(p->dtype);
         assert_memory_equal((char *)p->params + offset * size, (char *)q->params + offset * size, count * size);
         if (!p->trained) continue;
-        assert_memory_equal(p->m + offset, q->m + offset, count * 4);
-        assert_memory_equal(p->v + offset, q->v + offset, count * 4);
+        for (int state = MT_STATE_EXP_AVG; state <= MT_STATE_EXP_AVG_SQ; state++) {
+            int64_t bytes = mt_dtype_size(mt_state_dtype(a->model, (mt_param_state)state));
+            const char *moments[2][2] = {{p->m, q->m}, {p->v, q->v}}, **both = moments[state - MT_STATE_EXP_AVG];
+            assert_memory_equal(both[0] + offset * bytes, both[1] + offset * bytes, count * bytes);
+        }
         if (p->master) assert_memory_equal(p->master + offset, q->master + offset, count * 4);
     }
 }
@@ -597,7 +600,7 @@ static void a_resumed_run_continues_bit_for_bit(void **state) {
 /* The first moment of the first parameter: 0 in a fresh optimizer. */
 static float first_moment(fixture *f) {
     int64_t count;
-    return mt_model_buckets(f->model, &count)[0].m[0];
+    return *(const float *)mt_model_buckets(f->model, &count)[0].m;
 }
 
 static void options_say_what_a_run_takes_over(void **state) {
@@ -659,7 +662,7 @@ static void a_run_may_change_its_precision(void **state) {
             const float *expected = to_bf16 ? x->params : x->master, *actual = to_bf16 ? y->master : y->params;
             int64_t offset = params[i].offset, bytes = params[i].rows * params[i].cols * 4;
             assert_memory_equal(expected + offset, actual + offset, bytes);
-            assert_memory_equal(x->v + offset, y->v + offset, bytes);
+            assert_memory_equal((char *)x->v + offset * 4, (char *)y->v + offset * 4, bytes);
         }
         close_family(&f);
         close_family(&again);

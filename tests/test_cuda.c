@@ -667,14 +667,15 @@ static void argmax(run *r, const int64_t *n) { // T, stride, -, columns; bf16 lo
 }
 
 static void accumulate(run *r, const int64_t *n) { // elements, elements before the first
-    float *sum = float_changed(r, n[1] + n[0], NORMAL), *x = float_input(r, n[1] + n[0], NORMAL);
-    r->ops->accumulate(sum + n[1], x + n[1], n[0], r->stream);
+    char *sum = changed(r, n[1] + n[0]);
+    float *x = float_input(r, n[1] + n[0], NORMAL);
+    r->ops->accumulate(sum + n[1] * mt_dtype_size(r->dtype), x + n[1], n[0], r->dtype, r->stream);
 }
 
 static void squared_norm(run *r, const int64_t *n) { // elements, elements before the first
     double *sum = numbers(r, MT_F64, 1, POSITIVE, true);
-    float *x = float_input(r, n[1] + n[0], NORMAL);
-    r->ops->squared_norm(sum, x + n[1], n[0], r->stream);
+    char *x = input(r, n[1] + n[0]);
+    r->ops->squared_norm(sum, x + n[1] * mt_dtype_size(r->dtype), n[0], r->dtype, r->stream);
 }
 
 static void gradient_scale(run *r, const int64_t *n) { // clip in percent
@@ -703,13 +704,15 @@ static void adamw_step(run *r, const int64_t *n) { // elements, elements before 
     float *m = float_changed(r, room, NORMAL), *v = float_changed(r, room, POSITIVE);
     float *grad = float_input(r, room, NORMAL), *scale = float_input(r, 1, POSITIVE);
     if (r->dtype == MT_F32 && is_bf16) { // the answer in fp32: the step on `master`, whose copy is the parameter
-        r->ops->adamw_step(master + first, NULL, m + first, v + first, grad + first, scale, n[0], &adamw, MT_F32,
-                           r->stream);
+        mt_adamw_args a = {.n = n[0], .param = master + first, .m = m + first, .v = v + first};
+        a.grad = grad + first, a.scale = scale;
+        r->ops->adamw_step(&a, &adamw, r->stream);
         r->ops->memory_copy((float *)param + first, master + first, n[0] * 4, r->stream);
         return;
     }
-    r->ops->adamw_step(param + first * mt_dtype_size(r->dtype), master ? master + first : NULL, m + first, v + first,
-                       grad + first, scale, n[0], &adamw, r->dtype, r->stream);
+    mt_adamw_args a = {.n = n[0], .param = param + first * mt_dtype_size(r->dtype), .m = m + first, .v = v + first};
+    a.grad = grad + first, a.scale = scale, a.dtype = r->dtype, a.master = master ? master + first : NULL;
+    r->ops->adamw_step(&a, &adamw, r->stream);
 }
 
 static void random_normal(run *r, const int64_t *n) { // elements, elements before the first, first
@@ -1255,6 +1258,48 @@ static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **sta
     gpu->memory_free_host(host);
 }
 
+/* Two AdamW steps with every combination of types: the GPU's results have the bits of the CPU's, so state that moves
+ * between the two changes nothing. */
+static void adamw_has_the_bits_of_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    enum { N = 100003 };
+    for (int types = 0; types < 16; types++) {
+        mt_dtype of[5] = {types & 1 ? MT_BF16 : MT_F32, MT_F32};
+        for (int k = 2; k < 5; k++) of[k] = types >> (k - 1) & 1 ? MT_BF16 : MT_F32; // m, v, gradient
+        char *host[5], *device[5], *back = mt_malloc(N * 4);
+        float *wide = mt_malloc(N * 4), scale = 0.37f, *scale_on_gpu = gpu->memory_alloc(4);
+        gpu->memory_copy(scale_on_gpu, &scale, 4, gpu_stream);
+        for (int k = 0; k < 5; k++) {
+            int64_t bytes = N * mt_dtype_size(of[k]);
+            host[k] = mt_malloc(bytes), device[k] = gpu->memory_alloc(bytes);
+            mt_cpu_ops.random_normal(wide, N, 7 + (uint64_t)k, 0, 0, k == 4 ? 1 : 0.1f, MT_F32, NULL);
+            for (int64_t i = 0; k == 3 && i < N; i++) wide[i] = fabsf(wide[i]);
+            mt_cpu_ops.convert(host[k], of[k], wide, MT_F32, N, NULL);
+            gpu->memory_copy(device[k], host[k], bytes, gpu_stream);
+        }
+        for (int step = 1; step <= 2; step++) {
+            float count = (float)step;
+            mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - powf(0.9f, count), 1 - powf(0.95f, count)};
+            for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
+                char **at = on_gpu ? device : host;
+                mt_adamw_args a = {.n = N, .param = at[0], .m = at[2], .v = at[3], .grad = at[4], .dtype = of[0]};
+                a.master = of[0] == MT_BF16 ? (float *)(void *)at[1] : NULL, a.scale = on_gpu ? scale_on_gpu : &scale;
+                a.m_dtype = of[2], a.v_dtype = of[3], a.grad_dtype = of[4];
+                (on_gpu ? gpu : &mt_cpu_ops)->adamw_step(&a, &adamw, on_gpu ? gpu_stream : NULL);
+            }
+        }
+        for (int k = 0; k < 4; k++) {
+            int64_t bytes = N * mt_dtype_size(of[k]);
+            gpu->memory_copy(back, device[k], bytes, gpu_stream);
+            gpu->stream_synchronize(gpu_stream);
+            if (memcmp(back, host[k], (size_t)bytes) != 0) fail_msg("types %d: operand %d differs", types, k);
+        }
+        for (int k = 0; k < 5; k++) free(host[k]), gpu->memory_free(device[k]);
+        free(back), free(wide), gpu->memory_free(scale_on_gpu);
+    }
+}
+
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
 /* The child process of a test: fails in the given way. */
@@ -1326,6 +1371,7 @@ int main(int argc, char **argv) {
     struct CMUnitTest tests[NUM_OPERATIONS + 3] = {
         cmocka_unit_test(every_operation_is_tested),
         cmocka_unit_test(an_event_has_passed_when_what_was_enqueued_before_is_done),
+        cmocka_unit_test(adamw_has_the_bits_of_the_cpu),
         cmocka_unit_test(failures_name_place_operation_and_rank_and_what_to_change)};
     if (argc > 1) return fail_on_purpose(argv[1]);
     for (size_t i = 0; i < NUM_OPERATIONS; i++)

@@ -125,12 +125,12 @@ static mt_metrics train_one_step(trainee *t, int64_t micro_batches) {
 static float *whole_state(mt_model *model, mt_param_state state, int64_t *count) {
     int64_t num_params;
     const mt_param *params = mt_model_params(model, &num_params);
-    bool is_bf16 = state == MT_STATE_WEIGHTS && mt_model_dtype(model) == MT_BF16;
     float *values = NULL;
     *count = 0;
     for (int64_t i = 0; i < num_params; i++) {
         int64_t n = params[i].rows * params[i].cols;
         const char *bucket = mt_bucket_gather_state(model, params[i].bucket, state);
+        bool is_bf16 = mt_bucket_shard(model, params[i].bucket, state).dtype == MT_BF16;
         values = mt_realloc(values, (*count + n) * 4);
         for (int64_t k = 0; k < n; k++) {
             int64_t at = params[i].offset + k;
@@ -223,6 +223,30 @@ static void every_strategy_trains_in_bf16_to_within_two_percent(void **state) {
     }
 }
 
+/* ---- gradients and moments in bf16 */
+
+static const char precise[] = " --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+                              "--exp-avg-sq-dtype bf16";
+
+static void every_strategy_rounds_gradients_and_moments_like_one_rank(void **state) {
+    (void)state;
+    for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
+        int strategy = variant / 2;
+        char words[512], plain[256];
+        snprintf(plain, sizeof plain, "%s%s", variant % 2 ? untied : tied, variant % 2 ? " --bf16 --lr 2e-3" : "");
+        snprintf(words, sizeof words, "%s%s", plain, precise);
+        outcome exact = ten_steps(&mt_grid_of_one, plain, 0, false, 3 * grid.world.size);
+        outcome expected = ten_steps(&mt_grid_of_one, words, 0, false, 3 * grid.world.size);
+        outcome o = ten_steps(&grid, words, strategy, variant % 2, 3),
+                again = ten_steps(&grid, words, strategy, true, 3);
+        assert_same_outcome(&expected, &exact, 0.03, "rounded");
+        assert_same_outcome(&o, &expected, 0.03, strategies[strategy]);
+        assert_same_outcome(&again, &o, 0, strategies[strategy]); // overlap changes no bit
+        assert_true(distance(expected.weights, exact.weights, o.count) > 1e-5);
+        free(o.weights), free(expected.weights), free(exact.weights), free(again.weights);
+    }
+}
+
 /* ---- streams */
 
 /* A backend with late streams: all but the first run their calls only when another stream follows them, or when the
@@ -260,7 +284,7 @@ static void run_reduce_scatter(const late_call *c) {
 }
 
 static void run_accumulate(const late_call *c) {
-    mt_cpu_ops.accumulate(c->out, c->in, c->count, NULL);
+    mt_cpu_ops.accumulate(c->out, c->in, c->count, c->dtype, NULL);
 }
 
 static void call_late(mt_stream *stream, late_call call) {
@@ -290,8 +314,8 @@ static void late_reduce_scatter(void *out, const void *in, int64_t count, mt_dty
     call_late(stream, (late_call){run_reduce_scatter, out, in, count, dtype, group});
 }
 
-static void late_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
-    call_late(stream, (late_call){run_accumulate, sum, x, n, MT_F32, NULL});
+static void late_accumulate(void *sum, const float *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
+    call_late(stream, (late_call){run_accumulate, sum, x, n, dtype, NULL});
 }
 
 static void late_run(mt_stream *stream) {
@@ -343,6 +367,16 @@ static void late_event_synchronize(mt_event *event) {
     }
 }
 
+static void run_convert(const late_call *c) {
+    mt_cpu_ops.convert(c->out, c->dtype, c->in, MT_F32, c->count, NULL);
+}
+
+static void late_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
+                         mt_stream *stream) {
+    assert_int_equal(from_dtype, MT_F32);
+    call_late(stream, (late_call){run_convert, to, from, n, to_dtype, NULL});
+}
+
 static void run_memory_copy(const late_call *c) {
     mt_cpu_ops.memory_copy(c->out, c->in, c->count, NULL);
 }
@@ -356,7 +390,8 @@ static mt_ops late_ops(void) {
     own_thread = pthread_self();
     late.on_device = true; // disables special cases for the CPU
     late.all_reduce = late_all_reduce, late.all_gather = late_all_gather, late.reduce_scatter = late_reduce_scatter;
-    late.accumulate = late_accumulate, late.stream_wait_stream = late_wait_stream, late.memory_copy = late_memory_copy;
+    late.accumulate = late_accumulate, late.convert = late_convert, late.stream_wait_stream = late_wait_stream,
+    late.memory_copy = late_memory_copy;
     late.stream_create = late_create, late.stream_destroy = late_destroy;
     late.event_create = late_event_create, late.event_destroy = late_event_destroy;
     late.event_record = late_event_record, late.event_synchronize = late_event_synchronize;
@@ -374,6 +409,22 @@ static void streams_wait_for_their_inputs(void **state) {
         backend = &mt_cpu_ops;
         assert_same_outcome(&o, &expected, 1e-5, strategies[variant / 2]);
         assert_true(most_late_calls > 0); // otherwise nothing overlaps
+        free(o.weights), free(expected.weights);
+    }
+}
+
+static void streams_wait_for_rounded_gradients(void **state) {
+    (void)state;
+    mt_ops late = late_ops();
+    for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
+        char words[512];
+        snprintf(words, sizeof words, "%s%s", variant % 2 ? tied : untied, precise);
+        outcome expected = ten_steps(&grid, words, variant / 2, true, 2);
+        backend = &late, most_late_calls = 0;
+        outcome o = ten_steps(&grid, words, variant / 2, true, 2);
+        backend = &mt_cpu_ops;
+        assert_same_outcome(&o, &expected, 0, strategies[variant / 2]);
+        assert_true(most_late_calls > 0);
         free(o.weights), free(expected.weights);
     }
 }
@@ -500,22 +551,23 @@ static void memory_is_that_of_the_formula(void **state) {
     static const char shape[] = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 "
                                 "--vocab-size 1024 --disable-bias-linear --normalization RMSNorm "
                                 "--position-embedding-type rope --hidden-dropout 0";
-    for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
-        int strategy = variant / 2;
-        bool is_bf16 = variant % 2;
-        double n = grid.world.size, size = is_bf16 ? 2 : 4;
+    for (int variant = 0; variant < 3 * NUM_STRATEGIES; variant++) {
+        int strategy = variant / 3;
+        bool is_bf16 = variant % 3 > 0, is_precise = variant % 3 == 2; // then gradients and moments take 2 bytes
+        double n = grid.world.size, size = is_bf16 ? 2 : 4, rounds = is_precise ? 2 : 4;
         char words[512];
         trainee t;
-        snprintf(words, sizeof words, "%s%s", shape, is_bf16 ? " --bf16" : "");
+        snprintf(words, sizeof words, "%s%s%s", shape, is_bf16 ? " --bf16" : "", is_precise ? precise : "");
         trainee_open(&t, &grid, words, strategy, false);
-        double weights = size / (strategy >= 3 ? n : 1), gradients = 4 / (strategy >= 2 ? n : 1);
-        double optimizer = (is_bf16 ? 12 : 8) / (strategy >= 1 ? n : 1);
+        double weights = size / (strategy >= 3 ? n : 1), gradients = rounds / (strategy >= 2 ? n : 1);
+        double optimizer = ((is_bf16 ? 4 : 0) + 2 * rounds) / (strategy >= 1 ? n : 1);
         assert_true(fabs(plan_bytes(t.model, "weights") - weights) <= 0.02);
         assert_true(fabs(plan_bytes(t.model, "gradients") - gradients) <= 0.02);
         assert_true(fabs(plan_bytes(t.model, "optimizer state") - optimizer) <= 0.02);
         /* two layers and the embedding are whole, of four layers and the embedding */
         double layer = 64 * (4 * 64 + 2 * 256) + 2 * 64, embedding = 1024 * 64, all = 4 * layer + embedding + 64;
-        double slots = (2 * layer + embedding) / all * ((strategy >= 2 ? 4 : 0) + (strategy >= 3 ? size : 0));
+        double whole_gradients = strategy >= 2 || is_precise ? 4 : 0, whole_weights = strategy >= 3 ? size : 0;
+        double slots = (2 * layer + embedding) / all * (whole_gradients + whole_weights);
         assert_true(fabs(plan_bytes(t.model, "whole buckets") - slots) <= 0.02);
         trainee_close(&t);
     }
@@ -550,11 +602,11 @@ static void assert_same_state(trainee *a, trainee *b) {
 }
 
 /* Three steps, a checkpoint, then three steps by the model that saved it and by a model that loads it. */
-static void save_and_resume(int saves, int loads, bool is_bf16) {
+static void save_and_resume(int saves, int loads, bool is_bf16, const char *types) {
     char words[512];
     mt_error error;
     trainee first, second;
-    snprintf(words, sizeof words, "%s%s", tied, is_bf16 ? " --bf16" : "");
+    snprintf(words, sizeof words, "%s%s%s", tied, is_bf16 ? " --bf16" : "", types);
     trainee_open(&first, &grid, words, saves, saves % 2);
     mt_model_init(first.model);
     for (int i = 0; i < 3; i++) train_one_step(&first, 2);
@@ -566,7 +618,7 @@ static void save_and_resume(int saves, int loads, bool is_bf16) {
     for (int i = 0; i < 3; i++) {
         double loss = train_one_step(&first, 2).loss, resumed = train_one_step(&second, 2).loss;
         if (saves == loads) assert_true(loss == resumed);
-        if (!(fabs(loss - resumed) <= (is_bf16 ? 0.02 : 1e-5) * loss))
+        if (!(fabs(loss - resumed) <= (is_bf16 || *types ? 0.02 : 1e-5) * loss))
             fail_msg("%s to %s: loss %.9f, resumed %.9f", strategies[saves], strategies[loads], loss, resumed);
     }
     if (saves == loads) assert_same_state(&first, &second); // bit for bit
@@ -578,7 +630,10 @@ static void a_run_resumes_under_any_strategy(void **state) {
     (void)state;
     checkpoint_folder();
     for (int saves = 0; saves < NUM_STRATEGIES; saves++)
-        for (int loads = 0; loads < NUM_STRATEGIES; loads++) save_and_resume(saves, loads, saves % 2 == loads % 2);
+        for (int loads = 0; loads < NUM_STRATEGIES; loads++) {
+            save_and_resume(saves, loads, saves % 2 == loads % 2, "");
+            save_and_resume(saves, loads, saves / 2 == loads / 2, precise);
+        }
 }
 
 static void one_rank_loads_the_checkpoint_of_many(void **state) {
@@ -705,7 +760,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_strategy_trains_tied_models_like_one_rank),
         cmocka_unit_test(every_strategy_trains_untied_models_like_one_rank),
         cmocka_unit_test(every_strategy_trains_in_bf16_to_within_two_percent),
+        cmocka_unit_test(every_strategy_rounds_gradients_and_moments_like_one_rank),
         cmocka_unit_test(streams_wait_for_their_inputs),
+        cmocka_unit_test(streams_wait_for_rounded_gradients),
         cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),
         cmocka_unit_test(layers_reduced_together_train_bit_for_bit_like_layers_alone),
         cmocka_unit_test(every_rank_ends_with_the_same_weights),

@@ -1180,25 +1180,38 @@ static void nll_loss_sums_under_its_weights(void **state) {
 static void accumulate_adds_every_element_once(void **state) {
     (void)state;
     const int64_t lengths[] = {1, 64, 100003};
-    for (int k = 0; k < 3; k++) {
-        int64_t n = lengths[k];
-        float *sum = mt_malloc(n * 4), *x = mt_malloc(n * 4);
-        for (int64_t i = 0; i < n; i++) sum[i] = (float)(i % 1000), x[i] = (float)(i % 7) + 0.5f;
-        ops->accumulate(sum, x, n, NULL);
-        ops->accumulate(sum, x, n, NULL);
-        for (int64_t i = 0; i < n; i++) assert_true(sum[i] == (float)(i % 1000 + i % 7 * 2 + 1));
-        free(sum), free(x);
+    for (int k = 0; k < 6; k++) {
+        int64_t n = lengths[k % 3];
+        mt_dtype dtype = both[k / 3];
+        float *start = mt_malloc(n * 4), *x = mt_malloc(n * 4), *got = mt_malloc(n * 4), *sum = mt_malloc(n * 4);
+        for (int64_t i = 0; i < n; i++) start[i] = (float)(i % 256), x[i] = (float)(i % 7) + 0.5f;
+        ops->convert(sum, dtype, start, MT_F32, n, NULL);
+        ops->accumulate(sum, x, n, dtype, NULL);
+        ops->accumulate(sum, x, n, dtype, NULL);
+        ops->convert(got, MT_F32, sum, dtype, n, NULL);
+        for (int64_t i = 0; i < n; i++) {
+            float want = start[i] + x[i]; // bf16 has 8 bits: each sum is rounded
+            if (dtype == MT_BF16) want = mt_bf16_to_f32(mt_f32_to_bf16(want));
+            want += x[i];
+            if (dtype == MT_BF16) want = mt_bf16_to_f32(mt_f32_to_bf16(want));
+            assert_true(got[i] == want);
+        }
+        free(start), free(x), free(got), free(sum);
     }
 }
 
 static void squared_norm_sums_in_float64(void **state) {
     (void)state;
     static const int64_t lengths[] = {0, 1, 1023, 1025, 70001, 262144 + 5};
-    for (int k = 0; k < 6; k++) {
-        double *x = random_values(lengths[k]), want = 3, sum = 3;
-        matrix m = matrix_from(x, 1, lengths[k], lengths[k], MT_F32);
-        for (int64_t i = 0; i < lengths[k]; i++) want += x[i] * x[i];
-        ops->squared_norm(&sum, (float *)m.data, lengths[k], NULL);
+    for (int k = 0; k < 12; k++) {
+        int64_t n = lengths[k % 6];
+        double *x = random_values(n), want = 3, sum = 3;
+        matrix m = matrix_from(x, 1, n, n, both[k / 6]);
+        for (int64_t i = 0; i < n; i++) {
+            double value = k < 6 ? x[i] : (double)mt_bf16_to_f32(mt_f32_to_bf16((float)x[i]));
+            want += value * value;
+        }
+        ops->squared_norm(&sum, m.data, n, both[k / 6], NULL);
         assert_true(fabs(sum - want) <= 1e-12 * want);
         matrix_take(&m, NULL);
         free(x);
@@ -1281,8 +1294,9 @@ static void adamw_with_a_negative_scale_changes_nothing(void **state) {
             int64_t bytes = N * (k == 0 ? mt_dtype_size(both[d]) : 4);
             before[k] = memcpy(mt_malloc(bytes), all[k].data, (size_t)bytes);
         }
-        ops->adamw_step(all[0].data, both[d] == MT_F32 ? NULL : (float *)all[1].data, (float *)all[2].data,
-                        (float *)all[3].data, (float *)all[4].data, &scale, N, &adamw, both[d], NULL);
+        mt_adamw_args a = {.n = N, .param = all[0].data, .m = all[2].data, .v = all[3].data, .grad = all[4].data};
+        a.scale = &scale, a.dtype = both[d], a.master = both[d] == MT_F32 ? NULL : (float *)all[1].data;
+        ops->adamw_step(&a, &adamw, NULL);
         for (int k = 0; k < 4; k++) {
             assert_memory_equal(all[k].data, before[k], (size_t)(N * (k == 0 ? mt_dtype_size(both[d]) : 4)));
             free(before[k]);
@@ -1311,8 +1325,9 @@ static void adamw_follows_its_formula_for_several_steps(void **state) {
                 double update = m[i] / (1 - pow(0.9, step)) / (sqrt(v[i] / (1 - pow(0.95, step))) + 1e-8);
                 w[i] -= 1e-2 * (update + 0.1 * w[i]);
             }
-            ops->adamw_step(param.data, both[d] == MT_F32 ? NULL : (float *)master.data, (float *)m_m.data,
-                            (float *)v_m.data, (float *)grad.data, &scale, N, &adamw, both[d], NULL);
+            mt_adamw_args a = {.n = N, .param = param.data, .m = m_m.data, .v = v_m.data, .grad = grad.data};
+            a.scale = &scale, a.dtype = both[d], a.master = both[d] == MT_F32 ? NULL : (float *)master.data;
+            ops->adamw_step(&a, &adamw, NULL);
             matrix_take(&grad, NULL);
         }
         for (int i = 0; i < N && d == 1; i++)
@@ -1324,6 +1339,65 @@ static void adamw_follows_its_formula_for_several_steps(void **state) {
         matrix_take(&v_m, got);
         assert_near("v", got, v, N, 2e-6);
         free(w), free(g), free(m), free(v), free(got);
+    }
+}
+
+/* Element i of x; what the type keeps of a number. */
+static double stored(const void *x, int i, mt_dtype dtype) {
+    return dtype == MT_F32 ? (double)((const float *)x)[i] : (double)mt_bf16_to_f32(((const uint16_t *)x)[i]);
+}
+
+static double rounded(double x, mt_dtype dtype) {
+    return dtype == MT_F32 ? (double)(float)x : (double)mt_bf16_to_f32(mt_f32_to_bf16((float)x));
+}
+
+/* `got` is the rounding of a number within fp32's errors of `want`, a sum of terms of this size. */
+static void assert_rounded(const char *name, double got, double want, double size, mt_dtype dtype) {
+    double error = 2e-6 * size, low = rounded(want - error, dtype), high = rounded(want + error, dtype);
+    if (!(got >= low && got <= high)) fail_msg("%s: %.9g is not %.9g in %s", name, got, want, mt_dtype_name(dtype));
+}
+
+/* Every combination of types of the gradient and both moments: a step equals one in float64 from the same stored
+ * numbers, rounded to the stored types. */
+static void adamw_rounds_each_operand_to_its_type(void **state) {
+    (void)state;
+    enum { N = 2077, STEPS = 4 };
+    for (int types = 0; types < 16; types++) {
+        mt_dtype dtype = both[types & 1], types_of[3] = {both[types >> 1 & 1], both[types >> 2 & 1], both[types >> 3]};
+        double *w = random_values(N), *zero = zeros(N);
+        matrix param = matrix_from(w, 1, N, N, dtype), master = matrix_from(w, 1, N, N, MT_F32);
+        matrix m = matrix_from(zero, 1, N, N, types_of[1]), v = matrix_from(zero, 1, N, N, types_of[2]);
+        const float *weights = (const float *)(dtype == MT_F32 ? param.data : master.data);
+        for (int step = 1; step <= STEPS; step++) {
+            double *g = random_values(N), want_w[N], want_m[N], want_v[N], size_m[N], c1 = 1 - pow(0.9, step),
+                   c2 = 1 - pow(0.95, step);
+            matrix grad = matrix_from(g, 1, N, N, types_of[0]);
+            for (int i = 0; i < N; i++) {
+                double scaled = stored(grad.data, i, types_of[0]) / 2;
+                double old = 0.9 * stored(m.data, i, types_of[1]), new = 0.1 * scaled;
+                want_m[i] = old + new, size_m[i] = fabs(old) + fabs(new);
+                want_v[i] = 0.95 * stored(v.data, i, types_of[2]) + 0.05 * scaled * scaled;
+                double update = want_m[i] / c1 / (sqrt(want_v[i] / c2) + 1e-8);
+                want_w[i] = (double)weights[i] - 1e-2 * (update + 0.1 * (double)weights[i]);
+            }
+            mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, (float)c1, (float)c2};
+            float scale = 0.5f;
+            mt_adamw_args a = {.n = N, .param = param.data, .m = m.data, .v = v.data, .grad = grad.data};
+            a.scale = &scale, a.dtype = dtype, a.master = dtype == MT_F32 ? NULL : (float *)master.data;
+            a.grad_dtype = types_of[0], a.m_dtype = types_of[1], a.v_dtype = types_of[2];
+            ops->adamw_step(&a, &adamw, NULL);
+            for (int i = 0; i < N; i++) {
+                assert_rounded("m", stored(m.data, i, types_of[1]), want_m[i], size_m[i], types_of[1]);
+                assert_rounded("v", stored(v.data, i, types_of[2]), want_v[i], want_v[i], types_of[2]);
+                if (fabs((double)weights[i] - want_w[i]) > 1e-6)
+                    fail_msg("weight %g, not %g", (double)weights[i], want_w[i]);
+                assert_true(stored(param.data, i, dtype) == rounded((double)weights[i], dtype));
+            }
+            matrix_take(&grad, NULL);
+            free(g);
+        }
+        matrix_take(&param, NULL), matrix_take(&master, NULL), matrix_take(&m, NULL), matrix_take(&v, NULL);
+        free(w), free(zero);
     }
 }
 
@@ -1464,7 +1538,7 @@ static uint64_t hash_loss_and_optimizer(mt_dtype dtype) {
     ops->activation_forward(o.out[2], o.in[0], NULL, T, V, MT_ACTIVATION_GELU_TANH, dtype, NULL);
     ops->activation_backward(o.out[3], NULL, o.in[1], o.in[0], NULL, T, V, MT_ACTIVATION_GELU, dtype, NULL);
     ops->random_normal(o.grads[0], T * V, 1, 3, 0, 1, MT_F32, NULL);
-    ops->squared_norm(&sum, o.grads[0], T * V, NULL);
+    ops->squared_norm(&sum, o.grads[0], T * V, MT_F32, NULL);
     return operands_take(&o, hash_bytes(4, &sum, 8));
 }
 
@@ -1579,6 +1653,7 @@ int main(void) {
         cmocka_unit_test(step_guard_refuses_a_step_without_tokens),
         cmocka_unit_test(adamw_with_a_negative_scale_changes_nothing),
         cmocka_unit_test(adamw_follows_its_formula_for_several_steps),
+        cmocka_unit_test(adamw_rounds_each_operand_to_its_type),
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),

@@ -50,6 +50,18 @@ if [ -n "${HAVE_MPI:-}" ]; then
     check infer_refuses_scores_together refused_together 'no-such-file' "$infer" --load tests/golden/hf/gpt2 \
         --score "$work/no-such-file" --out "$work/s" --seq-length 8 --tensor-model-parallel-size 2 --device cpu
     # shellcheck disable=SC2086
+    check ranks_refuse_too_large_a_model_together refused_together 'the 2 ranks of a machine need' "$train" $small \
+        --hidden-size 200000
+    mkdir "$work/cut" && cp tests/golden/hf/gpt2/config.json "$work/cut" &&
+        head -c 20000 tests/golden/hf/gpt2/model.safetensors >"$work/cut/model.safetensors"
+    # shellcheck disable=SC2086
+    check ranks_refuse_weights_together refused_together 'cut/model.safetensors' "$train" --load "$work/cut" \
+        --mock-data --seq-length 16 --train-iters 1 --lr 1e-3 --device cpu
+    check infer_refuses_weights_together refused_together 'cut/model.safetensors' "$infer" --load "$work/cut" \
+        --prompt-tokens 1,2 --print-tokens --tensor-model-parallel-size 2 --device cpu
+    check infer_refuses_a_long_prompt_together refused_together 'context' "$infer" --load tests/golden/hf/gpt2 \
+        --prompt-tokens "1$(printf ',%d' $(seq 100))" --print-tokens --tensor-model-parallel-size 2 --device cpu
+    # shellcheck disable=SC2086
     prints_sequence_parallel() {
         timeout 60 $(mpirun_here) -np 2 "$train" $small --tensor-model-parallel-size 2 "$@" >"$work/out" 2>&1
     }
@@ -63,6 +75,18 @@ if [ -n "${HAVE_MPI:-}" ]; then
     }
     check without_sequence_parallel_warns without_sequence_parallel_warns
     check experts_turn_sequence_parallel_on experts_turn_sequence_parallel_on
+    offloads_expert_rows() {
+        # shellcheck disable=SC2086
+        timeout 60 $(mpirun_here) -np 2 "$train" $small --num-experts 2 --disable-bias-linear --swiglu \
+            --expert-model-parallel-size 2 --fine-grained-activation-offloading --offload-modules moe_act "$@" \
+            >"$work/out" 2>&1
+    }
+    rows_that_depend_on_the_data_say_so() {
+        idle='--offload-modules expert_fc1, moe_act has no effect: the number of their rows depends on the data'
+        offloads_expert_rows && says "$idle" "$work/out" && offloads_expert_rows \
+            --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity && ! grep 'no effect' "$work/out"
+    }
+    check rows_that_depend_on_the_data_say_so rows_that_depend_on_the_data_say_so
 else
     echo "skipped: without MPI there is one rank"
 fi
@@ -108,6 +132,21 @@ modules_without_a_layer_say_so() {
         --swiglu $selective mlp layernorm moe_act shared_experts && ! grep 'no effect' "$work/out"
 }
 check modules_without_a_layer_say_so modules_without_a_layer_say_so
+offloaded_modules_without_a_layer_say_so() {
+    offload='--fine-grained-activation-offloading --offload-modules'
+    # shellcheck disable=SC2086
+    prints '^--offload-modules expert_fc1, moe_act has no effect: no layer has experts$' $offload expert_fc1 mlp &&
+        [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    prints '^--offload-modules mlp has no effect: every layer has experts instead of an MLP$' --num-experts 2 \
+        --disable-bias-linear --swiglu $offload mlp moe_act && [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    prints '^--offload-modules other than attn_norm has no effect: full recomputation keeps the input of a unit' \
+        --recompute-granularity full $offload attn_norm,mlp && [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    prints '^  host memory ' --num-layers 3 $offload attn_norm mlp_norm && ! grep 'no effect' "$work/out"
+}
+check offloaded_modules_without_a_layer_say_so offloaded_modules_without_a_layer_say_so
 check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32, --optimizer: always so here, no effect' \
     --attention-softmax-in-fp32 --optimizer adam
 check a_plain_run_has_no_idle_option prints_nothing_idle

@@ -46,6 +46,10 @@ static void a_replayed_forward_counts_nothing(void **state) {
                       "--moe-expert-capacity-factor 1"},
         {"mixtral", ""},
         {"deepseek_v3", "--moe-router-bias-update-rate 0.01"},
+        {"qwen2_moe", "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj "
+                      "mlp_norm expert_fc1 moe_act mlp"},
+        {"llama", "--fine-grained-activation-offloading --offload-modules attn_norm,mlp --recompute-activations "
+                  "--recompute-modules layernorm"},
     };
     (void)state;
     static mt_ops ops;

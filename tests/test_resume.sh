@@ -308,6 +308,42 @@ a_bad_step_is_not_saved() {
         [ ! -e "$work/bad/iter_0000002" ]
 }
 
+# One sample of the validation data has a byte that the vocabulary lacks; on two ranks, one of them reads it. The save
+# of the same iteration is there, with one error line, and a run that resumes goes on with the next validation samples.
+an_evaluation_that_fails_does_not_lose_the_save() {
+    preprocess=$(dirname "$train")/data/preprocess
+    for i in 1 2 3 4 5 6 7 8; do echo "this is line $i of a long text for validation"; done >"$work/text.txt"
+    for part in good bad; do
+        [ $part = good ] || sed -i '4s/long/l\xc3\xb6ng/' "$work/text.txt"
+        "$preprocess" --input "$work/text.txt" --documents lines --output-prefix "$work/$part" \
+            --tokenizer-type ByteLevel >"$work/out" 2>"$work/err" || return 1
+    done
+    data="--train-data-path $work/good_text_document --vocab-size 128 --num-layers 1 --hidden-size 16 --seq-length 16
+        --num-attention-heads 2 --global-batch-size 2 --lr 1e-3 --lr-decay-style constant --device cpu --train-iters 4
+        --eval-interval 2 --eval-iters 9 --save-interval 2 --save $work/e"
+    for async in '' --async-save; do
+        rm -rf "$work/e"
+        # shellcheck disable=SC2086
+        $launch "$train" $data --valid-data-path "$work/bad_text_document" $async >"$work/out" 2>"$work/err" \
+            </dev/null && return 1
+        says 'saved iteration 2' "$work/out" && says '^error: .*token 195' "$work/err" &&
+            [ "$(grep -c '^error: ' "$work/err")" = 1 ] && ! grep MPI_ABORT "$work/err" || return 1
+        grep '"consumed_valid_samples": 18' "$work/e/iter_0000002/trainer.json" >"$work/part" || return 1
+    done
+    # shellcheck disable=SC2086
+    $launch "$train" $data --valid-data-path "$work/good_text_document" --load "$work/e" >"$work/out" 2>"$work/err" \
+        </dev/null && says '^ *4  validation loss' "$work/out"
+}
+
+# The ranks that read the data find a byte that the vocabulary lacks: one error line, and every rank ends.
+data_that_cannot_be_read_end_all_ranks() {
+    # shellcheck disable=SC2086
+    $launch "$train" $data --overwrite --eval-iters 0 --train-data-path "$work/bad_text_document" --train-iters 100 \
+        >"$work/out" 2>"$work/err" </dev/null && return 1
+    [ "$(grep -c '^error: .*token 195' "$work/err")" = 1 ] && ! grep MPI_ABORT "$work/err" &&
+        ! grep 'warning' "$work/err"
+}
+
 check kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
 check a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
 check everything_comes_from_the_checkpoint_that_is_whole everything_comes_from_the_checkpoint_that_is_whole
@@ -321,4 +357,6 @@ check another_seed_goes_on_by_no_load_rng_only another_seed_goes_on_by_no_load_r
 check no_steps_convert_a_checkpoint no_steps_convert_a_checkpoint
 check a_bad_step_is_not_saved a_bad_step_is_not_saved
 check an_error_in_the_background_ends_the_run an_error_in_the_background_ends_the_run
+check an_evaluation_that_fails_does_not_lose_the_save an_evaluation_that_fails_does_not_lose_the_save
+check data_that_cannot_be_read_end_all_ranks data_that_cannot_be_read_end_all_ranks
 exit $failed
