@@ -787,7 +787,7 @@ typedef struct mt_router {
     float scaling;      // of the probabilities; 1: none
 } mt_router;
 
-/* Choices of tokens of which each expert keeps at most `capacity`. */
+/* The choices of tokens; an expert keeps at most `capacity` of them. */
 typedef struct mt_drop_args {
     int64_t T, k, first, count, capacity;
     const int32_t *experts;     // [T, k] choices
