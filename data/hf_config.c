@@ -506,7 +506,7 @@ static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_option
     if (!(mask & MIXTRAL)) mt_config_read_expert_layers(config, shape);
 }
 
-/* What follows from several keys of Llama's block. */
+/* Values of Llama's block that follow from several keys. */
 static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options *shape) {
     shape->add_qkv_bias |= shape->attention_output_bias;
     shape->add_bias_linear = shape->attention_output_bias && shape->mlp_bias;
