@@ -463,7 +463,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--ffn-hidden-size", o->moe_layers && !strchr(o->moe_layers, '0') ? 0 : o->ffn_hidden_size, tensor, tp},
+        {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
         {"--seq-length", o->seq_length,
          "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
@@ -922,7 +922,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
     double output = C * (double)o->padded_vocab_size;
     double layers = (double)o->num_layers * (projections + attention) + mlps;
-    bool sparse = o->moe_layers && o->moe_layers[o->num_layers - 1] == '1';
+    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
     double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
@@ -2529,15 +2529,14 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
 
 /* ==== §3g cross-entropy ========================================================================================== */
 
-static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                         const void *logits, const int32_t *labels, int64_t T, int64_t stride,
-                                         int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    const int64_t T = a->T, count = a->count;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        const float *x = mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype);
-        float max = mt_row_max(x, count);
+        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, count, dtype);
+        float max = mt_row_max(x, count), *row = a->stats + t;
         double sum = 0, weighted = 0;
         for (int64_t block = 0; block < count; block += MT_BLOCK) {
             float block_sum = 0, block_weighted = 0;
@@ -2550,20 +2549,20 @@ static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *
             sum += block_sum;
             weighted += block_weighted;
         }
-        int64_t label = labels[t] - first;
-        row_max[t] = max;
-        row_sum[t] = (float)sum;
-        row_target[t] = label >= 0 && label < count ? x[label] : 0.0f;
-        if (row_weighted) row_weighted[t] = (float)weighted;
+        int64_t label = a->labels[t] - a->first;
+        row[0] = max;
+        row[T] = (float)sum;
+        row[2 * T] = label >= 0 && label < count ? x[label] : 0.0f;
+        if (a->entropy) row[3 * T] = (float)weighted;
     }
 }
 
-static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                         const float *parts, int64_t n, int64_t T, mt_stream *stream) {
+static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const float *parts, int64_t n,
+                                         mt_stream *stream) {
     (void)stream;
-    int64_t part = (row_weighted ? 4 : 3) * T;
+    const int64_t T = a->T, part = (a->entropy ? 4 : 3) * T;
     for (int64_t t = 0; t < T; t++) {
-        float max = -INFINITY;
+        float max = -INFINITY, *row = a->stats + t;
         double sum = 0, target = 0, weighted = 0;
         for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
         for (int64_t i = 0; i < n; i++) {
@@ -2571,48 +2570,49 @@ static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *
             double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
             sum += scale * (double)share[T];
             target += (double)share[2 * T];
-            if (row_weighted) weighted += scale * (double)share[3 * T];
+            if (a->entropy) weighted += scale * (double)share[3 * T];
         }
-        row_max[t] = max;
-        row_sum[t] = (float)sum;
-        row_target[t] = (float)target;
-        if (row_weighted) row_weighted[t] = (float)weighted;
+        row[0] = max;
+        row[T] = (float)sum;
+        row[2 * T] = (float)target;
+        if (a->entropy) row[3 * T] = (float)weighted;
     }
 }
 
-static void mt_cpu_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
-                                      const float *row_sum, const float *row_target, const float *row_weighted,
-                                      int64_t T, mt_stream *stream) {
+static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream *stream) {
     (void)stream;
-    for (int64_t t = 0; t < T; t++) {
-        double log_sum = (double)row_max[t] + log((double)row_sum[t]);
-        lse[t] = (float)log_sum;
-        logp[t] = (float)((double)row_target[t] - log_sum);
-        if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / (double)row_sum[t]);
+    for (int64_t t = 0; t < a->T; t++) {
+        const float *row = a->stats + t;
+        double log_sum = (double)row[0] + log((double)row[a->T]);
+        a->lse[t] = (float)log_sum;
+        a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
+        if (a->entropy) a->entropy[t] = (float)(log_sum - (double)row[3 * a->T] / (double)row[a->T]);
     }
 }
 
-static void mt_cpu_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                          const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
-                                          int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
-                                          mt_stream *stream) {
+static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    const int64_t count = a->count, stride = a->stride;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
-#pragma omp parallel for if (T * count > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *x = mt_row_load(slice, logits, t * stride, count, dtype);
-        float *d = mt_row_open(slice + count, dlogits, t * stride, dtype), log_sum = lse[t], scale = -dlogp[t];
-        int64_t label = labels[t] - first;
+#pragma omp parallel for if (a->T * count > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch), log_sum = a->lse[t], scale = -a->dlogp[t];
+        const float *x = mt_row_load(slice, a->logits, t * stride, count, dtype);
+        float *d = mt_row_open(slice + count, a->dlogits, t * stride, dtype); // may be x
+        int64_t label = a->labels[t] - a->first;
+        if (a->dentropy) {
+            float dentropy = a->dentropy[t], entropy = a->entropy[t];
+            for (int64_t i = 0; i < count; i++) {
+                float log_p = x[i] - log_sum, p = mt_exp(log_p);
+                d[i] = p > 0 ? p * (scale - dentropy * (log_p + entropy)) : 0.0f;
+            }
+        } else {
 #pragma omp simd
-        for (int64_t i = 0; i < (dentropy ? 0 : count); i++) d[i] = mt_exp(x[i] - log_sum) * scale;
-        for (int64_t i = 0; i < (dentropy ? count : 0); i++) { // d may be x
-            float p = mt_exp(x[i] - log_sum), log_p = x[i] - log_sum;
-            d[i] = p > 0 ? p * (scale - dentropy[t] * (log_p + entropy[t])) : 0.0f;
+            for (int64_t i = 0; i < count; i++) d[i] = mt_exp(x[i] - log_sum) * scale;
         }
         if (label >= 0 && label < count) d[label] -= scale;
         for (int64_t i = count; i < stride; i++) d[i] = 0.0f;
-        mt_row_close(dlogits, t * stride, d, stride, dtype);
+        mt_row_close(a->dlogits, t * stride, d, stride, dtype);
     }
 }
 
@@ -2988,23 +2988,21 @@ static int mt_queued_compare(const void *left, const void *right) {
     return a->choice < b->choice ? -1 : a->choice > b->choice;
 }
 
-static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
-                               int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
-                               mt_stream *stream) {
+static void mt_cpu_drop_tokens(const mt_drop_args *a, mt_stream *stream) {
     (void)stream;
-    mt_queued *queue = (mt_queued *)mt_scratch_grow(T * k * (int64_t)(sizeof *queue / sizeof(float)));
-    int64_t n = 0, before = 0;
-    for (int64_t i = 0; i < T * k; i++) {
-        if (experts[i] < 0) continue;
-        float prob = by_position ? 0.0f : probs[i];
-        queue[n++] = (mt_queued){token_index[i / k], i, isnan(prob) ? -INFINITY : prob, experts[i]};
+    mt_queued *queue = (mt_queued *)mt_scratch_grow(a->T * a->k * (int64_t)(sizeof *queue / sizeof(float)));
+    int64_t n = 0, before = 0, rows = a->count * a->k;
+    for (int64_t i = 0; i < a->T * a->k; i++) {
+        if (a->experts[i] < 0) continue;
+        float prob = a->probs ? a->probs[i] : 0.0f;
+        queue[n++] = (mt_queued){a->token_index[i / a->k], i, isnan(prob) ? -INFINITY : prob, a->experts[i]};
     }
     qsort(queue, (size_t)n, sizeof *queue, mt_queued_compare);
-    for (int64_t i = 0; i < count * k; i++) kept[i] = -1;
+    for (int64_t i = 0; i < rows; i++) a->kept[i] = -1;
     for (int64_t i = 0; i < n; i++) {
         before = i > 0 && queue[i].expert == queue[i - 1].expert ? before + 1 : 0;
-        int64_t at = queue[i].choice - first * k;
-        if (before < capacity && at >= 0 && at < count * k) kept[at] = queue[i].expert;
+        int64_t at = queue[i].choice - a->first * a->k;
+        if (before < a->capacity && at >= 0 && at < rows) a->kept[at] = queue[i].expert;
     }
 }
 
@@ -4908,19 +4906,14 @@ void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout,
     tp->ops->embedding_backward(w.dw, dwhole, ids, tp->T, C, first, count, tp->dtype, tp->stream);
 }
 
-void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
-                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
-                                    int64_t count) {
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a) {
     const mt_ops *ops = tp->ops;
-    int64_t num_stats = values->entropy ? 4 : 3; // numbers of a row that ranks exchange, instead of logits
-    float *max = stats, *sum = stats + T, *target = stats + 2 * T, *weighted = values->entropy ? stats + 3 * T : NULL;
-    ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, T, stride, first, count, tp->dtype,
-                               tp->stream);
-    if (tp->group->size > 1) {
-        ops->all_gather(tp->loss_parts, stats, num_stats * T, MT_F32, tp->group, tp->stream);
-        ops->cross_entropy_combine(max, sum, target, weighted, tp->loss_parts, tp->group->size, T, tp->stream);
+    ops->cross_entropy_forward(a, tp->dtype, tp->stream);
+    if (tp->group->size > 1) { // ranks exchange 3 or 4 numbers of a row instead of logits
+        ops->all_gather(tp->loss_parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
+        ops->cross_entropy_combine(a, tp->loss_parts, tp->group->size, tp->stream);
     }
-    ops->cross_entropy_loss(values->logp, values->entropy, values->lse, max, sum, target, weighted, T, tp->stream);
+    ops->cross_entropy_loss(a, tp->stream);
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
@@ -4983,7 +4976,7 @@ static bool mt_norms_heads(const mt_options *o) {
 }
 
 /* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
 
@@ -5284,7 +5277,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
     param->is_vector = row->cols == MT_DIM_ONE;
     param->weight_decay = !param->is_vector;
-    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->is_linear = !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED;
     param->init = mt_param_kinds[row->kind].init;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
@@ -6626,14 +6619,16 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
     bool by_position = m->options->moe_token_drop_policy == MT_DROP_POSITION;
     const int64_t *index = p->batch->token_index + p->first_row;
+    mt_drop_args drop = {.T = tokens, .k = k, .first = group->rank * R, .count = R, .kept = kept};
     if (group->size > 1) {
         m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
         m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, p->stream);
         m->ops->all_gather(e->all_index, index, R, MT_I64, group, p->stream);
         experts = e->all_experts, probs = e->all_probs, index = e->all_index;
     }
-    m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
-                        by_position, p->stream);
+    drop.capacity = mt_expert_capacity(m, tokens);
+    drop.experts = experts, drop.probs = by_position ? NULL : probs, drop.token_index = index;
+    m->ops->drop_tokens(&drop, p->stream);
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
@@ -7623,11 +7618,11 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
 
 /* An output of the model or of a multi-token prediction module: saved values of head and loss. */
 typedef struct mt_output {
-    void *hidden;   // [R, C] the residual stream
-    mt_normed norm; // [R, C] its norm: the head's input
-    void *logits;   // [max_logits, V]
-    float *lse;     // [max_logits]
-    float *dlogp;   // [max_logits] coefficients of the loss
+    void *hidden;              // [R, C] the residual stream
+    mt_normed norm;            // [R, C] its norm: the head's input
+    void *logits;              // [max_logits, V]
+    float *lse, *dlogp;        // [max_logits]: see mt_cross_entropy_args
+    float *entropy, *dentropy; // [max_logits]; NULL for a loss without entropy
 } mt_output;
 
 /* Saved values of a multi-token prediction module, besides its layer's activations and its output. */
@@ -7715,45 +7710,45 @@ static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out)
     mt_bucket_release(m, m->head_bucket);
 }
 
-/* ---- losses: a loss maps numbers of each token to a scalar and to the coefficients with which the logits' gradient is
- * computed. A row per loss. */
-
-typedef struct mt_loss_args {
-    int64_t T;
-    mt_token_values values; // of the tokens' labels
-    const float *weights;   // [T] of each token in the sums
-    double *sums;           // sums[0] += the loss, sums[1] += the weights
-    float *dlogp;           // [T] derivative of the loss by each log-probability
-} mt_loss_args;
-
-typedef struct mt_loss {
-    const char *name;
-    void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
-} mt_loss;
-
-/* Pre-training: the weighted sum of negative log-probabilities. */
-static void mt_nll_loss(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
-    ops->nll_loss(a->sums, a->dlogp, a->values.logp, a->weights, a->T, stream);
+static void mt_nll_forward(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
+    ops->nll_loss(a->sums, a->dlogp, a->tokens->logp, a->weights, a->tokens->T, stream);
 }
 
-enum { MT_LOSS_NLL };
-static const mt_loss mt_losses[] = {[MT_LOSS_NLL] = {"nll", mt_nll_loss}};
+const mt_loss mt_nll = {"nll", false, mt_nll_forward};
+
+/* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
+static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
+                                            const int32_t *labels) {
+    return (mt_cross_entropy_args){.T = p->T,
+                                   .stride = m->V,
+                                   .first = m->vocab_first,
+                                   .count = m->vocab_count,
+                                   .logits = out->logits,
+                                   .labels = labels,
+                                   .stats = m->row_stats,
+                                   .entropy = out->entropy,
+                                   .lse = out->lse,
+                                   .dlogp = out->dlogp,
+                                   .dentropy = out->dentropy,
+                                   .dlogits = out->logits};
+}
 
 /* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and their loss. */
 static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
                          const float *weights, double *sums, float *logp, float *entropy) {
-    mt_loss_args a = {.T = p->T, .values = {logp, entropy, out->lse}, .weights = weights, .dlogp = out->dlogp};
-    a.sums = p->replay ? m->numbers->replayed : sums;
-    mt_vocab_cross_entropy_forward(&p->tp, &a.values, m->row_stats, out->logits, labels, p->T, m->V, m->vocab_first,
-                                   m->vocab_count);
-    mt_losses[MT_LOSS_NLL].forward(m->ops, &a, p->stream);
+    mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
+    mt_loss_args a = {&tokens, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
+    tokens.logp = logp;
+    if (entropy) tokens.entropy = entropy;
+    mt_vocab_cross_entropy_forward(&p->tp, &tokens);
+    m->plan.loss->forward(m->ops, &a, p->stream);
 }
 
 /* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
 static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
-    m->ops->cross_entropy_backward(out->logits, out->logits, labels, out->lse, NULL, out->dlogp, NULL, p->T, m->V,
-                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
+    const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
+    m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_BACKWARD_BOTH);
@@ -8794,18 +8789,13 @@ static void mt_params_changed(mt_model *m) {
 
 /* ---- gradients */
 
-/* True for a matrix whose gradient a product writes first; other gradients only accumulate. */
-static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param) {
-    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
-}
-
 /* Discards a bucket's gradients: zeroes padding and gradients that only accumulate; products overwrite the others. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     int64_t start = 0; // of the range to zero
     memset(m->sharding->has_gradient + b->first_param, false, (size_t)b->num_params);
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (!mt_gradient_is_overwritten(m, param)) continue;
+        if (!param->is_linear) continue;
         if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
         start = param->offset + param->rows * param->cols;
     }
@@ -9889,6 +9879,10 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
     out->norm.rstd = mt_arena_alloc(arena, R * 4);
     out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
     out->dlogp = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    if (m->plan.loss->uses_entropy) {
+        out->entropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
+        out->dentropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    }
     if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
 }
 
@@ -10258,9 +10252,10 @@ _Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight i
 static void mt_model_linears(mt_model *m) {
     mt_linear *linear = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
+        mt_param *param = &m->params[i];
         bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
-        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        param->is_linear |= is_tied_head;
+        if (!param->is_linear) continue;
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
@@ -10582,6 +10577,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
+    if (!m->plan.loss) m->plan.loss = &mt_nll;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 && mt_model_start(m, error) == 0) {

@@ -5,13 +5,9 @@
 static mt_model *replayed;
 static int64_t replays;
 
-static void replaying_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                             const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
-                                             int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
-                                             mt_stream *stream) {
+static void replaying_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     for (int i = 0; replayed && i < 2; i++, replays++) mt_model_replay(replayed);
-    mt_cpu_ops.cross_entropy_backward(dlogits, logits, labels, lse, entropy, dlogp, dentropy, T, stride, first, count,
-                                      dtype, stream);
+    mt_cpu_ops.cross_entropy_backward(a, dtype, stream);
 }
 
 /* Three steps of two micro-batches; their metrics, and the weights afterwards. */
