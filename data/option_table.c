@@ -369,6 +369,16 @@ const mt_option mt_option_table[] = {
     {"num-layers-at-end-in-bf16", MT_INT, MT_AT(num_layers_at_end_in_bf16), MT_TRAIN, MT_OF_RUN, "1", "[0,10000]",
      "last layers without fp8", .needs = "first-last-layers-bf16"},
 
+    {.help = "offloading"},
+    {"fine-grained-activation-offloading", MT_FLAG, MT_AT(fine_grained_activation_offloading), MT_TRAIN, MT_OF_RUN,
+     NULL, NULL, "keep activations in host memory from the forward to the backward: the inputs of --offload-modules",
+     .needs = "offload-modules"},
+    {"offload-modules", MT_SET, MT_AT(offload_modules), MT_TRAIN, MT_OF_RUN, NULL,
+     "attn_norm|qkv_linear|core_attn|attn_proj|mlp_norm|expert_fc1|moe_act|mlp",
+     "modules whose input is offloaded; attn_proj needs core_attn; mlp, not in Megatron: MLPs of layers without "
+     "experts",
+     .needs = "fine-grained-activation-offloading, attn_proj: offload-modules core_attn"},
+
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
     {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "minimum learning rate after warm-up"},
