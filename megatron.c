@@ -452,7 +452,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--ffn-hidden-size", o->moe_layers && !strchr(o->moe_layers, '0') ? 0 : o->ffn_hidden_size, tensor, tp},
+        {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
         {"--seq-length", o->seq_length,
          "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
@@ -908,7 +908,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
     double output = C * (double)o->padded_vocab_size;
     double layers = (double)o->num_layers * (projections + attention) + mlps;
-    bool sparse = o->moe_layers && o->moe_layers[o->num_layers - 1] == '1';
+    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
     double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
@@ -4574,7 +4574,7 @@ static bool mt_norms_heads(const mt_options *o) {
 }
 
 /* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
 
@@ -4875,7 +4875,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
     param->is_vector = row->cols == MT_DIM_ONE;
     param->weight_decay = !param->is_vector;
-    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->is_linear = !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED;
     param->init = mt_param_kinds[row->kind].init;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
@@ -8363,18 +8363,13 @@ static void mt_params_changed(mt_model *m) {
 
 /* ---- gradients */
 
-/* True for a matrix whose gradient a product writes first; other gradients only accumulate. */
-static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param) {
-    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
-}
-
 /* Discards a bucket's gradients: zeroes padding and gradients that only accumulate; products overwrite the others. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     int64_t start = 0; // of the range to zero
     memset(m->sharding->has_gradient + b->first_param, false, (size_t)b->num_params);
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (!mt_gradient_is_overwritten(m, param)) continue;
+        if (!param->is_linear) continue;
         if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
         start = param->offset + param->rows * param->cols;
     }
@@ -9789,9 +9784,10 @@ _Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight i
 static void mt_model_linears(mt_model *m) {
     mt_linear *linear = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
+        mt_param *param = &m->params[i];
         bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
-        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        param->is_linear |= is_tied_head;
+        if (!param->is_linear) continue;
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};

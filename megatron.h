@@ -469,6 +469,9 @@ double mt_flops(const mt_options *options, int64_t num_sequences);
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
 
+/* True if a layer, or a module of multi-token prediction (numbered from num_layers on), has experts. */
+bool mt_layer_has_experts(const mt_options *options, int64_t layer);
+
 /* ==== §3 kernels ====================================================================================================
  *
  * A backend implements the operations below. The CPU's, in plain C, defines each result; the GPU's is in cuda/. Each
@@ -1592,7 +1595,7 @@ typedef struct mt_param {
     int64_t rows_stored;            // of whole_rows, the rows in Hugging Face: the vocabulary without its padding
     const char *rows_option, *cols_option, *exists_option; // the options that determine these, for messages; or NULL
     bool is_vector;
-    bool is_embedding;     // a lookup table: its backward adds to single rows
+    bool is_linear;        // of a matrix product, which writes the gradient first; others only add to it
     bool trained;          // by the optimizer
     mt_linear_kind linear; // of a matrix
     mt_init init;
