@@ -211,7 +211,7 @@ static void mt_options_note_name(mt_options *options, const mt_option *row, cons
     mt_string_set(&typed->items[i + 1], is_alias ? where : own);
 }
 
-/* Replaces the names of options in a message by those that the user gave. */
+/* Replaces the names of options in a message by the typed ones. */
 static void mt_options_restore_names(const mt_options *options, mt_error *error) {
     const mt_strings *typed = &options->typed_names;
     for (int64_t i = 0; i < typed->count; i += 2) {
