@@ -56,6 +56,7 @@
 #include "megatron.h"
 
 #include <ctype.h>
+#include <float.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -417,6 +418,16 @@ static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* --first-last-layers-bf16 leaves a layer for fp8. */
+static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
+    int64_t start = o->num_layers_at_start_in_bf16, end = o->num_layers_at_end_in_bf16;
+    if (!o->first_last_layers_bf16 || start + end < o->num_layers) return 0;
+    return mt_error_set(error,
+                        "--num-layers-at-start-in-bf16 %lld and --num-layers-at-end-in-bf16 %lld leave no layer of "
+                        "%lld in fp8; lower them or leave out --first-last-layers-bf16",
+                        (long long)start, (long long)end, (long long)o->num_layers);
+}
+
 /* Vocabulary, positions and sequence length. */
 static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
@@ -452,7 +463,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--ffn-hidden-size", o->moe_layers && !strchr(o->moe_layers, '0') ? 0 : o->ffn_hidden_size, tensor, tp},
+        {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
         {"--seq-length", o->seq_length,
          "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
@@ -825,7 +836,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
-    if (mt_options_derive_recompute(o, error)) return -1;
+    if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
     if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
@@ -875,6 +886,9 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--num-experts is %lld, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most %lld "
          "experts",
          {E, l->aux_loss_experts}},
+        {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
+        {l->no_mxfp8 && o->fp8_format && o->fp8_recipe == MT_FP8_MXFP8,
+         "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -908,7 +922,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
     double output = C * (double)o->padded_vocab_size;
     double layers = (double)o->num_layers * (projections + attention) + mlps;
-    bool sparse = o->moe_layers && o->moe_layers[o->num_layers - 1] == '1';
+    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
     double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
@@ -1433,6 +1447,245 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
         }
     }
     if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
+}
+
+/* ---- fp8: operands are rounded to the grid of e4m3 or e5m2, and their products summed in fp32 */
+
+float mt_f8_largest(mt_dtype format) {
+    return format == MT_F8_E4M3 ? 448.0f : 57344.0f;
+}
+
+/* A normal result has the float's exponent and upper bits of its mantissa. Subnormal results are evenly spaced: a power
+ * of two is added whose unit in the last place is that spacing, so that the sum is rounded to it. */
+static inline uint8_t mt_f8_encode(float value, bool e4m3) {
+    const float largest = e4m3 ? 448.0f : 57344.0f, least_normal = e4m3 ? 0x1p-6f : 0x1p-14f;
+    const uint32_t shift = e4m3 ? 20 : 21, bias = e4m3 ? 120u << 3 : 112u << 2; // (127 - the format's bias) << mantissa
+    float size = fabsf(value), sum;
+    size = size > largest ? largest : size;
+    sum = size + (e4m3 ? 0x1p14f : 0x1p7f);
+    uint32_t bits, normal, subnormal;
+    memcpy(&bits, &size, sizeof bits);
+    memcpy(&subnormal, &sum, sizeof subnormal);
+    normal = ((bits + (1u << (shift - 1)) - 1 + (bits >> shift & 1)) >> shift) - bias;
+    normal = value != value ? 0x7F : size < least_normal ? subnormal & 0x7F : normal;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint8_t)(normal | (bits >> 24 & 0x80));
+}
+
+uint8_t mt_f32_to_f8(float value, mt_dtype format) {
+    return mt_f8_encode(value, format == MT_F8_E4M3);
+}
+
+float mt_f8_to_f32(uint8_t bits, mt_dtype format) {
+    bool e4m3 = format == MT_F8_E4M3;
+    int width = e4m3 ? 3 : 2, exponent = (bits & 0x7F) >> width, mantissa = bits & ((1 << width) - 1);
+    float value = ldexpf((float)(mantissa + (exponent > 0 ? 1 << width : 0)),
+                         (exponent > 0 ? exponent : 1) - (e4m3 ? 7 : 15) - width);
+    if (e4m3 && (bits & 0x7F) == 0x7F) value = NAN;
+    if (!e4m3 && exponent == 31) value = mantissa > 0 ? NAN : INFINITY;
+    return bits & 0x80 ? -value : value;
+}
+
+/* Rows and columns of the elements that share a scale. A whole matrix counts as its rows, which have equal scales. */
+static int64_t mt_fp8_block_rows(mt_fp8_blocks blocks) {
+    return blocks == MT_FP8_BLOCK_128 ? 128 : 1;
+}
+
+static int64_t mt_fp8_block_columns(mt_fp8_blocks blocks) {
+    return blocks == MT_FP8_TENSOR ? INT64_MAX : blocks == MT_FP8_VECTOR_32 ? 32 : 128;
+}
+
+int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks) {
+    int64_t multiple = blocks == MT_FP8_TENSOR ? 16 : mt_fp8_block_columns(blocks);
+    return mt_divide_up(C, multiple) * multiple;
+}
+
+/* Index of the scale of element (r, c). */
+static int64_t mt_fp8_scale_index(int64_t R, int64_t C, mt_fp8_blocks blocks, int64_t r, int64_t c) {
+    if (blocks == MT_FP8_TENSOR) return 0;
+    if (blocks == MT_FP8_BLOCK_128) return r / 128 * mt_divide_up(mt_divide_up(C, 128), 4) * 4 + c / 128;
+    return c / mt_fp8_block_columns(blocks) * mt_divide_up(R, 4) * 4 + r;
+}
+
+int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks) {
+    if (blocks == MT_FP8_TENSOR) return 1;
+    if (blocks == MT_FP8_BLOCK_128) return mt_divide_up(R, 128) * mt_divide_up(mt_divide_up(C, 128), 4) * 4;
+    return mt_divide_up(C, mt_fp8_block_columns(blocks)) * mt_divide_up(R, 4) * 4;
+}
+
+/* Matrix i of several [R, C]; those with one scale share it. */
+static mt_fp8_matrix mt_fp8_matrix_at(const mt_fp8_matrix *matrices, int64_t i, int64_t R) {
+    mt_fp8_matrix matrix = *matrices;
+    if (!matrix.data) return matrix;
+    matrix.data += i * R * matrix.stride;
+    if (matrix.blocks != MT_FP8_TENSOR) matrix.inverse_scales += i * mt_fp8_num_scales(R, matrix.stride, matrix.blocks);
+    return matrix;
+}
+
+/* The scale of a block with this largest absolute value. */
+static float mt_fp8_scale(float amax, mt_dtype format, bool power_of_two) {
+    if (!(amax > 0) || isinf(amax)) return 1.0f;
+    float scale = mt_f8_largest(format) / amax;
+    if (isinf(scale)) scale = FLT_MAX;
+    return power_of_two ? ldexpf(1.0f, ilogbf(scale)) : scale;
+}
+
+/* The largest absolute value of x[n], NaN if x has one. */
+static float mt_amax(const float *x, int64_t n) {
+    float amax = 0, nan = 0;
+#pragma omp simd reduction(max : amax) reduction(+ : nan)
+    for (int64_t i = 0; i < n; i++) {
+        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+        nan += x[i] != x[i] ? 1.0f : 0.0f;
+    }
+    return nan > 0 ? NAN : amax;
+}
+
+static float mt_amax_merge(float a, float b) {
+    return a != a || a > b ? a : b;
+}
+
+/* Quantizes rows [begin, end) of x[R, C], which are `stride` apart; scale NULL: of each block. */
+static void mt_quantize_matrix(const mt_fp8_matrix *to, const float *x, int64_t R, int64_t begin, int64_t end,
+                               int64_t C, int64_t stride, const float *scale) {
+    int64_t rows = mt_fp8_block_rows(to->blocks), columns = mt_fp8_block_columns(to->blocks);
+    bool e4m3 = to->format == MT_F8_E4M3;
+    if (to->blocks == MT_FP8_TENSOR) to->inverse_scales[0] = 1.0f / *scale;
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+    for (int64_t r0 = begin; r0 < end; r0 += rows) {
+        int64_t r_end = mt_min(r0 + rows, end);
+        for (int64_t c0 = 0; c0 < C; c0 += mt_min(columns, C)) {
+            int64_t count = mt_min(columns, C - c0);
+            float amax = 0, factor = scale ? *scale : 1;
+            for (int64_t r = r0; r < r_end && !scale; r++)
+                amax = mt_amax_merge(amax, mt_amax(x + r * stride + c0, count));
+            if (!scale) factor = mt_fp8_scale(amax, to->format, true);
+            if (!scale) to->inverse_scales[mt_fp8_scale_index(R, C, to->blocks, r0, c0)] = 1.0f / factor;
+            for (int64_t r = r0; r < r_end; r++) {
+                const float *from = x + r * stride + c0;
+                uint8_t *bits = to->data + r * to->stride + c0;
+#pragma omp simd
+                for (int64_t c = 0; c < count; c++) bits[c] = mt_f8_encode(from[c] * factor, e4m3);
+            }
+        }
+        for (int64_t r = r0; r < r_end; r++) memset(to->data + r * to->stride + C, 0, (size_t)(to->stride - C));
+    }
+}
+
+/* to[C, stride] = the transpose of x[R, C], with the segments of experts apart. */
+static void mt_transpose_segments(float *to, int64_t stride, const float *x, int64_t R, int64_t C,
+                                  const int32_t *offsets, int64_t num_experts) {
+    memset(to, 0, (size_t)(C * stride) * sizeof *to);
+    for (int64_t e = 0, first = 0; e < (offsets ? num_experts : 1); e++) {
+        int64_t begin = offsets ? offsets[e] : 0, end = offsets ? offsets[e + 1] : R;
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+        for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of x
+            for (int64_t r = begin; r < end; r++)
+                for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) to[c * stride + first + r - begin] = x[r * C + c];
+        first += mt_divide_up(end - begin, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
+    }
+}
+
+static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t R = a->R, C = a->C, n = R * C, begin = a->offsets ? a->offsets[0] : 0,
+            end = a->offsets ? a->offsets[a->num_experts] : R, x_floats = mt_matrix_scratch(R, C, dtype),
+            stride = a->columns.stride;
+    bool one_scale = (a->rows.data ? a->rows : a->columns).blocks == MT_FP8_TENSOR;
+    float *scratch = mt_scratch_grow(x_floats + (a->columns.data ? C * stride : 0)), *transposed = scratch + x_floats;
+    float amax = 0, scale;
+    for (int64_t i = 0; i < (one_scale && (!a->scale || a->amax) ? a->count : 0); i++)
+        for (int64_t r = begin; r < end; r++) {
+            const float *row = mt_row_load(scratch, a->x, i * n + r * C, C, dtype);
+            amax = mt_amax_merge(amax, mt_amax(row, C));
+        }
+    if (one_scale && a->amax) *a->amax = a->scale ? mt_amax_merge(*a->amax, amax) : amax;
+    scale = a->scale ? *a->scale : mt_fp8_scale(amax, (a->rows.data ? a->rows : a->columns).format, false);
+    for (int64_t i = 0; i < a->count; i++) {
+        mt_matrix x = mt_matrix_load(scratch, a->x, i * n, R, C, C, dtype);
+        mt_fp8_matrix rows = mt_fp8_matrix_at(&a->rows, i, a->R), columns = mt_fp8_matrix_at(&a->columns, i, C);
+        if (rows.data) mt_quantize_matrix(&rows, x.data, a->R, begin, end, C, C, one_scale ? &scale : NULL);
+        if (!columns.data) continue;
+        mt_transpose_segments(transposed, stride, x.data, R, C, a->offsets, a->num_experts);
+        mt_quantize_matrix(&columns, transposed, C, 0, C, stride, stride, one_scale ? &scale : NULL);
+    }
+}
+
+/* to[rows, C] = the values of rows [first, first + rows) of a matrix [R, ...], columns [c0, c0 + C). */
+static void mt_fp8_load(float *to, const mt_fp8_matrix *matrix, int64_t R, int64_t first, int64_t rows, int64_t c0,
+                        int64_t C) {
+    float values[256];
+    int64_t columns = mt_fp8_block_columns(matrix->blocks);
+    for (int code = 0; code < 256; code++) values[code] = mt_f8_to_f32((uint8_t)code, matrix->format);
+#pragma omp parallel for if (rows * C > MT_PARALLEL)
+    for (int64_t r = 0; r < rows; r++) {
+        const uint8_t *bits = matrix->data + (first + r) * matrix->stride;
+        for (int64_t c = c0, end; c < c0 + C; c = end) {
+            end = columns == INT64_MAX ? c0 + C : mt_min((c / columns + 1) * columns, c0 + C);
+            float scale = matrix->inverse_scales[mt_fp8_scale_index(R, matrix->stride, matrix->blocks, first + r, c)];
+            for (int64_t i = c; i < end; i++) to[r * C + i - c0] = values[bits[i]] * scale;
+        }
+    }
+}
+
+/* out[M, N] (+)= rows [first, first + M) of p->a times b^T, over K elements from column k on. */
+static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *b, void *out, int64_t first, int64_t M,
+                            int64_t k, int64_t K) {
+    int64_t N = p->N, M_block = mt_max(1, mt_min(M, 512)), N_block = mt_min(N, 1024);
+    int64_t out_floats = mt_matrix_scratch(M_block, N_block, p->out_dtype);
+    float *a_floats = mt_scratch_grow((M_block + N_block) * K + out_floats + N_block),
+          *b_floats = a_floats + M_block * K;
+    float *scratch = b_floats + N_block * K, *bias_scratch = scratch + out_floats;
+    for (int64_t m = 0; m < M; m += M_block) {
+        int64_t rows = mt_min(M_block, M - m);
+        mt_fp8_load(a_floats, &p->a, p->M, first + m, rows, k, K);
+        for (int64_t n = 0; n < N; n += N_block) {
+            int64_t columns = mt_min(N_block, N - n), stride = p->out_dtype == MT_F32 ? N : columns;
+            mt_fp8_load(b_floats, b, N, n, columns, k, K);
+            const float *bias = p->bias ? mt_row_load(bias_scratch, p->bias, n, columns, p->out_dtype) : NULL;
+            float *block = mt_row_open(scratch, out, m * N + n, p->out_dtype);
+            for (int64_t r = 0; r < (bias ? rows : 0); r++)
+                memcpy(block + r * stride, bias, (size_t)columns * sizeof *bias);
+            mt_matmul(block, a_floats, b_floats, rows, columns, K, stride, K, K, MT_PLAIN, MT_TRANSPOSED,
+                      bias || p->accumulate);
+            mt_matrix_store(out, m * N + n, block, rows, columns, N, p->out_dtype);
+        }
+    }
+}
+
+static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(p->out_dtype);
+    if (!p->offsets) mt_fp8_multiply(p, &p->b, p->out, 0, p->M, 0, p->K);
+    for (int64_t e = 0, k = 0; e < (p->offsets ? p->num_experts : 0); e++) {
+        int64_t begin = p->offsets[e], count = p->offsets[e + 1] - begin;
+        mt_fp8_matrix b = mt_fp8_matrix_at(&p->b, p->sums_rows ? 0 : e, p->N);
+        char *out = (char *)p->out + (p->sums_rows ? e * p->M : begin) * p->N * size;
+        if (!p->sums_rows && count > 0) mt_fp8_multiply(p, &b, out, begin, count, 0, p->K);
+        if (!p->sums_rows) continue;
+        if (count == 0 && !p->accumulate) memset(out, 0, (size_t)(p->M * p->N * size));
+        if (count > 0) mt_fp8_multiply(p, &b, out, 0, p->M, k, count);
+        k += mt_divide_up(count, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
+    }
+}
+
+static void mt_cpu_column_sums(float *sums, const void *x, int64_t R, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_column_sums(sums, x, R, C, dtype);
+}
+
+static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
+    (void)stream;
+    for (int64_t i = 0; i < a->n; i++) {
+        float current = a->history[i], amax = current, scale;
+        for (int64_t t = 1; t < a->length && !a->most_recent; t++) amax = mt_amax_merge(amax, a->history[t * a->n + i]);
+        a->history[i] = 0;
+        if (a->guard[0] < 0) continue; // a bad step
+        scale = a->largest[i] / amax / ldexpf(1.0f, (int)a->margin);
+        if (amax > 0 && isfinite(amax)) a->scale[i] = isinf(scale) ? FLT_MAX : scale;
+        for (int64_t t = 1; t + 1 < a->length; t++) a->history[t * a->n + i] = a->history[(t + 1) * a->n + i];
+        if (a->length > 1) a->history[(a->length - 1) * a->n + i] = current;
+    }
 }
 
 double mt_cpu_matmul_rate(int64_t n) {
@@ -2276,15 +2529,14 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
 
 /* ==== §3g cross-entropy ========================================================================================== */
 
-static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                         const void *logits, const int32_t *labels, int64_t T, int64_t stride,
-                                         int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    const int64_t T = a->T, count = a->count;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        const float *x = mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype);
-        float max = mt_row_max(x, count);
+        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, count, dtype);
+        float max = mt_row_max(x, count), *row = a->stats + t;
         double sum = 0, weighted = 0;
         for (int64_t block = 0; block < count; block += MT_BLOCK) {
             float block_sum = 0, block_weighted = 0;
@@ -2297,20 +2549,20 @@ static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *
             sum += block_sum;
             weighted += block_weighted;
         }
-        int64_t label = labels[t] - first;
-        row_max[t] = max;
-        row_sum[t] = (float)sum;
-        row_target[t] = label >= 0 && label < count ? x[label] : 0.0f;
-        if (row_weighted) row_weighted[t] = (float)weighted;
+        int64_t label = a->labels[t] - a->first;
+        row[0] = max;
+        row[T] = (float)sum;
+        row[2 * T] = label >= 0 && label < count ? x[label] : 0.0f;
+        if (a->entropy) row[3 * T] = (float)weighted;
     }
 }
 
-static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                         const float *parts, int64_t n, int64_t T, mt_stream *stream) {
+static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const float *parts, int64_t n,
+                                         mt_stream *stream) {
     (void)stream;
-    int64_t part = (row_weighted ? 4 : 3) * T;
+    const int64_t T = a->T, part = (a->entropy ? 4 : 3) * T;
     for (int64_t t = 0; t < T; t++) {
-        float max = -INFINITY;
+        float max = -INFINITY, *row = a->stats + t;
         double sum = 0, target = 0, weighted = 0;
         for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
         for (int64_t i = 0; i < n; i++) {
@@ -2318,48 +2570,49 @@ static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *
             double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
             sum += scale * (double)share[T];
             target += (double)share[2 * T];
-            if (row_weighted) weighted += scale * (double)share[3 * T];
+            if (a->entropy) weighted += scale * (double)share[3 * T];
         }
-        row_max[t] = max;
-        row_sum[t] = (float)sum;
-        row_target[t] = (float)target;
-        if (row_weighted) row_weighted[t] = (float)weighted;
+        row[0] = max;
+        row[T] = (float)sum;
+        row[2 * T] = (float)target;
+        if (a->entropy) row[3 * T] = (float)weighted;
     }
 }
 
-static void mt_cpu_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
-                                      const float *row_sum, const float *row_target, const float *row_weighted,
-                                      int64_t T, mt_stream *stream) {
+static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream *stream) {
     (void)stream;
-    for (int64_t t = 0; t < T; t++) {
-        double log_sum = (double)row_max[t] + log((double)row_sum[t]);
-        lse[t] = (float)log_sum;
-        logp[t] = (float)((double)row_target[t] - log_sum);
-        if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / (double)row_sum[t]);
+    for (int64_t t = 0; t < a->T; t++) {
+        const float *row = a->stats + t;
+        double log_sum = (double)row[0] + log((double)row[a->T]);
+        a->lse[t] = (float)log_sum;
+        a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
+        if (a->entropy) a->entropy[t] = (float)(log_sum - (double)row[3 * a->T] / (double)row[a->T]);
     }
 }
 
-static void mt_cpu_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                          const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
-                                          int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
-                                          mt_stream *stream) {
+static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    const int64_t count = a->count, stride = a->stride;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
-#pragma omp parallel for if (T * count > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *x = mt_row_load(slice, logits, t * stride, count, dtype);
-        float *d = mt_row_open(slice + count, dlogits, t * stride, dtype), log_sum = lse[t], scale = -dlogp[t];
-        int64_t label = labels[t] - first;
+#pragma omp parallel for if (a->T * count > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch), log_sum = a->lse[t], scale = -a->dlogp[t];
+        const float *x = mt_row_load(slice, a->logits, t * stride, count, dtype);
+        float *d = mt_row_open(slice + count, a->dlogits, t * stride, dtype); // may be x
+        int64_t label = a->labels[t] - a->first;
+        if (a->dentropy) {
+            float dentropy = a->dentropy[t], entropy = a->entropy[t];
+            for (int64_t i = 0; i < count; i++) {
+                float log_p = x[i] - log_sum, p = mt_exp(log_p);
+                d[i] = p > 0 ? p * (scale - dentropy * (log_p + entropy)) : 0.0f;
+            }
+        } else {
 #pragma omp simd
-        for (int64_t i = 0; i < (dentropy ? 0 : count); i++) d[i] = mt_exp(x[i] - log_sum) * scale;
-        for (int64_t i = 0; i < (dentropy ? count : 0); i++) { // d may be x
-            float p = mt_exp(x[i] - log_sum), log_p = x[i] - log_sum;
-            d[i] = p > 0 ? p * (scale - dentropy[t] * (log_p + entropy[t])) : 0.0f;
+            for (int64_t i = 0; i < count; i++) d[i] = mt_exp(x[i] - log_sum) * scale;
         }
         if (label >= 0 && label < count) d[label] -= scale;
         for (int64_t i = count; i < stride; i++) d[i] = 0.0f;
-        mt_row_close(dlogits, t * stride, d, stride, dtype);
+        mt_row_close(a->dlogits, t * stride, d, stride, dtype);
     }
 }
 
@@ -2735,23 +2988,21 @@ static int mt_queued_compare(const void *left, const void *right) {
     return a->choice < b->choice ? -1 : a->choice > b->choice;
 }
 
-static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
-                               int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
-                               mt_stream *stream) {
+static void mt_cpu_drop_tokens(const mt_drop_args *a, mt_stream *stream) {
     (void)stream;
-    mt_queued *queue = (mt_queued *)mt_scratch_grow(T * k * (int64_t)(sizeof *queue / sizeof(float)));
-    int64_t n = 0, before = 0;
-    for (int64_t i = 0; i < T * k; i++) {
-        if (experts[i] < 0) continue;
-        float prob = by_position ? 0.0f : probs[i];
-        queue[n++] = (mt_queued){token_index[i / k], i, isnan(prob) ? -INFINITY : prob, experts[i]};
+    mt_queued *queue = (mt_queued *)mt_scratch_grow(a->T * a->k * (int64_t)(sizeof *queue / sizeof(float)));
+    int64_t n = 0, before = 0, rows = a->count * a->k;
+    for (int64_t i = 0; i < a->T * a->k; i++) {
+        if (a->experts[i] < 0) continue;
+        float prob = a->probs ? a->probs[i] : 0.0f;
+        queue[n++] = (mt_queued){a->token_index[i / a->k], i, isnan(prob) ? -INFINITY : prob, a->experts[i]};
     }
     qsort(queue, (size_t)n, sizeof *queue, mt_queued_compare);
-    for (int64_t i = 0; i < count * k; i++) kept[i] = -1;
+    for (int64_t i = 0; i < rows; i++) a->kept[i] = -1;
     for (int64_t i = 0; i < n; i++) {
         before = i > 0 && queue[i].expert == queue[i - 1].expert ? before + 1 : 0;
-        int64_t at = queue[i].choice - first * k;
-        if (before < capacity && at >= 0 && at < count * k) kept[at] = queue[i].expert;
+        int64_t at = queue[i].choice - a->first * a->k;
+        if (before < a->capacity && at >= 0 && at < rows) a->kept[at] = queue[i].expert;
     }
 }
 
@@ -4248,35 +4499,175 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 /* Every matrix product with a parameter. A column-parallel weight is cut by rows, [N / t, K]: each tensor-parallel rank
  * computes a share of the outputs. A row-parallel weight is cut by columns, [N, K / t]: each rank computes a partial
  * sum. With a group of one both are plain products. Experts use grouped products. This section handles communication,
- * its overlap, the fused GELU, and accumulation of gradients; layers know none of them. Invariants: gradients of
+ * its overlap, the fused GELU, fp8, and accumulation of gradients; layers know none of them. Invariants: gradients of
  * weights need no communication; a step's first product overwrites dw, later ones add to it. */
 
-/* ---- the product alone, on T rows */
+/* ---- fp8: quantizes the operands of a product. Products need both operands with the summed dimension contiguous:
+ *
+ *   y[T, N] = x w^T          from x [T, K] and w [N, K]
+ *   dx[T, K] = dy w          from dy [T, N] and w^T [K, N]
+ *   dw[N, K] = dy^T x        from dy^T [N, T] and x^T [K, T]
+ *
+ * so that w and dy are quantized as they are and transposed, in one pass. Quantized operands live until the end of the
+ * call, in scratch; quantized weights until the weights change, unless they are sharded. */
+
+/* Space for x[R, C] in fp8; of experts' rows, or `count` matrices. */
+static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, int64_t C, mt_dtype format,
+                                     mt_fp8_blocks blocks) {
+    mt_fp8_matrix matrix = {.stride = mt_fp8_stride(C, blocks), .format = format, .blocks = blocks};
+    int64_t scales = blocks == MT_FP8_TENSOR ? 1 : count * mt_fp8_num_scales(R, matrix.stride, blocks);
+    matrix.data = mt_arena_alloc(arena, count * R * matrix.stride);
+    matrix.inverse_scales = mt_arena_alloc(arena, scales * 4);
+    return matrix;
+}
+
+/* The transpose of T rows: experts' rows are rounded up, so that no block spans two experts. */
+static mt_fp8_matrix mt_fp8_allocate_columns(mt_arena *arena, const mt_linear *l, int64_t T, int64_t C,
+                                             mt_dtype format) {
+    int64_t padding = l->num_experts * (MT_FP8_EXPERT_ROWS - 1);
+    return mt_fp8_allocate(arena, 1, C, T + padding, format, l->fp8->recipe->blocks);
+}
+
+/* The copies of a weight that its products read. */
+static void mt_fp8_allocate_weight(mt_arena *arena, const mt_linear *l, mt_fp8_matrix *w, mt_fp8_matrix *transposed) {
+    const mt_fp8 *recipe = l->fp8->recipe;
+    int64_t count = mt_max(l->num_experts, 1);
+    if (w) *w = mt_fp8_allocate(arena, count, l->N, l->K, recipe->format, recipe->weight_blocks);
+    if (transposed) *transposed = mt_fp8_allocate(arena, count, l->K, l->N, recipe->format, recipe->weight_blocks);
+}
+
+/* Bytes of scratch that the products of one call need, for T rows in `pieces`. */
+static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t pieces) {
+    const mt_fp8 *recipe = l->fp8->recipe;
+    mt_arena forward = {0}, backward = {0};
+    mt_fp8_matrix w;
+    for (int64_t i = 0; i < pieces; i++) {
+        int64_t rows = mt_divide_up(T, pieces);
+        mt_fp8_allocate(&forward, 1, rows, l->K, recipe->format, recipe->blocks);
+        mt_fp8_allocate(&backward, 1, rows, l->N, recipe->gradient_format, recipe->blocks);
+    }
+    mt_fp8_allocate_columns(&backward, l, T, l->N, recipe->gradient_format);
+    mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
+    if (!recipe->keeps_weights) mt_fp8_allocate_weight(&forward, l, &w, NULL);
+    if (!recipe->keeps_weights) mt_fp8_allocate_weight(&backward, l, NULL, &w);
+    for (int64_t i = 0; i < pieces + 3; i++)
+        mt_arena_alloc(forward.used > backward.used ? &forward : &backward, 4); // amax
+    return mt_max(forward.used, backward.used);
+}
+
+/* Begins a call: its operands overwrite those of the call before. Only experts' rows can need more than was planned. */
+static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    if (!l->fp8) return;
+    mt_arena *scratch = &l->fp8->recipe->scratch;
+    int64_t bytes = io->offsets ? mt_fp8_scratch_bytes(l, io->num_rows, 1) : 0;
+    scratch->used = 0;
+    if (bytes <= scratch->capacity) return;
+    if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
+    scratch->capacity = bytes * 9 / 8;
+    scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
+}
+
+/* Quantizes x, w or dy of a linear; `a` has the operand and its copies. */
+static void mt_fp8_quantize(const mt_tensor_parallel *tp, const mt_linear *l, mt_fp8_operand operand,
+                            mt_quantize_args a) {
+    const mt_fp8_linear *f = l->fp8;
+    a.num_experts = l->num_experts;
+    if (f->scale) {
+        a.scale = f->scale + operand;
+        // a weight that an evaluation quantized serves the next step too
+        a.amax = tp->training || operand == MT_FP8_W ? f->amax + operand : NULL;
+    } else if (f->recipe->blocks == MT_FP8_TENSOR) {
+        a.amax = mt_arena_alloc(&f->recipe->scratch, 4);
+    }
+    tp->ops->quantize(&a, tp->dtype, tp->stream);
+}
+
+/* w, or its transpose. */
+static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear *l, bool transposed) {
+    mt_fp8_linear *f = l->fp8;
+    mt_quantize_args a = {.x = l->weight.w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
+    if (f->recipe->keeps_weights) {
+        a.rows = f->w, a.columns = f->w_transposed;
+        if (f->version != f->recipe->version) mt_fp8_quantize(tp, l, MT_FP8_W, a);
+        f->version = f->recipe->version;
+    } else {
+        mt_fp8_allocate_weight(&f->recipe->scratch, l, transposed ? NULL : &a.rows, transposed ? &a.columns : NULL);
+        mt_fp8_quantize(tp, l, MT_FP8_W, a);
+    }
+    return transposed ? a.columns : a.rows;
+}
+
+/* Quantizes T rows of dy for the products of the selected halves of the backward. */
+static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt_linear_io *io, int64_t T, int halves) {
+    mt_fp8 *recipe = l->fp8 ? l->fp8->recipe : NULL;
+    if (!recipe) return;
+    mt_quantize_args a = {.x = io->dy, .count = 1, .R = T, .C = l->N};
+    a.offsets = io->offsets;
+    if (halves & MT_BACKWARD_INPUT)
+        a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, l->N, recipe->gradient_format, recipe->blocks);
+    if ((halves & MT_BACKWARD_WEIGHT) && recipe->wgrad)
+        a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, l->N, recipe->gradient_format);
+    if (a.rows.data || a.columns.data) mt_fp8_quantize(tp, l, MT_FP8_DY, a);
+    io->dy_fp8 = a.rows, io->dy_transposed = a.columns;
+}
+
+/* The product of `a`, of experts' rows where io has them. Scales per block need sums in fp32. */
+static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                               mt_fp8_product_args a) {
+    a.exact_sums = a.exact_sums || l->fp8->recipe->blocks != MT_FP8_TENSOR;
+    a.offsets = io->offsets, a.num_experts = l->num_experts;
+    tp->ops->fp8_product(&a, tp->stream);
+}
+
+/* ---- the product alone, on T rows; io->offsets: of experts */
 
 /* y = x w^T + bias; unless gelu is NULL, gelu = GELU(y), tanh approximation; fused if the backend can. */
-static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, void *gelu, void *y, const void *x,
-                               const void *bias, int64_t T) {
+static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (gelu && ops->linear_gelu_forward) {
-        ops->linear_gelu_forward(gelu, y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
-        return;
+    const void *bias = io->omits_bias ? NULL : l->bias.w;
+    bool fuses_gelu = io->gelu && ops->linear_gelu_forward && !l->fp8;
+    if (l->fp8) {
+        const mt_fp8 *recipe = l->fp8->recipe;
+        mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
+        x.rows = mt_fp8_allocate(&l->fp8->recipe->scratch, 1, T, l->K, recipe->format, recipe->blocks);
+        mt_fp8_quantize(tp, l, MT_FP8_X, x);
+        mt_fp8_product_args a = {.a = x.rows, .b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
+        a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->offsets ? NULL : bias;
+        mt_fp8_run_product(tp, l, io, a);
+    } else if (io->offsets) {
+        ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts, tp->dtype,
+                                    tp->stream);
+    } else if (fuses_gelu) {
+        ops->linear_gelu_forward(io->gelu, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+    } else {
+        ops->linear_forward(io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    ops->linear_forward(y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu) ops->activation_forward(gelu, y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
+    if (io->offsets && bias)
+        ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
+    if (io->gelu && !fuses_gelu)
+        ops->activation_forward(io->gelu, io->y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
 }
 
 /* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
-static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, void *dx, const void *dy,
-                                      const void *gelu_input, int64_t T) {
+static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                      int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (gelu_input && ops->linear_backward_gelu) {
-        ops->linear_backward_gelu(dx, dy, l->weight.w, gelu_input, T, l->N, l->K, tp->dtype, tp->stream);
-        return;
+    bool fuses_gelu = io->gelu_input && ops->linear_backward_gelu && !l->fp8;
+    if (l->fp8) {
+        mt_fp8_product_args a = {.a = io->dy_fp8, .b = mt_fp8_weight(tp, l, true), .M = T, .N = l->K, .K = l->N};
+        a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
+        mt_fp8_run_product(tp, l, io, a);
+    } else if (io->offsets) {
+        ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts,
+                                           tp->dtype, tp->stream);
+    } else if (fuses_gelu) {
+        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, io->gelu_input, T, l->N, l->K, tp->dtype, tp->stream);
+    } else {
+        ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    ops->linear_backward_input(dx, dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu_input)
-        ops->activation_backward(dx, NULL, dx, gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH, tp->dtype,
-                                 tp->stream);
+    if (io->gelu_input && !fuses_gelu)
+        ops->activation_backward(io->dx, NULL, io->dx, io->gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH,
+                                 tp->dtype, tp->stream);
 }
 
 /* True if a product adds to dw, which holds a gradient afterwards. */
@@ -4287,40 +4678,60 @@ static bool mt_weight_accumulates(const mt_weight *weight) {
 }
 
 /* dw = dy^T x, or += when accumulate; dbias += column sums of dy. */
-static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const void *dy, const void *x,
+static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                        int64_t T, bool accumulate) {
-    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, accumulate, tp->dtype, tp->stream);
+    const mt_ops *ops = tp->ops;
+    bool in_fp8 = io->dy_transposed.data;
+    if (in_fp8) {
+        mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
+        x.columns = mt_fp8_allocate_columns(&l->fp8->recipe->scratch, l, T, l->K, l->fp8->recipe->format);
+        mt_fp8_quantize(tp, l, MT_FP8_X, x);
+        mt_fp8_product_args a = {.a = io->dy_transposed, .b = x.columns, .M = l->N, .N = l->K, .K = T};
+        a.out = l->weight.dw, a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
+        mt_fp8_run_product(tp, l, io, a);
+        if (l->bias.dw && !io->offsets) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
+    } else if (io->offsets) {
+        ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, T, l->N, l->K, l->num_experts,
+                                            accumulate, tp->dtype, tp->stream);
+    } else {
+        ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, T, l->N, l->K, accumulate, tp->dtype,
+                                    tp->stream);
+    }
+    if (io->offsets && l->bias.dw)
+        ops->grouped_bias_backward(l->bias.dw, io->dy, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
 }
 
 /* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
 
 static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    mt_linear_io at = *io;
     if (!tp->overlaps) {
-        const void *x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
-        mt_product_forward(tp, l, io->gelu, io->y, x, l->bias.w, tp->T);
+        at.x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
+        mt_product_forward(tp, l, &at, tp->T);
         return;
     }
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
-        const void *piece = mt_gather_step(tp, io->x, l->K, step, &owner);
-        mt_product_forward(tp, l, io->gelu ? mt_rows_of_rank(tp, io->gelu, owner, l->N) : NULL,
-                           mt_rows_of_rank(tp, io->y, owner, l->N), piece, l->bias.w, tp->rows);
+        at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
+        at.y = mt_rows_of_rank(tp, io->y, owner, l->N);
+        if (io->gelu) at.gelu = mt_rows_of_rank(tp, io->gelu, owner, l->N);
+        mt_product_forward(tp, l, &at, tp->rows);
     }
 }
 
 /* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
 static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    const void *x = io->x;
+    mt_linear_io at = *io;
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
-        x = mt_gather_overlapped(tp, x, l->K);
+        at.x = mt_gather_overlapped(tp, io->x, l->K);
     }
-    if (halves & MT_BACKWARD_INPUT)
-        mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
+    mt_fp8_gradient(tp, l, &at, tp->T, halves);
+    at.dx = mt_region_partial(tp, io->dx);
+    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
-    if (halves & MT_BACKWARD_WEIGHT)
-        mt_product_backward_weight(tp, l, io->dy, x, tp->T, mt_weight_accumulates(&l->weight));
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T, mt_weight_accumulates(&l->weight));
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
@@ -4328,16 +4739,18 @@ static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l,
 
 /* Only the first rank adds the bias. */
 static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    const void *bias = tp->group->rank == 0 ? l->bias.w : NULL;
+    mt_linear_io at = *io;
+    at.omits_bias = tp->group->rank > 0;
     if (!tp->overlaps) {
-        mt_product_forward(tp, l, NULL, mt_region_partial(tp, io->y), io->x, bias, tp->T);
+        at.y = mt_region_partial(tp, io->y);
+        mt_product_forward(tp, l, &at, tp->T);
         mt_region_leave_forward(tp, io->y, l->N);
         return;
     }
     for (int step = 1; step <= tp->group->size; step++) { // the transfer of one rank's part overlaps the next product
         int owner = mt_tensor_rank_after(tp, step);
-        mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
-                           mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
+        at.y = mt_rows_of_rank(tp, tp->partial, owner, l->N), at.x = mt_rows_of_rank(tp, io->x, owner, l->K);
+        mt_product_forward(tp, l, &at, tp->rows);
         if (step == tp->group->size) break; // this rank's own
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
         mt_scatter_step(tp, l->N, step);
@@ -4348,10 +4761,13 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
 /* dx from dy[rows, N], one rank's rows at a time; returns dy of all rows. */
 static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp, const mt_linear *l,
                                                     const mt_linear_io *io) {
+    mt_linear_io at = *io;
     for (int step = 0, owner; step < tp->group->size; step++) {
-        const void *piece = mt_gather_step(tp, io->dy, l->N, step, &owner);
-        mt_product_backward_input(tp, l, mt_rows_of_rank(tp, io->dx, owner, l->K), piece,
-                                  io->gelu_input ? mt_rows_of_rank(tp, io->gelu_input, owner, l->K) : NULL, tp->rows);
+        at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
+        at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K);
+        if (io->gelu_input) at.gelu_input = mt_rows_of_rank(tp, io->gelu_input, owner, l->K);
+        mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
+        mt_product_backward_input(tp, l, &at, tp->rows);
     }
     const void *dy = mt_gather_own(tp, io->dy, l->N);
     tp->ops->stream_wait_stream(tp->stream, tp->comm);
@@ -4360,12 +4776,13 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
 
 /* Every rank computes the same dbias over all rows. */
 static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
+    mt_linear_io at = *io;
     bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
-    const void *dy =
-        in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
-    if (halves & MT_BACKWARD_WEIGHT)
-        mt_product_backward_weight(tp, l, dy, io->x, tp->T, mt_weight_accumulates(&l->weight));
-    if ((halves & MT_BACKWARD_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
+    at.dy = in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
+    if (in_steps) halves &= ~MT_BACKWARD_INPUT;
+    mt_fp8_gradient(tp, l, &at, tp->T, halves);
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T, mt_weight_accumulates(&l->weight));
+    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
 }
 
 /* ---- grouped: rows sorted by expert, one weight per expert; one operation, or one per expert */
@@ -4380,58 +4797,39 @@ static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear
                                    mt_linear_io *own, int64_t *count) {
     int64_t first = io->host_offsets[i], size = l->N * l->K;
     mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
-    expert.bias.w = io->omits_bias ? NULL : mt_operand(tp, l->bias.w, i * l->N);
+    expert.bias.w = mt_operand(tp, l->bias.w, i * l->N);
     if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
     if (l->bias.dw) expert.bias.dw = l->bias.dw + i * l->N;
     *count = io->host_offsets[i + 1] - first;
     *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
     own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
+    own->omits_bias = io->omits_bias;
     return expert;
 }
 
 static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    if (!io->host_offsets) {
-        tp->ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
-                                        l->num_experts, tp->dtype, tp->stream);
-        if (l->bias.w && !io->omits_bias)
-            tp->ops->grouped_bias_forward(io->y, l->bias.w, io->offsets, io->num_rows, l->N, l->num_experts, tp->dtype,
-                                          tp->stream);
-        return;
-    }
-    for (int64_t i = 0, count; i < l->num_experts; i++) {
+    if (!io->host_offsets) mt_product_forward(tp, l, io, io->num_rows);
+    for (int64_t i = 0, count; i < (io->host_offsets ? l->num_experts : 0); i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0) mt_product_forward(tp, &expert, NULL, own.y, own.x, expert.bias.w, count);
+        if (count > 0) mt_product_forward(tp, &expert, &own, count);
     }
 }
 
-static void mt_grouped_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    if (!io->host_offsets) {
-        tp->ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
-                                               l->num_experts, tp->dtype, tp->stream);
-        return;
-    }
-    for (int64_t i = 0, count; i < l->num_experts; i++) {
+static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
+    mt_linear_io at = *io;
+    bool accumulate = (halves & MT_BACKWARD_WEIGHT) && mt_weight_accumulates(&l->weight);
+    mt_fp8_gradient(tp, l, &at, io->num_rows, halves);
+    if ((halves & MT_BACKWARD_INPUT) && !io->host_offsets) mt_product_backward_input(tp, l, &at, io->num_rows);
+    if ((halves & MT_BACKWARD_WEIGHT) && !io->host_offsets)
+        mt_product_backward_weight(tp, l, &at, io->num_rows, accumulate);
+    for (int64_t i = 0, count; i < (io->host_offsets ? l->num_experts : 0); i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0) mt_product_backward_input(tp, &expert, own.dx, own.dy, NULL, count);
-    }
-}
-
-static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    bool accumulate = mt_weight_accumulates(&l->weight);
-    if (!io->host_offsets)
-        tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
-                                                l->num_experts, accumulate, tp->dtype, tp->stream);
-    if (!io->host_offsets && l->bias.dw)
-        tp->ops->grouped_bias_backward(l->bias.dw, io->dy, io->offsets, io->num_rows, l->N, l->num_experts, tp->dtype,
-                                       tp->stream);
-    for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
-        mt_linear_io own;
-        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0)
-            mt_product_backward_weight(tp, &expert, own.dy, own.x, count, accumulate);
-        else if (!accumulate) // the expert has no rows
+        if ((halves & MT_BACKWARD_INPUT) && count > 0) mt_product_backward_input(tp, &expert, &own, count);
+        if ((halves & MT_BACKWARD_WEIGHT) && count > 0)
+            mt_product_backward_weight(tp, &expert, &own, count, accumulate);
+        else if ((halves & MT_BACKWARD_WEIGHT) && !accumulate) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
 }
@@ -4439,9 +4837,10 @@ static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_li
 /* ---- the three functions */
 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    mt_fp8_begin(tp, l, io);
     switch (l->kind) {
     case MT_LINEAR_REPLICATED:
-        mt_product_forward(tp, l, io->gelu, io->y, io->x, l->bias.w, tp->rows);
+        mt_product_forward(tp, l, io, tp->rows);
         break;
     case MT_LINEAR_ROUTER:
         tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
@@ -4459,17 +4858,19 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
 }
 
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    const void *dy = io->dy;
+    mt_linear_io at = *io;
+    mt_fp8_begin(tp, l, io);
     switch (l->kind) {
     case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
         if (tp->dtype != MT_F32) {
-            tp->ops->convert(io->rounded, tp->dtype, dy, MT_F32, tp->rows * l->N, tp->stream);
-            dy = io->rounded;
+            tp->ops->convert(io->rounded, tp->dtype, io->dy, MT_F32, tp->rows * l->N, tp->stream);
+            at.dy = io->rounded;
         } // fallthrough
     case MT_LINEAR_REPLICATED:
-        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
+        mt_fp8_gradient(tp, l, &at, tp->rows, halves);
+        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->rows);
         if (halves & MT_BACKWARD_WEIGHT)
-            mt_product_backward_weight(tp, l, dy, io->x, tp->rows, mt_weight_accumulates(&l->weight));
+            mt_product_backward_weight(tp, l, &at, tp->rows, mt_weight_accumulates(&l->weight));
         break;
     case MT_LINEAR_COLUMN:
         mt_column_backward(tp, l, io, halves);
@@ -4478,8 +4879,7 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
         mt_row_backward(tp, l, io, halves);
         break;
     case MT_LINEAR_GROUPED:
-        if (halves & MT_BACKWARD_INPUT) mt_grouped_backward_input(tp, l, io);
-        if (halves & MT_BACKWARD_WEIGHT) mt_grouped_backward_weight(tp, l, io);
+        mt_grouped_backward(tp, l, io, halves);
         break;
     }
 }
@@ -4506,19 +4906,14 @@ void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout,
     tp->ops->embedding_backward(w.dw, dwhole, ids, tp->T, C, first, count, tp->dtype, tp->stream);
 }
 
-void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
-                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
-                                    int64_t count) {
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a) {
     const mt_ops *ops = tp->ops;
-    int64_t num_stats = values->entropy ? 4 : 3; // numbers of a row that ranks exchange, instead of logits
-    float *max = stats, *sum = stats + T, *target = stats + 2 * T, *weighted = values->entropy ? stats + 3 * T : NULL;
-    ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, T, stride, first, count, tp->dtype,
-                               tp->stream);
-    if (tp->group->size > 1) {
-        ops->all_gather(tp->loss_parts, stats, num_stats * T, MT_F32, tp->group, tp->stream);
-        ops->cross_entropy_combine(max, sum, target, weighted, tp->loss_parts, tp->group->size, T, tp->stream);
+    ops->cross_entropy_forward(a, tp->dtype, tp->stream);
+    if (tp->group->size > 1) { // ranks exchange 3 or 4 numbers of a row instead of logits
+        ops->all_gather(tp->loss_parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
+        ops->cross_entropy_combine(a, tp->loss_parts, tp->group->size, tp->stream);
     }
-    ops->cross_entropy_loss(values->logp, values->entropy, values->lse, max, sum, target, weighted, T, tp->stream);
+    ops->cross_entropy_loss(a, tp->stream);
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
@@ -4544,6 +4939,8 @@ typedef struct mt_layer {
     struct mt_slots *slots; // saved by its forward
     int64_t unit;           // index in its chunk of the first layer of its unit, see mt_layers_forward
     bool recomputed;        // full recomputation: of a unit only the input is kept
+    int64_t offload_bytes;  // of its offloaded slots
+    int offload_buffer;     // that they lie in
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
@@ -4579,7 +4976,7 @@ static bool mt_norms_heads(const mt_options *o) {
 }
 
 /* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
 
@@ -4880,7 +5277,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
     param->is_vector = row->cols == MT_DIM_ONE;
     param->weight_decay = !param->is_vector;
-    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->is_linear = !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED;
     param->init = mt_param_kinds[row->kind].init;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
@@ -5035,6 +5432,15 @@ typedef struct mt_pass {
     bool last;               // the last backward of this chunk in this step
 } mt_pass;
 
+/* fp8 of this rank's layers. Delayed scaling has one scale for every operand of every linear. */
+typedef struct mt_fp8_model {
+    mt_fp8 recipe;
+    mt_fp8_linear *linears; // [num_linears]
+    int64_t num_linears, history_length;
+    float *scale, *history,
+        *largest; // delayed: [operands], [history_length, operands], [operands], as mt_fp8_scale_args
+} mt_fp8_model;
+
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
     void *dresidual;      // [R, C] gradient of the residual stream
@@ -5058,6 +5464,19 @@ typedef struct mt_layer_scratch {
     void *dlatent;      // [R, q_lora_rank + kv_lora_rank + rotary]
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
+
+/* Rows of the memory plan. */
+enum {
+    MT_PLAN_WEIGHTS,
+    MT_PLAN_GRADIENTS,
+    MT_PLAN_OPTIMIZER,
+    MT_PLAN_BUFFERS,
+    MT_PLAN_ACTIVATIONS,
+    MT_PLAN_CACHE,
+    MT_PLAN_FP8,
+    MT_PLAN_EXPERTS,
+    MT_NUM_PLANS
+};
 
 /* This rank's part of a model. */
 struct mt_model {
@@ -5094,7 +5513,7 @@ struct mt_model {
     int64_t num_host_memory;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[7];                     // MT_PLAN_*: the rows of the printed memory plan
+    int64_t bytes[MT_NUM_PLANS];
     struct mt_micro_batch *micro_batches; // all live micro-batches, sorted by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -5109,8 +5528,12 @@ struct mt_model {
     struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
     int64_t num_recompute_buffers;
     const struct mt_activations *recomputed; // the layer whose values the buffers hold, the last one of its unit
+    /* offloading */
+    struct mt_offload *offload; // NULL: none
+    mt_arena host;              // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
+    struct mt_fp8_model *fp8;              // NULL: no products in fp8
     struct mt_link *links;                 // [MT_NUM_LINKS]
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]
     void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
@@ -5198,7 +5621,8 @@ static void mt_rope_tables(mt_model *model) {
 /* Each layer has a list of slots: the values that its forward saves for its backward. Memory plan, arena and the stash
  * of a split backward derive from the list. With pass->replay a forward writes the same slots again and changes nothing
  * else. Recomputed slots (Chen et al., "Training deep nets with sublinear memory cost") lie in buffers that all
- * micro-batches share; a replay restores them before the backward reads them. */
+ * micro-batches share; a replay restores them before the backward reads them. Offloaded slots lie in such buffers too;
+ * copies to and from host memory preserve them. */
 
 /* Saved values of a norm: y[R, C], mean[R] (LayerNorm only), rstd[R]. */
 typedef struct mt_normed {
@@ -5237,10 +5661,12 @@ typedef struct mt_activations {
     struct mt_routing *routing;            // of a layer with experts
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
+    void *host; // copy of the offloaded slots; NULL: they stay in their buffer until the backward
 } mt_activations;
 
-/* Location of a saved value between forward and backward: its own memory, or a buffer that others overwrite. */
-typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE } mt_residency;
+/* Location of a saved value between forward and backward: its own memory, or a buffer that others overwrite and into
+ * which the value is computed again, or copied from host memory. */
+typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE, MT_OFFLOAD } mt_residency;
 
 typedef struct mt_slot {
     const char *name;
@@ -5248,6 +5674,7 @@ typedef struct mt_slot {
     int64_t rows, width;
     mt_dtype dtype;
     unsigned modules; // MT_MODULE_*: selective recomputation of any of these computes the value again
+    unsigned input;   // MT_OFFLOAD_*: the module whose input this is, 0: none that can be offloaded
     bool once;        // depends on the state of the step: a replay cannot compute it, so it is kept
     mt_residency residency;
     size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
@@ -5280,11 +5707,76 @@ static void *mt_slot_read(const void *base, const mt_slot *slot) {
     return value;
 }
 
+/* ---- offloading (Yuan et al., "Accelerating the training of large language models using efficient activation
+ * rematerialization and optimal hybrid parallelism"): layers use two buffers in turn. The offloaded slots of a layer
+ * are one block, so one copy moves them. The copy out runs during the next layer's forward, the copy in during the
+ * previous layer's backward; both on one stream, so a copy in finds the block that was copied out. Invariants: a copy
+ * starts after all computation enqueued so far; before a layer writes or reads its buffer, the computation waits for
+ * the copies that use it, and then no later copy has been enqueued. */
+
+enum { MT_OFFLOAD_BUFFERS = 2 };
+
+typedef struct mt_offload_buffer {
+    void *memory;
+    const mt_activations *holds; // the layer whose values the buffer holds, or will hold after the copy
+    bool copying;                // the computation has not waited for the last copy from or to the buffer
+} mt_offload_buffer;
+
+typedef struct mt_offload {
+    unsigned modules;
+    mt_stream *stream; // of the copies
+    mt_offload_buffer buffers[MT_OFFLOAD_BUFFERS];
+} mt_offload;
+
+static unsigned mt_offload_modules(const mt_model *m) {
+    return m->offload ? m->offload->modules : 0;
+}
+
+static mt_offload_buffer *mt_offload_buffer_of(const mt_model *m, const mt_layer *w) {
+    return &m->offload->buffers[w->offload_buffer];
+}
+
+/* The computation from here on waits for the copies that use a layer's buffer, and so for all others. */
+static void mt_offload_wait(const mt_model *m, const mt_pass *p, const mt_layer *w) {
+    if (!mt_offload_buffer_of(m, w)->copying) return;
+    mt_wait_stream(m, p->stream, m->offload->stream);
+    for (int i = 0; i < MT_OFFLOAD_BUFFERS; i++) m->offload->buffers[i].copying = false;
+}
+
+/* Enqueues a copy of a layer's offloaded slots, behind the computation enqueued so far. */
+static void mt_offload_copy(const mt_model *m, const mt_pass *p, const mt_layer *w, void *to, const void *from) {
+    mt_wait_stream(m, m->offload->stream, p->stream);
+    m->ops->memory_copy(to, from, w->offload_bytes, m->offload->stream);
+    mt_offload_buffer_of(m, w)->copying = true;
+}
+
+/* Before the first write of a layer's slots in a forward. */
+static void mt_offload_claim(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    if (!m->offload || w->offload_bytes == 0) return;
+    mt_offload_wait(m, p, w);
+    mt_offload_buffer_of(m, w)->holds = a;
+}
+
+/* After a layer's forward: copies its offloaded slots to the host. A replay writes the same values again. */
+static void mt_offload_store(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    if (a->host && p->training && !p->replay) mt_offload_copy(m, p, w, a->host, mt_offload_buffer_of(m, w)->memory);
+}
+
+/* Copies the offloaded slots of a layer back, unless its buffer holds them. */
+static void mt_offload_load(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_offload_buffer *buffer = mt_offload_buffer_of(m, w);
+    if (w->offload_bytes == 0 || buffer->holds == a) return;
+    MT_CHECK(a->host);
+    mt_offload_copy(m, p, w, buffer->memory, a->host);
+    buffer->holds = a;
+}
+
 /* Sets the residency of a layer's slots; w NULL: all are kept. */
 static void mt_slots_place(const mt_model *m, mt_slots *list, const mt_layer *w) {
     for (mt_slot *slot = list->slots; w && slot < list->slots + list->count; slot++) {
         bool recompute = w->recomputed || (slot->modules & m->recompute_modules);
-        slot->residency = recompute && !slot->once ? MT_RECOMPUTE : MT_KEEP;
+        bool offload = slot->input & mt_offload_modules(m);
+        slot->residency = recompute && !slot->once ? MT_RECOMPUTE : offload ? MT_OFFLOAD : MT_KEEP;
     }
 }
 
@@ -5387,8 +5879,10 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
-static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
-    mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype)->modules = MT_MODULE_LAYERNORM;
+/* input: MT_OFFLOAD_* of the module that reads the norm's output. */
+static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input) {
+    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
+    y->modules = MT_MODULE_LAYERNORM, y->input = input;
     if (mt_uses_layernorm(m)) mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
     mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
@@ -5479,9 +5973,11 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
     q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
     q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ;
-    MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype)->stash_of = offsetof(mt_layer, latent);
-    MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype);
-    MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype);
+    q->input = kv->input = MT_OFFLOAD_CORE_ATTN;
+    mt_slot *latent = MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype);
+    latent->stash_of = offsetof(mt_layer, latent), latent->input = MT_OFFLOAD_QKV_LINEAR;
+    MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
+    MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
     if (o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
     MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
 }
@@ -5491,21 +5987,24 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     bool starts_unit = w && w->recomputed && w->index == w->unit,
          splits_input = m->options->distribute_saved_activations;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
-    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype);
+    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype), *kept = input;
     input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
-    if (starts_unit && splits_input) MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype)->once = true;
-    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm));
-    if (m->options->multi_latent_attention)
+    if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype);
+    kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
+    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR);
+    if (m->options->multi_latent_attention) {
         mt_latent_slots(m, s);
-    else
-        MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype)->stash_of = offsetof(mt_layer, qkv);
+    } else {
+        mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype);
+        qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
+    }
     if (mt_norms_heads(m->options)) {
-        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype);
+        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
         MT_SLOT(s, q_rstd, T, m->H, MT_F32);
         MT_SLOT(s, k_rstd, T, m->G, MT_F32);
     }
-    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype);
-    MT_SLOT(s, lse, T, m->H, MT_F32);
+    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
 }
 
 /* q, k and v of attention, or their gradients, with the strides between tokens. */
@@ -5808,11 +6307,14 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
 static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shared_expert) {
     int64_t T = m->plan.max_tokens;
     unsigned modules = is_shared_expert ? MT_MODULE_SHARED_EXPERTS | MT_MODULE_MOE : MT_MODULE_MLP;
-    MT_SLOT(s, middle, m->max_rows, m->C, m->dtype)->stash_of = offsetof(mt_layer, down);
-    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm));
+    unsigned input = is_shared_expert ? 0 : MT_OFFLOAD_MLP;
+    mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
+    middle->stash_of = offsetof(mt_layer, down), middle->input = MT_OFFLOAD_MLP_NORM;
+    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input);
     mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
-    hidden->stash_of = offsetof(mt_layer, fc1), hidden->modules = modules;
-    MT_SLOT(s, mlp_active, T, F, m->dtype)->modules = modules;
+    mt_slot *active = MT_SLOT(s, mlp_active, T, F, m->dtype);
+    hidden->stash_of = offsetof(mt_layer, fc1);
+    hidden->modules = active->modules = modules, hidden->input = active->input = input;
 }
 
 /* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
@@ -5945,13 +6447,23 @@ static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
 
 /* ---- slots of a layer with experts */
 
-/* Slots of an mt_expert_rows at offset `at` of the struct; with `dispatched` only input and weights. */
+/* True if the number of received rows does not depend on the data. */
+static bool mt_expert_rows_fixed(const mt_model *m) {
+    return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
+}
+
+/* Slots of an mt_expert_rows at offset `at` of the struct; with `dispatched` only input and weights. If the number of
+ * rows depends on the data, they are not offloaded: host memory cannot grow during a step. */
 static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int64_t M, bool dispatched) {
     const mt_experts *e = m->experts;
-    mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    bool fixed = mt_expert_rows_fixed(m);
+    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    input->input = fixed ? MT_OFFLOAD_EXPERT_FC1 : 0;
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
-    mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, mt_fc1_width(m, e->F), m->dtype);
+    int64_t hidden_width = mt_fc1_width(m, e->F);
+    mt_slot *hidden = mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, hidden_width, m->dtype);
+    hidden->input = fixed ? MT_OFFLOAD_MOE_ACT : 0;
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
     if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
@@ -5960,11 +6472,6 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
-}
-
-/* True if the number of received rows does not depend on the data. */
-static bool mt_expert_rows_fixed(const mt_model *m) {
-    return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
 }
 
 /* That number. */
@@ -6112,14 +6619,16 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
     bool by_position = m->options->moe_token_drop_policy == MT_DROP_POSITION;
     const int64_t *index = p->batch->token_index + p->first_row;
+    mt_drop_args drop = {.T = tokens, .k = k, .first = group->rank * R, .count = R, .kept = kept};
     if (group->size > 1) {
         m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
         m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, p->stream);
         m->ops->all_gather(e->all_index, index, R, MT_I64, group, p->stream);
         experts = e->all_experts, probs = e->all_probs, index = e->all_index;
     }
-    m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
-                        by_position, p->stream);
+    drop.capacity = mt_expert_capacity(m, tokens);
+    drop.experts = experts, drop.probs = by_position ? NULL : probs, drop.token_index = index;
+    m->ops->drop_tokens(&drop, p->stream);
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
@@ -6521,7 +7030,9 @@ static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *
         mt_experts_forward(m, p, w, a, !output);
     else
         mt_mlp_forward(m, p, w, a, NULL, !output);
-    if (output) mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+    if (!output) return;
+    if (output == a[1].input) mt_offload_claim(m, p, w + 1, a + 1); // of the layer after this one
+    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
 /* Selective recomputation of the MLP block. */
@@ -6560,6 +7071,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                              mt_next_norm next) {
     mt_attention_block_forward(m, p, w, a);
     mt_mlp_block_forward(m, p, w, a, output, next);
+    mt_offload_store(m, p, w, a);
 }
 
 /* The values of modules that are recomputed are in the layer's buffer, or else computed again. */
@@ -7106,11 +7618,11 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
 
 /* An output of the model or of a multi-token prediction module: saved values of head and loss. */
 typedef struct mt_output {
-    void *hidden;   // [R, C] the residual stream
-    mt_normed norm; // [R, C] its norm: the head's input
-    void *logits;   // [max_logits, V]
-    float *lse;     // [max_logits]
-    float *dlogp;   // [max_logits] coefficients of the loss
+    void *hidden;              // [R, C] the residual stream
+    mt_normed norm;            // [R, C] its norm: the head's input
+    void *logits;              // [max_logits, V]
+    float *lse, *dlogp;        // [max_logits]: see mt_cross_entropy_args
+    float *entropy, *dentropy; // [max_logits]; NULL for a loss without entropy
 } mt_output;
 
 /* Saved values of a multi-token prediction module, besides its layer's activations and its output. */
@@ -7198,45 +7710,45 @@ static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out)
     mt_bucket_release(m, m->head_bucket);
 }
 
-/* ---- losses: a loss maps numbers of each token to a scalar and to the coefficients with which the logits' gradient is
- * computed. A row per loss. */
-
-typedef struct mt_loss_args {
-    int64_t T;
-    mt_token_values values; // of the tokens' labels
-    const float *weights;   // [T] of each token in the sums
-    double *sums;           // sums[0] += the loss, sums[1] += the weights
-    float *dlogp;           // [T] derivative of the loss by each log-probability
-} mt_loss_args;
-
-typedef struct mt_loss {
-    const char *name;
-    void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
-} mt_loss;
-
-/* Pre-training: the weighted sum of negative log-probabilities. */
-static void mt_nll_loss(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
-    ops->nll_loss(a->sums, a->dlogp, a->values.logp, a->weights, a->T, stream);
+static void mt_nll_forward(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
+    ops->nll_loss(a->sums, a->dlogp, a->tokens->logp, a->weights, a->tokens->T, stream);
 }
 
-enum { MT_LOSS_NLL };
-static const mt_loss mt_losses[] = {[MT_LOSS_NLL] = {"nll", mt_nll_loss}};
+const mt_loss mt_nll = {"nll", false, mt_nll_forward};
+
+/* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
+static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
+                                            const int32_t *labels) {
+    return (mt_cross_entropy_args){.T = p->T,
+                                   .stride = m->V,
+                                   .first = m->vocab_first,
+                                   .count = m->vocab_count,
+                                   .logits = out->logits,
+                                   .labels = labels,
+                                   .stats = m->row_stats,
+                                   .entropy = out->entropy,
+                                   .lse = out->lse,
+                                   .dlogp = out->dlogp,
+                                   .dentropy = out->dentropy,
+                                   .dlogits = out->logits};
+}
 
 /* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and their loss. */
 static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
                          const float *weights, double *sums, float *logp, float *entropy) {
-    mt_loss_args a = {.T = p->T, .values = {logp, entropy, out->lse}, .weights = weights, .dlogp = out->dlogp};
-    a.sums = p->replay ? m->numbers->replayed : sums;
-    mt_vocab_cross_entropy_forward(&p->tp, &a.values, m->row_stats, out->logits, labels, p->T, m->V, m->vocab_first,
-                                   m->vocab_count);
-    mt_losses[MT_LOSS_NLL].forward(m->ops, &a, p->stream);
+    mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
+    mt_loss_args a = {&tokens, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
+    tokens.logp = logp;
+    if (entropy) tokens.entropy = entropy;
+    mt_vocab_cross_entropy_forward(&p->tp, &tokens);
+    m->plan.loss->forward(m->ops, &a, p->stream);
 }
 
 /* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
 static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
-    m->ops->cross_entropy_backward(out->logits, out->logits, labels, out->lse, NULL, out->dlogp, NULL, p->T, m->V,
-                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
+    const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
+    m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_BACKWARD_BOTH);
@@ -7305,6 +7817,24 @@ static void mt_unit_replay(mt_model *m, const mt_pass *p, int64_t begin, int64_t
     replay.replay = true;
     if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
     mt_layers_forward(m, &replay, begin, end, NULL, (mt_next_norm){0});
+}
+
+/* Starts the copy of the last offloaded values of the chunk's layers and modules [0, end) back to the device. */
+static void mt_offload_prefetch(const mt_model *m, const mt_pass *p, int64_t end) {
+    const mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    while (m->offload && end > 0 && layers[end - 1].offload_bytes == 0) end--;
+    if (m->offload && end > 0) mt_offload_load(m, p, &layers[end - 1], &p->mb->layers[end - 1]);
+}
+
+/* Before the backward of a layer: its offloaded values, and a prefetch for the next layer of the backward. A recomputed
+ * unit has offloaded values in its first layer only, and its replay reads them. */
+static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer) {
+    const mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    int64_t i = layers[layer].recomputed ? layers[layer].unit : layer;
+    if (!m->offload) return;
+    mt_offload_load(m, p, &layers[i], &p->mb->layers[i]);
+    if (layers[i].offload_bytes > 0) mt_offload_wait(m, p, &layers[i]);
+    mt_offload_prefetch(m, p, i);
 }
 
 /* ==== §10b multi-token prediction ================================================================================= */
@@ -7433,6 +7963,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_output *out = &p->mb->outputs[1 + k];
         mt_embed_forward(m, p, p->mb->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
+        mt_offload_claim(m, p, w, a);
         mt_mtp_join_forward(m, p, k, a->input);
         mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, out->hidden,
                           (mt_next_norm){&w->mtp_final_norm, &out->norm});
@@ -7454,6 +7985,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
+        mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)]);
         mt_mtp_join_backward(m, p, k);
@@ -7567,7 +8099,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = training;
+    p.training = p.tp.training = training;
     return p;
 }
 
@@ -7636,6 +8168,7 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        mt_offload_fetch(m, p, i);
         if (i + 1 == mt_unit_end(m, p->mb->chunk, i)) mt_unit_replay(m, p, w->unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         mt_layer_backward(m, p, w, &p->mb->layers[i]);
@@ -7695,6 +8228,7 @@ static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const voi
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    if (stage->num_layers > 0) mt_offload_claim(m, p, &m->layers[m->first_local[p->mb->chunk]], p->mb->layers);
     if (!stage->embedding) mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
     mt_chunk_forward(m, p);
     if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->mb->outputs[0].hidden);
@@ -7702,6 +8236,7 @@ static void mt_stage_forward(mt_model *m, const mt_pass *p) {
 
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
     if (stage->loss)
         mt_loss_backward(m, p);
     else
@@ -8249,14 +8784,10 @@ static void mt_params_changed(mt_model *m) {
     mt_wait_stream(m, m->stream, s->param_stream);
     for (int i = 0; i < MT_NUM_BUFFERS; i++) s->param_buffers[i].bucket = -1;
     s->gathered_bucket = -1;
+    if (m->fp8) m->fp8->recipe.version++;
 }
 
 /* ---- gradients */
-
-/* True for a matrix whose gradient a product writes first; other gradients only accumulate. */
-static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param) {
-    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
-}
 
 /* Discards a bucket's gradients: zeroes padding and gradients that only accumulate; products overwrite the others. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
@@ -8264,7 +8795,7 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     memset(m->sharding->has_gradient + b->first_param, false, (size_t)b->num_params);
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (!mt_gradient_is_overwritten(m, param)) continue;
+        if (!param->is_linear) continue;
         if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
         start = param->offset + param->rows * param->cols;
     }
@@ -8447,18 +8978,6 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
-
-/* Rows of the memory plan. */
-enum {
-    MT_PLAN_WEIGHTS,
-    MT_PLAN_GRADIENTS,
-    MT_PLAN_OPTIMIZER,
-    MT_PLAN_BUFFERS,
-    MT_PLAN_ACTIVATIONS,
-    MT_PLAN_CACHE,
-    MT_PLAN_EXPERTS,
-    MT_NUM_PLANS
-};
 
 /* Memory of all buckets on this rank: parameters and gradients, whole or sharded, and its part of AdamW's state. */
 static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
@@ -8751,6 +9270,19 @@ static void mt_experts_update_biases(mt_model *m) {
     }
 }
 
+/* Delayed scaling: the ranks agree on the largest values of the step, which set the scales of the next one; a bad step
+ * leaves them unchanged. */
+static void mt_fp8_update_scales(mt_model *m) {
+    if (!m->fp8 || m->options->fp8_recipe != MT_FP8_DELAYED) return;
+    mt_fp8_scale_args a = {.n = m->fp8->num_linears * MT_NUM_FP8_OPERANDS, .length = m->fp8->history_length};
+    a.scale = m->fp8->scale, a.history = m->fp8->history, a.largest = m->fp8->largest;
+    a.margin = (float)m->options->fp8_margin, a.guard = &m->numbers->grad_scale;
+    a.most_recent = m->options->fp8_amax_compute_algo == MT_AMAX_MOST_RECENT;
+    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, &m->grid->tensor_context, m->stream);
+    if (!m->options->tp_only_amax_red) m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, &m->grid->data, m->stream);
+    m->ops->fp8_scale_step(&a, m->stream);
+}
+
 /* Enqueues the copies of the experts' results of a step. */
 static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
     mt_experts *e = m->experts;
@@ -8850,7 +9382,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *mb = mt_micro_batch_find(m, action);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = true;
+    p.training = p.tp.training = true;
     p.message_rows = m->max_rows;
     p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
     p.last = --remaining[action->chunk] == 0;
@@ -9156,6 +9688,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_experts_update_biases(m);
+    mt_fp8_update_scales(m);
     mt_optimizer_step(m, state);
     mt_step_report(m, entry, state->iteration + 1);
     m->trainer->num_steps++;
@@ -9294,6 +9827,35 @@ static void mt_plan_recompute(mt_model *m, mt_arena *arena) {
         m->recompute_buffers[i].memory = mt_arena_alloc(arena, m->recompute_buffers[i].bytes);
 }
 
+/* The buffers of offloaded values, as large as the largest layer's. Layers take turns. */
+static void mt_plan_offload(mt_model *m, mt_arena *arena) {
+    mt_routing routing = {0};
+    mt_activations a = {.routing = &routing};
+    int64_t largest = 0, count = 0;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_arena sizes = {0};
+        mt_plan_layer(m, &m->layers[i], MT_OFFLOAD, &a, &sizes);
+        m->layers[i].offload_bytes = sizes.used;
+        m->layers[i].offload_buffer = (int)(count % MT_OFFLOAD_BUFFERS);
+        count += sizes.used > 0;
+        largest = mt_max(largest, sizes.used);
+    }
+    for (int i = 0; i < MT_OFFLOAD_BUFFERS; i++) m->offload->buffers[i].memory = mt_arena_alloc(arena, largest);
+}
+
+/* Offloaded values of a micro-batch's layers: where they are computed, and their copy on the host. On a single stage
+ * the backward follows the forward, so it finds the last layers' values in the buffers. */
+static void mt_plan_offloaded(mt_model *m, const mt_micro_batch *mb, mt_arena *host) {
+    const mt_stage *stage = &m->stages[mb->chunk];
+    int64_t staying = m->grid->pipeline.size == 1 ? MT_OFFLOAD_BUFFERS : 0;
+    for (int64_t i = stage->num_layers + stage->num_mtp - 1; i >= 0; i--) {
+        const mt_layer *w = &m->layers[m->first_local[mb->chunk] + i];
+        mt_arena buffer = {.base = mt_offload_buffer_of(m, w)->memory, .capacity = w->offload_bytes};
+        mt_plan_layer(m, w, MT_OFFLOAD, &mb->layers[i], &buffer);
+        if (w->offload_bytes > 0 && staying-- <= 0) mb->layers[i].host = mt_arena_alloc(host, w->offload_bytes);
+    }
+}
+
 /* Sizes of context-parallel attention. */
 static mt_context_plan mt_model_context_plan(const mt_model *m) {
     return (mt_context_plan){.comm_type = m->options->cp_comm_type,
@@ -9317,6 +9879,10 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
     out->norm.rstd = mt_arena_alloc(arena, R * 4);
     out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
     out->dlogp = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    if (m->plan.loss->uses_entropy) {
+        out->entropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
+        out->dentropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    }
     if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
 }
 
@@ -9439,12 +10005,50 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     }
 }
 
+/* The linears of a layer whose products --fp8-format computes in fp8. */
+static const size_t mt_fp8_fields[] = {
+    offsetof(mt_layer, qkv),  offsetof(mt_layer, latent),     offsetof(mt_layer, q_b),
+    offsetof(mt_layer, kv_b), offsetof(mt_layer, o),          offsetof(mt_layer, fc1),
+    offsetof(mt_layer, down), offsetof(mt_layer, expert_fc1), offsetof(mt_layer, expert_down),
+};
+enum { MT_NUM_FP8_FIELDS = sizeof mt_fp8_fields / sizeof *mt_fp8_fields };
+
+/* Linear i of all layers' fields above; without it in that layer, N is 0. */
+static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
+    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] + mt_fp8_fields[i % MT_NUM_FP8_FIELDS]);
+}
+
+/* fp8: quantized weights and the state of delayed scaling; the operands of the largest call in scratch of their own. */
+static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
+    mt_fp8_model *f = m->fp8;
+    int64_t start = arena->used, operands = f->num_linears * MT_NUM_FP8_OPERANDS;
+    bool delayed = m->options->fp8_recipe == MT_FP8_DELAYED;
+    f->scale = mt_arena_alloc(arena, delayed ? operands * 4 : 0);
+    f->history = mt_arena_alloc(arena, delayed ? f->history_length * operands * 4 : 0);
+    f->largest = mt_arena_alloc(arena, delayed ? operands * 4 : 0);
+    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
+        const mt_linear *l = mt_fp8_field(m, i);
+        if (!l->fp8) continue;
+        int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
+        int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
+        l->fp8->scale = delayed && f->scale ? f->scale + operand : NULL;
+        l->fp8->amax = delayed && f->history ? f->history + operand : NULL;
+        if (f->recipe.keeps_weights) mt_fp8_allocate_weight(arena, l, &l->fp8->w, &l->fp8->w_transposed);
+        f->recipe.scratch.capacity = mt_max(f->recipe.scratch.capacity, mt_fp8_scratch_bytes(l, rows, pieces));
+    }
+    m->bytes[MT_PLAN_FP8] = arena->used - start + f->recipe.scratch.capacity;
+}
+
 /* Assigns memory to everything from the arena; a counting arena measures the sizes. */
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
     int64_t start = arena->used;
     if (m->plan.train) mt_plan_recompute(m, arena);
-    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_plan_micro_batch(m, &m->micro_batches[i], arena);
+    if (m->offload) mt_plan_offload(m, arena);
+    for (int64_t i = 0; i < m->num_micro_batches; i++) {
+        mt_plan_micro_batch(m, &m->micro_batches[i], arena);
+        if (m->offload) mt_plan_offloaded(m, &m->micro_batches[i], &m->host);
+    }
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
@@ -9455,11 +10059,17 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
         m->v_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->Dv);
     }
     m->bytes[MT_PLAN_CACHE] = arena->used - start;
+    if (m->fp8) mt_plan_fp8(m, arena);
+}
+
+/* Bytes outside the arena: what may grow with the rows of experts. */
+static int64_t mt_model_bytes_apart(const mt_model *m) {
+    return m->bytes[MT_PLAN_EXPERTS] + (m->fp8 ? m->fp8->recipe.scratch.capacity : 0);
 }
 
 void mt_model_print_plan(const mt_model *m, FILE *file) {
     static const char *const names[MT_NUM_PLANS] = {"weights",     "gradients", "optimizer state", "whole buckets",
-                                                    "activations", "KV cache",  "expert rows"};
+                                                    "activations", "KV cache",  "fp8 operands",    "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
     fprintf(file, "memory plan          MiB   bytes per parameter\n");
@@ -9467,8 +10077,11 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
         if (m->bytes[i] > 0)
             fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
                     (double)m->bytes[i] / parameters);
-    double total = (double)(m->arena.capacity + m->bytes[MT_PLAN_EXPERTS]);
+    double total = (double)(m->arena.capacity + mt_model_bytes_apart(m));
     fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", total / 1048576, total / parameters);
+    if (m->host.used > 0)
+        fprintf(file, "  %-15s %9.1f   %6.2f\n", "host memory", (double)m->host.used / 1048576,
+                (double)m->host.used / parameters);
 }
 
 /* ==== §15b creation =============================================================================================== */
@@ -9639,9 +10252,10 @@ _Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight i
 static void mt_model_linears(mt_model *m) {
     mt_linear *linear = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
+        mt_param *param = &m->params[i];
         bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
-        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        param->is_linear |= is_tied_head;
+        if (!param->is_linear) continue;
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
@@ -9650,6 +10264,55 @@ static void mt_model_linears(mt_model *m) {
         }
         if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
     }
+}
+
+/* Gives the linears of layers their fp8 recipe. */
+static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
+    int64_t multiple = m->ops->limits.fp8_multiple, first = 0, end = INT64_MAX;
+    if (!m->plan.train || o->fp8_format == MT_FP8_OFF) return 0;
+    mt_fp8_model *f = m->fp8 = mt_model_calloc(m, (int64_t)sizeof *m->fp8);
+    static const mt_fp8_blocks blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_VECTOR_128, MT_FP8_VECTOR_32};
+    static const mt_fp8_blocks weight_blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_BLOCK_128, MT_FP8_VECTOR_32};
+    f->recipe = (mt_fp8){.format = MT_F8_E4M3, .wgrad = o->fp8_wgrad, .version = 1};
+    f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
+    f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
+    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
+    f->history_length = o->fp8_amax_history_len;
+    f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->linears);
+    if (o->first_last_layers_bf16)
+        first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
+    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
+        mt_linear *l = mt_fp8_field(m, i);
+        int64_t number = m->layers[i / MT_NUM_FP8_FIELDS].number;
+        if (l->N == 0 || number < first || number >= end) continue;
+        l->fp8 = &f->linears[f->num_linears++];
+        l->fp8->recipe = &f->recipe;
+        if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
+            return mt_error_set(error,
+                                "--fp8-format on this device needs products of multiples of %lld, and layer "
+                                "%lld has one of %lld x %lld; change the model's widths or "
+                                "--tensor-model-parallel-size",
+                                (long long)multiple, (long long)number, (long long)l->N, (long long)l->K);
+    }
+    return 0;
+}
+
+/* Scratch, and the first scales of delayed scaling: 1. */
+static void mt_fp8_start(mt_model *m) {
+    mt_fp8_model *f = m->fp8;
+    int64_t operands = f->num_linears * MT_NUM_FP8_OPERANDS;
+    f->recipe.scratch.base = m->ops->memory_alloc_ordered(f->recipe.scratch.capacity, m->stream);
+    if (m->options->fp8_recipe != MT_FP8_DELAYED) return;
+    float *values = mt_malloc(2 * operands * 4);
+    for (int64_t i = 0; i < operands; i++) {
+        bool is_gradient = i % MT_NUM_FP8_OPERANDS == MT_FP8_DY;
+        values[i] = 1, values[operands + i] = mt_f8_largest(is_gradient ? f->recipe.gradient_format : f->recipe.format);
+    }
+    m->ops->memory_copy(f->scale, values, operands * 4, m->stream);
+    m->ops->memory_copy(f->largest, values + operands, operands * 4, m->stream);
+    m->ops->memory_zero(f->history, f->history_length * operands * 4, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    free(values);
 }
 
 /* Units of recomputation, and the slots of all layers. A module of multi-token prediction is a unit of its own. */
@@ -9663,6 +10326,10 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
         m->recompute_buffers[i].rows = mt_model_calloc(m, (int64_t)sizeof(mt_expert_rows));
     if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
         m->recompute_modules = o->recompute_modules;
+    if (m->plan.train && o->fine_grained_activation_offloading) {
+        m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload);
+        m->offload->modules = o->offload_modules;
+    }
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
@@ -9736,17 +10403,19 @@ static void mt_model_links(mt_model *m) {
         }
 }
 
-/* Compares the bytes that this rank needs with those of its GPU, or the bytes of all ranks of a host with the host's.
- * Every rank gets the same answer. */
+/* Compares the bytes that this rank needs with its GPU's memory, and the bytes that all ranks of a host need there with
+ * the host's memory. Every rank gets the same answer. */
 static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *error) {
     bool cpu = !m->ops->on_device;
     const double gib = 1 << 30;
     const char *fewer = m->plan.train ? "--seq-length" : "--max-new-tokens";
-    int64_t available = cpu && m->plan.host_memory > 0 ? m->plan.host_memory : m->ops->memory_available();
+    int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_cpu_ops.memory_available();
+    int64_t available = cpu ? host : m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
     int ranks = 1;
-    if (cpu) mt_host_total(&m->grid->world, &ranks, &needed, &available);
-    bool refused = needed > available;
-    if (refused && ranks == 1)
+    if (cpu || m->offload) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
+    if (cpu) needed = on_host, available = host;
+    bool refused = needed > available, host_refused = !cpu && on_host > host;
+    if (refused && (ranks == 1 || !cpu))
         mt_error_set(error,
                      "the model needs %.1f GiB of memory and the %s has %.1f GiB available; lower --micro-batch-size "
                      "or %s, or take a smaller model",
@@ -9756,14 +10425,19 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
                      "the %d ranks of a machine need %.1f GiB of memory together and it has %.1f GiB available; start "
                      "fewer ranks on it, lower --micro-batch-size or %s, or take a smaller model",
                      ranks, (double)needed / gib, (double)available / gib, fewer);
-    return mt_agree(&m->grid->world, refused, error);
+    else if (host_refused)
+        mt_error_set(error,
+                     "offloading needs %.1f GiB of host memory and the machine has %.1f GiB available (ranks on it: "
+                     "%d); offload less, or lower --micro-batch-size or --seq-length",
+                     (double)on_host / gib, (double)host / gib, ranks);
+    return mt_agree(&m->grid->world, refused || host_refused, error);
 }
 
 static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_plan_memory(m, &counting);
     m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
-    if (mt_model_check_memory(m, counting.used + m->bytes[MT_PLAN_EXPERTS], error) != 0) return -1;
+    if (mt_model_check_memory(m, counting.used + mt_model_bytes_apart(m), error) != 0) return -1;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
@@ -9791,6 +10465,10 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     }
     m->arena.capacity = counting.used;
     m->arena.base = m->ops->memory_alloc(counting.used);
+    if (m->host.used > 0) {
+        m->host.capacity = m->host.used, m->host.used = 0;
+        m->host.base = m->ops->memory_alloc_host(m->host.capacity);
+    }
     mt_plan_memory(m, &m->arena);
     return 0;
 }
@@ -9867,6 +10545,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
+    if (mt_model_fp8(m, m->options, error) != 0) return -1;
     mt_model_slots(m, m->options);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);
@@ -9881,9 +10560,11 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     if (m->grid->tensor.size > 1) m->tp.comm = m->ops->stream_create(NULL, 0, deterministic);
     if (m->experts->num_layers > 0 && m->grid->expert_exchange.size > 1)
         m->experts->comm = m->ops->stream_create(NULL, 0, deterministic);
+    if (m->offload) m->offload->stream = m->ops->stream_create(NULL, 0, deterministic);
     mt_experts_fill_data_ranks(m);
     mt_experts_begin(m);
     mt_sharding_start(m);
+    if (m->fp8) mt_fp8_start(m);
     mt_context_open(m);
     mt_mtp_open(m);
     m->ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
@@ -9896,6 +10577,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
+    if (!m->plan.loss) m->plan.loss = &mt_nll;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 && mt_model_start(m, error) == 0) {
@@ -9911,9 +10593,15 @@ static void mt_model_free_device(mt_model *m) {
         if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
     m->ops->mailbox_close(m->tp.mailbox);
     if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
+    if (m->offload) {
+        m->ops->stream_synchronize(m->offload->stream);
+        m->ops->stream_destroy(m->offload->stream);
+    }
     mt_experts_close(m);
     mt_sharding_close(m);
+    if (m->fp8 && m->fp8->recipe.scratch.base) m->ops->memory_free(m->fp8->recipe.scratch.base);
     m->ops->stream_destroy(m->stream);
+    if (m->host.base) m->ops->memory_free_host(m->host.base);
     m->ops->memory_free_host(m->staged_logits);
     m->ops->memory_free_host(m->trainer->results);
     for (int i = 0; i < 2; i++) {

@@ -131,6 +131,12 @@ uint16_t mt_f32_to_bf16(float value);
 float mt_f16_to_f32(uint16_t bits);
 uint16_t mt_f32_to_f16(float value);
 
+/* fp8 in either format; rounds to nearest even, saturates beyond the largest finite number, and keeps NaN. */
+float mt_f8_to_f32(uint8_t bits, mt_dtype format);
+uint8_t mt_f32_to_f8(float value, mt_dtype format);
+/* The largest finite number: 448 in e4m3, 57344 in e5m2. */
+float mt_f8_largest(mt_dtype format);
+
 /* A bump allocator. With base == NULL it only counts bytes: the code that lays out buffers also plans their memory. */
 typedef struct mt_arena {
     char *base;
@@ -236,6 +242,17 @@ typedef enum mt_recompute_method {
     MT_RECOMPUTE_UNIFORM, // units of recompute_num_layers layers
     MT_RECOMPUTE_BLOCK    // the first recompute_num_layers layers of a stage, each a unit; the others are kept
 } mt_recompute_method;
+/* Modules whose input is offloaded: it waits in host memory from the forward to the backward. A set of bits. */
+enum {
+    MT_OFFLOAD_ATTN_NORM = 1,   // the norm before attention: the layer's input
+    MT_OFFLOAD_QKV_LINEAR = 2,  // its output; of latent attention also the latents
+    MT_OFFLOAD_CORE_ATTN = 4,   // queries, keys and values
+    MT_OFFLOAD_ATTN_PROJ = 8,   // attention's output
+    MT_OFFLOAD_MLP_NORM = 16,   // the residual stream between attention and MLP
+    MT_OFFLOAD_EXPERT_FC1 = 32, // the rows of the experts, if their number does not depend on the data
+    MT_OFFLOAD_MOE_ACT = 64,    // the same, before the activation
+    MT_OFFLOAD_MLP = 128        // of layers without experts: the MLP's input, and its values around the activation
+};
 /* Modules of selective recomputation, a set of bits. */
 enum {
     MT_MODULE_CORE_ATTN = 1,   // nothing: attention never keeps its probabilities
@@ -246,6 +263,15 @@ enum {
     MT_MODULE_MOE = 32,        // router, experts and shared expert
     MT_MODULE_SHARED_EXPERTS = 64
 };
+/* Products of layers in fp8. HYBRID: e4m3 for activations and weights, e5m2 for gradients. */
+typedef enum mt_fp8_format { MT_FP8_OFF, MT_FP8_E4M3, MT_FP8_HYBRID } mt_fp8_format;
+typedef enum mt_fp8_recipe {
+    MT_FP8_DELAYED,    // a scale per tensor, from the largest values of earlier steps
+    MT_FP8_TENSORWISE, // a scale per tensor, from its own largest value
+    MT_FP8_BLOCKWISE,  // 1 x 128 of activations and gradients, 128 x 128 of weights (DeepSeek-AI, "DeepSeek-V3")
+    MT_FP8_MXFP8       // 1 x 32
+} mt_fp8_recipe;
+typedef enum mt_fp8_amax_algo { MT_AMAX_MOST_RECENT, MT_AMAX_MAX } mt_fp8_amax_algo;
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
     MT_SCHEDULE_INTERLEAVED,
@@ -386,6 +412,16 @@ typedef struct mt_options {
     int64_t recompute_num_layers;
     unsigned recompute_modules; // MT_MODULE_*
     bool recompute_activations, moe_layer_recompute, distribute_saved_activations;
+    /* fp8 */
+    mt_fp8_format fp8_format;
+    mt_fp8_recipe fp8_recipe;
+    mt_fp8_amax_algo fp8_amax_compute_algo;
+    int64_t fp8_margin, fp8_amax_history_len;
+    bool fp8_wgrad, tp_only_amax_red, first_last_layers_bf16;
+    int64_t num_layers_at_start_in_bf16, num_layers_at_end_in_bf16;
+    /* offloading */
+    bool fine_grained_activation_offloading;
+    unsigned offload_modules; // MT_OFFLOAD_*
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_model, *tokens_file;
@@ -455,6 +491,9 @@ double mt_flops(const mt_options *options, int64_t num_sequences);
 
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
+
+/* True if a layer, or a module of multi-token prediction (numbered from num_layers on), has experts. */
+bool mt_layer_has_experts(const mt_options *options, int64_t layer);
 
 /* ==== §3 kernels ====================================================================================================
  *
@@ -540,6 +579,96 @@ typedef struct mt_event mt_event;
     OP(linear_backward_weight, mt_work_product(T, N, K), (dw, dbias, dy, x, T, N, K, accumulate, dtype, stream),       \
        float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N, int64_t K, bool accumulate,       \
        mt_dtype dtype, mt_stream *stream)
+
+/* ---- fp8 products: operands in eight bits with scales (Micikevicius et al., "FP8 formats for deep learning") */
+
+/* The elements of a matrix [R, C] that share a scale, and the layout of its scales; R4 is R rounded up to 4. */
+typedef enum mt_fp8_blocks {
+    MT_FP8_TENSOR,     // all: one scale
+    MT_FP8_VECTOR_128, // 128 along a row: [ceil(C / 128), R4], scales are powers of two
+    MT_FP8_BLOCK_128,  // 128 x 128: [ceil(R / 128), ceil(C / 128) rounded up to 4], powers of two (DeepSeek-V3)
+    MT_FP8_VECTOR_32   // 32 along a row: [ceil(C / 32), R4], powers of two (OCP microscaling formats, mxfp8)
+} mt_fp8_blocks;
+
+/* A matrix [R, C] in fp8, or several of one shape in succession. Element (r, c) is data[r * stride + c] times the
+ * inverse scale of its block. Elements from C to stride are zero; stride is a multiple of 16, and of the block. */
+typedef struct mt_fp8_matrix {
+    uint8_t *data;         // [R, stride]; NULL: absent
+    float *inverse_scales; // 1 / scale of each block
+    int64_t stride;
+    mt_dtype format; // MT_F8_E4M3 or MT_F8_E5M2
+    mt_fp8_blocks blocks;
+} mt_fp8_matrix;
+
+/* Elements of a row of C elements in fp8, and the number of scales of a matrix. */
+int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks);
+int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks);
+
+/* Rows per expert in a transposed copy are rounded up to this, so that no block spans two experts. */
+enum { MT_FP8_EXPERT_ROWS = 128 };
+
+/* The operands of quantize. x[count, R, C] is `count` matrices in succession, which with MT_FP8_TENSOR share one
+ * scale. A scale is the format's largest number / the largest absolute value of the block; 1 if that is 0 or not
+ * finite. Values beyond the format's largest number saturate; NaN stays NaN. */
+typedef struct mt_quantize_args {
+    const void *x;
+    int64_t count, R, C;
+    mt_fp8_matrix rows;    // [count, R, C]; either copy may be absent
+    mt_fp8_matrix columns; // [count, C, R]: the transposes
+    const float *scale;    // [1]: the scale of both copies, MT_FP8_TENSOR only (delayed scaling); NULL: computed from x
+    float *amax;           // [1]: the largest |x|. With `scale`: raised to it (NULL: not wanted); else scratch, written
+    /* rows of experts: x[R, C] is sorted by expert, and expert e's rows [offsets[e], offsets[e + 1]) begin in `columns`
+     * at the sum of the rounded counts (MT_FP8_EXPERT_ROWS) of the experts before it; count is 1. The columns between
+     * experts, and from the last one to `columns.stride`, are zero. Rows before offsets[0] and from
+     * offsets[num_experts] on are neither read nor written. NULL: none */
+    const int32_t *offsets;
+    int64_t num_experts;
+} mt_quantize_args;
+
+/* out[M, N] = a[M, K] b[N, K]^T + bias[N]. */
+typedef struct mt_fp8_product_args {
+    mt_fp8_matrix a, b;
+    int64_t M, N, K;
+    void *out;
+    mt_dtype out_dtype;
+    const void *bias; // [N] of out_dtype, or NULL
+    bool accumulate;  // out +=; fp32 only, without bias
+    bool exact_sums;  // sum in fp32; false: the backend may sum in fewer bits (Hopper: 14 bits of fraction), faster
+    /* experts. Without `sums_rows` the rows of a and out are sorted by expert, expert e has rows [offsets[e],
+     * offsets[e + 1]) and the e-th b of [num_experts, N, K]. With it the sum is over rows: a[M, stride] and b[N,
+     * stride] are transposed copies with rounded segments (mt_quantize_args), and expert e's product goes to the e-th
+     * out of [num_experts, M, N]; K is the upper bound of all rows. NULL: none */
+    const int32_t *offsets;
+    int64_t num_experts;
+    bool sums_rows;
+} mt_fp8_product_args;
+
+/* Delayed scaling of n tensors: entry 0 of the history belongs to this step, the others to the steps
+ * before, the oldest first. */
+typedef struct mt_fp8_scale_args {
+    int64_t n, length;    // tensors; history[length, n]
+    float *scale;         // [n]
+    float *history;       // [length, n]
+    const float *largest; // [n] the largest number of each tensor's format
+    float margin;         // scale = largest / amax / 2^margin
+    bool most_recent;     // amax: of this step; else the maximum of the history
+    const float *guard;   // [1] < 0: the step was bad, and only entry 0 is cleared
+} mt_fp8_scale_args;
+
+#define MT_FP8_OPERATIONS(OP)                                                                                          \
+    OP(quantize,                                                                                                       \
+       mt_work_bytes(a->count * a->R * a->C *                                                                          \
+                         (mt_dtype_size(dtype) + (a->rows.data != NULL) + (a->columns.data != NULL)),                  \
+                     MT_U8),                                                                                           \
+       (a, dtype, stream), const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream)                               \
+    OP(fp8_product, mt_work_product(a->M, a->N, a->K), (a, stream), const mt_fp8_product_args *a, mt_stream *stream)   \
+    /* column_sums: sums[C] += the sums over the rows of x[R, C]: a bias's gradient. */                                \
+    OP(column_sums, mt_work_bytes(R *C, dtype), (sums, x, R, C, dtype, stream), float *sums, const void *x, int64_t R, \
+       int64_t C, mt_dtype dtype, mt_stream *stream)                                                                   \
+    /* After a step: scale from the history, which then moves on by one entry; entry 0 becomes 0. A tensor keeps its   \
+     * scale while its amax is 0 or not finite. */                                                                     \
+    OP(fp8_scale_step, mt_work_bytes(a->n *(2 * a->length + 1), MT_F32), (a, stream), const mt_fp8_scale_args *a,      \
+       mt_stream *stream)
 
 /* ---- embedding; the table holds rows [first, first + count) of the vocabulary */
 
@@ -774,6 +903,15 @@ typedef struct mt_router {
     float scaling;      // of the probabilities; 1: none
 } mt_router;
 
+/* The choices of tokens; an expert keeps at most `capacity` of them. */
+typedef struct mt_drop_args {
+    int64_t T, k, first, count, capacity;
+    const int32_t *experts;     // [T, k] choices
+    const float *probs;         // [T, k]; NULL: by position
+    const int64_t *token_index; // [T]
+    int32_t *kept;              // [count, k]
+} mt_drop_args;
+
 /* The most rounds of Sinkhorn's iteration (route_sinkhorn). */
 enum { MT_SINKHORN_ROUNDS = 1000 };
 
@@ -822,13 +960,10 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
     /* loads[E] += occurrences of each expert in experts[n]; -1 is none. Whole numbers, exact below 2^24. */           \
     OP(count_experts, mt_work_bytes(n, MT_F32), (loads, experts, n, E, stream), float *loads, const int32_t *experts,  \
        int64_t n, int64_t E, mt_stream *stream)                                                                        \
-    /* kept[t, j] for rows [first, first + count) of experts[T, k]: the choice, or -1 where `capacity` others of the   \
-     * same expert precede it: those of greater probability, or with by_position all; equals are ordered by            \
-     * token_index, then by row. kept is [count, k]. */                                                                \
-    OP(drop_tokens, mt_work_bytes((by_position ? T : 2 * T) * k + 2 * T + count * k, MT_F32),                          \
-       (kept, experts, probs, token_index, T, k, first, count, capacity, by_position, stream), int32_t *kept,          \
-       const int32_t *experts, const float *probs, const int64_t *token_index, int64_t T, int64_t k, int64_t first,    \
-       int64_t count, int64_t capacity, bool by_position, mt_stream *stream)                                           \
+    /* kept for rows [first, first + count): the choice, or -1 where `capacity` others of the same expert precede it:  \
+     * those of greater probability, or all without probs; equals are ordered by token_index, then by row. */          \
+    OP(drop_tokens, mt_work_bytes((a->probs ? 2 : 1) * a->T * a->k + 2 * a->T + a->count * a->k, MT_F32), (a, stream), \
+       const mt_drop_args *a, mt_stream *stream)                                                                       \
     /* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless      \
      * scale[0] < 0: the step was bad. */                                                                              \
     OP(expert_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, loads, scale, E, rate, stream), float *bias,             \
@@ -893,36 +1028,37 @@ typedef struct mt_dispatch {
        void *dx, float *dweights, const void *dy, const void *x, const float *weights, int64_t M, int64_t C,           \
        mt_dtype dtype, mt_stream *stream)
 
-/* ---- cross-entropy over logits [T, stride]: this rank's first `count` columns are rows [first, first + count) of the
- * vocabulary; columns past them are padding without probability. And argmax, for greedy generation. */
+/* ---- cross-entropy of a vocabulary that ranks may share; argmax, for greedy generation */
+
+/* The cross-entropy of T tokens over logits [T, stride]. This rank's first `count` columns are rows [first, first +
+ * count) of the vocabulary; columns past them are padding without probability. */
+typedef struct mt_cross_entropy_args {
+    int64_t T, stride, first, count;
+    const void *logits;            // [T, stride]
+    const int32_t *labels;         // [T]
+    float *stats;                  // [4, T] of a row: the maximum, sum exp(x - max), the label's logit (0 where another
+                                   // rank holds it), sum exp(x - max) x; [3, T] without entropy
+    float *logp;                   // [T] log-probability of the label
+    float *entropy;                // [T] of the distribution, in nats; NULL: not wanted
+    float *lse;                    // [T] log-sum-exp of the logits: the backward reads it, and entropy with dentropy
+    const float *dlogp, *dentropy; // [T] derivatives of the loss by logp and entropy; dentropy NULL: 0
+    void *dlogits;                 // [T, stride]: the backward's result; may be logits
+} mt_cross_entropy_args;
 
 #define MT_LOSS_OPERATIONS(OP)                                                                                         \
-    /* One pass: row_max[T]; row_sum = sum exp(x - max); row_target = the label's logit, 0 where another rank holds    \
-     * it; row_weighted = sum exp(x - max) x (may be NULL). Ranks combine these four numbers per row, never logits. */ \
-    OP(cross_entropy_forward, mt_work_bytes((T * count), dtype),                                                       \
-       (row_max, row_sum, row_target, row_weighted, logits, labels, T, stride, first, count, dtype, stream),           \
-       float *row_max, float *row_sum, float *row_target, float *row_weighted, const void *logits,                     \
-       const int32_t *labels, int64_t T, int64_t stride, int64_t first, int64_t count, mt_dtype dtype,                 \
-       mt_stream *stream)                                                                                              \
-    /* The four numbers of a row over the whole vocabulary, from those of its `n` parts: parts[n, 4, T] are row_max,   \
-     * row_sum, row_target and row_weighted of each part; parts[n, 3, T] where row_weighted is NULL. */                \
-    OP(cross_entropy_combine, mt_work_bytes((n + 1) * T * (row_weighted ? 4 : 3), MT_F32),                             \
-       (row_max, row_sum, row_target, row_weighted, parts, n, T, stream), float *row_max, float *row_sum,              \
-       float *row_target, float *row_weighted, const float *parts, int64_t n, int64_t T, mt_stream *stream)            \
-    /* lse[T] = max + log(sum), logp[T] = target - lse, entropy[T] = lse - weighted / sum (may be NULL). */            \
-    OP(cross_entropy_loss, mt_work_bytes((entropy ? 7 : 5) * T, MT_F32),                                               \
-       (logp, entropy, lse, row_max, row_sum, row_target, row_weighted, T, stream), float *logp, float *entropy,       \
-       float *lse, const float *row_max, const float *row_sum, const float *row_target, const float *row_weighted,     \
-       int64_t T, mt_stream *stream)                                                                                   \
-    /* The gradient of a loss by the logits x, from its derivatives dlogp[T] and dentropy[T] by each token's           \
-     * log-probability and entropy: with p = exp(x - lse), dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) \
-     * dentropy, zero in the padding. entropy and dentropy are NULL for a loss without entropy. dlogits may be logits. \
-     */                                                                                                                \
-    OP(cross_entropy_backward, mt_work_bytes((count + stride) * T, dtype),                                             \
-       (dlogits, logits, labels, lse, entropy, dlogp, dentropy, T, stride, first, count, dtype, stream),               \
-       void *dlogits, const void *logits, const int32_t *labels, const float *lse, const float *entropy,               \
-       const float *dlogp, const float *dentropy, int64_t T, int64_t stride, int64_t first, int64_t count,             \
-       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* One pass: stats of this rank's columns. Ranks combine these numbers of a row, never logits. */                  \
+    OP(cross_entropy_forward, mt_work_bytes((a->T * a->count), dtype), (a, dtype, stream),                             \
+       const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream)                                              \
+    /* stats over the whole vocabulary, from the stats of its `n` parts: parts[n, 4, T], or [n, 3, T]. */              \
+    OP(cross_entropy_combine, mt_work_bytes((n + 1) * a->T * (a->entropy ? 4 : 3), MT_F32), (a, parts, n, stream),     \
+       const mt_cross_entropy_args *a, const float *parts, int64_t n, mt_stream *stream)                               \
+    /* From stats: lse = max + log(sum), logp = target - lse, entropy = lse - weighted / sum. */                       \
+    OP(cross_entropy_loss, mt_work_bytes((a->entropy ? 7 : 5) * a->T, MT_F32), (a, stream),                            \
+       const mt_cross_entropy_args *a, mt_stream *stream)                                                              \
+    /* With p = exp(x - lse): dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy; zero in the        \
+     * padding. */                                                                                                     \
+    OP(cross_entropy_backward, mt_work_bytes((a->count + a->stride) * a->T, dtype), (a, dtype, stream),                \
+       const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream)                                              \
     /* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order;  \
      * and dlogp[T] = -weights. */                                                                                     \
     OP(nll_loss, mt_work_bytes(3 * T, MT_F32), (sums, dlogp, logp, weights, T, stream), double *sums, float *dlogp,    \
@@ -1170,6 +1306,7 @@ typedef struct mt_qk_args {
 #define MT_TIMED_OPERATIONS(OP)                                                                                        \
     MT_MEMORY_OPERATIONS(OP)                                                                                           \
     MT_LINEAR_OPERATIONS(OP)                                                                                           \
+    MT_FP8_OPERATIONS(OP)                                                                                              \
     MT_EMBEDDING_OPERATIONS(OP)                                                                                        \
     MT_NORM_OPERATIONS(OP)                                                                                             \
     MT_ROPE_OPERATIONS(OP)                                                                                             \
@@ -1208,6 +1345,8 @@ typedef struct mt_limits {
     int64_t experts;          // experts of a router, plus its groups, each rounded up to a multiple of 32
     int64_t aux_loss_experts; // experts of a router with an auxiliary loss or z-loss
     int64_t sinkhorn_experts; // experts of a router that balances by Sinkhorn's iteration
+    int64_t fp8_multiple;     // N and K of an fp8 product are multiples of this
+    bool no_fp8, no_mxfp8;    // without fp8 products; without those of MT_FP8_VECTOR_32
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of
@@ -1386,6 +1525,7 @@ typedef struct mt_tensor_parallel {
     const mt_group *group;
     mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
     mt_dtype dtype;           // of activations and weights
+    bool training;            // fp8, delayed scaling: products record the largest values of their operands
     bool sequence_parallel;
     bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next ones are sent
     int64_t T, rows;
@@ -1435,12 +1575,33 @@ typedef enum mt_linear_kind {
     MT_LINEAR_GROUPED,    // one weight per expert: rows sorted by expert
 } mt_linear_kind;
 
+/* An fp8 recipe: how operands of products are quantized (--fp8-recipe). */
+typedef struct mt_fp8 {
+    mt_dtype format, gradient_format;    // of x and w; of dy
+    mt_fp8_blocks blocks, weight_blocks; // of x and dy; of w
+    bool wgrad;                          // also the weights' gradients
+    bool keeps_weights;                  // quantized weights are kept until the weights change
+    int64_t version;                     // number of changes of the weights
+    mt_arena scratch;                    // operands of the product at hand
+} mt_fp8;
+
+/* The fp8 state of one linear. With delayed scaling the operands x, w, dy have a scale each, and the largest absolute
+ * values of this step. */
+typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
+typedef struct mt_fp8_linear {
+    mt_fp8 *recipe;
+    float *scale, *amax;           // [MT_NUM_FP8_OPERANDS]; NULL: scales are computed from the operand itself
+    mt_fp8_matrix w, w_transposed; // keeps_weights only
+    int64_t version;               // of the weights that these are
+} mt_fp8_linear;
+
 /* y = x w^T + bias. N and K are this rank's sizes. */
 typedef struct mt_linear {
     mt_weight weight, bias; // [N, K] and [N], or [num_experts, N, K] and [num_experts, N] if grouped
     int64_t N, K;
     int64_t num_experts; // grouped
     mt_linear_kind kind;
+    mt_fp8_linear *fp8; // NULL: products in the type of activations
 } mt_linear;
 
 /* The operands of one use of a linear; a function reads those it needs. */
@@ -1455,7 +1616,8 @@ typedef struct mt_linear_io {
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;
-    bool omits_bias; // grouped, forward: y is a partial sum to which another rank adds the bias
+    bool omits_bias;                     // forward: y is a partial sum to which another rank adds the bias
+    mt_fp8_matrix dy_fp8, dy_transposed; // set by the backward of a linear with fp8
 } mt_linear_io;
 
 /* The halves of a backward: gradient of the input, gradient of the weights, or both. */
@@ -1470,25 +1632,15 @@ void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *li
 /* Both, or the selected `halves`; the communication of one half overlaps the product of the other. */
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io, int halves);
 
-/* Results of the cross-entropy of T tokens. */
-typedef struct mt_token_values {
-    float *logp;    // [T] log-probability of the label
-    float *entropy; // [T] of the distribution, in nats; NULL: not wanted
-    float *lse;     // [T] log-sum-exp of the logits, for the backward
-} mt_token_values;
-
 /* Vocabulary-parallel embedding: out[rows, C] = the table's rows of ids[T]; this rank holds w, rows [first, first +
  * count). The backward adds to w.dw. */
 void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w, int64_t C,
                                 int64_t first, int64_t count);
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count);
-/* Vocabulary-parallel cross-entropy: fills `values` of labels[T] from logits[T, stride], columns [first, first + count)
- * of the vocabulary on this rank. Scratch: stats[4, T]; with several ranks tp->loss_parts. Its backward,
- * cross_entropy_backward, needs no communication. */
-void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
-                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
-                                    int64_t count);
+/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from this rank's columns. With several ranks
+ * tp->loss_parts is scratch. Its backward, cross_entropy_backward, needs no communication. */
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a);
 
 /* ==== §8 the parameter table ====================================================================================== */
 
@@ -1582,7 +1734,7 @@ typedef struct mt_param {
     int64_t rows_stored;            // of whole_rows, the rows in Hugging Face: the vocabulary without its padding
     const char *rows_option, *cols_option, *exists_option; // the options that determine these, for messages; or NULL
     bool is_vector;
-    bool is_embedding;     // a lookup table: its backward adds to single rows
+    bool is_linear;        // of a matrix product, which writes the gradient first; others only add to it
     bool trained;          // by the optimizer
     mt_linear_kind linear; // of a matrix
     mt_init init;
@@ -1712,14 +1864,33 @@ void mt_context_attention_backward(mt_context *context, const mt_attention *a, m
 
 typedef struct mt_model mt_model;
 
-/* The sizes from which a model's memory is planned. */
+/* A loss maps numbers of each token to a scalar and to the coefficients of d logp and d entropy, from which
+ * cross_entropy_backward computes the gradient of the logits. */
+typedef struct mt_loss_args {
+    const mt_cross_entropy_args *tokens; // T, logp, lse, and entropy for a loss that uses it, are read
+    const float *weights;                // [T] of each token in the sums
+    double *sums;                        // sums[0] += the loss, sums[1] += the weights
+    float *dlogp, *dentropy;             // [T] results; dentropy only for a loss that uses entropy
+} mt_loss_args;
+
+typedef struct mt_loss {
+    const char *name;
+    bool uses_entropy;
+    void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
+} mt_loss;
+
+/* Pre-training: the weighted sum of negative log-probabilities. */
+extern const mt_loss mt_nll;
+
+/* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {
     int64_t max_tokens;   // tokens of the largest micro-batch or prefill
     int64_t max_logits;   // rows of logits held at once
     int64_t cache_rows;   // key/value cache rows a layer; 0: none
     int64_t max_position; // positions that tokens may have (rotary tables)
-    int64_t host_memory;  // on the CPU: bytes that all ranks of this host may use together; 0: the machine's memory
+    int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
     bool train;           // gradients, optimizer state and saved activations
+    const mt_loss *loss;  // of the head and of modules of multi-token prediction; NULL: mt_nll
 } mt_model_plan;
 
 /* Lays out and allocates a model; parameters are not yet set. The plan is checked against memory first. */

@@ -171,6 +171,25 @@ static double residual_norm(bench *b, const int64_t *n) { // T, C, p in percent,
     return 4 * size(b) * (double)(n[0] * n[1]);
 }
 
+/* The scale of a quantization: given, with amax recorded; computed, which reads x twice; per vector; per block. */
+enum { DELAYED = 1, CURRENT, VECTORS, BLOCKS };
+
+static double quantize(bench *b, const int64_t *n) { // R, C, scale, copies
+    static const mt_fp8_blocks blocks[] = {0, MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_VECTOR_128, MT_FP8_BLOCK_128};
+    mt_quantize_args a = {.count = 1, .R = n[0], .C = n[1], .x = elements(b, n[0] * n[1]), .amax = floats(b, 1)};
+    mt_fp8_matrix *copies[] = {&a.rows, &a.columns};
+    for (int i = 0; i < n[3]; i++) {
+        int64_t R = n[i], C = n[1 - i];
+        copies[i]->blocks = blocks[n[2]], copies[i]->format = MT_F8_E4M3, copies[i]->stride = C;
+        copies[i]->data = mt_arena_alloc(&b->arena, R * C);
+        copies[i]->inverse_scales = floats(b, mt_fp8_num_scales(R, C, blocks[n[2]]));
+    }
+    if (n[2] == DELAYED) a.scale = floats(b, 1);
+    if (n[2] > CURRENT) a.amax = NULL;
+    ENQUEUE(quantize, &a, b->dtype);
+    return ((n[2] == CURRENT ? 2 : 1) * size(b) + (double)n[3]) * (double)(n[0] * n[1]);
+}
+
 static double scatter_rows(bench *b, const int64_t *n) { // T, width
     void *to = elements(b, MAX_TOKENS * n[1]), *from = elements(b, n[0] * n[1]);
     ENQUEUE(scatter_rows, to, from, b->rows, n[0], n[1], n[1], n[1], b->dtype);
@@ -242,8 +261,9 @@ static double dispatch_plan(bench *b, const int64_t *n) {
 static double drop_tokens(bench *b, const int64_t *n) {
     int32_t *kept = mt_arena_alloc(&b->arena, n[0] * n[2] * 4);
     float *probs = floats(b, n[0] * n[2]);
-    ENQUEUE(drop_tokens, kept, b->plans[n[3] > 8].experts, probs, b->names, n[0], n[2], 0, n[0], n[0] * n[2] / n[3],
-            false);
+    mt_drop_args a = {.T = n[0], .k = n[2], .count = n[0], .capacity = n[0] * n[2] / n[3]};
+    a.experts = b->plans[n[3] > 8].experts, a.probs = probs, a.token_index = b->names, a.kept = kept;
+    ENQUEUE(drop_tokens, &a);
     return 12 * (double)(n[0] * n[2]) + 8 * (double)n[0];
 }
 
@@ -280,16 +300,16 @@ static double expert_swiglu_backward(bench *b, const int64_t *n) {
 }
 
 static double cross_entropy_forward(bench *b, const int64_t *n) { // T, stride, vocabulary
-    void *logits = elements(b, n[0] * n[1]);
-    float *max = floats(b, n[0]), *sum = floats(b, n[0]), *target = floats(b, n[0]);
-    ENQUEUE(cross_entropy_forward, max, sum, target, NULL, logits, b->words, n[0], n[1], 0, n[2], b->dtype);
+    mt_cross_entropy_args a = {.T = n[0], .stride = n[1], .count = n[2], .labels = b->words};
+    a.logits = elements(b, n[0] * n[1]), a.stats = floats(b, 3 * n[0]);
+    ENQUEUE(cross_entropy_forward, &a, b->dtype);
     return size(b) * (double)(n[0] * n[1]);
 }
 
 static double cross_entropy_backward(bench *b, const int64_t *n) {
-    void *logits = elements(b, n[0] * n[1]);
-    float *lse = floats(b, n[0]), *dlogp = floats(b, n[0]);
-    ENQUEUE(cross_entropy_backward, logits, logits, b->words, lse, NULL, dlogp, NULL, n[0], n[1], 0, n[2], b->dtype);
+    mt_cross_entropy_args a = {.T = n[0], .stride = n[1], .count = n[2], .labels = b->words};
+    a.logits = a.dlogits = elements(b, n[0] * n[1]), a.lse = floats(b, n[0]), a.dlogp = floats(b, n[0]);
+    ENQUEUE(cross_entropy_backward, &a, b->dtype);
     return 2 * size(b) * (double)(n[0] * n[1]);
 }
 
@@ -369,6 +389,24 @@ static const struct {
     {"residual and LayerNorm", residual_norm, MT_BF16, {65536, 768, 0, 1}},
     {"residual and LayerNorm", residual_norm, MT_BF16, {16384, 1600, 0, 1}},
     {"with dropout", residual_norm, MT_BF16, {65536, 768, 10, 1}},
+    {"quantize, given scale", quantize, MT_BF16, {8192, 4096, DELAYED, 1}},
+    {"quantize, given scale", quantize, MT_BF16, {8192, 4096, DELAYED, 2}},
+    {"quantize, computed scale", quantize, MT_BF16, {8192, 4096, CURRENT, 1}},
+    {"quantize, computed scale", quantize, MT_BF16, {8192, 4096, CURRENT, 2}},
+    {"quantize, per vector", quantize, MT_BF16, {8192, 4096, VECTORS, 1}},
+    {"quantize, per vector", quantize, MT_BF16, {8192, 4096, VECTORS, 2}},
+    {"quantize, per block", quantize, MT_BF16, {8192, 4096, BLOCKS, 1}},
+    {"quantize, per block", quantize, MT_BF16, {8192, 4096, BLOCKS, 2}},
+    {"quantize, given scale", quantize, MT_BF16, {8192, 14336, DELAYED, 1}},
+    {"quantize, given scale", quantize, MT_BF16, {8192, 14336, DELAYED, 2}},
+    {"quantize, computed scale", quantize, MT_BF16, {8192, 14336, CURRENT, 1}},
+    {"quantize, computed scale", quantize, MT_BF16, {8192, 14336, CURRENT, 2}},
+    {"quantize, per vector", quantize, MT_BF16, {8192, 14336, VECTORS, 1}},
+    {"quantize, per vector", quantize, MT_BF16, {8192, 14336, VECTORS, 2}},
+    {"quantize, per block", quantize, MT_BF16, {8192, 14336, BLOCKS, 1}},
+    {"quantize, per block", quantize, MT_BF16, {8192, 14336, BLOCKS, 2}},
+    {"quantize, given scale", quantize, MT_F32, {8192, 4096, DELAYED, 2}},
+    {"quantize, per vector", quantize, MT_F32, {8192, 4096, VECTORS, 2}},
     {"scatter_rows", scatter_rows, MT_BF16, {8192, 1024}},
     {"embedding_forward", embedding_forward, MT_BF16, {8192, 4096, 128256}},
     {"embedding_backward", embedding_backward, MT_BF16, {8192, 4096, 128256}},
