@@ -341,6 +341,34 @@ const mt_option mt_option_table[] = {
      "full recomputation: each tensor-parallel rank keeps a part of the inputs",
      .needs = "any: recompute-granularity full, any: tensor-model-parallel-size", .excludes = "any: sequence-parallel"},
 
+    {.help = "fp8"},
+    {"fp8-format", MT_CHOICE, MT_AT(fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid",
+     "matrix products of layers in fp8; hybrid: gradients in e5m2, else e4m3", .excludes = "any: no-moe-grouped-gemm",
+     .own = true},
+    {"fp8", MT_CHOICE, MT_AT(fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid", "--fp8-format"},
+    {"fp8-recipe", MT_CHOICE, MT_AT(fp8_recipe), MT_TRAIN, MT_OF_RUN, "delayed", "delayed|tensorwise|blockwise|mxfp8",
+     "scales; delayed: per tensor, from earlier steps; tensorwise: from the tensor itself; blockwise: 1 x 128 and, of "
+     "weights, 128 x 128; mxfp8: 1 x 32",
+     .needs = "fp8-format"},
+    {"fp8-margin", MT_INT, MT_AT(fp8_margin), MT_TRAIN, MT_OF_RUN, "0", "[0,16]",
+     "delayed: scales are 2^margin smaller", .needs = "fp8-recipe delayed"},
+    {"fp8-amax-history-len", MT_INT, MT_AT(fp8_amax_history_len), MT_TRAIN, MT_OF_RUN, "1", "[1,65536]",
+     "delayed: steps whose largest values are kept", .needs = "fp8-recipe delayed"},
+    {"fp8-amax-compute-algo", MT_CHOICE, MT_AT(fp8_amax_compute_algo), MT_TRAIN, MT_OF_RUN, "most_recent",
+     "most_recent|max", "delayed: the value that sets the scale, of these steps", .needs = "fp8-recipe delayed"},
+    {"no-fp8-wgrad", MT_NO, MT_AT(fp8_wgrad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "compute the weights' gradients without fp8", .needs = "fp8-format"},
+    {"fp8-wgrad", MT_FLAG, MT_AT(fp8_wgrad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "compute the weights' gradients in fp8 too; the default"},
+    {"tp-only-amax-red", MT_FLAG, MT_AT(tp_only_amax_red), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "delayed: the tensor- and context-parallel ranks alone share their largest values", .needs = "fp8-recipe delayed"},
+    {"first-last-layers-bf16", MT_FLAG, MT_AT(first_last_layers_bf16), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "fp8 in the middle layers only", .needs = "fp8-format"},
+    {"num-layers-at-start-in-bf16", MT_INT, MT_AT(num_layers_at_start_in_bf16), MT_TRAIN, MT_OF_RUN, "1", "[0,10000]",
+     "first layers without fp8", .needs = "first-last-layers-bf16"},
+    {"num-layers-at-end-in-bf16", MT_INT, MT_AT(num_layers_at_end_in_bf16), MT_TRAIN, MT_OF_RUN, "1", "[0,10000]",
+     "last layers without fp8", .needs = "first-last-layers-bf16"},
+
     {.help = "offloading"},
     {"fine-grained-activation-offloading", MT_FLAG, MT_AT(fine_grained_activation_offloading), MT_TRAIN, MT_OF_RUN,
      NULL, NULL, "keep activations in host memory from the forward to the backward: the inputs of --offload-modules",
@@ -818,6 +846,7 @@ void mt_options_free(mt_options *options) {
         if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
+    mt_strings_free(&options->typed_names);
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
@@ -944,8 +973,7 @@ void mt_options_default(mt_options *options) {
     memset(options->given, 0, sizeof options->given);
 }
 
-/* Compares names with dashes; YAML has underscores. */
-static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
+bool mt_option_named(const mt_option *row, const char *name, size_t length) {
     if (!row->name || strlen(row->name) != length) return false;
     for (size_t i = 0; i < length; i++)
         if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
