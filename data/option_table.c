@@ -389,6 +389,13 @@ const mt_option mt_option_table[] = {
      .needs = "use-precision-aware-optimizer"},
     {"exp-avg-sq-dtype", MT_CHOICE, MT_AT(exp_avg_sq_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16",
      "Adam's second moment", .needs = "use-precision-aware-optimizer"},
+    {"optimizer-cpu-offload", MT_FLAG, MT_AT(optimizer_cpu_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "keep master weights and moments in host memory and update these parameters on the host"},
+    {"optimizer-offload-fraction", MT_REAL, MT_AT(optimizer_offload_fraction), MT_TRAIN, MT_OF_RUN, "1", "[0,1]",
+     "fraction of the parameters to offload, rounded up to whole layers; the last layers come first",
+     .needs = "optimizer-cpu-offload"},
+    {"overlap-cpu-optimizer-d2h-h2d", MT_FLAG, MT_AT(overlap_cpu_optimizer_d2h_h2d), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "overlap the copies of gradients and parameters with the update on the host", .needs = "optimizer-cpu-offload"},
 
     {.help = "bad steps"},
     {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
