@@ -2281,15 +2281,14 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
 
 /* ==== §3g cross-entropy ========================================================================================== */
 
-static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                         const void *logits, const int32_t *labels, int64_t T, int64_t stride,
-                                         int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    const int64_t T = a->T, count = a->count;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        const float *x = mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype);
-        float max = mt_row_max(x, count);
+        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, count, dtype);
+        float max = mt_row_max(x, count), *row = a->stats + t;
         double sum = 0, weighted = 0;
         for (int64_t block = 0; block < count; block += MT_BLOCK) {
             float block_sum = 0, block_weighted = 0;
@@ -2302,20 +2301,20 @@ static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *
             sum += block_sum;
             weighted += block_weighted;
         }
-        int64_t label = labels[t] - first;
-        row_max[t] = max;
-        row_sum[t] = (float)sum;
-        row_target[t] = label >= 0 && label < count ? x[label] : 0.0f;
-        if (row_weighted) row_weighted[t] = (float)weighted;
+        int64_t label = a->labels[t] - a->first;
+        row[0] = max;
+        row[T] = (float)sum;
+        row[2 * T] = label >= 0 && label < count ? x[label] : 0.0f;
+        if (a->entropy) row[3 * T] = (float)weighted;
     }
 }
 
-static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                         const float *parts, int64_t n, int64_t T, mt_stream *stream) {
+static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const float *parts, int64_t n,
+                                         mt_stream *stream) {
     (void)stream;
-    int64_t part = (row_weighted ? 4 : 3) * T;
+    const int64_t T = a->T, part = (a->entropy ? 4 : 3) * T;
     for (int64_t t = 0; t < T; t++) {
-        float max = -INFINITY;
+        float max = -INFINITY, *row = a->stats + t;
         double sum = 0, target = 0, weighted = 0;
         for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
         for (int64_t i = 0; i < n; i++) {
@@ -2323,48 +2322,49 @@ static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *
             double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
             sum += scale * (double)share[T];
             target += (double)share[2 * T];
-            if (row_weighted) weighted += scale * (double)share[3 * T];
+            if (a->entropy) weighted += scale * (double)share[3 * T];
         }
-        row_max[t] = max;
-        row_sum[t] = (float)sum;
-        row_target[t] = (float)target;
-        if (row_weighted) row_weighted[t] = (float)weighted;
+        row[0] = max;
+        row[T] = (float)sum;
+        row[2 * T] = (float)target;
+        if (a->entropy) row[3 * T] = (float)weighted;
     }
 }
 
-static void mt_cpu_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
-                                      const float *row_sum, const float *row_target, const float *row_weighted,
-                                      int64_t T, mt_stream *stream) {
+static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream *stream) {
     (void)stream;
-    for (int64_t t = 0; t < T; t++) {
-        double log_sum = (double)row_max[t] + log((double)row_sum[t]);
-        lse[t] = (float)log_sum;
-        logp[t] = (float)((double)row_target[t] - log_sum);
-        if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / (double)row_sum[t]);
+    for (int64_t t = 0; t < a->T; t++) {
+        const float *row = a->stats + t;
+        double log_sum = (double)row[0] + log((double)row[a->T]);
+        a->lse[t] = (float)log_sum;
+        a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
+        if (a->entropy) a->entropy[t] = (float)(log_sum - (double)row[3 * a->T] / (double)row[a->T]);
     }
 }
 
-static void mt_cpu_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                          const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
-                                          int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
-                                          mt_stream *stream) {
+static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    const int64_t count = a->count, stride = a->stride;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
-#pragma omp parallel for if (T * count > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch);
-        const float *x = mt_row_load(slice, logits, t * stride, count, dtype);
-        float *d = mt_row_open(slice + count, dlogits, t * stride, dtype), log_sum = lse[t], scale = -dlogp[t];
-        int64_t label = labels[t] - first;
+#pragma omp parallel for if (a->T * count > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch), log_sum = a->lse[t], scale = -a->dlogp[t];
+        const float *x = mt_row_load(slice, a->logits, t * stride, count, dtype);
+        float *d = mt_row_open(slice + count, a->dlogits, t * stride, dtype); // may be x
+        int64_t label = a->labels[t] - a->first;
+        if (a->dentropy) {
+            float dentropy = a->dentropy[t], entropy = a->entropy[t];
+            for (int64_t i = 0; i < count; i++) {
+                float log_p = x[i] - log_sum, p = mt_exp(log_p);
+                d[i] = p > 0 ? p * (scale - dentropy * (log_p + entropy)) : 0.0f;
+            }
+        } else {
 #pragma omp simd
-        for (int64_t i = 0; i < (dentropy ? 0 : count); i++) d[i] = mt_exp(x[i] - log_sum) * scale;
-        for (int64_t i = 0; i < (dentropy ? count : 0); i++) { // d may be x
-            float p = mt_exp(x[i] - log_sum), log_p = x[i] - log_sum;
-            d[i] = p > 0 ? p * (scale - dentropy[t] * (log_p + entropy[t])) : 0.0f;
+            for (int64_t i = 0; i < count; i++) d[i] = mt_exp(x[i] - log_sum) * scale;
         }
         if (label >= 0 && label < count) d[label] -= scale;
         for (int64_t i = count; i < stride; i++) d[i] = 0.0f;
-        mt_row_close(dlogits, t * stride, d, stride, dtype);
+        mt_row_close(a->dlogits, t * stride, d, stride, dtype);
     }
 }
 
@@ -2740,23 +2740,21 @@ static int mt_queued_compare(const void *left, const void *right) {
     return a->choice < b->choice ? -1 : a->choice > b->choice;
 }
 
-static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
-                               int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
-                               mt_stream *stream) {
+static void mt_cpu_drop_tokens(const mt_drop_args *a, mt_stream *stream) {
     (void)stream;
-    mt_queued *queue = (mt_queued *)mt_scratch_grow(T * k * (int64_t)(sizeof *queue / sizeof(float)));
-    int64_t n = 0, before = 0;
-    for (int64_t i = 0; i < T * k; i++) {
-        if (experts[i] < 0) continue;
-        float prob = by_position ? 0.0f : probs[i];
-        queue[n++] = (mt_queued){token_index[i / k], i, isnan(prob) ? -INFINITY : prob, experts[i]};
+    mt_queued *queue = (mt_queued *)mt_scratch_grow(a->T * a->k * (int64_t)(sizeof *queue / sizeof(float)));
+    int64_t n = 0, before = 0, rows = a->count * a->k;
+    for (int64_t i = 0; i < a->T * a->k; i++) {
+        if (a->experts[i] < 0) continue;
+        float prob = a->probs ? a->probs[i] : 0.0f;
+        queue[n++] = (mt_queued){a->token_index[i / a->k], i, isnan(prob) ? -INFINITY : prob, a->experts[i]};
     }
     qsort(queue, (size_t)n, sizeof *queue, mt_queued_compare);
-    for (int64_t i = 0; i < count * k; i++) kept[i] = -1;
+    for (int64_t i = 0; i < rows; i++) a->kept[i] = -1;
     for (int64_t i = 0; i < n; i++) {
         before = i > 0 && queue[i].expert == queue[i - 1].expert ? before + 1 : 0;
-        int64_t at = queue[i].choice - first * k;
-        if (before < capacity && at >= 0 && at < count * k) kept[at] = queue[i].expert;
+        int64_t at = queue[i].choice - a->first * a->k;
+        if (before < a->capacity && at >= 0 && at < rows) a->kept[at] = queue[i].expert;
     }
 }
 
@@ -3382,7 +3380,7 @@ static struct {
     const char *last_operation, *last_group; // enqueued last on a device
     struct {
         const char *path; // NULL: unused
-        bool writes;
+        mt_file_use use;
         double since;
     } files[MT_WATCHED_FILES];
 } mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
@@ -3409,13 +3407,13 @@ void mt_watch_note(const char *operation, const char *group) {
     pthread_mutex_unlock(&mt_watch.lock);
 }
 
-int mt_watch_file_begin(const char *path, bool writes) {
+int mt_watch_file_begin(const char *path, mt_file_use use) {
     int file = 0;
     if (!mt_watch.running) return MT_WATCHED_FILES;
     pthread_mutex_lock(&mt_watch.lock);
     while (file < MT_WATCHED_FILES && mt_watch.files[file].path) file++;
     if (file < MT_WATCHED_FILES) {
-        mt_watch.files[file].path = path, mt_watch.files[file].writes = writes;
+        mt_watch.files[file].path = path, mt_watch.files[file].use = use;
         mt_watch.files[file].since = mt_time();
     }
     pthread_mutex_unlock(&mt_watch.lock);
@@ -3463,16 +3461,15 @@ static void mt_watch_expire(void) {
     mt_watch_abort();
 }
 
-/* Writes have the limit of a save, also where it overlaps with steps. */
 static void mt_watch_check_files(double now) {
     for (int i = 0; i < MT_WATCHED_FILES; i++) {
-        bool writes = mt_watch.files[i].writes;
-        mt_watch_phase phase = writes ? MT_WATCH_SAVE : mt_watch.phase;
+        mt_file_use use = mt_watch.files[i].use;
+        mt_watch_phase phase = use == MT_FILE_SAVE ? MT_WATCH_SAVE : mt_watch.phase;
         if (!mt_watch.files[i].path || now - mt_watch.files[i].since <= mt_watch.limits[phase]) continue;
         fprintf(stderr,
                 "error: rank %d waited more than %g s for the disk to %s %s during %s: the disk hangs or is very slow; "
                 "--%s sets the limit\n",
-                mt_watch.rank, mt_watch.limits[phase], writes ? "write" : "read", mt_watch.files[i].path,
+                mt_watch.rank, mt_watch.limits[phase], use == MT_FILE_READ ? "read" : "write", mt_watch.files[i].path,
                 mt_watch_phases[phase].during, mt_watch_phases[phase].option);
         mt_watch_abort();
     }
@@ -4512,19 +4509,14 @@ void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout,
     tp->ops->embedding_backward(w.dw, dwhole, ids, tp->T, C, first, count, tp->dtype, tp->stream);
 }
 
-void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
-                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
-                                    int64_t count) {
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a) {
     const mt_ops *ops = tp->ops;
-    int64_t num_stats = values->entropy ? 4 : 3; // numbers of a row that ranks exchange, instead of logits
-    float *max = stats, *sum = stats + T, *target = stats + 2 * T, *weighted = values->entropy ? stats + 3 * T : NULL;
-    ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, T, stride, first, count, tp->dtype,
-                               tp->stream);
-    if (tp->group->size > 1) {
-        ops->all_gather(tp->loss_parts, stats, num_stats * T, MT_F32, tp->group, tp->stream);
-        ops->cross_entropy_combine(max, sum, target, weighted, tp->loss_parts, tp->group->size, T, tp->stream);
+    ops->cross_entropy_forward(a, tp->dtype, tp->stream);
+    if (tp->group->size > 1) { // ranks exchange 3 or 4 numbers of a row instead of logits
+        ops->all_gather(tp->loss_parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
+        ops->cross_entropy_combine(a, tp->loss_parts, tp->group->size, tp->stream);
     }
-    ops->cross_entropy_loss(values->logp, values->entropy, values->lse, max, sum, target, weighted, T, tp->stream);
+    ops->cross_entropy_loss(a, tp->stream);
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
@@ -4550,6 +4542,8 @@ typedef struct mt_layer {
     struct mt_slots *slots; // saved by its forward
     int64_t unit;           // index in its chunk of the first layer of its unit, see mt_layers_forward
     bool recomputed;        // full recomputation: of a unit only the input is kept
+    int64_t offload_bytes;  // of its offloaded slots
+    int offload_buffer;     // that they lie in
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
@@ -5114,9 +5108,11 @@ struct mt_model {
     unsigned recompute_modules;                    // MT_MODULE_*: of selective recomputation
     struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
     int64_t num_recompute_buffers;
-    const struct mt_activations *recomputed;  // the layer whose values the buffers hold, the last one of its unit
-    mt_arena host;                            // pinned host memory of all offloaded values
+    const struct mt_activations *recomputed; // the layer whose values the buffers hold, the last one of its unit
+    /* offloading */
+    struct mt_offload *offload;               // of activations; NULL: none
     struct mt_host_optimizer *host_optimizer; // NULL: none
+    mt_arena host;                            // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_link *links;                 // [MT_NUM_LINKS]
@@ -5206,7 +5202,8 @@ static void mt_rope_tables(mt_model *model) {
 /* Each layer has a list of slots: the values that its forward saves for its backward. Memory plan, arena and the stash
  * of a split backward derive from the list. With pass->replay a forward writes the same slots again and changes nothing
  * else. Recomputed slots (Chen et al., "Training deep nets with sublinear memory cost") lie in buffers that all
- * micro-batches share; a replay restores them before the backward reads them. */
+ * micro-batches share; a replay restores them before the backward reads them. Offloaded slots lie in such buffers too;
+ * copies to and from host memory preserve them. */
 
 /* Saved values of a norm: y[R, C], mean[R] (LayerNorm only), rstd[R]. */
 typedef struct mt_normed {
@@ -5245,10 +5242,12 @@ typedef struct mt_activations {
     struct mt_routing *routing;            // of a layer with experts
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
+    void *host; // copy of the offloaded slots; NULL: they stay in their buffer until the backward
 } mt_activations;
 
-/* Location of a saved value between forward and backward: its own memory, or a buffer that others overwrite. */
-typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE } mt_residency;
+/* Location of a saved value between forward and backward: its own memory, or a buffer that others overwrite and into
+ * which the value is computed again, or copied from host memory. */
+typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE, MT_OFFLOAD } mt_residency;
 
 typedef struct mt_slot {
     const char *name;
@@ -5256,6 +5255,7 @@ typedef struct mt_slot {
     int64_t rows, width;
     mt_dtype dtype;
     unsigned modules; // MT_MODULE_*: selective recomputation of any of these computes the value again
+    unsigned input;   // MT_OFFLOAD_*: the module whose input this is, 0: none that can be offloaded
     bool once;        // depends on the state of the step: a replay cannot compute it, so it is kept
     mt_residency residency;
     size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
@@ -5288,11 +5288,76 @@ static void *mt_slot_read(const void *base, const mt_slot *slot) {
     return value;
 }
 
+/* ---- offloading (Yuan et al., "Accelerating the training of large language models using efficient activation
+ * rematerialization and optimal hybrid parallelism"): layers use two buffers in turn. The offloaded slots of a layer
+ * are one block, so one copy moves them. The copy out runs during the next layer's forward, the copy in during the
+ * previous layer's backward; both on one stream, so a copy in finds the block that was copied out. Invariants: a copy
+ * starts after all computation enqueued so far; before a layer writes or reads its buffer, the computation waits for
+ * the copies that use it, and then no later copy has been enqueued. */
+
+enum { MT_OFFLOAD_BUFFERS = 2 };
+
+typedef struct mt_offload_buffer {
+    void *memory;
+    const mt_activations *holds; // the layer whose values the buffer holds, or will hold after the copy
+    bool copying;                // the computation has not waited for the last copy from or to the buffer
+} mt_offload_buffer;
+
+typedef struct mt_offload {
+    unsigned modules;
+    mt_stream *stream; // of the copies
+    mt_offload_buffer buffers[MT_OFFLOAD_BUFFERS];
+} mt_offload;
+
+static unsigned mt_offload_modules(const mt_model *m) {
+    return m->offload ? m->offload->modules : 0;
+}
+
+static mt_offload_buffer *mt_offload_buffer_of(const mt_model *m, const mt_layer *w) {
+    return &m->offload->buffers[w->offload_buffer];
+}
+
+/* The computation from here on waits for the copies that use a layer's buffer, and so for all others. */
+static void mt_offload_wait(const mt_model *m, const mt_pass *p, const mt_layer *w) {
+    if (!mt_offload_buffer_of(m, w)->copying) return;
+    mt_wait_stream(m, p->stream, m->offload->stream);
+    for (int i = 0; i < MT_OFFLOAD_BUFFERS; i++) m->offload->buffers[i].copying = false;
+}
+
+/* Enqueues a copy of a layer's offloaded slots, behind the computation enqueued so far. */
+static void mt_offload_copy(const mt_model *m, const mt_pass *p, const mt_layer *w, void *to, const void *from) {
+    mt_wait_stream(m, m->offload->stream, p->stream);
+    m->ops->memory_copy(to, from, w->offload_bytes, m->offload->stream);
+    mt_offload_buffer_of(m, w)->copying = true;
+}
+
+/* Before the first write of a layer's slots in a forward. */
+static void mt_offload_claim(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    if (!m->offload || w->offload_bytes == 0) return;
+    mt_offload_wait(m, p, w);
+    mt_offload_buffer_of(m, w)->holds = a;
+}
+
+/* After a layer's forward: copies its offloaded slots to the host. A replay writes the same values again. */
+static void mt_offload_store(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    if (a->host && p->training && !p->replay) mt_offload_copy(m, p, w, a->host, mt_offload_buffer_of(m, w)->memory);
+}
+
+/* Copies the offloaded slots of a layer back, unless its buffer holds them. */
+static void mt_offload_load(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_offload_buffer *buffer = mt_offload_buffer_of(m, w);
+    if (w->offload_bytes == 0 || buffer->holds == a) return;
+    MT_CHECK(a->host);
+    mt_offload_copy(m, p, w, buffer->memory, a->host);
+    buffer->holds = a;
+}
+
 /* Sets the residency of a layer's slots; w NULL: all are kept. */
 static void mt_slots_place(const mt_model *m, mt_slots *list, const mt_layer *w) {
     for (mt_slot *slot = list->slots; w && slot < list->slots + list->count; slot++) {
         bool recompute = w->recomputed || (slot->modules & m->recompute_modules);
-        slot->residency = recompute && !slot->once ? MT_RECOMPUTE : MT_KEEP;
+        bool offload = slot->input & mt_offload_modules(m);
+        slot->residency = recompute && !slot->once ? MT_RECOMPUTE : offload ? MT_OFFLOAD : MT_KEEP;
     }
 }
 
@@ -5395,8 +5460,10 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
-static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
-    mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype)->modules = MT_MODULE_LAYERNORM;
+/* input: MT_OFFLOAD_* of the module that reads the norm's output. */
+static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input) {
+    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
+    y->modules = MT_MODULE_LAYERNORM, y->input = input;
     if (mt_uses_layernorm(m)) mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
     mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
@@ -5487,9 +5554,11 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
     q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
     q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ;
-    MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype)->stash_of = offsetof(mt_layer, latent);
-    MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype);
-    MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype);
+    q->input = kv->input = MT_OFFLOAD_CORE_ATTN;
+    mt_slot *latent = MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype);
+    latent->stash_of = offsetof(mt_layer, latent), latent->input = MT_OFFLOAD_QKV_LINEAR;
+    MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
+    MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
     if (o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
     MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
 }
@@ -5499,21 +5568,24 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     bool starts_unit = w && w->recomputed && w->index == w->unit,
          splits_input = m->options->distribute_saved_activations;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
-    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype);
+    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype), *kept = input;
     input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
-    if (starts_unit && splits_input) MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype)->once = true;
-    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm));
-    if (m->options->multi_latent_attention)
+    if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype);
+    kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
+    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR);
+    if (m->options->multi_latent_attention) {
         mt_latent_slots(m, s);
-    else
-        MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype)->stash_of = offsetof(mt_layer, qkv);
+    } else {
+        mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype);
+        qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
+    }
     if (mt_norms_heads(m->options)) {
-        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype);
+        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
         MT_SLOT(s, q_rstd, T, m->H, MT_F32);
         MT_SLOT(s, k_rstd, T, m->G, MT_F32);
     }
-    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype);
-    MT_SLOT(s, lse, T, m->H, MT_F32);
+    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
 }
 
 /* q, k and v of attention, or their gradients, with the strides between tokens. */
@@ -5816,11 +5888,14 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
 static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shared_expert) {
     int64_t T = m->plan.max_tokens;
     unsigned modules = is_shared_expert ? MT_MODULE_SHARED_EXPERTS | MT_MODULE_MOE : MT_MODULE_MLP;
-    MT_SLOT(s, middle, m->max_rows, m->C, m->dtype)->stash_of = offsetof(mt_layer, down);
-    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm));
+    unsigned input = is_shared_expert ? 0 : MT_OFFLOAD_MLP;
+    mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
+    middle->stash_of = offsetof(mt_layer, down), middle->input = MT_OFFLOAD_MLP_NORM;
+    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input);
     mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
-    hidden->stash_of = offsetof(mt_layer, fc1), hidden->modules = modules;
-    MT_SLOT(s, mlp_active, T, F, m->dtype)->modules = modules;
+    mt_slot *active = MT_SLOT(s, mlp_active, T, F, m->dtype);
+    hidden->stash_of = offsetof(mt_layer, fc1);
+    hidden->modules = active->modules = modules, hidden->input = active->input = input;
 }
 
 /* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
@@ -5953,13 +6028,23 @@ static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
 
 /* ---- slots of a layer with experts */
 
-/* Slots of an mt_expert_rows at offset `at` of the struct; with `dispatched` only input and weights. */
+/* True if the number of received rows does not depend on the data. */
+static bool mt_expert_rows_fixed(const mt_model *m) {
+    return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
+}
+
+/* Slots of an mt_expert_rows at offset `at` of the struct; with `dispatched` only input and weights. If the number of
+ * rows depends on the data, they are not offloaded: host memory cannot grow during a step. */
 static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int64_t M, bool dispatched) {
     const mt_experts *e = m->experts;
-    mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    bool fixed = mt_expert_rows_fixed(m);
+    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    input->input = fixed ? MT_OFFLOAD_EXPERT_FC1 : 0;
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
-    mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, mt_fc1_width(m, e->F), m->dtype);
+    int64_t hidden_width = mt_fc1_width(m, e->F);
+    mt_slot *hidden = mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, hidden_width, m->dtype);
+    hidden->input = fixed ? MT_OFFLOAD_MOE_ACT : 0;
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
     if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
@@ -5968,11 +6053,6 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
-}
-
-/* True if the number of received rows does not depend on the data. */
-static bool mt_expert_rows_fixed(const mt_model *m) {
-    return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
 }
 
 /* That number. */
@@ -6120,14 +6200,16 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
     bool by_position = m->options->moe_token_drop_policy == MT_DROP_POSITION;
     const int64_t *index = p->batch->token_index + p->first_row;
+    mt_drop_args drop = {.T = tokens, .k = k, .first = group->rank * R, .count = R, .kept = kept};
     if (group->size > 1) {
         m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
         m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, p->stream);
         m->ops->all_gather(e->all_index, index, R, MT_I64, group, p->stream);
         experts = e->all_experts, probs = e->all_probs, index = e->all_index;
     }
-    m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
-                        by_position, p->stream);
+    drop.capacity = mt_expert_capacity(m, tokens);
+    drop.experts = experts, drop.probs = by_position ? NULL : probs, drop.token_index = index;
+    m->ops->drop_tokens(&drop, p->stream);
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
@@ -6529,7 +6611,9 @@ static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *
         mt_experts_forward(m, p, w, a, !output);
     else
         mt_mlp_forward(m, p, w, a, NULL, !output);
-    if (output) mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+    if (!output) return;
+    if (output == a[1].input) mt_offload_claim(m, p, w + 1, a + 1); // of the layer after this one
+    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
 /* Selective recomputation of the MLP block. */
@@ -6568,6 +6652,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                              mt_next_norm next) {
     mt_attention_block_forward(m, p, w, a);
     mt_mlp_block_forward(m, p, w, a, output, next);
+    mt_offload_store(m, p, w, a);
 }
 
 /* The values of modules that are recomputed are in the layer's buffer, or else computed again. */
@@ -7114,11 +7199,11 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
 
 /* An output of the model or of a multi-token prediction module: saved values of head and loss. */
 typedef struct mt_output {
-    void *hidden;   // [R, C] the residual stream
-    mt_normed norm; // [R, C] its norm: the head's input
-    void *logits;   // [max_logits, V]
-    float *lse;     // [max_logits]
-    float *dlogp;   // [max_logits] coefficients of the loss
+    void *hidden;              // [R, C] the residual stream
+    mt_normed norm;            // [R, C] its norm: the head's input
+    void *logits;              // [max_logits, V]
+    float *lse, *dlogp;        // [max_logits]: see mt_cross_entropy_args
+    float *entropy, *dentropy; // [max_logits]; NULL for a loss without entropy
 } mt_output;
 
 /* Saved values of a multi-token prediction module, besides its layer's activations and its output. */
@@ -7206,45 +7291,45 @@ static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out)
     mt_bucket_release(m, m->head_bucket);
 }
 
-/* ---- losses: a loss maps numbers of each token to a scalar and to the coefficients with which the logits' gradient is
- * computed. A row per loss. */
-
-typedef struct mt_loss_args {
-    int64_t T;
-    mt_token_values values; // of the tokens' labels
-    const float *weights;   // [T] of each token in the sums
-    double *sums;           // sums[0] += the loss, sums[1] += the weights
-    float *dlogp;           // [T] derivative of the loss by each log-probability
-} mt_loss_args;
-
-typedef struct mt_loss {
-    const char *name;
-    void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
-} mt_loss;
-
-/* Pre-training: the weighted sum of negative log-probabilities. */
-static void mt_nll_loss(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
-    ops->nll_loss(a->sums, a->dlogp, a->values.logp, a->weights, a->T, stream);
+static void mt_nll_forward(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
+    ops->nll_loss(a->sums, a->dlogp, a->tokens->logp, a->weights, a->tokens->T, stream);
 }
 
-enum { MT_LOSS_NLL };
-static const mt_loss mt_losses[] = {[MT_LOSS_NLL] = {"nll", mt_nll_loss}};
+const mt_loss mt_nll = {"nll", false, mt_nll_forward};
+
+/* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
+static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
+                                            const int32_t *labels) {
+    return (mt_cross_entropy_args){.T = p->T,
+                                   .stride = m->V,
+                                   .first = m->vocab_first,
+                                   .count = m->vocab_count,
+                                   .logits = out->logits,
+                                   .labels = labels,
+                                   .stats = m->row_stats,
+                                   .entropy = out->entropy,
+                                   .lse = out->lse,
+                                   .dlogp = out->dlogp,
+                                   .dentropy = out->dentropy,
+                                   .dlogits = out->logits};
+}
 
 /* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and their loss. */
 static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
                          const float *weights, double *sums, float *logp, float *entropy) {
-    mt_loss_args a = {.T = p->T, .values = {logp, entropy, out->lse}, .weights = weights, .dlogp = out->dlogp};
-    a.sums = p->replay ? m->numbers->replayed : sums;
-    mt_vocab_cross_entropy_forward(&p->tp, &a.values, m->row_stats, out->logits, labels, p->T, m->V, m->vocab_first,
-                                   m->vocab_count);
-    mt_losses[MT_LOSS_NLL].forward(m->ops, &a, p->stream);
+    mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
+    mt_loss_args a = {&tokens, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
+    tokens.logp = logp;
+    if (entropy) tokens.entropy = entropy;
+    mt_vocab_cross_entropy_forward(&p->tp, &tokens);
+    m->plan.loss->forward(m->ops, &a, p->stream);
 }
 
 /* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
 static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
-    m->ops->cross_entropy_backward(out->logits, out->logits, labels, out->lse, NULL, out->dlogp, NULL, p->T, m->V,
-                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
+    const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
+    m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_BACKWARD_BOTH);
@@ -7313,6 +7398,24 @@ static void mt_unit_replay(mt_model *m, const mt_pass *p, int64_t begin, int64_t
     replay.replay = true;
     if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
     mt_layers_forward(m, &replay, begin, end, NULL, (mt_next_norm){0});
+}
+
+/* Starts the copy of the last offloaded values of the chunk's layers and modules [0, end) back to the device. */
+static void mt_offload_prefetch(const mt_model *m, const mt_pass *p, int64_t end) {
+    const mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    while (m->offload && end > 0 && layers[end - 1].offload_bytes == 0) end--;
+    if (m->offload && end > 0) mt_offload_load(m, p, &layers[end - 1], &p->mb->layers[end - 1]);
+}
+
+/* Before the backward of a layer: its offloaded values, and a prefetch for the next layer of the backward. A recomputed
+ * unit has offloaded values in its first layer only, and its replay reads them. */
+static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer) {
+    const mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    int64_t i = layers[layer].recomputed ? layers[layer].unit : layer;
+    if (!m->offload) return;
+    mt_offload_load(m, p, &layers[i], &p->mb->layers[i]);
+    if (layers[i].offload_bytes > 0) mt_offload_wait(m, p, &layers[i]);
+    mt_offload_prefetch(m, p, i);
 }
 
 /* ==== §10b multi-token prediction ================================================================================= */
@@ -7441,6 +7544,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_output *out = &p->mb->outputs[1 + k];
         mt_embed_forward(m, p, p->mb->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
+        mt_offload_claim(m, p, w, a);
         mt_mtp_join_forward(m, p, k, a->input);
         mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, out->hidden,
                           (mt_next_norm){&w->mtp_final_norm, &out->norm});
@@ -7462,6 +7566,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
+        mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)]);
         mt_mtp_join_backward(m, p, k);
@@ -7644,6 +7749,7 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        mt_offload_fetch(m, p, i);
         if (i + 1 == mt_unit_end(m, p->mb->chunk, i)) mt_unit_replay(m, p, w->unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         mt_layer_backward(m, p, w, &p->mb->layers[i]);
@@ -7703,6 +7809,7 @@ static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const voi
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    if (stage->num_layers > 0) mt_offload_claim(m, p, &m->layers[m->first_local[p->mb->chunk]], p->mb->layers);
     if (!stage->embedding) mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
     mt_chunk_forward(m, p);
     if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->mb->outputs[0].hidden);
@@ -7710,6 +7817,7 @@ static void mt_stage_forward(mt_model *m, const mt_pass *p) {
 
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
     if (stage->loss)
         mt_loss_backward(m, p);
     else
@@ -8751,6 +8859,7 @@ static void mt_host_optimizer_start(mt_model *m) {
 static void mt_host_optimizer_close(mt_model *m) {
     mt_host_optimizer *h = m->host_optimizer;
     if (!h || h->in == m->stream) return;
+    m->ops->stream_synchronize(m->stream); // which waits for the others
     m->ops->stream_destroy(h->in);
     m->ops->stream_destroy(h->update);
     m->ops->stream_destroy(h->out);
@@ -9459,6 +9568,35 @@ static void mt_plan_recompute(mt_model *m, mt_arena *arena) {
         m->recompute_buffers[i].memory = mt_arena_alloc(arena, m->recompute_buffers[i].bytes);
 }
 
+/* The buffers of offloaded values, as large as the largest layer's. Layers take turns. */
+static void mt_plan_offload(mt_model *m, mt_arena *arena) {
+    mt_routing routing = {0};
+    mt_activations a = {.routing = &routing};
+    int64_t largest = 0, count = 0;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_arena sizes = {0};
+        mt_plan_layer(m, &m->layers[i], MT_OFFLOAD, &a, &sizes);
+        m->layers[i].offload_bytes = sizes.used;
+        m->layers[i].offload_buffer = (int)(count % MT_OFFLOAD_BUFFERS);
+        count += sizes.used > 0;
+        largest = mt_max(largest, sizes.used);
+    }
+    for (int i = 0; i < MT_OFFLOAD_BUFFERS; i++) m->offload->buffers[i].memory = mt_arena_alloc(arena, largest);
+}
+
+/* Offloaded values of a micro-batch's layers: where they are computed, and their copy on the host. On a single stage
+ * the backward follows the forward, so it finds the last layers' values in the buffers. */
+static void mt_plan_offloaded(mt_model *m, const mt_micro_batch *mb, mt_arena *host) {
+    const mt_stage *stage = &m->stages[mb->chunk];
+    int64_t staying = m->grid->pipeline.size == 1 ? MT_OFFLOAD_BUFFERS : 0;
+    for (int64_t i = stage->num_layers + stage->num_mtp - 1; i >= 0; i--) {
+        const mt_layer *w = &m->layers[m->first_local[mb->chunk] + i];
+        mt_arena buffer = {.base = mt_offload_buffer_of(m, w)->memory, .capacity = w->offload_bytes};
+        mt_plan_layer(m, w, MT_OFFLOAD, &mb->layers[i], &buffer);
+        if (w->offload_bytes > 0 && staying-- <= 0) mb->layers[i].host = mt_arena_alloc(host, w->offload_bytes);
+    }
+}
+
 /* Sizes of context-parallel attention. */
 static mt_context_plan mt_model_context_plan(const mt_model *m) {
     return (mt_context_plan){.comm_type = m->options->cp_comm_type,
@@ -9482,6 +9620,10 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
     out->norm.rstd = mt_arena_alloc(arena, R * 4);
     out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
     out->dlogp = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    if (m->plan.loss->uses_entropy) {
+        out->entropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
+        out->dentropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    }
     if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
 }
 
@@ -9610,7 +9752,11 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     if (m->host_optimizer) mt_plan_host_optimizer(m);
     int64_t start = arena->used;
     if (m->plan.train) mt_plan_recompute(m, arena);
-    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_plan_micro_batch(m, &m->micro_batches[i], arena);
+    if (m->offload) mt_plan_offload(m, arena);
+    for (int64_t i = 0; i < m->num_micro_batches; i++) {
+        mt_plan_micro_batch(m, &m->micro_batches[i], arena);
+        if (m->offload) mt_plan_offloaded(m, &m->micro_batches[i], &m->host);
+    }
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
@@ -9832,6 +9978,10 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
         m->recompute_buffers[i].rows = mt_model_calloc(m, (int64_t)sizeof(mt_expert_rows));
     if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
         m->recompute_modules = o->recompute_modules;
+    if (m->plan.train && o->fine_grained_activation_offloading) {
+        m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload);
+        m->offload->modules = o->offload_modules;
+    }
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
@@ -9914,7 +10064,8 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_cpu_ops.memory_available();
     int64_t available = cpu ? host : m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
     int ranks = 1;
-    if (cpu || m->host_optimizer) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
+    bool offloads = m->offload || m->host_optimizer;
+    if (cpu || offloads) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
     if (cpu) needed = on_host, available = host;
     bool refused = needed > available, host_refused = !cpu && on_host > host;
     if (refused && (ranks == 1 || !cpu))
@@ -9930,8 +10081,10 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     else if (host_refused)
         mt_error_set(error,
                      "offloading needs %.1f GiB of host memory and the machine has %.1f GiB available (ranks on it: "
-                     "%d); lower --optimizer-offload-fraction, or start fewer ranks on it",
-                     (double)on_host / gib, (double)host / gib, ranks);
+                     "%d); %s",
+                     (double)on_host / gib, (double)host / gib, ranks,
+                     m->offload ? "offload less, or lower --micro-batch-size or --seq-length"
+                                : "lower --optimizer-offload-fraction");
     return mt_agree(&m->grid->world, refused || host_refused, error);
 }
 
@@ -10062,6 +10215,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     if (m->grid->tensor.size > 1) m->tp.comm = m->ops->stream_create(NULL, 0, deterministic);
     if (m->experts->num_layers > 0 && m->grid->expert_exchange.size > 1)
         m->experts->comm = m->ops->stream_create(NULL, 0, deterministic);
+    if (m->offload) m->offload->stream = m->ops->stream_create(NULL, 0, deterministic);
     mt_experts_fill_data_ranks(m);
     mt_experts_begin(m);
     mt_sharding_start(m);
@@ -10078,6 +10232,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
+    if (!m->plan.loss) m->plan.loss = &mt_nll;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 && mt_model_start(m, error) == 0) {
@@ -10093,6 +10248,10 @@ static void mt_model_free_device(mt_model *m) {
         if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
     m->ops->mailbox_close(m->tp.mailbox);
     if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
+    if (m->offload) {
+        m->ops->stream_synchronize(m->offload->stream);
+        m->ops->stream_destroy(m->offload->stream);
+    }
     mt_experts_close(m);
     mt_sharding_close(m);
     mt_host_optimizer_close(m);

@@ -236,6 +236,17 @@ typedef enum mt_recompute_method {
     MT_RECOMPUTE_UNIFORM, // units of recompute_num_layers layers
     MT_RECOMPUTE_BLOCK    // the first recompute_num_layers layers of a stage, each a unit; the others are kept
 } mt_recompute_method;
+/* Modules whose input is offloaded: it waits in host memory from the forward to the backward. A set of bits. */
+enum {
+    MT_OFFLOAD_ATTN_NORM = 1,   // the norm before attention: the layer's input
+    MT_OFFLOAD_QKV_LINEAR = 2,  // its output; of latent attention also the latents
+    MT_OFFLOAD_CORE_ATTN = 4,   // queries, keys and values
+    MT_OFFLOAD_ATTN_PROJ = 8,   // attention's output
+    MT_OFFLOAD_MLP_NORM = 16,   // the residual stream between attention and MLP
+    MT_OFFLOAD_EXPERT_FC1 = 32, // the rows of the experts, if their number does not depend on the data
+    MT_OFFLOAD_MOE_ACT = 64,    // the same, before the activation
+    MT_OFFLOAD_MLP = 128        // of layers without experts: the MLP's input, and its values around the activation
+};
 /* Modules of selective recomputation, a set of bits. */
 enum {
     MT_MODULE_CORE_ATTN = 1,   // nothing: attention never keeps its probabilities
@@ -388,6 +399,9 @@ typedef struct mt_options {
     int64_t recompute_num_layers;
     unsigned recompute_modules; // MT_MODULE_*
     bool recompute_activations, moe_layer_recompute, distribute_saved_activations;
+    /* offloading */
+    bool fine_grained_activation_offloading;
+    unsigned offload_modules; // MT_OFFLOAD_*
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_model, *tokens_file;
@@ -780,6 +794,15 @@ typedef struct mt_router {
     float scaling;      // of the probabilities; 1: none
 } mt_router;
 
+/* The choices of tokens; an expert keeps at most `capacity` of them. */
+typedef struct mt_drop_args {
+    int64_t T, k, first, count, capacity;
+    const int32_t *experts;     // [T, k] choices
+    const float *probs;         // [T, k]; NULL: by position
+    const int64_t *token_index; // [T]
+    int32_t *kept;              // [count, k]
+} mt_drop_args;
+
 /* The most rounds of Sinkhorn's iteration (route_sinkhorn). */
 enum { MT_SINKHORN_ROUNDS = 1000 };
 
@@ -828,13 +851,10 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
     /* loads[E] += occurrences of each expert in experts[n]; -1 is none. Whole numbers, exact below 2^24. */           \
     OP(count_experts, mt_work_bytes(n, MT_F32), (loads, experts, n, E, stream), float *loads, const int32_t *experts,  \
        int64_t n, int64_t E, mt_stream *stream)                                                                        \
-    /* kept[t, j] for rows [first, first + count) of experts[T, k]: the choice, or -1 where `capacity` others of the   \
-     * same expert precede it: those of greater probability, or with by_position all; equals are ordered by            \
-     * token_index, then by row. kept is [count, k]. */                                                                \
-    OP(drop_tokens, mt_work_bytes((by_position ? T : 2 * T) * k + 2 * T + count * k, MT_F32),                          \
-       (kept, experts, probs, token_index, T, k, first, count, capacity, by_position, stream), int32_t *kept,          \
-       const int32_t *experts, const float *probs, const int64_t *token_index, int64_t T, int64_t k, int64_t first,    \
-       int64_t count, int64_t capacity, bool by_position, mt_stream *stream)                                           \
+    /* kept for rows [first, first + count): the choice, or -1 where `capacity` others of the same expert precede it:  \
+     * those of greater probability, or all without probs; equals are ordered by token_index, then by row. */          \
+    OP(drop_tokens, mt_work_bytes((a->probs ? 2 : 1) * a->T * a->k + 2 * a->T + a->count * a->k, MT_F32), (a, stream), \
+       const mt_drop_args *a, mt_stream *stream)                                                                       \
     /* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless      \
      * scale[0] < 0: the step was bad. */                                                                              \
     OP(expert_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, loads, scale, E, rate, stream), float *bias,             \
@@ -899,36 +919,37 @@ typedef struct mt_dispatch {
        void *dx, float *dweights, const void *dy, const void *x, const float *weights, int64_t M, int64_t C,           \
        mt_dtype dtype, mt_stream *stream)
 
-/* ---- cross-entropy over logits [T, stride]: this rank's first `count` columns are rows [first, first + count) of the
- * vocabulary; columns past them are padding without probability. And argmax, for greedy generation. */
+/* ---- cross-entropy of a vocabulary that ranks may share; argmax, for greedy generation */
+
+/* The cross-entropy of T tokens over logits [T, stride]. This rank's first `count` columns are rows [first, first +
+ * count) of the vocabulary; columns past them are padding without probability. */
+typedef struct mt_cross_entropy_args {
+    int64_t T, stride, first, count;
+    const void *logits;            // [T, stride]
+    const int32_t *labels;         // [T]
+    float *stats;                  // [4, T] of a row: the maximum, sum exp(x - max), the label's logit (0 where another
+                                   // rank holds it), sum exp(x - max) x; [3, T] without entropy
+    float *logp;                   // [T] log-probability of the label
+    float *entropy;                // [T] of the distribution, in nats; NULL: not wanted
+    float *lse;                    // [T] log-sum-exp of the logits: the backward reads it, and entropy with dentropy
+    const float *dlogp, *dentropy; // [T] derivatives of the loss by logp and entropy; dentropy NULL: 0
+    void *dlogits;                 // [T, stride]: the backward's result; may be logits
+} mt_cross_entropy_args;
 
 #define MT_LOSS_OPERATIONS(OP)                                                                                         \
-    /* One pass: row_max[T]; row_sum = sum exp(x - max); row_target = the label's logit, 0 where another rank holds    \
-     * it; row_weighted = sum exp(x - max) x (may be NULL). Ranks combine these four numbers per row, never logits. */ \
-    OP(cross_entropy_forward, mt_work_bytes((T * count), dtype),                                                       \
-       (row_max, row_sum, row_target, row_weighted, logits, labels, T, stride, first, count, dtype, stream),           \
-       float *row_max, float *row_sum, float *row_target, float *row_weighted, const void *logits,                     \
-       const int32_t *labels, int64_t T, int64_t stride, int64_t first, int64_t count, mt_dtype dtype,                 \
-       mt_stream *stream)                                                                                              \
-    /* The four numbers of a row over the whole vocabulary, from those of its `n` parts: parts[n, 4, T] are row_max,   \
-     * row_sum, row_target and row_weighted of each part; parts[n, 3, T] where row_weighted is NULL. */                \
-    OP(cross_entropy_combine, mt_work_bytes((n + 1) * T * (row_weighted ? 4 : 3), MT_F32),                             \
-       (row_max, row_sum, row_target, row_weighted, parts, n, T, stream), float *row_max, float *row_sum,              \
-       float *row_target, float *row_weighted, const float *parts, int64_t n, int64_t T, mt_stream *stream)            \
-    /* lse[T] = max + log(sum), logp[T] = target - lse, entropy[T] = lse - weighted / sum (may be NULL). */            \
-    OP(cross_entropy_loss, mt_work_bytes((entropy ? 7 : 5) * T, MT_F32),                                               \
-       (logp, entropy, lse, row_max, row_sum, row_target, row_weighted, T, stream), float *logp, float *entropy,       \
-       float *lse, const float *row_max, const float *row_sum, const float *row_target, const float *row_weighted,     \
-       int64_t T, mt_stream *stream)                                                                                   \
-    /* The gradient of a loss by the logits x, from its derivatives dlogp[T] and dentropy[T] by each token's           \
-     * log-probability and entropy: with p = exp(x - lse), dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) \
-     * dentropy, zero in the padding. entropy and dentropy are NULL for a loss without entropy. dlogits may be logits. \
-     */                                                                                                                \
-    OP(cross_entropy_backward, mt_work_bytes((count + stride) * T, dtype),                                             \
-       (dlogits, logits, labels, lse, entropy, dlogp, dentropy, T, stride, first, count, dtype, stream),               \
-       void *dlogits, const void *logits, const int32_t *labels, const float *lse, const float *entropy,               \
-       const float *dlogp, const float *dentropy, int64_t T, int64_t stride, int64_t first, int64_t count,             \
-       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* One pass: stats of this rank's columns. Ranks combine these numbers of a row, never logits. */                  \
+    OP(cross_entropy_forward, mt_work_bytes((a->T * a->count), dtype), (a, dtype, stream),                             \
+       const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream)                                              \
+    /* stats over the whole vocabulary, from the stats of its `n` parts: parts[n, 4, T], or [n, 3, T]. */              \
+    OP(cross_entropy_combine, mt_work_bytes((n + 1) * a->T * (a->entropy ? 4 : 3), MT_F32), (a, parts, n, stream),     \
+       const mt_cross_entropy_args *a, const float *parts, int64_t n, mt_stream *stream)                               \
+    /* From stats: lse = max + log(sum), logp = target - lse, entropy = lse - weighted / sum. */                       \
+    OP(cross_entropy_loss, mt_work_bytes((a->entropy ? 7 : 5) * a->T, MT_F32), (a, stream),                            \
+       const mt_cross_entropy_args *a, mt_stream *stream)                                                              \
+    /* With p = exp(x - lse): dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy; zero in the        \
+     * padding. */                                                                                                     \
+    OP(cross_entropy_backward, mt_work_bytes((a->count + a->stride) * a->T, dtype), (a, dtype, stream),                \
+       const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream)                                              \
     /* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order;  \
      * and dlogp[T] = -weights. */                                                                                     \
     OP(nll_loss, mt_work_bytes(3 * T, MT_F32), (sums, dlogp, logp, weights, T, stream), double *sums, float *dlogp,    \
@@ -1370,8 +1391,10 @@ void mt_watch_start(const mt_options *options);
 /* Sets the phase of this rank and returns the one before; for the main thread. */
 mt_watch_phase mt_watch_enter(mt_watch_phase phase);
 
-/* Called around reading or writing a file, by any thread; writing has the limit of a save. The path must stay valid. */
-int mt_watch_file_begin(const char *path, bool writes);
+/* Called around reading or writing a file, by any thread. Saving has its own limit, also where it overlaps with steps;
+ * other reads and writes have that of the phase. The path must stay valid. */
+typedef enum mt_file_use { MT_FILE_READ, MT_FILE_WRITE, MT_FILE_SAVE } mt_file_use;
+int mt_watch_file_begin(const char *path, mt_file_use use);
 void mt_watch_file_end(int file);
 
 /* Called around an operation that may wait for other ranks: the watchdog measures the time between begin and end. Pairs
@@ -1474,25 +1497,15 @@ void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *li
 /* Both, or the selected `halves`; the communication of one half overlaps the product of the other. */
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io, int halves);
 
-/* Results of the cross-entropy of T tokens. */
-typedef struct mt_token_values {
-    float *logp;    // [T] log-probability of the label
-    float *entropy; // [T] of the distribution, in nats; NULL: not wanted
-    float *lse;     // [T] log-sum-exp of the logits, for the backward
-} mt_token_values;
-
 /* Vocabulary-parallel embedding: out[rows, C] = the table's rows of ids[T]; this rank holds w, rows [first, first +
  * count). The backward adds to w.dw. */
 void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w, int64_t C,
                                 int64_t first, int64_t count);
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count);
-/* Vocabulary-parallel cross-entropy: fills `values` of labels[T] from logits[T, stride], columns [first, first + count)
- * of the vocabulary on this rank. Scratch: stats[4, T]; with several ranks tp->loss_parts. Its backward,
- * cross_entropy_backward, needs no communication. */
-void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_token_values *values, float *stats,
-                                    const void *logits, const int32_t *labels, int64_t T, int64_t stride, int64_t first,
-                                    int64_t count);
+/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from this rank's columns. With several ranks
+ * tp->loss_parts is scratch. Its backward, cross_entropy_backward, needs no communication. */
+void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a);
 
 /* ==== §8 the parameter table ====================================================================================== */
 
@@ -1717,7 +1730,25 @@ void mt_context_attention_backward(mt_context *context, const mt_attention *a, m
 
 typedef struct mt_model mt_model;
 
-/* The sizes from which a model's memory is planned. */
+/* A loss maps numbers of each token to a scalar and to the coefficients of d logp and d entropy, from which
+ * cross_entropy_backward computes the gradient of the logits. */
+typedef struct mt_loss_args {
+    const mt_cross_entropy_args *tokens; // T, logp, lse, and entropy for a loss that uses it, are read
+    const float *weights;                // [T] of each token in the sums
+    double *sums;                        // sums[0] += the loss, sums[1] += the weights
+    float *dlogp, *dentropy;             // [T] results; dentropy only for a loss that uses entropy
+} mt_loss_args;
+
+typedef struct mt_loss {
+    const char *name;
+    bool uses_entropy;
+    void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
+} mt_loss;
+
+/* Pre-training: the weighted sum of negative log-probabilities. */
+extern const mt_loss mt_nll;
+
+/* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {
     int64_t max_tokens;   // tokens of the largest micro-batch or prefill
     int64_t max_logits;   // rows of logits held at once
@@ -1725,6 +1756,7 @@ typedef struct mt_model_plan {
     int64_t max_position; // positions that tokens may have (rotary tables)
     int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
     bool train;           // gradients, optimizer state and saved activations
+    const mt_loss *loss;  // of the head and of modules of multi-token prediction; NULL: mt_nll
 } mt_model_plan;
 
 /* Lays out and allocates a model; parameters are not yet set. The plan is checked against memory first. */

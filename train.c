@@ -66,7 +66,7 @@ static void check(run *r, int status, mt_error *error) {
  * of the step, check_data ends the program on all ranks. */
 static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     feed *from = context;
-    int watched = mt_watch_file_begin("data", false);
+    int watched = mt_watch_file_begin("data", MT_FILE_READ);
     int status = from->status;
     if (status == 0) status = mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
     mt_watch_file_end(watched);

@@ -34,12 +34,10 @@ __device__ static inline void add_logits(softmax_sums &sums, const mt_pack<T, N>
 
 /* One block per row. Reads each logit once: 2 bytes in bf16, 4 in fp32. */
 template <class T, int N, bool entropy>
-__global__ void __launch_bounds__(forward_threads)
-    cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted, const T *logits,
-                          const int32_t *labels, int64_t stride, int64_t first, int count) {
+__global__ void __launch_bounds__(forward_threads) cross_entropy_forward(const mt_cross_entropy_args a) {
     constexpr int K = forward_packs;
-    const T *row = logits + blockIdx.x * stride;
-    int whole = count / N * N, step = blockDim.x * N;
+    const T *row = (const T *)a.logits + blockIdx.x * a.stride;
+    int count = (int)a.count, whole = count / N * N, step = blockDim.x * N;
     softmax_sums sums = {-FLT_MAX, 0, 0};
     for (int base = threadIdx.x * N; base < whole; base += K * step) {
         mt_pack<T, N> packs[K];
@@ -61,36 +59,33 @@ __global__ void __launch_bounds__(forward_threads)
     float totals[2] = {sums.sum, sums.weighted};
     mt_row_sum(totals, 0);
     if (threadIdx.x != 0) return;
-    int64_t label = labels[blockIdx.x] - first;
-    row_max[blockIdx.x] = max;
-    row_sum[blockIdx.x] = totals[0];
-    row_target[blockIdx.x] = label >= 0 && label < count ? mt_to_float(row[label]) : 0;
-    if (entropy) row_weighted[blockIdx.x] = totals[1];
+    int64_t label = a.labels[blockIdx.x] - a.first;
+    float *stats = a.stats + blockIdx.x;
+    stats[0] = max;
+    stats[a.T] = totals[0];
+    stats[2 * a.T] = label >= 0 && label < count ? mt_to_float(row[label]) : 0;
+    if (entropy) stats[3 * a.T] = totals[1];
 }
 
-extern "C" void mt_cuda_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                              const void *logits, const int32_t *labels, int64_t T, int64_t stride,
-                                              int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {logits}, {stride}), [&](auto type, auto width) {
+extern "C" void mt_cuda_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->logits}, {a->stride}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
-        dim3 block = mt_reduction_block(mt_divide_up(count, N), forward_packs, 32, forward_threads);
+        dim3 block = mt_reduction_block(mt_divide_up(a->count, N), forward_packs, 32, forward_threads);
         if (block.x < 32) block = dim3(32);
-        auto kernel = row_weighted ? cross_entropy_forward<E, N, true> : cross_entropy_forward<E, N, false>;
-        kernel<<<(unsigned)T, block.x, 0, mt_cuda_stream(stream)>>>(
-            row_max, row_sum, row_target, row_weighted, (const E *)logits, labels, stride, first, (int)count);
+        auto kernel = a->entropy ? cross_entropy_forward<E, N, true> : cross_entropy_forward<E, N, false>;
+        kernel<<<(unsigned)a->T, block.x, 0, mt_cuda_stream(stream)>>>(*a);
         MT_CUDA_LAUNCHED();
     });
 }
 
 /* Merges the results of n shares of the vocabulary. Reads three or four numbers per token and share, writes as many per
  * token. */
-__global__ void cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                      const float *parts, int64_t n, int64_t T) {
-    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, part = (row_weighted ? 4 : 3) * T;
+__global__ void cross_entropy_combine(const mt_cross_entropy_args a, const float *parts, int64_t n) {
+    int64_t T = a.T, t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, part = (a.entropy ? 4 : 3) * T;
     if (t >= T) return;
-    float max = -INFINITY;
+    float max = -INFINITY, *stats = a.stats + t;
     double sum = 0, target = 0, weighted = 0;
     for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
     for (int64_t i = 0; i < n; i++) {
@@ -98,39 +93,35 @@ __global__ void cross_entropy_combine(float *row_max, float *row_sum, float *row
         double scale = exp((double)share[0] - (double)max); // 0 for a share that holds no part of the vocabulary
         sum += scale * share[T];
         target += share[2 * T];
-        if (row_weighted) weighted += scale * share[3 * T];
+        if (a.entropy) weighted += scale * share[3 * T];
     }
-    row_max[t] = max;
-    row_sum[t] = (float)sum;
-    row_target[t] = (float)target;
-    if (row_weighted) row_weighted[t] = (float)weighted;
+    stats[0] = max;
+    stats[T] = (float)sum;
+    stats[2 * T] = (float)target;
+    if (a.entropy) stats[3 * T] = (float)weighted;
 }
 
-extern "C" void mt_cuda_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                              const float *parts, int64_t n, int64_t T, mt_stream *stream) {
-    if (T == 0) return;
-    cross_entropy_combine<<<mt_grid_size(T, 128), 128, 0, mt_cuda_stream(stream)>>>(row_max, row_sum, row_target,
-                                                                                    row_weighted, parts, n, T);
+extern "C" void mt_cuda_cross_entropy_combine(const mt_cross_entropy_args *a, const float *parts, int64_t n,
+                                              mt_stream *stream) {
+    if (a->T == 0) return;
+    cross_entropy_combine<<<mt_grid_size(a->T, 128), 128, 0, mt_cuda_stream(stream)>>>(*a, parts, n);
     MT_CUDA_LAUNCHED();
 }
 
 /* Reads four numbers per token, writes three. */
-__global__ void cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max, const float *row_sum,
-                                   const float *row_target, const float *row_weighted, int64_t T) {
+__global__ void cross_entropy_loss(const mt_cross_entropy_args a) {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (t >= T) return;
-    double log_sum = (double)row_max[t] + log((double)row_sum[t]);
-    lse[t] = (float)log_sum;
-    logp[t] = (float)(row_target[t] - log_sum);
-    if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / row_sum[t]);
+    if (t >= a.T) return;
+    const float *stats = a.stats + t;
+    double log_sum = (double)stats[0] + log((double)stats[a.T]);
+    a.lse[t] = (float)log_sum;
+    a.logp[t] = (float)(stats[2 * a.T] - log_sum);
+    if (a.entropy) a.entropy[t] = (float)(log_sum - (double)stats[3 * a.T] / stats[a.T]);
 }
 
-extern "C" void mt_cuda_cross_entropy_loss(float *logp, float *entropy, float *lse, const float *row_max,
-                                           const float *row_sum, const float *row_target, const float *row_weighted,
-                                           int64_t T, mt_stream *stream) {
-    if (T == 0) return;
-    cross_entropy_loss<<<mt_grid_size(T, 128), 128, 0, mt_cuda_stream(stream)>>>(logp, entropy, lse, row_max, row_sum,
-                                                                                 row_target, row_weighted, T);
+extern "C" void mt_cuda_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream *stream) {
+    if (a->T == 0) return;
+    cross_entropy_loss<<<mt_grid_size(a->T, 128), 128, 0, mt_cuda_stream(stream)>>>(*a);
     MT_CUDA_LAUNCHED();
 }
 
@@ -141,20 +132,20 @@ static constexpr int backward_packs = 4;
 /* With p = exp(x - lse): dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy. Reads and writes each
  * logit: 4 bytes in bf16, 8 in fp32. */
 template <class T, int N, bool ENTROPY>
-__global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_t *labels, const float *lse,
-                                       const float *entropy, const float *dlogp, const float *dentropy, int stride,
-                                       int64_t first_label, int count, int blocks_per_row) {
+__global__ void cross_entropy_backward(const mt_cross_entropy_args a, int blocks_per_row) {
     constexpr int K = backward_packs;
-    int64_t row = blockIdx.x / blocks_per_row, label = labels[row] - first_label;
+    int stride = (int)a.stride, count = (int)a.count;
+    int64_t row = blockIdx.x / blocks_per_row, label = a.labels[row] - a.first;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     int target = label >= 0 && label < count ? (int)label : -1;
-    logits += row * stride;
-    dlogits += row * stride;
+    const T *logits = (const T *)a.logits + row * stride;
+    T *dlogits = (T *)a.dlogits + row * stride;
     mt_pack<T, N> packs[K];
 #pragma unroll
     for (int k = 0; k < K; k++)
         if (first + k * step < stride) packs[k] = mt_load<N>(logits + first + k * step);
-    float log_sum = lse[row], scale = -dlogp[row], dh = ENTROPY ? dentropy[row] : 0, h = ENTROPY ? entropy[row] : 0;
+    float log_sum = a.lse[row], scale = -a.dlogp[row];
+    float dh = ENTROPY ? a.dentropy[row] : 0, h = ENTROPY ? a.entropy[row] : 0;
 #pragma unroll
     for (int k = 0; k < K; k++) {
         int c = first + k * step;
@@ -170,19 +161,15 @@ __global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_
     }
 }
 
-extern "C" void mt_cuda_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels,
-                                               const float *lse, const float *entropy, const float *dlogp,
-                                               const float *dentropy, int64_t T, int64_t stride, int64_t first,
-                                               int64_t count, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {dlogits, logits}, {stride}), [&](auto type, auto width) {
+extern "C" void mt_cuda_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->dlogits, a->logits}, {a->stride}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
-        mt_row_grid grid = mt_rows(mt_divide_up(stride, N), backward_packs);
-        auto kernel = dentropy ? cross_entropy_backward<E, N, true> : cross_entropy_backward<E, N, false>;
-        kernel<<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)dlogits, (const E *)logits, labels, lse, entropy, dlogp, dentropy, (int)stride, first, (int)count,
-            grid.blocks_per_row);
+        mt_row_grid grid = mt_rows(mt_divide_up(a->stride, N), backward_packs);
+        auto kernel = a->dentropy ? cross_entropy_backward<E, N, true> : cross_entropy_backward<E, N, false>;
+        kernel<<<(unsigned)a->T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(*a,
+                                                                                                  grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
     });
 }

@@ -584,11 +584,10 @@ __global__ void keep_first(int32_t *kept, const uint64_t *keys, const int32_t *c
 
 /* Sorts the tokens by index, then the choices in that order by expert and probability; both sorts are stable. Each
  * radix pass (8 bits of the key) moves 12 bytes per choice twice. */
-extern "C" void mt_cuda_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs,
-                                    const int64_t *token_index, int64_t T, int64_t k, int64_t first, int64_t count,
-                                    int64_t capacity, bool by_position, mt_stream *stream) {
-    int64_t n = T * k, room = mt_divide_up(n, 64) * 64;
-    if (n == 0 || count == 0) return;
+extern "C" void mt_cuda_drop_tokens(const mt_drop_args *a, mt_stream *stream) {
+    int64_t T = a->T, k = a->k, n = T * k, room = mt_divide_up(n, 64) * 64;
+    bool by_position = !a->probs;
+    if (n == 0 || a->count == 0) return;
     cudaStream_t on = mt_cuda_stream(stream);
     size_t sort_bytes = 0;
     uint64_t *no_keys = NULL;
@@ -598,15 +597,16 @@ extern "C" void mt_cuda_drop_tokens(int32_t *kept, const int32_t *experts, const
     uint64_t *keys = (uint64_t *)workspace, *sorted_keys = keys + room;
     int32_t *values = (int32_t *)(sorted_keys + room), *sorted_values = values + room, *tokens = sorted_values + room;
     void *spare = tokens + room;
-    token_keys<<<mt_grid_size(T, 256), 256, 0, on>>>(keys, values, token_index, T);
+    token_keys<<<mt_grid_size(T, 256), 256, 0, on>>>(keys, values, a->token_index, T);
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(spare, sort_bytes, keys, sorted_keys, values, tokens, (int)T, 0, 64, on));
-    choice_keys<<<mt_grid_size(n, 256), 256, 0, on>>>(keys, values, tokens, experts, probs, n, (int)k, by_position);
+    choice_keys<<<mt_grid_size(n, 256), 256, 0, on>>>(keys, values, tokens, a->experts, a->probs, n, (int)k,
+                                                      by_position);
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(spare, sort_bytes, keys, sorted_keys, values, sorted_values, (int)n,
                                             by_position ? 32 : 0, 64, on));
-    keep_first<<<mt_grid_size(n, 256), 256, 0, on>>>(kept, sorted_keys, sorted_values, n, first * k,
-                                                     (first + count) * k, capacity);
+    keep_first<<<mt_grid_size(n, 256), 256, 0, on>>>(a->kept, sorted_keys, sorted_values, n, a->first * k,
+                                                     (a->first + a->count) * k, a->capacity);
     MT_CUDA_LAUNCHED();
 }
 

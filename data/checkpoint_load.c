@@ -370,7 +370,7 @@ static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
     char *slot = r->window + i % MT_SLOTS * MT_SEGMENT;
     const char *from = own ? own : slot;
     mt_error error;
-    int watched = mt_watch_file_begin(r->file->path, false);
+    int watched = mt_watch_file_begin(r->file->path, MT_FILE_READ);
     int status = mt_reader_read(r, own ? own : slot, offset, bytes);
     mt_watch_file_end(watched);
     if (status != 0) {

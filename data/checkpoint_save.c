@@ -160,7 +160,7 @@ typedef struct mt_output_file {
 
 /* `flags`: O_EXCL for a file that must not exist. */
 static int mt_output_file_open(mt_output_file *out, const char *path, int flags, mt_error *error) {
-    int watched = mt_watch_file_begin(path, true);
+    int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
     *out = (mt_output_file){.path = path, .error = error, .direct = -1};
     out->descriptor = open(path, O_CREAT | O_WRONLY | O_CLOEXEC | flags, 0666);
     mt_watch_file_end(watched);
@@ -203,7 +203,7 @@ static int mt_output_file_write(const mt_output_file *out, int64_t offset, const
 
 /* Closes the file; brings it to the disk first if `sync` and status is 0. Returns the status, or -1 with error. */
 static int mt_output_file_close(const mt_output_file *out, bool sync, int status) {
-    int watched = mt_watch_file_begin(out->path, true);
+    int watched = mt_watch_file_begin(out->path, MT_FILE_SAVE);
     if (status == 0 && sync && fsync(out->descriptor) != 0)
         status = mt_file_write_error(out->error, out->path, "--save");
     if (close(out->descriptor) != 0 && status == 0) status = mt_file_write_error(out->error, out->path, "--save");
@@ -235,7 +235,7 @@ static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, bo
 static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
     char *path = mt_path_join(folder, name), *again = NULL;
     int64_t length = (int64_t)strlen(text), bytes;
-    int watched = mt_watch_file_begin(path, true);
+    int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
     FILE *file = fopen(path, "wx");
     bool whole = file && fputs(text, file) >= 0;
     if (file && fclose(file) != 0) whole = false;
@@ -437,7 +437,7 @@ static int mt_piece_write(mt_writer *w, const mt_output_file *out, const mt_piec
         data = transposed;
     }
     if (line == piece->pitch) lines = 1, line = bytes;
-    int status = 0, watched = mt_watch_file_begin(out->path, true);
+    int status = 0, watched = mt_watch_file_begin(out->path, MT_FILE_SAVE);
     mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
     for (int64_t i = 0; i < lines && status == 0; i++)
         status = mt_output_file_write(out, piece->offset + i * piece->pitch, data + i * line, line);
@@ -770,7 +770,7 @@ static int mt_folder_exchange(const char *a, const char *b) {
 
 /* Moves the whole folder `fresh` to its place; then removes the folder that was there. */
 static int mt_folder_place(const char *fresh, const char *place, mt_error *error) {
-    int watched = mt_watch_file_begin(place, true);
+    int watched = mt_watch_file_begin(place, MT_FILE_SAVE);
     bool exists = access(place, F_OK) == 0;
     int status = exists ? mt_folder_exchange(fresh, place) : rename(fresh, place);
     if (status != 0) mt_file_write_error(error, place, "--save");

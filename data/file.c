@@ -271,7 +271,7 @@ int mt_file_write_error(mt_error *error, const char *path, const char *option) {
 }
 
 int mt_file_sync(const char *path, const char *option, mt_error *error) {
-    int watched = mt_watch_file_begin(path, true);
+    int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
     int descriptor = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     bool good = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL); // EINVAL: nothing to bring to a disk
     int status = good ? 0 : mt_file_write_error(error, path, option);
@@ -355,7 +355,7 @@ int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_err
 
 int mt_new_file_seal(mt_new_file *file, mt_error *error) {
     bool failed = ferror(file->stream) != 0; // of an earlier write: errno is still its reason, or the next flush fails
-    int reason = errno, watched = mt_watch_file_begin(file->path, true);
+    int reason = errno, watched = mt_watch_file_begin(file->path, MT_FILE_SAVE);
     bool whole = fflush(file->stream) == 0 && (!file->temporary || fsync(fileno(file->stream)) == 0);
     if (!whole) reason = errno;
     if (fclose(file->stream) != 0 && whole) whole = false, reason = errno;

@@ -184,7 +184,7 @@ const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset) {
 }
 
 uint64_t mt_indexed_dataset_fingerprint(const mt_indexed_dataset *dataset) {
-    int watched = mt_watch_file_begin(dataset->bin_path, false);
+    int watched = mt_watch_file_begin(dataset->bin_path, MT_FILE_READ);
     uint64_t prints[2] = {mt_contents_fingerprint(dataset->idx.bytes, dataset->idx.size, true),
                           mt_contents_fingerprint(dataset->bin.bytes, dataset->bin.size, false)};
     mt_watch_file_end(watched);

@@ -210,10 +210,10 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "keeping activations, weights or optimizer state in host memory",
      "activation-offload-fraction cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering "
      "cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers cpu-offloading-weights "
-     "delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading "
+     "delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks "
      "fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size moe-paged-stash "
      "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size "
-     "no-pin-cpu-grads no-pin-cpu-params offload-modules use-torch-optimizer-for-cpu-offload"},
+     "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
     {MT_NAME_UNSUPPORTED, "optimizers other than Adam",
      "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method lion-beta1 lion-beta2 "
      "muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov "

@@ -910,7 +910,11 @@ typedef struct mt_idle_option {
 static void mt_options_warn_idle(const mt_options *o, FILE *file) {
     bool one = o->data_parallel_size * o->context_parallel_size == 1, cpu = o->device == MT_DEVICE_CPU;
     bool constant = o->lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
-    unsigned modules = o->recompute_modules;
+    unsigned modules = o->recompute_modules, offloaded = o->offload_modules;
+    unsigned expert_inputs = offloaded & (MT_OFFLOAD_EXPERT_FC1 | MT_OFFLOAD_MOE_ACT);
+    bool varies = o->expert_model_parallel_size * o->expert_tensor_parallel_size > 1 &&
+                  (!o->moe_pad_expert_input_to_capacity || o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER);
+    bool all_recomputed = o->recompute_granularity == MT_RECOMPUTE_FULL && o->recompute_method == MT_RECOMPUTE_UNIFORM;
     bool experts = mt_num_expert_layers(o) > 0, mlps = mt_num_expert_layers(o) < o->num_layers;
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     const mt_idle_option options[] = {
@@ -941,6 +945,12 @@ static void mt_options_warn_idle(const mt_options *o, FILE *file) {
         {modules & MT_MODULE_MOE_ACT && !experts, "recompute-modules moe_act", dense},
         {modules & MT_MODULE_SHARED_EXPERTS && (!experts || o->moe_shared_expert_intermediate_size == 0),
          "recompute-modules shared_experts", "no layer has a shared expert"},
+        {offloaded & ~(unsigned)MT_OFFLOAD_ATTN_NORM && all_recomputed, "offload-modules other than attn_norm",
+         "full recomputation keeps the input of a unit alone"},
+        {offloaded & MT_OFFLOAD_MLP && !mlps, "offload-modules mlp", "every layer has experts instead of an MLP"},
+        {expert_inputs && !experts, "offload-modules expert_fc1, moe_act", dense},
+        {expert_inputs && experts && varies, "offload-modules expert_fc1, moe_act",
+         "the number of their rows depends on the data; --moe-pad-expert-input-to-capacity fixes it"},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
         if (options[i].is_idle) fprintf(file, "--%s has no effect: %s\n", options[i].name, options[i].reason);

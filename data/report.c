@@ -53,6 +53,7 @@ static void report_file_close(mt_report_file *file) {
 static void report_file_write(mt_report_file *file, const void *data, int64_t bytes) {
     struct stat before;
     if (!file->option) return;
+    int watched = mt_watch_file_begin(file->path, MT_FILE_WRITE);
     bool regular = fstat(file->descriptor, &before) == 0 && S_ISREG(before.st_mode);
     for (int64_t done = 0; done < bytes;) {
         ssize_t wrote = write(file->descriptor, (const char *)data + done, (size_t)(bytes - done));
@@ -67,13 +68,16 @@ static void report_file_write(mt_report_file *file, const void *data, int64_t by
         file->failed = true;
         if (regular && ftruncate(file->descriptor, before.st_size) != 0) // a torn record would spoil the next one
             report_file_close(file);
-        return;
+        break;
     }
+    mt_watch_file_end(watched);
 }
 
 static int report_file_open(mt_report_file *file, const char *path, const char *option, int flags, mt_error *error) {
     snprintf(file->path, sizeof file->path, "%s", path);
+    int watched = mt_watch_file_begin(file->path, MT_FILE_WRITE);
     file->descriptor = open(path, O_CREAT | O_APPEND | O_CLOEXEC | flags, 0666);
+    mt_watch_file_end(watched);
     if (file->descriptor < 0) return mt_file_write_error(error, path, option);
     file->option = option;
     return 0;

@@ -1491,7 +1491,9 @@ static void draw_routers(const char *folder) {
     for (int t = 0; t < ROUTED; t++) index[t] = t;
     ops->route_forward(probs, experts, &invalid, logits, NULL, ROUTED, &router, NULL);
     draw_routing(&p, 20, "the greatest scores", experts, experts);
-    ops->drop_tokens(kept, experts, probs, index, ROUTED, CHOICES, 0, ROUTED, ROUTED * CHOICES / EXPERTS, false, NULL);
+    mt_drop_args drop = {.T = ROUTED, .k = CHOICES, .count = ROUTED, .capacity = ROUTED * CHOICES / EXPERTS};
+    drop.experts = experts, drop.probs = probs, drop.token_index = index, drop.kept = kept;
+    ops->drop_tokens(&drop, NULL);
     draw_routing(&p, 243, "and a capacity of 8", experts, kept);
     for (int step = 0; step < BIAS_STEPS; step++) {
         float loads[EXPERTS] = {0};

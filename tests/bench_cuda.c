@@ -242,8 +242,9 @@ static double dispatch_plan(bench *b, const int64_t *n) {
 static double drop_tokens(bench *b, const int64_t *n) {
     int32_t *kept = mt_arena_alloc(&b->arena, n[0] * n[2] * 4);
     float *probs = floats(b, n[0] * n[2]);
-    ENQUEUE(drop_tokens, kept, b->plans[n[3] > 8].experts, probs, b->names, n[0], n[2], 0, n[0], n[0] * n[2] / n[3],
-            false);
+    mt_drop_args a = {.T = n[0], .k = n[2], .count = n[0], .capacity = n[0] * n[2] / n[3]};
+    a.experts = b->plans[n[3] > 8].experts, a.probs = probs, a.token_index = b->names, a.kept = kept;
+    ENQUEUE(drop_tokens, &a);
     return 12 * (double)(n[0] * n[2]) + 8 * (double)n[0];
 }
 
@@ -280,16 +281,16 @@ static double expert_swiglu_backward(bench *b, const int64_t *n) {
 }
 
 static double cross_entropy_forward(bench *b, const int64_t *n) { // T, stride, vocabulary
-    void *logits = elements(b, n[0] * n[1]);
-    float *max = floats(b, n[0]), *sum = floats(b, n[0]), *target = floats(b, n[0]);
-    ENQUEUE(cross_entropy_forward, max, sum, target, NULL, logits, b->words, n[0], n[1], 0, n[2], b->dtype);
+    mt_cross_entropy_args a = {.T = n[0], .stride = n[1], .count = n[2], .labels = b->words};
+    a.logits = elements(b, n[0] * n[1]), a.stats = floats(b, 3 * n[0]);
+    ENQUEUE(cross_entropy_forward, &a, b->dtype);
     return size(b) * (double)(n[0] * n[1]);
 }
 
 static double cross_entropy_backward(bench *b, const int64_t *n) {
-    void *logits = elements(b, n[0] * n[1]);
-    float *lse = floats(b, n[0]), *dlogp = floats(b, n[0]);
-    ENQUEUE(cross_entropy_backward, logits, logits, b->words, lse, NULL, dlogp, NULL, n[0], n[1], 0, n[2], b->dtype);
+    mt_cross_entropy_args a = {.T = n[0], .stride = n[1], .count = n[2], .labels = b->words};
+    a.logits = a.dlogits = elements(b, n[0] * n[1]), a.lse = floats(b, n[0]), a.dlogp = floats(b, n[0]);
+    ENQUEUE(cross_entropy_backward, &a, b->dtype);
     return 2 * size(b) * (double)(n[0] * n[1]);
 }
 

@@ -132,11 +132,25 @@ static void dropout_add(void) {
     ops->dropout_add_forward(buffers[0], buffers[1], buffers[2], names, T, C, 0, &tenth, dtype, NULL);
 }
 static void cross_entropy_forward(void) {
-    ops->cross_entropy_forward(stats[0], stats[1], stats[2], stats[3], buffers[1], ids, T, V, 0, V - 47, dtype, NULL);
+    ops->cross_entropy_forward(&(mt_cross_entropy_args){.T = T,
+                                                        .stride = V,
+                                                        .count = V - 47,
+                                                        .logits = buffers[1],
+                                                        .labels = ids,
+                                                        .stats = stats[2],
+                                                        .entropy = stats[0]},
+                               dtype, NULL);
 }
 static void cross_entropy_backward(void) {
-    ops->cross_entropy_backward(buffers[0], buffers[1], ids, stats[0], NULL, stats[1], NULL, T, V, 0, V - 47, dtype,
-                                NULL);
+    ops->cross_entropy_backward(&(mt_cross_entropy_args){.T = T,
+                                                         .stride = V,
+                                                         .count = V - 47,
+                                                         .logits = buffers[1],
+                                                         .labels = ids,
+                                                         .lse = stats[0],
+                                                         .dlogp = stats[1],
+                                                         .dlogits = buffers[0]},
+                                dtype, NULL);
 }
 static void zero_gradients(void) {
     ops->memory_zero(buffers[0], (int64_t)PARAMS * 4, NULL);

@@ -147,6 +147,9 @@ static const row layout_rows[] = {
      "--recompute-method block;--recompute-granularity selective --recompute-modules layernorm mlp moe_act "
      "shared_experts;--recompute-granularity selective --recompute-modules moe,layernorm"},
     {50, "granularity full&tensor-model-parallel-size", "--sequence-parallel", "--distribute-saved-activations"},
+    {30, "", "",
+     "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm "
+     "expert_fc1 moe_act mlp;--fine-grained-activation-offloading --offload-modules attn_norm,core_attn,mlp"},
     {20, "", "", "--deterministic-mode"},
     {10, "", "", "--rerun-mode validate_results"},
     {10, "", "", "--profile;--log-straggler;--profile --log-straggler"},

@@ -26,6 +26,7 @@
 #define OVERLAP  " --overlap-grad-reduce"
 #define PREFETCH " --overlap-grad-reduce --overlap-param-gather"
 #define MICRO    " --micro-batch-size "
+#define MODULES  " --mtp-num-layers "
 #define EP       " --expert-model-parallel-size "
 #define ETP      " --expert-tensor-parallel-size "
 #define GATHER   " --moe-token-dispatcher-type allgather"
@@ -211,7 +212,8 @@ typedef struct trainee {
     mt_model *model;
     mt_batch batch;
     mt_run_state state;
-    int sequences; // in each row of the batch
+    int sequences;     // in each row of the batch
+    const mt_ops *ops; // NULL: the tested backend
 } trainee;
 
 /* Generates the sequences of the run; each is a function of its number. */
@@ -269,7 +271,7 @@ static int trainee_parse(mt_options *options, subject subject, const char *words
 static int trainee_open(trainee *t, mt_error *error) {
     const mt_options *o = &t->options;
     if (mt_grid_build(&t->grid, o, error) != 0) return -1;
-    const mt_ops *ops = mt_backend_open(o->device, &t->grid, error);
+    const mt_ops *ops = t->ops ? t->ops : mt_backend_open(o->device, &t->grid, error);
     if (!ops) return 1;
     int64_t tokens = o->micro_batch_size * ROW_LENGTH, here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = ROW_LENGTH, .train = true};
@@ -588,7 +590,7 @@ static void run_rows(const layout *rows, int count, bool bf16, double tolerance)
 
 #define RUN_ROWS(rows, bf16, tolerance) run_rows(rows, (int)(sizeof(rows) / sizeof *(rows)), bf16, tolerance)
 
-/* ---- recomputation ----------------------------------------------------------------------------------------------- */
+/* ---- recomputation and offloading -------------------------------------------------------------------------------- */
 
 static const char *const full_recomputations[] = {
     " --recompute-granularity full",
@@ -601,23 +603,37 @@ static const char *const selective_recomputations[] = {
     SELECTIVE "moe",
     SELECTIVE "layernorm,moe",
 };
-enum { NUM_RECOMPUTATIONS = 7 };
+#define OFFLOAD " --fine-grained-activation-offloading --offload-modules "
+static const char *const offloadings[] = {
+    OFFLOAD "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act mlp",
+    OFFLOAD "attn_norm --recompute-granularity full --recompute-num-layers 2",
+    OFFLOAD "attn_norm,mlp_norm,moe_act" SELECTIVE "layernorm moe_act",
+    OFFLOAD "core_attn attn_norm --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    OFFLOAD "attn_norm --recompute-granularity full --distribute-saved-activations",
+};
+enum { OFFLOADS_ALL = 7, NUM_SAVINGS = 12 };
+
+/* True if the layout's tensor-parallel ranks can distribute a unit's input. */
+static bool distributes(const layout *row) {
+    return strstr(row->words, TP) && !strstr(row->words, SP);
+}
 
 /* The options of kind `index` for a layout; NULL if it has no such kind. */
-static const char *recomputation_of(const layout *row, int index) {
+static const char *saving_of(const layout *row, int index) {
     if (index < 3) return full_recomputations[index];
     if (index < 6) return selective_recomputations[index - 3];
+    if (index == NUM_SAVINGS - 1 && !distributes(row)) return NULL;
+    if (index >= OFFLOADS_ALL) return offloadings[index - OFFLOADS_ALL];
     if (strstr(subjects[row->subject].words, "latent")) return SELECTIVE "mla_up_proj layernorm";
-    return strstr(row->words, TP) && !strstr(row->words, SP) ? " --recompute-granularity full "
-                                                               "--distribute-saved-activations"
-                                                             : NULL;
+    return distributes(row) ? " --recompute-granularity full --distribute-saved-activations" : NULL;
 }
 
 /* All numbers of a run: the metrics without times, and the weights at its end. */
 typedef struct run_bits {
     mt_metrics metrics[STEPS];
-    uint64_t weights; // a hash of this rank's
-    int64_t bytes;    // of the model
+    double evaluations[STEPS]; // after each step
+    uint64_t weights;          // a hash of this rank's
+    int64_t bytes;             // of the model
 } run_bits;
 
 static int train_bits(run_bits *bits, trainee *t, mt_error *error) {
@@ -627,6 +643,7 @@ static int train_bits(run_bits *bits, trainee *t, mt_error *error) {
     for (int step = 0; step < STEPS; step++) {
         if (train_one_step(t, &bits->metrics[step], error) != 0) return -1;
         bits->metrics[step].seconds = bits->metrics[step].data_seconds = 0;
+        if (evaluate(t, step, 1, &bits->evaluations[step], error) != 0) return -1;
     }
     const mt_bucket *buckets = mt_model_buckets(t->model, &num_buckets);
     for (int64_t i = 0; i < num_buckets; i++) {
@@ -642,12 +659,13 @@ static int train_bits(run_bits *bits, trainee *t, mt_error *error) {
     return 0;
 }
 
-/* Trains a layout with further options; false if it failed or, with an error, was skipped. */
-static bool run_bits_of(run_bits *bits, const layout *row, const char *options, comparison *v) {
+/* Trains a layout with further options on a backend (NULL: the tested one); false if it failed or, with an error, was
+ * skipped. */
+static bool run_bits_of(run_bits *bits, const layout *row, const char *options, const mt_ops *ops, comparison *v) {
     char words[1024];
     mt_error error;
     snprintf(words, sizeof words, "%s%s%s", row->words, SAME, options);
-    trainee t = {.grid = grid_of_job(row->ranks), .sequences = subjects[row->subject].sequences};
+    trainee t = {.grid = grid_of_job(row->ranks), .sequences = subjects[row->subject].sequences, .ops = ops};
     int status = trainee_parse(&t.options, row->subject, words, false, row->ranks, &error);
     if (status == 0) status = train_bits(bits, &t, &error);
     if (status != 0) snprintf(v->failure, sizeof v->failure, "%.500s", error.text);
@@ -655,25 +673,36 @@ static bool run_bits_of(run_bits *bits, const layout *row, const char *options, 
     return status == 0;
 }
 
-/* A layout trains with recomputation bit for bit as without, with less memory if all is recomputed: with every kind on
- * one rank, on more ranks with each third kind from `first` on. */
-static void run_recomputations(const layout *row, int first) {
-    run_bits kept, recomputed;
+static void compare_bits(comparison *v, const run_bits *bits, const run_bits *kept) {
+    for (int step = 0; step < STEPS && !*v->failure; step++) {
+        const mt_metrics *is = &bits->metrics[step], *expected = &kept->metrics[step];
+        if (memcmp(is, expected, sizeof *is) != 0)
+            snprintf(v->failure, sizeof v->failure, "step %d: the loss is %.17g and %.17g, the norm %.17g and %.17g",
+                     step + 1, is->loss, expected->loss, is->grad_norm, expected->grad_norm);
+        else if (bits->evaluations[step] != kept->evaluations[step])
+            snprintf(v->failure, sizeof v->failure, "step %d: the evaluation is %.17g and %.17g", step + 1,
+                     bits->evaluations[step], kept->evaluations[step]);
+    }
+    if (bits->weights != kept->weights && !*v->failure) snprintf(v->failure, sizeof v->failure, "other weights");
+}
+
+/* A layout trains with recomputation and offloading bit for bit as without, with less memory if all is recomputed, or
+ * on one rank offloaded: with every kind on one rank; on more ranks offloading all, and each third kind from `first`
+ * on. */
+static void run_savings(const layout *row, int first) {
+    run_bits kept, saving;
     char words[1024];
-    for (int i = -1; i < NUM_RECOMPUTATIONS; i++) {
+    for (int i = -1; i < NUM_SAVINGS; i++) {
         comparison v = {.tolerance = 0};
-        const char *options = i < 0 ? "" : recomputation_of(row, i);
-        run_bits *bits = i < 0 ? &kept : &recomputed;
-        if (!options || (row->ranks > 1 && i >= 0 && i % 3 != first % 3)) continue;
+        const char *options = i < 0 ? "" : saving_of(row, i);
+        run_bits *bits = i < 0 ? &kept : &saving;
+        bool is_turn = i < 0 || i == OFFLOADS_ALL || i % 3 == first % 3;
+        if (!options || (row->ranks > 1 && !is_turn)) continue;
         snprintf(words, sizeof words, "%s%s%s", subjects[row->subject].words, row->words, options);
-        bool ran = run_bits_of(bits, row, options, &v);
-        for (int step = 0; ran && step < STEPS; step++)
-            if (memcmp(&bits->metrics[step], &kept.metrics[step], sizeof(mt_metrics)) != 0 && !*v.failure)
-                snprintf(v.failure, sizeof v.failure, "step %d: the loss is %.17g and %.17g, the norm %.17g and %.17g",
-                         step + 1, bits->metrics[step].loss, kept.metrics[step].loss, bits->metrics[step].grad_norm,
-                         kept.metrics[step].grad_norm);
-        if (ran && bits->weights != kept.weights && !*v.failure) snprintf(v.failure, sizeof v.failure, "other weights");
-        if (ran && i == 0 && bits->bytes >= kept.bytes && !*v.failure)
+        bool ran = run_bits_of(bits, row, options, NULL, &v);
+        if (ran) compare_bits(&v, bits, &kept);
+        bool has_less = i == 0 || (i == OFFLOADS_ALL && row->ranks == 1);
+        if (ran && has_less && bits->bytes >= kept.bytes && !*v.failure)
             snprintf(v.failure, sizeof v.failure, "%lld bytes, %lld without", (long long)bits->bytes,
                      (long long)kept.bytes);
         if (*v.failure) report_row(row->ranks, words, v.failure);
@@ -681,11 +710,102 @@ static void run_recomputations(const layout *row, int first) {
     }
 }
 
-static void run_recomputed_rows(const layout *rows, int count) {
+static void run_saving_rows(const layout *rows, int count) {
     for (int size = 1; size <= 8; size *= 2)
         for (int i = 0, turn = 0; i < count; i++)
-            if (rows[i].ranks == size && turn_is_mine(size, rows[i].words, &turn)) run_recomputations(&rows[i], i);
+            if (rows[i].ranks == size && turn_is_mine(size, rows[i].words, &turn)) run_savings(&rows[i], i);
     report_finish();
+}
+
+/* ---- late copies -------------------------------------------------------------------------------------------------
+ * A backend whose second stream, the one of offloaded values, runs its copies only when the first waits for it, as late
+ * as a GPU may. A missing wait of the computation then gives missing data or a lost copy. In the other direction it
+ * counts the operations of the first stream: a copy that does not wait for all of them could run too early. */
+
+enum { MAX_LATE_COPIES = 64 };
+typedef struct late_copy {
+    void *to;
+    const void *from;
+    int64_t bytes;
+} late_copy;
+static struct {
+    int streams;
+    late_copy copies[MAX_LATE_COPIES];
+    int num_copies;
+    int64_t computed; // operations of the first stream
+    int64_t awaited;  // by the second stream
+    int64_t early;    // copies that did not wait for all operations
+    int64_t late;     // copies that waited
+} late;
+static char late_handles[2];
+
+#define LATE_OPERATION(name, work, arguments, ...)                                                                     \
+    static void late_##name(__VA_ARGS__) {                                                                             \
+        late.computed++;                                                                                               \
+        mt_cpu_ops.name arguments;                                                                                     \
+    }
+MT_TIMED_OPERATIONS(LATE_OPERATION)
+
+static bool is_late(const mt_stream *stream) {
+    return (const char *)stream == &late_handles[1];
+}
+
+static void late_copies_run(void) {
+    for (int i = 0; i < late.num_copies; i++)
+        mt_cpu_ops.memory_copy(late.copies[i].to, late.copies[i].from, late.copies[i].bytes, NULL);
+    late.late += late.num_copies, late.num_copies = 0;
+}
+
+static void late_copy_add(void *to, const void *from, int64_t bytes, mt_stream *stream) {
+    if (!is_late(stream)) {
+        late_memory_copy(to, from, bytes, stream);
+        return;
+    }
+    late.early += late.awaited != late.computed;
+    if (late.num_copies == MAX_LATE_COPIES) mt_die("more than %d copies wait", MAX_LATE_COPIES);
+    late.copies[late.num_copies++] = (late_copy){to, from, bytes};
+}
+
+static void late_stream_wait(mt_stream *stream, mt_stream *other) {
+    if (is_late(other)) late_copies_run();
+    if (is_late(stream)) late.awaited = late.computed;
+}
+
+static mt_stream *late_stream_create(void *workspace, int64_t bytes, bool deterministic) {
+    (void)workspace, (void)bytes, (void)deterministic;
+    if (late.streams == 2) mt_die("only the computation and the copies have streams here");
+    return (mt_stream *)(void *)&late_handles[late.streams++];
+}
+
+static void late_stream_destroy(mt_stream *stream) {
+    (void)stream;
+    late.streams--;
+}
+
+static mt_ops late_ops(void) {
+    mt_ops ops = mt_cpu_ops;
+#define LATE_ENTRY(name, ...) ops.name = late_##name;
+    MT_TIMED_OPERATIONS(LATE_ENTRY)
+#undef LATE_ENTRY
+    ops.memory_copy = late_copy_add, ops.stream_wait_stream = late_stream_wait;
+    ops.stream_create = late_stream_create, ops.stream_destroy = late_stream_destroy;
+    return ops;
+}
+
+static void run_late(const layout *row, const char *options) {
+    run_bits kept, bits;
+    comparison v = {.tolerance = 0};
+    char words[1024];
+    mt_ops ops = late_ops();
+    memset(&late, 0, sizeof late);
+    snprintf(words, sizeof words, "late copies:%s%s%s", subjects[row->subject].words, row->words, options);
+    if (run_bits_of(&kept, row, "", NULL, &v) && run_bits_of(&bits, row, options, &ops, &v)) {
+        compare_bits(&v, &bits, &kept);
+        if (late.early > 0 && !*v.failure)
+            snprintf(v.failure, sizeof v.failure, "%lld copies do not wait for the computation", (long long)late.early);
+        if (late.late == 0 && !*v.failure) snprintf(v.failure, sizeof v.failure, "nothing was copied");
+    }
+    if (*v.failure) report_row(row->ranks, words, v.failure);
 }
 
 /* ---- from layout to layout --------------------------------------------------------------------------------------- */
@@ -1157,7 +1277,7 @@ static const layout in_bf16[] = {
 };
 
 /* All kinds of layers and schedules; dropout is on. */
-static const layout recomputed[] = {
+static const layout with_savings[] = {
     {1, GPT2, ""},
     {1, BIASED, MICRO "2"},
     {1, WINDOW, ""},
@@ -1348,9 +1468,43 @@ static void layouts_with_experts_train_like_one_rank(void **state) {
     RUN_ROWS(with_experts, false, 1e-5);
 }
 
-static void recomputation_changes_no_bit(void **state) {
+static void recomputation_and_offloading_change_no_bit(void **state) {
     (void)state;
-    run_recomputed_rows(recomputed, (int)(sizeof recomputed / sizeof *recomputed));
+    run_saving_rows(with_savings, (int)(sizeof with_savings / sizeof *with_savings));
+}
+
+/* Layouts with one stream of computation. A stage has an even or an odd number of layers; or more modules than buffers.
+ */
+static const layout with_late_copies[] = {
+    {1, LLAMA, ""},
+    {1, EXPERTS, ""},
+    {1, LATENT, ""},
+    {1, MTP, ""},
+    {2, LLAMA_5, PP "2"},
+    {2, SIX, PP "2"},
+    {2, LLAMA, PP "2" VP "2"},
+    {2, SIX, PP "2" VP "3"},
+    {2, SIX, PP "2" ZB},
+    {2, MTP, PP "2" MODULES "3"},
+    {2, DEEP, PP "2" VP "4"},
+    {2, GPT2, CP "2" BY "all_gather"},
+    {4, DEEP_9, PP "4"},
+    {4, DEEP, PP "4" VP "2"},
+    {4, DEEP, PP "2"},
+};
+
+static void offloading_waits_for_its_copies_and_they_for_the_computation(void **state) {
+    (void)state;
+    const int count = sizeof with_late_copies / sizeof *with_late_copies;
+    if (strcmp(backend_name, "cpu") != 0) skip();
+    for (int size = 1; size <= 4; size *= 2)
+        for (int i = 0, turn = 0; i < count; i++) {
+            const layout *row = &with_late_copies[i];
+            if (row->ranks != size || !turn_is_mine(size, row->words, &turn)) continue;
+            run_late(row, saving_of(row, OFFLOADS_ALL));
+            run_late(row, OFFLOAD "attn_norm --recompute-granularity full");
+        }
+    report_finish();
 }
 
 /* Sets the first `count` weights (0: all) of the router of a layer (-1: of every layer) on this rank to `value`. */
@@ -1453,7 +1607,8 @@ static int run_layout_tests(void) {
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_with_experts_train_like_one_rank),
-        cmocka_unit_test(recomputation_changes_no_bit),
+        cmocka_unit_test(recomputation_and_offloading_change_no_bit),
+        cmocka_unit_test(offloading_waits_for_its_copies_and_they_for_the_computation),
         cmocka_unit_test(a_router_of_zeros_reports_the_metrics_of_theory),
         cmocka_unit_test(every_rank_names_the_layer_and_rank_of_a_router_that_is_not_finite),
         cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),

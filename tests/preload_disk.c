@@ -2,8 +2,10 @@
  *
  *   SLOW_FSYNC=SECONDS      the first fsync of a safetensors file takes this long
  *   HANGING_MAP=TEXT        reading a mapped file with TEXT in its path never ends; with HANGS_AFTER_SAVE set, only
- * after the first fsync of a safetensors file SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step,
- * raises this signal ONLY_RANK=N             all of this on one rank only */
+ *                           after the first fsync of a safetensors file
+ *   HANGING_WRITE=TEXT      writing a file with TEXT in its path never ends
+ *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal
+ *   ONLY_RANK=N             all of this on one rank only */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -61,6 +63,13 @@ int fsync(int descriptor) {
     }
     find(&real, "fsync");
     return real(descriptor);
+}
+
+ssize_t write(int descriptor, const void *data, size_t bytes) {
+    ssize_t (*real)(int, const void *, size_t);
+    while (is_file(descriptor, setting("HANGING_WRITE"))) pause();
+    find(&real, "write");
+    return real(descriptor, data, bytes);
 }
 
 int statvfs(const char *path, struct statvfs *buffer) {

@@ -543,7 +543,8 @@ static void drop_tokens(run *r, const int64_t *n) { // T, E, k, first, count, ca
     int64_t *token_index = upload(r, index, T, MT_I64, false);
     float *weights = upload(r, probs, T * k, MT_F32, false);
     int32_t *kept = int_output(r, n[4] * k), *experts = choices_of(r, T, n[1], k, 13);
-    r->ops->drop_tokens(kept, experts, weights, token_index, T, k, n[3], n[4], n[5], n[6] != 0, r->stream);
+    mt_drop_args a = {T, k, n[3], n[4], n[5], experts, n[6] ? NULL : weights, token_index, kept};
+    r->ops->drop_tokens(&a, r->stream);
     free(index), free(probs);
 }
 
@@ -612,39 +613,43 @@ static void expert_bias_step(run *r, const int64_t *n) { // -, E
     r->ops->expert_bias_step(bias, loads, scale, n[1], 0.25f, r->stream);
 }
 
-static void cross_entropy_forward(run *r, const int64_t *n) { // T, stride, first, count, vocabulary, entropy
-    void *logits = input(r, n[0] * n[1]);
-    int32_t *labels = integers(r, n[0], 0, n[4], false);
-    float *max = float_output(r, n[0]), *sum = float_output(r, n[0]), *target = float_output(r, n[0]);
-    float *weighted = n[5] ? float_output(r, n[0]) : NULL;
-    r->ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, n[0], n[1], n[2], n[3], r->dtype,
-                                  r->stream);
+static mt_cross_entropy_args tokens_of(const int64_t *n) { // T, stride, first, count, vocabulary, entropy
+    return (mt_cross_entropy_args){.T = n[0], .stride = n[1], .first = n[2], .count = n[3]};
+}
+
+/* The operation only asks for the presence of `entropy`. */
+static float absent_entropy;
+
+static void cross_entropy_forward(run *r, const int64_t *n) {
+    mt_cross_entropy_args a = tokens_of(n);
+    a.logits = input(r, n[0] * n[1]), a.labels = integers(r, n[0], 0, n[4], false);
+    a.stats = float_output(r, (n[5] ? 4 : 3) * n[0]), a.entropy = n[5] ? &absent_entropy : NULL;
+    r->ops->cross_entropy_forward(&a, r->dtype, r->stream);
 }
 
 static void cross_entropy_combine(run *r, const int64_t *n) {
     enum { SHARES = 3 };
+    mt_cross_entropy_args a = tokens_of(n);
     int64_t numbers_a_row = n[5] ? 4 : 3;
-    float *max = float_output(r, n[0]), *sum = float_output(r, n[0]), *target = float_output(r, n[0]);
-    float *weighted = n[5] ? float_output(r, n[0]) : NULL;
+    a.stats = float_output(r, numbers_a_row * n[0]), a.entropy = n[5] ? &absent_entropy : NULL;
     float *parts = float_input(r, SHARES * numbers_a_row * n[0], POSITIVE);
-    r->ops->cross_entropy_combine(max, sum, target, weighted, parts, SHARES, n[0], r->stream);
+    r->ops->cross_entropy_combine(&a, parts, SHARES, r->stream);
 }
 
 static void cross_entropy_loss(run *r, const int64_t *n) {
-    float *logp = float_output(r, n[0]), *entropy = n[5] ? float_output(r, n[0]) : NULL, *lse = float_output(r, n[0]);
-    float *max = float_input(r, n[0], NORMAL), *sum = float_input(r, n[0], POSITIVE);
-    float *target = float_input(r, n[0], NORMAL), *weighted = n[5] ? float_input(r, n[0], NORMAL) : NULL;
-    r->ops->cross_entropy_loss(logp, entropy, lse, max, sum, target, weighted, n[0], r->stream);
+    mt_cross_entropy_args a = tokens_of(n);
+    a.logp = float_output(r, n[0]), a.entropy = n[5] ? float_output(r, n[0]) : NULL, a.lse = float_output(r, n[0]);
+    a.stats = float_input(r, (n[5] ? 4 : 3) * n[0], POSITIVE);
+    r->ops->cross_entropy_loss(&a, r->stream);
 }
 
 static void cross_entropy_backward(run *r, const int64_t *n) {
-    void *logits = changed(r, n[0] * n[1]);
-    int32_t *labels = integers(r, n[0], 0, n[4], false);
-    float *lse = float_input(r, n[0], POSITIVE), *dlogp = float_input(r, n[0], NORMAL);
-    float *entropy = n[5] ? float_input(r, n[0], POSITIVE) : NULL;
-    float *dentropy = n[5] ? float_input(r, n[0], NORMAL) : NULL;
-    r->ops->cross_entropy_backward(logits, logits, labels, lse, entropy, dlogp, dentropy, n[0], n[1], n[2], n[3],
-                                   r->dtype, r->stream);
+    mt_cross_entropy_args a = tokens_of(n);
+    a.logits = a.dlogits = changed(r, n[0] * n[1]), a.labels = integers(r, n[0], 0, n[4], false);
+    a.lse = float_input(r, n[0], POSITIVE), a.dlogp = float_input(r, n[0], NORMAL);
+    a.entropy = n[5] ? float_input(r, n[0], POSITIVE) : NULL;
+    a.dentropy = n[5] ? float_input(r, n[0], NORMAL) : NULL;
+    r->ops->cross_entropy_backward(&a, r->dtype, r->stream);
 }
 
 static void nll_loss(run *r, const int64_t *n) {

@@ -653,8 +653,8 @@ static void tokens_beyond_the_capacity_are_dropped_in_order(void **state) {
         int64_t *token_index = mt_malloc(T * 8);
         for (int64_t i = 0; i < T * k; i++) probs[i] = (float)random_below(8) / 8; // with ties
         for (int64_t t = 0; t < T; t++) token_index[t] = random_below(T);
-        ops->drop_tokens(kept, experts, by_position ? NULL : probs, token_index, T, k, first, count, capacity,
-                         by_position, NULL);
+        mt_drop_args drop = {T, k, first, count, capacity, experts, by_position ? NULL : probs, token_index, kept};
+        ops->drop_tokens(&drop, NULL);
         for (int64_t i = first * k; i < (first + count) * k; i++) {
             int64_t before = 0;
             for (int64_t other = 0; other < T * k; other++) {

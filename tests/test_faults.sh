@@ -141,6 +141,18 @@ a_disk_that_hangs_under_the_data_is_named() {
     says "^error: rank 1 waited more than $patience s for the disk to read data during a step: " "$work/err"
 }
 
+a_disk_that_hangs_under_the_metrics_is_named() {
+    has_disk || return 0
+    for files in "--metrics $work/hung.jsonl" "--tensorboard-dir $work/hung.events"; do
+        # shellcheck disable=SC2086
+        begin_ranks 2 "export LD_PRELOAD=$work/disk.so HANGING_WRITE=$work/hung" $files \
+            --distributed-timeout-seconds $patience --distributed-timeout-minutes 0.05
+        ends $((patience + 60)) || return 1
+        says "^error: rank 0 waited more than [0-9]* s for the disk to write $work/hung.* during .*the disk hangs" \
+            "$work/err" || return 1
+    done
+}
+
 ranks_with_different_options_are_named() {
     # shellcheck disable=SC2086
     $mpirun -np 2 "$train" $options : -np 1 "$train" $options --clip-grad 0.5 \
@@ -168,6 +180,7 @@ check "a rank that never starts ends the job" a_rank_that_never_starts_ends_the_
 check "a save may take longer than a step may wait" a_save_may_take_longer_than_a_step_may_wait
 check "a disk that hangs during a save is named" a_disk_that_hangs_during_a_save_is_named
 check "a disk that hangs under the data is named" a_disk_that_hangs_under_the_data_is_named
+check "a disk that hangs under the metrics is named" a_disk_that_hangs_under_the_metrics_is_named
 check "ranks with different options are named" ranks_with_different_options_are_named
 check "sizes that do not fit the ranks are refused" sizes_that_do_not_fit_the_ranks_are_refused
 exit $failed

@@ -40,6 +40,21 @@ static float *values_of(const subject *s, const mt_param *param, bool gradient) 
     return (gradient ? b->grads : (float *)b->params) + param->offset;
 }
 
+/* Negative log-likelihood minus an entropy bonus, as of policy gradients. */
+static void forward_with_entropy(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
+    (void)ops, (void)stream;
+    for (int64_t t = 0; t < a->tokens->T; t++) {
+        const float bonus = 0.7f * a->weights[t];
+        a->sums[0] -=
+            (double)a->weights[t] * (double)a->tokens->logp[t] + (double)bonus * (double)a->tokens->entropy[t];
+        a->sums[1] += (double)a->weights[t];
+        a->dlogp[t] = -a->weights[t], a->dentropy[t] = -bonus;
+    }
+}
+
+static const mt_loss with_entropy = {"entropy bonus", true, forward_with_entropy};
+static const mt_loss *the_loss; // of models that subject_open opens; NULL: the default
+
 static void subject_open(subject *s, const char *words) {
     char line[1024], *arguments[128];
     int count = 0;
@@ -55,6 +70,7 @@ static void subject_open(subject *s, const char *words) {
         mt_options_finish(&s->options, MT_PROGRAM_TRAIN, 1, &error) != 0)
         fail_msg("%s", error.text);
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = 16, .train = true};
+    plan.loss = the_loss;
     if (mt_model_create(&s->model, &s->options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
     mt_model_init(s->model);
@@ -152,6 +168,24 @@ static void every_gradient_is_the_slope_of_the_loss(void **state) {
     }
 }
 
+/* A loss of one's own, with coefficients of both log-probability and entropy. */
+static void gradients_of_a_loss_with_entropy_are_its_slopes(void **state) {
+    (void)state;
+    static const char *const cases[] = {"--num-layers 1", "--num-layers 2 --untie-embeddings-and-output-weights"};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        subject plain, s;
+        int roles = 0;
+        subject_open(&plain, cases[i]);
+        the_loss = &with_entropy;
+        subject_open(&s, cases[i]);
+        the_loss = NULL;
+        assert_true(loss_at(&s, MT_NUM_ROLES, 0) < loss_at(&plain, MT_NUM_ROLES, 0) - 1);
+        for (int role = 0; role < MT_NUM_ROLES; role++) roles += expect_slope(&s, (mt_role)role, cases[i]);
+        assert_true(roles >= 10);
+        subject_close(&s), subject_close(&plain);
+    }
+}
+
 /* Experts choose, drop and pad; their own parameters are behind the choice of their layer. */
 static void gradients_of_chosen_experts_are_slopes_of_the_loss(void **state) {
     (void)state;
@@ -219,6 +253,7 @@ static void equal_experts_compute_the_mlp_that_each_of_them_is(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_gradient_is_the_slope_of_the_loss),
+        cmocka_unit_test(gradients_of_a_loss_with_entropy_are_its_slopes),
         cmocka_unit_test(equal_experts_compute_the_mlp_that_each_of_them_is),
         cmocka_unit_test(gradients_of_chosen_experts_are_slopes_of_the_loss),
     };

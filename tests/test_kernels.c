@@ -263,7 +263,9 @@ static void exp_is_within_two_units_in_the_last_place(void **state) {
     int32_t label = -1;
     for (int64_t i = 0; i < N; i++) x[i] = -103.9f + 192.6f * (float)i / N;
     x[0] = 0.0f, x[1] = -INFINITY, x[2] = NAN, x[3] = INFINITY, x[4] = 1e30f, x[5] = -1e30f, x[6] = 88.8f;
-    ops->cross_entropy_backward(y, x, &label, &zero, NULL, &minus_one, NULL, 1, N, 0, N, MT_F32, NULL);
+    mt_cross_entropy_args a = {.T = 1, .stride = N, .count = N, .logits = x, .labels = &label};
+    a.lse = &zero, a.dlogp = &minus_one, a.dlogits = y;
+    ops->cross_entropy_backward(&a, MT_F32, NULL);
     assert_true(y[0] == 1.0f && y[1] == 0.0f && isnan(y[2]) && y[3] == INFINITY && y[4] == INFINITY && y[5] == 0.0f);
     assert_true(y[6] == INFINITY);
     for (int64_t i = 7; i < N; i++) {
@@ -1086,17 +1088,18 @@ static void loss_reference(double *out, const double *in, const void *shape) {
 /* Runs the forward over `parts` ranks that share the vocabulary, combines their four numbers a row, and the loss. */
 static void loss_over_parts(const matrix *logits, const loss_shape *s, int64_t parts, float *logp, float *entropy,
                             float *lse) {
-    float all[4][64], shares[8][4][64], packed[8 * 4 * 64];
+    float all[4 * 64], packed[8 * 4 * 64];
     int64_t size = mt_dtype_size(logits->dtype), each = (s->V + parts - 1) / parts, n = 0;
-    for (int64_t first = 0; first < s->V; first += each, n++) {
-        int64_t count = first + each < s->V ? each : s->V - first;
-        float(*share)[64] = shares[n];
-        ops->cross_entropy_forward(share[0], share[1], share[2], share[3], logits->data + first * size, s->labels, s->T,
-                                   logits->stride, first, count, logits->dtype, NULL);
-        for (int k = 0; k < 4; k++) memcpy(packed + (n * 4 + k) * s->T, share[k], (size_t)s->T * 4);
+    mt_cross_entropy_args a = {.T = s->T, .stride = logits->stride, .labels = s->labels};
+    a.logp = logp, a.entropy = entropy, a.lse = lse;
+    for (; a.first < s->V; a.first += each, n++) {
+        a.count = a.first + each < s->V ? each : s->V - a.first;
+        a.logits = logits->data + a.first * size, a.stats = packed + n * 4 * s->T;
+        ops->cross_entropy_forward(&a, logits->dtype, NULL);
     }
-    ops->cross_entropy_combine(all[0], all[1], all[2], all[3], packed, n, s->T, NULL);
-    ops->cross_entropy_loss(logp, entropy, lse, all[0], all[1], all[2], all[3], s->T, NULL);
+    a.stats = all;
+    ops->cross_entropy_combine(&a, packed, n, NULL);
+    ops->cross_entropy_loss(&a, NULL);
 }
 
 static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dtype) {
@@ -1111,24 +1114,26 @@ static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dty
     for (int64_t t = 0; t < T; t++) got[t] = -(double)logp[t], got[T + t] = (double)entropy[t];
     assert_near("loss", got, want, T, 1e-6);
     assert_near("entropy", got + T, want + T, T, 2e-6);
-    for (int64_t first = 0; first < V; first += each) {
-        int64_t count = first + each < V ? each : V - first;
+    mt_cross_entropy_args a = {.T = T, .stride = s->stride, .labels = s->labels, .entropy = entropy, .lse = lse};
+    a.dlogp = dlogp, a.dentropy = dentropy;
+    for (; a.first < V; a.first += each) {
         matrix part = matrix_new(T, s->stride, s->stride, dtype); // the last ranks' columns are padding
         double *values = zeros(T * s->stride);
-        ops->cross_entropy_backward(part.data, logits.data + first * size, s->labels, lse, entropy, dlogp, dentropy, T,
-                                    s->stride, first, count, dtype, NULL);
+        a.count = a.first + each < V ? each : V - a.first;
+        a.logits = logits.data + a.first * size, a.dlogits = part.data;
+        ops->cross_entropy_backward(&a, dtype, NULL);
         matrix_take(&part, values);
         for (int64_t t = 0; t < T; t++) {
-            memcpy(got + t * V + first, values + t * s->stride, (size_t)count * 8);
-            for (int64_t i = count; i < s->stride; i++) assert_true(values[t * s->stride + i] == 0);
+            memcpy(got + t * V + a.first, values + t * s->stride, (size_t)a.count * 8);
+            for (int64_t i = a.count; i < s->stride; i++) assert_true(values[t * s->stride + i] == 0);
         }
         free(values);
     }
     assert_gradient("cross-entropy", got, loss_reference, s, x, n, dout, 2 * T, dtype);
-    ops->cross_entropy_backward(dlogits.data, logits.data, s->labels, lse, entropy, dlogp, dentropy, T, s->stride, 0, V,
-                                dtype, NULL);
-    ops->cross_entropy_backward(logits.data, logits.data, s->labels, lse, entropy, dlogp, dentropy, T, s->stride, 0, V,
-                                dtype, NULL);
+    a.first = 0, a.count = V, a.logits = logits.data, a.dlogits = dlogits.data;
+    ops->cross_entropy_backward(&a, dtype, NULL);
+    a.dlogits = logits.data;
+    ops->cross_entropy_backward(&a, dtype, NULL);
     assert_memory_equal(logits.data, dlogits.data, (size_t)(T * s->stride * size)); // in place
     logits.width = s->stride;
     matrix_take(&logits, NULL), matrix_take(&dlogits, NULL);
@@ -1148,13 +1153,16 @@ static void cross_entropy_matches_float64_and_finite_differences(void **state) {
 static void cross_entropy_survives_large_logits_and_minus_infinity(void **state) {
     (void)state;
     float logits[2][4] = {{30000, 29999, -30000, -INFINITY}, {-INFINITY, -INFINITY, -1e30f, 5}};
-    float max[2], sum[2], target[2], weighted[2], logp[2], entropy[2], lse[2];
+    float stats[4 * 2], logp[2], entropy[2], lse[2];
     int32_t labels[2] = {1, 3};
-    ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, 2, 4, 0, 4, MT_F32, NULL);
-    ops->cross_entropy_loss(logp, entropy, lse, max, sum, target, weighted, 2, NULL);
+    mt_cross_entropy_args a = {.T = 2, .stride = 4, .count = 4, .logits = logits, .labels = labels, .stats = stats};
+    a.logp = logp, a.entropy = entropy, a.lse = lse;
+    ops->cross_entropy_forward(&a, MT_F32, NULL);
+    ops->cross_entropy_loss(&a, NULL);
     assert_true(fabs((double)logp[0] + (1 + log1p(exp(-1)))) < 5e-3 && logp[1] == 0 && entropy[1] == 0);
-    ops->cross_entropy_forward(max, sum, target, NULL, logits, labels, 2, 4, 0, 4, MT_F32, NULL);
-    ops->cross_entropy_loss(logp, NULL, lse, max, sum, target, NULL, 2, NULL);
+    a.entropy = NULL;
+    ops->cross_entropy_forward(&a, MT_F32, NULL);
+    ops->cross_entropy_loss(&a, NULL);
     assert_true(logp[1] == 0);
 }
 
@@ -1522,10 +1530,10 @@ static uint64_t hash_loss_and_optimizer(mt_dtype dtype) {
     double sum = 0;
     operands_fill(&o, dtype);
     for (int i = 0; i < T; i++) o.stats[4][i] = 1;
-    ops->cross_entropy_forward(o.stats[0], o.stats[1], o.stats[2], o.stats[3], o.in[0], o.ids, T, V, 0, V - 3, dtype,
-                               NULL);
-    ops->cross_entropy_backward(o.out[0], o.in[0], o.ids, o.stats[0], NULL, o.stats[4], NULL, T, V, 0, V - 3, dtype,
-                                NULL);
+    mt_cross_entropy_args a = {.T = T, .stride = V, .count = V - 3, .logits = o.in[0], .labels = o.ids};
+    a.stats = a.lse = o.stats[0], a.entropy = o.stats[5], a.dlogp = o.stats[4], a.dlogits = o.out[0];
+    ops->cross_entropy_forward(&a, dtype, NULL);
+    ops->cross_entropy_backward(&a, dtype, NULL);
     ops->activation_forward(o.out[1], o.in[0], NULL, T, V / 2, MT_ACTIVATION_SWIGLU, dtype, NULL);
     ops->activation_forward(o.out[2], o.in[0], NULL, T, V, MT_ACTIVATION_GELU_TANH, dtype, NULL);
     ops->activation_backward(o.out[3], NULL, o.in[1], o.in[0], NULL, T, V, MT_ACTIVATION_GELU, dtype, NULL);

@@ -461,6 +461,64 @@ static void a_failed_mailbox_is_an_error_on_every_rank(void **state) {
     close_trainee(&(trainee){.f = f, .grid = grid});
 }
 
+enum { ENTROPY_T = 5, ENTROPY_V = 13, ENTROPY_STRIDE = 8 };
+
+/* sum_t(dlogp logp + dentropy entropy) of whole logits, in float64. */
+static double entropy_loss(const double *logits, const int32_t *labels, const float *dlogp, const float *dentropy) {
+    double loss = 0;
+    for (int t = 0; t < ENTROPY_T; t++) {
+        const double *x = logits + t * ENTROPY_V;
+        double sum = 0, weighted = 0;
+        for (int i = 0; i < ENTROPY_V; i++) sum += exp(x[i]), weighted += exp(x[i]) * x[i];
+        loss += (double)dlogp[t] * (x[labels[t]] - log(sum)) + (double)dentropy[t] * (log(sum) - weighted / sum);
+    }
+    return loss;
+}
+
+/* The logits' gradient of log-probabilities and entropies, the vocabulary cut over two ranks, against central
+ * differences in float64. The last column of the second rank is padding. */
+static void entropies_of_a_cut_vocabulary_have_gradients(void **state) {
+    (void)state;
+    static const int32_t labels[ENTROPY_T] = {0, 12, 6, 7, 3};
+    static const float dlogp[ENTROPY_T] = {-1, -0.5f, 0.25f, 0, -2}, dentropy[ENTROPY_T] = {-0.7f, 2, 0, 1, -1.5f};
+    double whole[ENTROPY_T * ENTROPY_V];
+    float logits[ENTROPY_T * ENTROPY_STRIDE], stats[4 * ENTROPY_T], parts[2 * 4 * ENTROPY_T];
+    float logp[ENTROPY_T], entropy[ENTROPY_T], lse[ENTROPY_T], loss = 0;
+    static const layout pairs = {.words = "--tensor-model-parallel-size 2"};
+    trainee pair;
+    open_trainee(&pair, "llama", &pairs, "");
+    const mt_group *tensor = &pair.grid.tensor;
+    int64_t first = tensor->rank * 7, count = tensor->rank ? 6 : 7;
+    for (int i = 0; i < ENTROPY_T * ENTROPY_V; i++) whole[i] = (double)(float)(4 * sin(1 + i * i));
+    for (int t = 0; t < ENTROPY_T; t++)
+        for (int64_t i = 0; i < ENTROPY_STRIDE; i++)
+            logits[t * ENTROPY_STRIDE + i] = i < count ? (float)whole[t * ENTROPY_V + first + i] : 1e9f;
+    mt_tensor_parallel tp = {.ops = backend, .group = tensor, .dtype = MT_F32, .T = ENTROPY_T, .rows = ENTROPY_T};
+    tp.loss_parts = parts;
+    mt_cross_entropy_args a = {.T = ENTROPY_T, .stride = ENTROPY_STRIDE, .first = first, .count = count};
+    a.logits = a.dlogits = logits, a.labels = labels, a.stats = stats;
+    a.logp = logp, a.entropy = entropy, a.lse = lse, a.dlogp = dlogp, a.dentropy = dentropy;
+    mt_vocab_cross_entropy_forward(&tp, &a);
+    for (int t = 0; t < ENTROPY_T; t++) loss += dlogp[t] * logp[t] + dentropy[t] * entropy[t];
+    assert_true(fabs((double)loss - entropy_loss(whole, labels, dlogp, dentropy)) < 1e-5);
+    backend->cross_entropy_backward(&a, MT_F32, NULL);
+    for (int t = 0; t < ENTROPY_T; t++)
+        for (int64_t i = 0; i < ENTROPY_STRIDE; i++) {
+            const double step = 1e-5;
+            double *x = &whole[t * ENTROPY_V + (i < count ? first + i : 0)], before = *x, losses[2];
+            for (int sign = 0; sign < 2 && i < count; sign++) {
+                *x = before + (sign ? step : -step);
+                losses[sign] = entropy_loss(whole, labels, dlogp, dentropy);
+            }
+            *x = before;
+            double want = i < count ? (losses[1] - losses[0]) / (2 * step) : 0;
+            double got = (double)logits[t * ENTROPY_STRIDE + i];
+            if (!(fabs(got - want) <= 2e-6))
+                fail_msg("token %d, column %d: %.9g, should be %.9g", t, (int)i, got, want);
+        }
+    close_trainee(&pair);
+}
+
 int main(int argc, char **argv) {
     mt_options options;
     mt_error error;
@@ -476,6 +534,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(channels_close_in_the_order_of_opening),
         cmocka_unit_test(every_message_has_the_length_of_its_receive),
+        cmocka_unit_test(entropies_of_a_cut_vocabulary_have_gradients),
         cmocka_unit_test(a_failed_mailbox_is_an_error_on_every_rank),
         cmocka_unit_test(a_run_continues_from_any_layout_on_any_other),
         cmocka_unit_test(a_run_with_multi_token_prediction_continues_from_any_layout_on_any_other),

@@ -15,6 +15,20 @@
 
 enum { TOKENS = 256, HIDDEN = 64, FFN = 256 };
 
+/* MiB of a row of the printed plan; 0: there is no such row. */
+static double planned(const mt_model *model, const char *row) {
+    char *text;
+    size_t bytes;
+    double mebibytes = 0;
+    FILE *file = open_memstream(&text, &bytes);
+    mt_model_print_plan(model, file);
+    fclose(file);
+    const char *found = strstr(text, row);
+    if (found) assert_int_equal(sscanf(found + strlen(row), "%lf", &mebibytes), 1);
+    free(text);
+    return mebibytes;
+}
+
 /* KiB of activations in the printed plan for training a model with this vocabulary size. */
 static double planned_activations(const char *vocab_size) {
     char *arguments[] = {"train",
@@ -49,16 +63,8 @@ static double planned_activations(const char *vocab_size) {
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0 ||
         mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
-    char *text;
-    size_t bytes;
-    FILE *file = open_memstream(&text, &bytes);
-    mt_model_print_plan(model, file);
-    fclose(file);
-    const char *row = strstr(text, "activations");
-    double mebibytes = 0;
-    assert_non_null(row);
-    assert_int_equal(sscanf(row, "activations %lf", &mebibytes), 1);
-    free(text);
+    double mebibytes = planned(model, "activations");
+    assert_true(mebibytes > 0);
     mt_model_destroy(model);
     mt_options_free(&options);
     return 1024 * mebibytes;
@@ -74,8 +80,13 @@ static void logits_add_memory_only_beyond_the_size_of_the_scratch_they_share(voi
     assert_true(fabs(larger - large - TOKENS * 4096.0 * 4 / 1024) < 110);
 }
 
-/* Bytes of a Llama of 4 layers with further options. */
-static int64_t llama_bytes(const char *words) {
+typedef struct llama {
+    mt_options options;
+    mt_model *model;
+} llama;
+
+/* A Llama of 4 layers with further options on a machine with so much memory (0: this one's); returns the status. */
+static int llama_open(llama *l, const mt_ops *ops, const char *words, int64_t host_memory, mt_error *error) {
     char line[600], *arguments[64];
     int count = 0;
     snprintf(line, sizeof line,
@@ -85,16 +96,26 @@ static int64_t llama_bytes(const char *words) {
              HIDDEN, FFN, TOKENS, words);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .train = true};
-    mt_options options;
+    plan.host_memory = host_memory, l->model = NULL;
+    if (mt_options_parse(&l->options, MT_PROGRAM_TRAIN, count, arguments, error) != 0 ||
+        mt_options_finish(&l->options, MT_PROGRAM_TRAIN, 1, error) != 0)
+        fail_msg("%s", error->text);
+    return mt_model_create(&l->model, &l->options, &mt_grid_of_one, ops, &plan, error);
+}
+
+static void llama_close(llama *l) {
+    mt_model_destroy(l->model);
+    mt_options_free(&l->options);
+}
+
+/* Its bytes; and the MiB of host memory in its plan, unless `host` is NULL. */
+static int64_t llama_bytes(const char *words, double *host) {
+    llama l;
     mt_error error;
-    mt_model *model = NULL;
-    if (mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
-        mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0 ||
-        mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
-        fail_msg("%s", error.text);
-    int64_t bytes = mt_model_bytes(model);
-    mt_model_destroy(model);
-    mt_options_free(&options);
+    if (llama_open(&l, &mt_cpu_ops, words, 0, &error) != 0) fail_msg("%s", error.text);
+    int64_t bytes = mt_model_bytes(l.model);
+    if (host) *host = planned(l.model, "host memory");
+    llama_close(&l);
     return bytes;
 }
 
@@ -117,11 +138,68 @@ static void recomputation_keeps_what_its_units_keep(void **state) {
         {"--recompute-granularity selective --recompute-modules mlp layernorm", 3 * (2 * norm + mlp)},
         {"--recompute-granularity selective --recompute-modules moe moe_act", 0},
     };
-    int64_t all = llama_bytes("");
+    int64_t all = llama_bytes("", NULL);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-        if (all - llama_bytes(cases[i].words) != cases[i].saved)
-            fail_msg("%s saves %lld bytes, not %lld", cases[i].words, (long long)(all - llama_bytes(cases[i].words)),
-                     (long long)cases[i].saved);
+        if (all - llama_bytes(cases[i].words, NULL) != cases[i].saved)
+            fail_msg("%s saves %lld bytes, not %lld", cases[i].words,
+                     (long long)(all - llama_bytes(cases[i].words, NULL)), (long long)cases[i].saved);
+}
+
+/* Two buffers hold the offloaded values of two layers; the host those of the other two of four. */
+static void offloading_keeps_two_layers_on_the_device(void **state) {
+    (void)state;
+    const int64_t column = TOKENS * 4, width = HIDDEN * column, heads = 4, mlp = 3 * FFN * column;
+    const int64_t rest = 2 * (width + column) + (3 * HIDDEN + HIDDEN + heads) * column + width + mlp;
+    const struct {
+        const char *words;
+        int64_t offloaded, recomputed; // bytes per layer; bytes
+    } cases[] = {
+        {"attn_norm", width, 0},
+        {"qkv_linear", width, 0},
+        {"core_attn", 3 * width + heads * column, 0},
+        {"core_attn attn_proj", 4 * width + heads * column, 0},
+        {"attn_norm,mlp_norm", 2 * width, 0},
+        {"mlp", width + mlp, 0},
+        {"expert_fc1 moe_act", 0, 0},
+        {"attn_norm qkv_linear core_attn attn_proj mlp_norm mlp", 7 * width + heads * column + mlp + width, 0},
+        {"attn_norm qkv_linear core_attn --recompute-granularity full", width, 3 * rest},
+        {"mlp_norm mlp --recompute-granularity selective --recompute-modules layernorm", width + mlp, 6 * width},
+    };
+    int64_t all = llama_bytes("", NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char words[256];
+        double host;
+        snprintf(words, sizeof words, "--fine-grained-activation-offloading --offload-modules %s", cases[i].words);
+        int64_t saved = all - llama_bytes(words, &host), offloaded = 2 * cases[i].offloaded;
+        if (saved != offloaded + cases[i].recomputed || fabs(host * 1048576 - (double)offloaded) > 0.051 * 1048576)
+            fail_msg("%s saves %lld bytes, not %lld, with %.1f MiB on the host", cases[i].words, (long long)saved,
+                     (long long)(offloaded + cases[i].recomputed), host);
+    }
+}
+
+/* The CPU in place of a GPU: its own memory suffices, but the host's does not. */
+static void offloading_beyond_the_memory_of_the_host_is_refused(void **state) {
+    (void)state;
+    const int64_t input = HIDDEN * TOKENS * 4;
+    const char *const words[] = {"--fine-grained-activation-offloading --offload-modules attn_norm", ""};
+    const struct {
+        const char *words;
+        int64_t host_memory;
+        bool refused;
+    } cases[] = {{words[0], 2 * input, false}, {words[0], 2 * input - 1, true}, {words[1], 1, false}};
+    mt_ops ops = mt_cpu_ops;
+    ops.on_device = true;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        llama l;
+        mt_error error = {""};
+        int status = llama_open(&l, &ops, cases[i].words, cases[i].host_memory, &error);
+        llama_close(&l);
+        assert_int_equal(status, cases[i].refused ? -1 : 0);
+        if (cases[i].refused &&
+            strcmp(error.text, "offloading needs 0.0 GiB of host memory and the machine has 0.0 GiB available (ranks "
+                               "on it: 1); offload less, or lower --micro-batch-size or --seq-length") != 0)
+            fail_msg("%s", error.text);
+    }
 }
 
 /* Writes a file of a machine whose / is the test's folder. */
@@ -184,6 +262,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_add_memory_only_beyond_the_size_of_the_scratch_they_share),
         cmocka_unit_test(recomputation_keeps_what_its_units_keep),
+        cmocka_unit_test(offloading_keeps_two_layers_on_the_device),
+        cmocka_unit_test(offloading_beyond_the_memory_of_the_host_is_refused),
         cmocka_unit_test_setup_teardown(available_memory_is_what_the_machine_has_left, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_2_count, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_1_count, make_root, remove_root),

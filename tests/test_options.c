@@ -1353,6 +1353,43 @@ static void recomputation_follows_megatron(void **state) {
     }
 }
 
+#define OFFLOAD "--fine-grained-activation-offloading --offload-modules "
+
+/* Modules and refusals are Megatron's; mlp is one more. */
+static void offloading_follows_megatron(void **state) {
+    (void)state;
+    static const char *const refused[][2] = {
+        {"--fine-grained-activation-offloading", "--fine-grained-activation-offloading needs --offload-modules"},
+        {"--offload-modules core_attn", "--offload-modules needs --fine-grained-activation-offloading"},
+        {OFFLOAD "attn_proj", "--offload-modules attn_proj needs --offload-modules core_attn, which is attn_proj"},
+        {OFFLOAD "core_attn,router", "expects some of attn_norm|qkv_linear|core_attn|attn_proj|"},
+    };
+    static const struct {
+        const char *words;
+        unsigned modules;
+    } accepted[] = {
+        {"", 0},
+        {OFFLOAD "core_attn", MT_OFFLOAD_CORE_ATTN},
+        {OFFLOAD "core_attn attn_proj", MT_OFFLOAD_CORE_ATTN | MT_OFFLOAD_ATTN_PROJ},
+        {OFFLOAD "attn_norm,qkv_linear,mlp_norm", MT_OFFLOAD_ATTN_NORM | MT_OFFLOAD_QKV_LINEAR | MT_OFFLOAD_MLP_NORM},
+        {OFFLOAD "expert_fc1 moe_act mlp", MT_OFFLOAD_EXPERT_FC1 | MT_OFFLOAD_MOE_ACT | MT_OFFLOAD_MLP},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        char line[512];
+        snprintf(line, sizeof line, RUN "%s", refused[i][0]);
+        expect_error(line, refused[i][1]);
+    }
+    for (size_t i = 0; i < sizeof accepted / sizeof *accepted; i++) {
+        char line[512];
+        mt_options o;
+        snprintf(line, sizeof line, RUN "%s", accepted[i].words);
+        expect_good(&o, line);
+        assert_int_equal(o.fine_grained_activation_offloading, accepted[i].modules != 0);
+        assert_int_equal(o.offload_modules, accepted[i].modules);
+        mt_options_free(&o);
+    }
+}
+
 static void experts_that_cannot_be_are_refused(void **state) {
     (void)state;
     static const char *const words[][2] = {
@@ -1959,6 +1996,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(own_checkpoints_accept_the_options_that_made_them),
     cmocka_unit_test(a_conversion_needs_no_sequence_length),
     cmocka_unit_test(recomputation_follows_megatron),
+    cmocka_unit_test(offloading_follows_megatron),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
     cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),

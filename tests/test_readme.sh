@@ -164,8 +164,17 @@ chapter_16() {
     done
 }
 
+# All numbers are the chapter's.
+chapter_17() {
+    pipeline=
+    has_mpi && pipeline='^for options in .*all" "'
+    experiment 17 '^export' ${pipeline:+"$pipeline"} || return 1
+    { block '^35' && block '^36'; } | head -n "$(wc -l <"$work/out")" >"$work/want"
+    diff "$work/want" "$work/out" && [ "$(wc -l <"$work/want")" -ge 6 ]
+}
+
 for test in training_on_your_own_text several_ranks hugging_face_models a_yaml_file chapter_1 chapter_4 chapter_5 \
-    chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16; do
+    chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16 chapter_17; do
     check $test $test
 done
 exit $failed

@@ -75,6 +75,18 @@ if [ -n "${HAVE_MPI:-}" ]; then
     }
     check without_sequence_parallel_warns without_sequence_parallel_warns
     check experts_turn_sequence_parallel_on experts_turn_sequence_parallel_on
+    offloads_expert_rows() {
+        # shellcheck disable=SC2086
+        timeout 60 $(mpirun_here) -np 2 "$train" $small --num-experts 2 --disable-bias-linear --swiglu \
+            --expert-model-parallel-size 2 --fine-grained-activation-offloading --offload-modules moe_act "$@" \
+            >"$work/out" 2>&1
+    }
+    rows_that_depend_on_the_data_say_so() {
+        idle='--offload-modules expert_fc1, moe_act has no effect: the number of their rows depends on the data'
+        offloads_expert_rows && says "$idle" "$work/out" && offloads_expert_rows \
+            --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity && ! grep 'no effect' "$work/out"
+    }
+    check rows_that_depend_on_the_data_say_so rows_that_depend_on_the_data_say_so
 else
     echo "skipped: without MPI there is one rank"
 fi
@@ -120,6 +132,21 @@ modules_without_a_layer_say_so() {
         --swiglu $selective mlp layernorm moe_act shared_experts && ! grep 'no effect' "$work/out"
 }
 check modules_without_a_layer_say_so modules_without_a_layer_say_so
+offloaded_modules_without_a_layer_say_so() {
+    offload='--fine-grained-activation-offloading --offload-modules'
+    # shellcheck disable=SC2086
+    prints '^--offload-modules expert_fc1, moe_act has no effect: no layer has experts$' $offload expert_fc1 mlp &&
+        [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    prints '^--offload-modules mlp has no effect: every layer has experts instead of an MLP$' --num-experts 2 \
+        --disable-bias-linear --swiglu $offload mlp moe_act && [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    prints '^--offload-modules other than attn_norm has no effect: full recomputation keeps the input of a unit' \
+        --recompute-granularity full $offload attn_norm,mlp && [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    prints '^  host memory ' --num-layers 3 $offload attn_norm mlp_norm && ! grep 'no effect' "$work/out"
+}
+check offloaded_modules_without_a_layer_say_so offloaded_modules_without_a_layer_say_so
 check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32, --optimizer: always so here, no effect' \
     --attention-softmax-in-fp32 --optimizer adam
 check a_plain_run_has_no_idle_option prints_nothing_idle

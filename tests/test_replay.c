@@ -5,13 +5,9 @@
 static mt_model *replayed;
 static int64_t replays;
 
-static void replaying_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                             const float *entropy, const float *dlogp, const float *dentropy, int64_t T,
-                                             int64_t stride, int64_t first, int64_t count, mt_dtype dtype,
-                                             mt_stream *stream) {
+static void replaying_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     for (int i = 0; replayed && i < 2; i++, replays++) mt_model_replay(replayed);
-    mt_cpu_ops.cross_entropy_backward(dlogits, logits, labels, lse, entropy, dlogp, dentropy, T, stride, first, count,
-                                      dtype, stream);
+    mt_cpu_ops.cross_entropy_backward(a, dtype, stream);
 }
 
 /* Three steps of two micro-batches; their metrics, and the weights afterwards. */
@@ -50,6 +46,10 @@ static void a_replayed_forward_counts_nothing(void **state) {
                       "--moe-expert-capacity-factor 1"},
         {"mixtral", ""},
         {"deepseek_v3", "--moe-router-bias-update-rate 0.01"},
+        {"qwen2_moe", "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj "
+                      "mlp_norm expert_fc1 moe_act mlp"},
+        {"llama", "--fine-grained-activation-offloading --offload-modules attn_norm,mlp --recompute-activations "
+                  "--recompute-modules layernorm"},
     };
     (void)state;
     static mt_ops ops;
