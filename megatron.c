@@ -56,6 +56,7 @@
 #include "megatron.h"
 
 #include <ctype.h>
+#include <float.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -417,6 +418,16 @@ static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* --first-last-layers-bf16 leaves a layer for fp8. */
+static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
+    int64_t start = o->num_layers_at_start_in_bf16, end = o->num_layers_at_end_in_bf16;
+    if (!o->first_last_layers_bf16 || start + end < o->num_layers) return 0;
+    return mt_error_set(error,
+                        "--num-layers-at-start-in-bf16 %lld and --num-layers-at-end-in-bf16 %lld leave no layer of "
+                        "%lld in fp8; lower them or leave out --first-last-layers-bf16",
+                        (long long)start, (long long)end, (long long)o->num_layers);
+}
+
 /* Vocabulary, positions and sequence length. */
 static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
     bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
@@ -452,7 +463,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--ffn-hidden-size", o->moe_layers && !strchr(o->moe_layers, '0') ? 0 : o->ffn_hidden_size, tensor, tp},
+        {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
         {"--seq-length", o->seq_length,
          "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
@@ -825,7 +836,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
-    if (mt_options_derive_recompute(o, error)) return -1;
+    if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
     if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
@@ -875,6 +886,9 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--num-experts is %lld, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most %lld "
          "experts",
          {E, l->aux_loss_experts}},
+        {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
+        {l->no_mxfp8 && o->fp8_format && o->fp8_recipe == MT_FP8_MXFP8,
+         "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -908,7 +922,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
     double output = C * (double)o->padded_vocab_size;
     double layers = (double)o->num_layers * (projections + attention) + mlps;
-    bool sparse = o->moe_layers && o->moe_layers[o->num_layers - 1] == '1';
+    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
     double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
@@ -1438,6 +1452,245 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
         }
     }
     if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
+}
+
+/* ---- fp8: operands are rounded to the grid of e4m3 or e5m2, and their products summed in fp32 */
+
+float mt_f8_largest(mt_dtype format) {
+    return format == MT_F8_E4M3 ? 448.0f : 57344.0f;
+}
+
+/* A normal result has the float's exponent and upper bits of its mantissa. Subnormal results are evenly spaced: a power
+ * of two is added whose unit in the last place is that spacing, so that the sum is rounded to it. */
+static inline uint8_t mt_f8_encode(float value, bool e4m3) {
+    const float largest = e4m3 ? 448.0f : 57344.0f, least_normal = e4m3 ? 0x1p-6f : 0x1p-14f;
+    const uint32_t shift = e4m3 ? 20 : 21, bias = e4m3 ? 120u << 3 : 112u << 2; // (127 - the format's bias) << mantissa
+    float size = fabsf(value), sum;
+    size = size > largest ? largest : size;
+    sum = size + (e4m3 ? 0x1p14f : 0x1p7f);
+    uint32_t bits, normal, subnormal;
+    memcpy(&bits, &size, sizeof bits);
+    memcpy(&subnormal, &sum, sizeof subnormal);
+    normal = ((bits + (1u << (shift - 1)) - 1 + (bits >> shift & 1)) >> shift) - bias;
+    normal = value != value ? 0x7F : size < least_normal ? subnormal & 0x7F : normal;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint8_t)(normal | (bits >> 24 & 0x80));
+}
+
+uint8_t mt_f32_to_f8(float value, mt_dtype format) {
+    return mt_f8_encode(value, format == MT_F8_E4M3);
+}
+
+float mt_f8_to_f32(uint8_t bits, mt_dtype format) {
+    bool e4m3 = format == MT_F8_E4M3;
+    int width = e4m3 ? 3 : 2, exponent = (bits & 0x7F) >> width, mantissa = bits & ((1 << width) - 1);
+    float value = ldexpf((float)(mantissa + (exponent > 0 ? 1 << width : 0)),
+                         (exponent > 0 ? exponent : 1) - (e4m3 ? 7 : 15) - width);
+    if (e4m3 && (bits & 0x7F) == 0x7F) value = NAN;
+    if (!e4m3 && exponent == 31) value = mantissa > 0 ? NAN : INFINITY;
+    return bits & 0x80 ? -value : value;
+}
+
+/* Rows and columns of the elements that share a scale. A whole matrix counts as its rows, which have equal scales. */
+static int64_t mt_fp8_block_rows(mt_fp8_blocks blocks) {
+    return blocks == MT_FP8_BLOCK_128 ? 128 : 1;
+}
+
+static int64_t mt_fp8_block_columns(mt_fp8_blocks blocks) {
+    return blocks == MT_FP8_TENSOR ? INT64_MAX : blocks == MT_FP8_VECTOR_32 ? 32 : 128;
+}
+
+int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks) {
+    int64_t multiple = blocks == MT_FP8_TENSOR ? 16 : mt_fp8_block_columns(blocks);
+    return mt_divide_up(C, multiple) * multiple;
+}
+
+/* Index of the scale of element (r, c). */
+static int64_t mt_fp8_scale_index(int64_t R, int64_t C, mt_fp8_blocks blocks, int64_t r, int64_t c) {
+    if (blocks == MT_FP8_TENSOR) return 0;
+    if (blocks == MT_FP8_BLOCK_128) return r / 128 * mt_divide_up(mt_divide_up(C, 128), 4) * 4 + c / 128;
+    return c / mt_fp8_block_columns(blocks) * mt_divide_up(R, 4) * 4 + r;
+}
+
+int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks) {
+    if (blocks == MT_FP8_TENSOR) return 1;
+    if (blocks == MT_FP8_BLOCK_128) return mt_divide_up(R, 128) * mt_divide_up(mt_divide_up(C, 128), 4) * 4;
+    return mt_divide_up(C, mt_fp8_block_columns(blocks)) * mt_divide_up(R, 4) * 4;
+}
+
+/* Matrix i of several [R, C]; those with one scale share it. */
+static mt_fp8_matrix mt_fp8_matrix_at(const mt_fp8_matrix *matrices, int64_t i, int64_t R) {
+    mt_fp8_matrix matrix = *matrices;
+    if (!matrix.data) return matrix;
+    matrix.data += i * R * matrix.stride;
+    if (matrix.blocks != MT_FP8_TENSOR) matrix.inverse_scales += i * mt_fp8_num_scales(R, matrix.stride, matrix.blocks);
+    return matrix;
+}
+
+/* The scale of a block with this largest absolute value. */
+static float mt_fp8_scale(float amax, mt_dtype format, bool power_of_two) {
+    if (!(amax > 0) || isinf(amax)) return 1.0f;
+    float scale = mt_f8_largest(format) / amax;
+    if (isinf(scale)) scale = FLT_MAX;
+    return power_of_two ? ldexpf(1.0f, ilogbf(scale)) : scale;
+}
+
+/* The largest absolute value of x[n], NaN if x has one. */
+static float mt_amax(const float *x, int64_t n) {
+    float amax = 0, nan = 0;
+#pragma omp simd reduction(max : amax) reduction(+ : nan)
+    for (int64_t i = 0; i < n; i++) {
+        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+        nan += x[i] != x[i] ? 1.0f : 0.0f;
+    }
+    return nan > 0 ? NAN : amax;
+}
+
+static float mt_amax_merge(float a, float b) {
+    return a != a || a > b ? a : b;
+}
+
+/* Quantizes rows [begin, end) of x[R, C], which are `stride` apart; scale NULL: of each block. */
+static void mt_quantize_matrix(const mt_fp8_matrix *to, const float *x, int64_t R, int64_t begin, int64_t end,
+                               int64_t C, int64_t stride, const float *scale) {
+    int64_t rows = mt_fp8_block_rows(to->blocks), columns = mt_fp8_block_columns(to->blocks);
+    bool e4m3 = to->format == MT_F8_E4M3;
+    if (to->blocks == MT_FP8_TENSOR) to->inverse_scales[0] = 1.0f / *scale;
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+    for (int64_t r0 = begin; r0 < end; r0 += rows) {
+        int64_t r_end = mt_min(r0 + rows, end);
+        for (int64_t c0 = 0; c0 < C; c0 += mt_min(columns, C)) {
+            int64_t count = mt_min(columns, C - c0);
+            float amax = 0, factor = scale ? *scale : 1;
+            for (int64_t r = r0; r < r_end && !scale; r++)
+                amax = mt_amax_merge(amax, mt_amax(x + r * stride + c0, count));
+            if (!scale) factor = mt_fp8_scale(amax, to->format, true);
+            if (!scale) to->inverse_scales[mt_fp8_scale_index(R, C, to->blocks, r0, c0)] = 1.0f / factor;
+            for (int64_t r = r0; r < r_end; r++) {
+                const float *from = x + r * stride + c0;
+                uint8_t *bits = to->data + r * to->stride + c0;
+#pragma omp simd
+                for (int64_t c = 0; c < count; c++) bits[c] = mt_f8_encode(from[c] * factor, e4m3);
+            }
+        }
+        for (int64_t r = r0; r < r_end; r++) memset(to->data + r * to->stride + C, 0, (size_t)(to->stride - C));
+    }
+}
+
+/* to[C, stride] = the transpose of x[R, C], with the segments of experts apart. */
+static void mt_transpose_segments(float *to, int64_t stride, const float *x, int64_t R, int64_t C,
+                                  const int32_t *offsets, int64_t num_experts) {
+    memset(to, 0, (size_t)(C * stride) * sizeof *to);
+    for (int64_t e = 0, first = 0; e < (offsets ? num_experts : 1); e++) {
+        int64_t begin = offsets ? offsets[e] : 0, end = offsets ? offsets[e + 1] : R;
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+        for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of x
+            for (int64_t r = begin; r < end; r++)
+                for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) to[c * stride + first + r - begin] = x[r * C + c];
+        first += mt_divide_up(end - begin, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
+    }
+}
+
+static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t R = a->R, C = a->C, n = R * C, begin = a->offsets ? a->offsets[0] : 0,
+            end = a->offsets ? a->offsets[a->num_experts] : R, x_floats = mt_matrix_scratch(R, C, dtype),
+            stride = a->columns.stride;
+    bool one_scale = (a->rows.data ? a->rows : a->columns).blocks == MT_FP8_TENSOR;
+    float *scratch = mt_scratch_grow(x_floats + (a->columns.data ? C * stride : 0)), *transposed = scratch + x_floats;
+    float amax = 0, scale;
+    for (int64_t i = 0; i < (one_scale && (!a->scale || a->amax) ? a->count : 0); i++)
+        for (int64_t r = begin; r < end; r++) {
+            const float *row = mt_row_load(scratch, a->x, i * n + r * C, C, dtype);
+            amax = mt_amax_merge(amax, mt_amax(row, C));
+        }
+    if (one_scale && a->amax) *a->amax = a->scale ? mt_amax_merge(*a->amax, amax) : amax;
+    scale = a->scale ? *a->scale : mt_fp8_scale(amax, (a->rows.data ? a->rows : a->columns).format, false);
+    for (int64_t i = 0; i < a->count; i++) {
+        mt_matrix x = mt_matrix_load(scratch, a->x, i * n, R, C, C, dtype);
+        mt_fp8_matrix rows = mt_fp8_matrix_at(&a->rows, i, a->R), columns = mt_fp8_matrix_at(&a->columns, i, C);
+        if (rows.data) mt_quantize_matrix(&rows, x.data, a->R, begin, end, C, C, one_scale ? &scale : NULL);
+        if (!columns.data) continue;
+        mt_transpose_segments(transposed, stride, x.data, R, C, a->offsets, a->num_experts);
+        mt_quantize_matrix(&columns, transposed, C, 0, C, stride, stride, one_scale ? &scale : NULL);
+    }
+}
+
+/* to[rows, C] = the values of rows [first, first + rows) of a matrix [R, ...], columns [c0, c0 + C). */
+static void mt_fp8_load(float *to, const mt_fp8_matrix *matrix, int64_t R, int64_t first, int64_t rows, int64_t c0,
+                        int64_t C) {
+    float values[256];
+    int64_t columns = mt_fp8_block_columns(matrix->blocks);
+    for (int code = 0; code < 256; code++) values[code] = mt_f8_to_f32((uint8_t)code, matrix->format);
+#pragma omp parallel for if (rows * C > MT_PARALLEL)
+    for (int64_t r = 0; r < rows; r++) {
+        const uint8_t *bits = matrix->data + (first + r) * matrix->stride;
+        for (int64_t c = c0, end; c < c0 + C; c = end) {
+            end = columns == INT64_MAX ? c0 + C : mt_min((c / columns + 1) * columns, c0 + C);
+            float scale = matrix->inverse_scales[mt_fp8_scale_index(R, matrix->stride, matrix->blocks, first + r, c)];
+            for (int64_t i = c; i < end; i++) to[r * C + i - c0] = values[bits[i]] * scale;
+        }
+    }
+}
+
+/* out[M, N] (+)= rows [first, first + M) of p->a times b^T, over K elements from column k on. */
+static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *b, void *out, int64_t first, int64_t M,
+                            int64_t k, int64_t K) {
+    int64_t N = p->N, M_block = mt_max(1, mt_min(M, 512)), N_block = mt_min(N, 1024);
+    int64_t out_floats = mt_matrix_scratch(M_block, N_block, p->out_dtype);
+    float *a_floats = mt_scratch_grow((M_block + N_block) * K + out_floats + N_block),
+          *b_floats = a_floats + M_block * K;
+    float *scratch = b_floats + N_block * K, *bias_scratch = scratch + out_floats;
+    for (int64_t m = 0; m < M; m += M_block) {
+        int64_t rows = mt_min(M_block, M - m);
+        mt_fp8_load(a_floats, &p->a, p->M, first + m, rows, k, K);
+        for (int64_t n = 0; n < N; n += N_block) {
+            int64_t columns = mt_min(N_block, N - n), stride = p->out_dtype == MT_F32 ? N : columns;
+            mt_fp8_load(b_floats, b, N, n, columns, k, K);
+            const float *bias = p->bias ? mt_row_load(bias_scratch, p->bias, n, columns, p->out_dtype) : NULL;
+            float *block = mt_row_open(scratch, out, m * N + n, p->out_dtype);
+            for (int64_t r = 0; r < (bias ? rows : 0); r++)
+                memcpy(block + r * stride, bias, (size_t)columns * sizeof *bias);
+            mt_matmul(block, a_floats, b_floats, rows, columns, K, stride, K, K, MT_PLAIN, MT_TRANSPOSED,
+                      bias || p->accumulate);
+            mt_matrix_store(out, m * N + n, block, rows, columns, N, p->out_dtype);
+        }
+    }
+}
+
+static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(p->out_dtype);
+    if (!p->offsets) mt_fp8_multiply(p, &p->b, p->out, 0, p->M, 0, p->K);
+    for (int64_t e = 0, k = 0; e < (p->offsets ? p->num_experts : 0); e++) {
+        int64_t begin = p->offsets[e], count = p->offsets[e + 1] - begin;
+        mt_fp8_matrix b = mt_fp8_matrix_at(&p->b, p->sums_rows ? 0 : e, p->N);
+        char *out = (char *)p->out + (p->sums_rows ? e * p->M : begin) * p->N * size;
+        if (!p->sums_rows && count > 0) mt_fp8_multiply(p, &b, out, begin, count, 0, p->K);
+        if (!p->sums_rows) continue;
+        if (count == 0 && !p->accumulate) memset(out, 0, (size_t)(p->M * p->N * size));
+        if (count > 0) mt_fp8_multiply(p, &b, out, 0, p->M, k, count);
+        k += mt_divide_up(count, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
+    }
+}
+
+static void mt_cpu_column_sums(float *sums, const void *x, int64_t R, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_column_sums(sums, x, R, C, dtype);
+}
+
+static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
+    (void)stream;
+    for (int64_t i = 0; i < a->n; i++) {
+        float current = a->history[i], amax = current, scale;
+        for (int64_t t = 1; t < a->length && !a->most_recent; t++) amax = mt_amax_merge(amax, a->history[t * a->n + i]);
+        a->history[i] = 0;
+        if (a->guard[0] < 0) continue; // a bad step
+        scale = a->largest[i] / amax / ldexpf(1.0f, (int)a->margin);
+        if (amax > 0 && isfinite(amax)) a->scale[i] = isinf(scale) ? FLT_MAX : scale;
+        for (int64_t t = 1; t + 1 < a->length; t++) a->history[t * a->n + i] = a->history[(t + 1) * a->n + i];
+        if (a->length > 1) a->history[(a->length - 1) * a->n + i] = current;
+    }
 }
 
 double mt_cpu_matmul_rate(int64_t n) {
@@ -4251,35 +4504,175 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 /* Every matrix product with a parameter. A column-parallel weight is cut by rows, [N / t, K]: each tensor-parallel rank
  * computes a share of the outputs. A row-parallel weight is cut by columns, [N, K / t]: each rank computes a partial
  * sum. With a group of one both are plain products. Experts use grouped products. This section handles communication,
- * its overlap, the fused GELU, and accumulation of gradients; layers know none of them. Invariants: gradients of
+ * its overlap, the fused GELU, fp8, and accumulation of gradients; layers know none of them. Invariants: gradients of
  * weights need no communication; a step's first product overwrites dw, later ones add to it. */
 
-/* ---- the product alone, on T rows */
+/* ---- fp8: quantizes the operands of a product. Products need both operands with the summed dimension contiguous:
+ *
+ *   y[T, N] = x w^T          from x [T, K] and w [N, K]
+ *   dx[T, K] = dy w          from dy [T, N] and w^T [K, N]
+ *   dw[N, K] = dy^T x        from dy^T [N, T] and x^T [K, T]
+ *
+ * so that w and dy are quantized as they are and transposed, in one pass. Quantized operands live until the end of the
+ * call, in scratch; quantized weights until the weights change, unless they are sharded. */
+
+/* Space for x[R, C] in fp8; of experts' rows, or `count` matrices. */
+static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, int64_t C, mt_dtype format,
+                                     mt_fp8_blocks blocks) {
+    mt_fp8_matrix matrix = {.stride = mt_fp8_stride(C, blocks), .format = format, .blocks = blocks};
+    int64_t scales = blocks == MT_FP8_TENSOR ? 1 : count * mt_fp8_num_scales(R, matrix.stride, blocks);
+    matrix.data = mt_arena_alloc(arena, count * R * matrix.stride);
+    matrix.inverse_scales = mt_arena_alloc(arena, scales * 4);
+    return matrix;
+}
+
+/* The transpose of T rows: experts' rows are rounded up, so that no block spans two experts. */
+static mt_fp8_matrix mt_fp8_allocate_columns(mt_arena *arena, const mt_linear *l, int64_t T, int64_t C,
+                                             mt_dtype format) {
+    int64_t padding = l->num_experts * (MT_FP8_EXPERT_ROWS - 1);
+    return mt_fp8_allocate(arena, 1, C, T + padding, format, l->fp8->recipe->blocks);
+}
+
+/* The copies of a weight that its products read. */
+static void mt_fp8_allocate_weight(mt_arena *arena, const mt_linear *l, mt_fp8_matrix *w, mt_fp8_matrix *transposed) {
+    const mt_fp8 *recipe = l->fp8->recipe;
+    int64_t count = mt_max(l->num_experts, 1);
+    if (w) *w = mt_fp8_allocate(arena, count, l->N, l->K, recipe->format, recipe->weight_blocks);
+    if (transposed) *transposed = mt_fp8_allocate(arena, count, l->K, l->N, recipe->format, recipe->weight_blocks);
+}
+
+/* Bytes of scratch that the products of one call need, for T rows in `pieces`. */
+static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t pieces) {
+    const mt_fp8 *recipe = l->fp8->recipe;
+    mt_arena forward = {0}, backward = {0};
+    mt_fp8_matrix w;
+    for (int64_t i = 0; i < pieces; i++) {
+        int64_t rows = mt_divide_up(T, pieces);
+        mt_fp8_allocate(&forward, 1, rows, l->K, recipe->format, recipe->blocks);
+        mt_fp8_allocate(&backward, 1, rows, l->N, recipe->gradient_format, recipe->blocks);
+    }
+    mt_fp8_allocate_columns(&backward, l, T, l->N, recipe->gradient_format);
+    mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
+    if (!recipe->keeps_weights) mt_fp8_allocate_weight(&forward, l, &w, NULL);
+    if (!recipe->keeps_weights) mt_fp8_allocate_weight(&backward, l, NULL, &w);
+    for (int64_t i = 0; i < pieces + 3; i++)
+        mt_arena_alloc(forward.used > backward.used ? &forward : &backward, 4); // amax
+    return mt_max(forward.used, backward.used);
+}
+
+/* Begins a call: its operands overwrite those of the call before. Only experts' rows can need more than was planned. */
+static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    if (!l->fp8) return;
+    mt_arena *scratch = &l->fp8->recipe->scratch;
+    int64_t bytes = io->offsets ? mt_fp8_scratch_bytes(l, io->num_rows, 1) : 0;
+    scratch->used = 0;
+    if (bytes <= scratch->capacity) return;
+    if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
+    scratch->capacity = bytes * 9 / 8;
+    scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
+}
+
+/* Quantizes x, w or dy of a linear; `a` has the operand and its copies. */
+static void mt_fp8_quantize(const mt_tensor_parallel *tp, const mt_linear *l, mt_fp8_operand operand,
+                            mt_quantize_args a) {
+    const mt_fp8_linear *f = l->fp8;
+    a.num_experts = l->num_experts;
+    if (f->scale) {
+        a.scale = f->scale + operand;
+        // a weight that an evaluation quantized serves the next step too
+        a.amax = tp->training || operand == MT_FP8_W ? f->amax + operand : NULL;
+    } else if (f->recipe->blocks == MT_FP8_TENSOR) {
+        a.amax = mt_arena_alloc(&f->recipe->scratch, 4);
+    }
+    tp->ops->quantize(&a, tp->dtype, tp->stream);
+}
+
+/* w, or its transpose. */
+static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear *l, bool transposed) {
+    mt_fp8_linear *f = l->fp8;
+    mt_quantize_args a = {.x = l->weight.w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
+    if (f->recipe->keeps_weights) {
+        a.rows = f->w, a.columns = f->w_transposed;
+        if (f->version != f->recipe->version) mt_fp8_quantize(tp, l, MT_FP8_W, a);
+        f->version = f->recipe->version;
+    } else {
+        mt_fp8_allocate_weight(&f->recipe->scratch, l, transposed ? NULL : &a.rows, transposed ? &a.columns : NULL);
+        mt_fp8_quantize(tp, l, MT_FP8_W, a);
+    }
+    return transposed ? a.columns : a.rows;
+}
+
+/* Quantizes T rows of dy for the products of the selected halves of the backward. */
+static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt_linear_io *io, int64_t T, int halves) {
+    mt_fp8 *recipe = l->fp8 ? l->fp8->recipe : NULL;
+    if (!recipe) return;
+    mt_quantize_args a = {.x = io->dy, .count = 1, .R = T, .C = l->N};
+    a.offsets = io->offsets;
+    if (halves & MT_BACKWARD_INPUT)
+        a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, l->N, recipe->gradient_format, recipe->blocks);
+    if ((halves & MT_BACKWARD_WEIGHT) && recipe->wgrad)
+        a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, l->N, recipe->gradient_format);
+    if (a.rows.data || a.columns.data) mt_fp8_quantize(tp, l, MT_FP8_DY, a);
+    io->dy_fp8 = a.rows, io->dy_transposed = a.columns;
+}
+
+/* The product of `a`, of experts' rows where io has them. Scales per block need sums in fp32. */
+static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                               mt_fp8_product_args a) {
+    a.exact_sums = a.exact_sums || l->fp8->recipe->blocks != MT_FP8_TENSOR;
+    a.offsets = io->offsets, a.num_experts = l->num_experts;
+    tp->ops->fp8_product(&a, tp->stream);
+}
+
+/* ---- the product alone, on T rows; io->offsets: of experts */
 
 /* y = x w^T + bias; unless gelu is NULL, gelu = GELU(y), tanh approximation; fused if the backend can. */
-static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, void *gelu, void *y, const void *x,
-                               const void *bias, int64_t T) {
+static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (gelu && ops->linear_gelu_forward) {
-        ops->linear_gelu_forward(gelu, y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
-        return;
+    const void *bias = io->omits_bias ? NULL : l->bias.w;
+    bool fuses_gelu = io->gelu && ops->linear_gelu_forward && !l->fp8;
+    if (l->fp8) {
+        const mt_fp8 *recipe = l->fp8->recipe;
+        mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
+        x.rows = mt_fp8_allocate(&l->fp8->recipe->scratch, 1, T, l->K, recipe->format, recipe->blocks);
+        mt_fp8_quantize(tp, l, MT_FP8_X, x);
+        mt_fp8_product_args a = {.a = x.rows, .b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
+        a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->offsets ? NULL : bias;
+        mt_fp8_run_product(tp, l, io, a);
+    } else if (io->offsets) {
+        ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts, tp->dtype,
+                                    tp->stream);
+    } else if (fuses_gelu) {
+        ops->linear_gelu_forward(io->gelu, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+    } else {
+        ops->linear_forward(io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    ops->linear_forward(y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu) ops->activation_forward(gelu, y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
+    if (io->offsets && bias)
+        ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
+    if (io->gelu && !fuses_gelu)
+        ops->activation_forward(io->gelu, io->y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
 }
 
 /* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
-static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, void *dx, const void *dy,
-                                      const void *gelu_input, int64_t T) {
+static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                      int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (gelu_input && ops->linear_backward_gelu) {
-        ops->linear_backward_gelu(dx, dy, l->weight.w, gelu_input, T, l->N, l->K, tp->dtype, tp->stream);
-        return;
+    bool fuses_gelu = io->gelu_input && ops->linear_backward_gelu && !l->fp8;
+    if (l->fp8) {
+        mt_fp8_product_args a = {.a = io->dy_fp8, .b = mt_fp8_weight(tp, l, true), .M = T, .N = l->K, .K = l->N};
+        a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
+        mt_fp8_run_product(tp, l, io, a);
+    } else if (io->offsets) {
+        ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts,
+                                           tp->dtype, tp->stream);
+    } else if (fuses_gelu) {
+        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, io->gelu_input, T, l->N, l->K, tp->dtype, tp->stream);
+    } else {
+        ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    ops->linear_backward_input(dx, dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
-    if (gelu_input)
-        ops->activation_backward(dx, NULL, dx, gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH, tp->dtype,
-                                 tp->stream);
+    if (io->gelu_input && !fuses_gelu)
+        ops->activation_backward(io->dx, NULL, io->dx, io->gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH,
+                                 tp->dtype, tp->stream);
 }
 
 /* True if a product adds to dw, which holds a gradient afterwards. */
@@ -4290,40 +4683,60 @@ static bool mt_weight_accumulates(const mt_weight *weight) {
 }
 
 /* dw = dy^T x, or += when accumulate; dbias += column sums of dy. */
-static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const void *dy, const void *x,
+static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                        int64_t T, bool accumulate) {
-    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, accumulate, tp->dtype, tp->stream);
+    const mt_ops *ops = tp->ops;
+    bool in_fp8 = io->dy_transposed.data;
+    if (in_fp8) {
+        mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
+        x.columns = mt_fp8_allocate_columns(&l->fp8->recipe->scratch, l, T, l->K, l->fp8->recipe->format);
+        mt_fp8_quantize(tp, l, MT_FP8_X, x);
+        mt_fp8_product_args a = {.a = io->dy_transposed, .b = x.columns, .M = l->N, .N = l->K, .K = T};
+        a.out = l->weight.dw, a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
+        mt_fp8_run_product(tp, l, io, a);
+        if (l->bias.dw && !io->offsets) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
+    } else if (io->offsets) {
+        ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, T, l->N, l->K, l->num_experts,
+                                            accumulate, tp->dtype, tp->stream);
+    } else {
+        ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, T, l->N, l->K, accumulate, tp->dtype,
+                                    tp->stream);
+    }
+    if (io->offsets && l->bias.dw)
+        ops->grouped_bias_backward(l->bias.dw, io->dy, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
 }
 
 /* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
 
 static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    mt_linear_io at = *io;
     if (!tp->overlaps) {
-        const void *x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
-        mt_product_forward(tp, l, io->gelu, io->y, x, l->bias.w, tp->T);
+        at.x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
+        mt_product_forward(tp, l, &at, tp->T);
         return;
     }
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
-        const void *piece = mt_gather_step(tp, io->x, l->K, step, &owner);
-        mt_product_forward(tp, l, io->gelu ? mt_rows_of_rank(tp, io->gelu, owner, l->N) : NULL,
-                           mt_rows_of_rank(tp, io->y, owner, l->N), piece, l->bias.w, tp->rows);
+        at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
+        at.y = mt_rows_of_rank(tp, io->y, owner, l->N);
+        if (io->gelu) at.gelu = mt_rows_of_rank(tp, io->gelu, owner, l->N);
+        mt_product_forward(tp, l, &at, tp->rows);
     }
 }
 
 /* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
 static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    const void *x = io->x;
+    mt_linear_io at = *io;
     bool parallel = tp->group->size > 1;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
-        x = mt_gather_overlapped(tp, x, l->K);
+        at.x = mt_gather_overlapped(tp, io->x, l->K);
     }
-    if (halves & MT_BACKWARD_INPUT)
-        mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
+    mt_fp8_gradient(tp, l, &at, tp->T, halves);
+    at.dx = mt_region_partial(tp, io->dx);
+    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
-    if (halves & MT_BACKWARD_WEIGHT)
-        mt_product_backward_weight(tp, l, io->dy, x, tp->T, mt_weight_accumulates(&l->weight));
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T, mt_weight_accumulates(&l->weight));
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
@@ -4331,16 +4744,18 @@ static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l,
 
 /* Only the first rank adds the bias. */
 static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    const void *bias = tp->group->rank == 0 ? l->bias.w : NULL;
+    mt_linear_io at = *io;
+    at.omits_bias = tp->group->rank > 0;
     if (!tp->overlaps) {
-        mt_product_forward(tp, l, NULL, mt_region_partial(tp, io->y), io->x, bias, tp->T);
+        at.y = mt_region_partial(tp, io->y);
+        mt_product_forward(tp, l, &at, tp->T);
         mt_region_leave_forward(tp, io->y, l->N);
         return;
     }
     for (int step = 1; step <= tp->group->size; step++) { // the transfer of one rank's part overlaps the next product
         int owner = mt_tensor_rank_after(tp, step);
-        mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
-                           mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
+        at.y = mt_rows_of_rank(tp, tp->partial, owner, l->N), at.x = mt_rows_of_rank(tp, io->x, owner, l->K);
+        mt_product_forward(tp, l, &at, tp->rows);
         if (step == tp->group->size) break; // this rank's own
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
         mt_scatter_step(tp, l->N, step);
@@ -4351,10 +4766,13 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
 /* dx from dy[rows, N], one rank's rows at a time; returns dy of all rows. */
 static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp, const mt_linear *l,
                                                     const mt_linear_io *io) {
+    mt_linear_io at = *io;
     for (int step = 0, owner; step < tp->group->size; step++) {
-        const void *piece = mt_gather_step(tp, io->dy, l->N, step, &owner);
-        mt_product_backward_input(tp, l, mt_rows_of_rank(tp, io->dx, owner, l->K), piece,
-                                  io->gelu_input ? mt_rows_of_rank(tp, io->gelu_input, owner, l->K) : NULL, tp->rows);
+        at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
+        at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K);
+        if (io->gelu_input) at.gelu_input = mt_rows_of_rank(tp, io->gelu_input, owner, l->K);
+        mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
+        mt_product_backward_input(tp, l, &at, tp->rows);
     }
     const void *dy = mt_gather_own(tp, io->dy, l->N);
     tp->ops->stream_wait_stream(tp->stream, tp->comm);
@@ -4363,12 +4781,13 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
 
 /* Every rank computes the same dbias over all rows. */
 static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
+    mt_linear_io at = *io;
     bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
-    const void *dy =
-        in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
-    if (halves & MT_BACKWARD_WEIGHT)
-        mt_product_backward_weight(tp, l, dy, io->x, tp->T, mt_weight_accumulates(&l->weight));
-    if ((halves & MT_BACKWARD_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
+    at.dy = in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
+    if (in_steps) halves &= ~MT_BACKWARD_INPUT;
+    mt_fp8_gradient(tp, l, &at, tp->T, halves);
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T, mt_weight_accumulates(&l->weight));
+    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
 }
 
 /* ---- grouped: rows sorted by expert, one weight per expert; one operation, or one per expert */
@@ -4383,58 +4802,39 @@ static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear
                                    mt_linear_io *own, int64_t *count) {
     int64_t first = io->host_offsets[i], size = l->N * l->K;
     mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
-    expert.bias.w = io->omits_bias ? NULL : mt_operand(tp, l->bias.w, i * l->N);
+    expert.bias.w = mt_operand(tp, l->bias.w, i * l->N);
     if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
     if (l->bias.dw) expert.bias.dw = l->bias.dw + i * l->N;
     *count = io->host_offsets[i + 1] - first;
     *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
     own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
+    own->omits_bias = io->omits_bias;
     return expert;
 }
 
 static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    if (!io->host_offsets) {
-        tp->ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
-                                        l->num_experts, tp->dtype, tp->stream);
-        if (l->bias.w && !io->omits_bias)
-            tp->ops->grouped_bias_forward(io->y, l->bias.w, io->offsets, io->num_rows, l->N, l->num_experts, tp->dtype,
-                                          tp->stream);
-        return;
-    }
-    for (int64_t i = 0, count; i < l->num_experts; i++) {
+    if (!io->host_offsets) mt_product_forward(tp, l, io, io->num_rows);
+    for (int64_t i = 0, count; i < (io->host_offsets ? l->num_experts : 0); i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0) mt_product_forward(tp, &expert, NULL, own.y, own.x, expert.bias.w, count);
+        if (count > 0) mt_product_forward(tp, &expert, &own, count);
     }
 }
 
-static void mt_grouped_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    if (!io->host_offsets) {
-        tp->ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
-                                               l->num_experts, tp->dtype, tp->stream);
-        return;
-    }
-    for (int64_t i = 0, count; i < l->num_experts; i++) {
+static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
+    mt_linear_io at = *io;
+    bool accumulate = (halves & MT_BACKWARD_WEIGHT) && mt_weight_accumulates(&l->weight);
+    mt_fp8_gradient(tp, l, &at, io->num_rows, halves);
+    if ((halves & MT_BACKWARD_INPUT) && !io->host_offsets) mt_product_backward_input(tp, l, &at, io->num_rows);
+    if ((halves & MT_BACKWARD_WEIGHT) && !io->host_offsets)
+        mt_product_backward_weight(tp, l, &at, io->num_rows, accumulate);
+    for (int64_t i = 0, count; i < (io->host_offsets ? l->num_experts : 0); i++) {
         mt_linear_io own;
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0) mt_product_backward_input(tp, &expert, own.dx, own.dy, NULL, count);
-    }
-}
-
-static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    bool accumulate = mt_weight_accumulates(&l->weight);
-    if (!io->host_offsets)
-        tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
-                                                l->num_experts, accumulate, tp->dtype, tp->stream);
-    if (!io->host_offsets && l->bias.dw)
-        tp->ops->grouped_bias_backward(l->bias.dw, io->dy, io->offsets, io->num_rows, l->N, l->num_experts, tp->dtype,
-                                       tp->stream);
-    for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
-        mt_linear_io own;
-        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0)
-            mt_product_backward_weight(tp, &expert, own.dy, own.x, count, accumulate);
-        else if (!accumulate) // the expert has no rows
+        if ((halves & MT_BACKWARD_INPUT) && count > 0) mt_product_backward_input(tp, &expert, &own, count);
+        if ((halves & MT_BACKWARD_WEIGHT) && count > 0)
+            mt_product_backward_weight(tp, &expert, &own, count, accumulate);
+        else if ((halves & MT_BACKWARD_WEIGHT) && !accumulate) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
 }
@@ -4442,9 +4842,10 @@ static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, const mt_li
 /* ---- the three functions */
 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    mt_fp8_begin(tp, l, io);
     switch (l->kind) {
     case MT_LINEAR_REPLICATED:
-        mt_product_forward(tp, l, io->gelu, io->y, io->x, l->bias.w, tp->rows);
+        mt_product_forward(tp, l, io, tp->rows);
         break;
     case MT_LINEAR_ROUTER:
         tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
@@ -4462,17 +4863,19 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
 }
 
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    const void *dy = io->dy;
+    mt_linear_io at = *io;
+    mt_fp8_begin(tp, l, io);
     switch (l->kind) {
     case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
         if (tp->dtype != MT_F32) {
-            tp->ops->convert(io->rounded, tp->dtype, dy, MT_F32, tp->rows * l->N, tp->stream);
-            dy = io->rounded;
+            tp->ops->convert(io->rounded, tp->dtype, io->dy, MT_F32, tp->rows * l->N, tp->stream);
+            at.dy = io->rounded;
         } // fallthrough
     case MT_LINEAR_REPLICATED:
-        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
+        mt_fp8_gradient(tp, l, &at, tp->rows, halves);
+        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->rows);
         if (halves & MT_BACKWARD_WEIGHT)
-            mt_product_backward_weight(tp, l, dy, io->x, tp->rows, mt_weight_accumulates(&l->weight));
+            mt_product_backward_weight(tp, l, &at, tp->rows, mt_weight_accumulates(&l->weight));
         break;
     case MT_LINEAR_COLUMN:
         mt_column_backward(tp, l, io, halves);
@@ -4481,8 +4884,7 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
         mt_row_backward(tp, l, io, halves);
         break;
     case MT_LINEAR_GROUPED:
-        if (halves & MT_BACKWARD_INPUT) mt_grouped_backward_input(tp, l, io);
-        if (halves & MT_BACKWARD_WEIGHT) mt_grouped_backward_weight(tp, l, io);
+        mt_grouped_backward(tp, l, io, halves);
         break;
     }
 }
@@ -4579,7 +4981,7 @@ static bool mt_norms_heads(const mt_options *o) {
 }
 
 /* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
 
@@ -4880,7 +5282,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
     param->is_vector = row->cols == MT_DIM_ONE;
     param->weight_decay = !param->is_vector;
-    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->is_linear = !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED;
     param->init = mt_param_kinds[row->kind].init;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
@@ -5035,6 +5437,15 @@ typedef struct mt_pass {
     bool last;               // the last backward of this chunk in this step
 } mt_pass;
 
+/* fp8 of this rank's layers. Delayed scaling has one scale for every operand of every linear. */
+typedef struct mt_fp8_model {
+    mt_fp8 recipe;
+    mt_fp8_linear *linears; // [num_linears]
+    int64_t num_linears, history_length;
+    float *scale, *history,
+        *largest; // delayed: [operands], [history_length, operands], [operands], as mt_fp8_scale_args
+} mt_fp8_model;
+
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
     void *dresidual;      // [R, C] gradient of the residual stream
@@ -5058,6 +5469,19 @@ typedef struct mt_layer_scratch {
     void *dlatent;      // [R, q_lora_rank + kv_lora_rank + rotary]
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
+
+/* Rows of the memory plan. */
+enum {
+    MT_PLAN_WEIGHTS,
+    MT_PLAN_GRADIENTS,
+    MT_PLAN_OPTIMIZER,
+    MT_PLAN_BUFFERS,
+    MT_PLAN_ACTIVATIONS,
+    MT_PLAN_CACHE,
+    MT_PLAN_FP8,
+    MT_PLAN_EXPERTS,
+    MT_NUM_PLANS
+};
 
 /* This rank's part of a model. */
 struct mt_model {
@@ -5094,7 +5518,7 @@ struct mt_model {
     int64_t num_host_memory;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[7];                     // MT_PLAN_*: the rows of the printed memory plan
+    int64_t bytes[MT_NUM_PLANS];
     struct mt_micro_batch *micro_batches; // all live micro-batches, sorted by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -5115,6 +5539,7 @@ struct mt_model {
     mt_arena host;                            // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
+    struct mt_fp8_model *fp8;              // NULL: no products in fp8
     struct mt_link *links;                 // [MT_NUM_LINKS]
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]
     void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
@@ -7680,7 +8105,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = training;
+    p.training = p.tp.training = training;
     return p;
 }
 
@@ -8365,14 +8790,10 @@ static void mt_params_changed(mt_model *m) {
     mt_wait_stream(m, m->stream, s->param_stream);
     for (int i = 0; i < MT_NUM_BUFFERS; i++) s->param_buffers[i].bucket = -1;
     s->gathered_bucket = -1;
+    if (m->fp8) m->fp8->recipe.version++;
 }
 
 /* ---- gradients */
-
-/* True for a matrix whose gradient a product writes first; other gradients only accumulate. */
-static bool mt_gradient_is_overwritten(const mt_model *m, const mt_param *param) {
-    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
-}
 
 /* Discards a bucket's gradients: zeroes padding and gradients that only accumulate; products overwrite the others. */
 static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
@@ -8380,7 +8801,7 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     memset(m->sharding->has_gradient + b->first_param, false, (size_t)b->num_params);
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (!mt_gradient_is_overwritten(m, param)) continue;
+        if (!param->is_linear) continue;
         if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
         start = param->offset + param->rows * param->cols;
     }
@@ -8563,18 +8984,6 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
-
-/* Rows of the memory plan. */
-enum {
-    MT_PLAN_WEIGHTS,
-    MT_PLAN_GRADIENTS,
-    MT_PLAN_OPTIMIZER,
-    MT_PLAN_BUFFERS,
-    MT_PLAN_ACTIVATIONS,
-    MT_PLAN_CACHE,
-    MT_PLAN_EXPERTS,
-    MT_NUM_PLANS
-};
 
 /* Memory of all buckets on this rank: parameters and gradients, whole or sharded, and its part of AdamW's state. */
 static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
@@ -9025,6 +9434,19 @@ static void mt_experts_update_biases(mt_model *m) {
     }
 }
 
+/* Delayed scaling: the ranks agree on the largest values of the step, which set the scales of the next one; a bad step
+ * leaves them unchanged. */
+static void mt_fp8_update_scales(mt_model *m) {
+    if (!m->fp8 || m->options->fp8_recipe != MT_FP8_DELAYED) return;
+    mt_fp8_scale_args a = {.n = m->fp8->num_linears * MT_NUM_FP8_OPERANDS, .length = m->fp8->history_length};
+    a.scale = m->fp8->scale, a.history = m->fp8->history, a.largest = m->fp8->largest;
+    a.margin = (float)m->options->fp8_margin, a.guard = &m->numbers->grad_scale;
+    a.most_recent = m->options->fp8_amax_compute_algo == MT_AMAX_MOST_RECENT;
+    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, &m->grid->tensor_context, m->stream);
+    if (!m->options->tp_only_amax_red) m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, &m->grid->data, m->stream);
+    m->ops->fp8_scale_step(&a, m->stream);
+}
+
 /* Enqueues the copies of the experts' results of a step. */
 static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
     mt_experts *e = m->experts;
@@ -9124,7 +9546,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *mb = mt_micro_batch_find(m, action);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = true;
+    p.training = p.tp.training = true;
     p.message_rows = m->max_rows;
     p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
     p.last = --remaining[action->chunk] == 0;
@@ -9430,6 +9852,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_experts_update_biases(m);
+    mt_fp8_update_scales(m);
     mt_optimizer_step(m, state);
     mt_step_report(m, entry, state->iteration + 1);
     m->trainer->num_steps++;
@@ -9746,6 +10169,40 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     }
 }
 
+/* The linears of a layer whose products --fp8-format computes in fp8. */
+static const size_t mt_fp8_fields[] = {
+    offsetof(mt_layer, qkv),  offsetof(mt_layer, latent),     offsetof(mt_layer, q_b),
+    offsetof(mt_layer, kv_b), offsetof(mt_layer, o),          offsetof(mt_layer, fc1),
+    offsetof(mt_layer, down), offsetof(mt_layer, expert_fc1), offsetof(mt_layer, expert_down),
+};
+enum { MT_NUM_FP8_FIELDS = sizeof mt_fp8_fields / sizeof *mt_fp8_fields };
+
+/* Linear i of all layers' fields above; without it in that layer, N is 0. */
+static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
+    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] + mt_fp8_fields[i % MT_NUM_FP8_FIELDS]);
+}
+
+/* fp8: quantized weights and the state of delayed scaling; the operands of the largest call in scratch of their own. */
+static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
+    mt_fp8_model *f = m->fp8;
+    int64_t start = arena->used, operands = f->num_linears * MT_NUM_FP8_OPERANDS;
+    bool delayed = m->options->fp8_recipe == MT_FP8_DELAYED;
+    f->scale = mt_arena_alloc(arena, delayed ? operands * 4 : 0);
+    f->history = mt_arena_alloc(arena, delayed ? f->history_length * operands * 4 : 0);
+    f->largest = mt_arena_alloc(arena, delayed ? operands * 4 : 0);
+    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
+        const mt_linear *l = mt_fp8_field(m, i);
+        if (!l->fp8) continue;
+        int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
+        int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
+        l->fp8->scale = delayed && f->scale ? f->scale + operand : NULL;
+        l->fp8->amax = delayed && f->history ? f->history + operand : NULL;
+        if (f->recipe.keeps_weights) mt_fp8_allocate_weight(arena, l, &l->fp8->w, &l->fp8->w_transposed);
+        f->recipe.scratch.capacity = mt_max(f->recipe.scratch.capacity, mt_fp8_scratch_bytes(l, rows, pieces));
+    }
+    m->bytes[MT_PLAN_FP8] = arena->used - start + f->recipe.scratch.capacity;
+}
+
 /* Assigns memory to everything from the arena; a counting arena measures the sizes. */
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
@@ -9767,11 +10224,17 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
         m->v_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->Dv);
     }
     m->bytes[MT_PLAN_CACHE] = arena->used - start;
+    if (m->fp8) mt_plan_fp8(m, arena);
+}
+
+/* Bytes outside the arena: what may grow with the rows of experts. */
+static int64_t mt_model_bytes_apart(const mt_model *m) {
+    return m->bytes[MT_PLAN_EXPERTS] + (m->fp8 ? m->fp8->recipe.scratch.capacity : 0);
 }
 
 void mt_model_print_plan(const mt_model *m, FILE *file) {
     static const char *const names[MT_NUM_PLANS] = {"weights",     "gradients", "optimizer state", "whole buckets",
-                                                    "activations", "KV cache",  "expert rows"};
+                                                    "activations", "KV cache",  "fp8 operands",    "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
     fprintf(file, "memory plan          MiB   bytes per parameter\n");
@@ -9779,7 +10242,7 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
         if (m->bytes[i] > 0)
             fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
                     (double)m->bytes[i] / parameters);
-    double total = (double)(m->arena.capacity + m->bytes[MT_PLAN_EXPERTS]);
+    double total = (double)(m->arena.capacity + mt_model_bytes_apart(m));
     fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", total / 1048576, total / parameters);
     if (m->host.used > 0)
         fprintf(file, "  %-15s %9.1f   %6.2f\n", "host memory", (double)m->host.used / 1048576,
@@ -9954,9 +10417,10 @@ _Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight i
 static void mt_model_linears(mt_model *m) {
     mt_linear *linear = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
+        mt_param *param = &m->params[i];
         bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
-        if (param->is_vector || (param->is_embedding && !is_tied_head)) continue;
+        param->is_linear |= is_tied_head;
+        if (!param->is_linear) continue;
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
@@ -9965,6 +10429,55 @@ static void mt_model_linears(mt_model *m) {
         }
         if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
     }
+}
+
+/* Gives the linears of layers their fp8 recipe. */
+static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
+    int64_t multiple = m->ops->limits.fp8_multiple, first = 0, end = INT64_MAX;
+    if (!m->plan.train || o->fp8_format == MT_FP8_OFF) return 0;
+    mt_fp8_model *f = m->fp8 = mt_model_calloc(m, (int64_t)sizeof *m->fp8);
+    static const mt_fp8_blocks blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_VECTOR_128, MT_FP8_VECTOR_32};
+    static const mt_fp8_blocks weight_blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_BLOCK_128, MT_FP8_VECTOR_32};
+    f->recipe = (mt_fp8){.format = MT_F8_E4M3, .wgrad = o->fp8_wgrad, .version = 1};
+    f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
+    f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
+    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
+    f->history_length = o->fp8_amax_history_len;
+    f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->linears);
+    if (o->first_last_layers_bf16)
+        first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
+    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
+        mt_linear *l = mt_fp8_field(m, i);
+        int64_t number = m->layers[i / MT_NUM_FP8_FIELDS].number;
+        if (l->N == 0 || number < first || number >= end) continue;
+        l->fp8 = &f->linears[f->num_linears++];
+        l->fp8->recipe = &f->recipe;
+        if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
+            return mt_error_set(error,
+                                "--fp8-format on this device needs products of multiples of %lld, and layer "
+                                "%lld has one of %lld x %lld; change the model's widths or "
+                                "--tensor-model-parallel-size",
+                                (long long)multiple, (long long)number, (long long)l->N, (long long)l->K);
+    }
+    return 0;
+}
+
+/* Scratch, and the first scales of delayed scaling: 1. */
+static void mt_fp8_start(mt_model *m) {
+    mt_fp8_model *f = m->fp8;
+    int64_t operands = f->num_linears * MT_NUM_FP8_OPERANDS;
+    f->recipe.scratch.base = m->ops->memory_alloc_ordered(f->recipe.scratch.capacity, m->stream);
+    if (m->options->fp8_recipe != MT_FP8_DELAYED) return;
+    float *values = mt_malloc(2 * operands * 4);
+    for (int64_t i = 0; i < operands; i++) {
+        bool is_gradient = i % MT_NUM_FP8_OPERANDS == MT_FP8_DY;
+        values[i] = 1, values[operands + i] = mt_f8_largest(is_gradient ? f->recipe.gradient_format : f->recipe.format);
+    }
+    m->ops->memory_copy(f->scale, values, operands * 4, m->stream);
+    m->ops->memory_copy(f->largest, values + operands, operands * 4, m->stream);
+    m->ops->memory_zero(f->history, f->history_length * operands * 4, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    free(values);
 }
 
 /* Units of recomputation, and the slots of all layers. A module of multi-token prediction is a unit of its own. */
@@ -10092,7 +10605,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_plan_memory(m, &counting);
     m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
-    if (mt_model_check_memory(m, counting.used + m->bytes[MT_PLAN_EXPERTS], error) != 0) return -1;
+    if (mt_model_check_memory(m, counting.used + mt_model_bytes_apart(m), error) != 0) return -1;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
@@ -10201,6 +10714,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
+    if (mt_model_fp8(m, m->options, error) != 0) return -1;
     mt_model_slots(m, m->options);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);
@@ -10220,6 +10734,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     mt_experts_begin(m);
     mt_sharding_start(m);
     if (m->host_optimizer) mt_host_optimizer_start(m);
+    if (m->fp8) mt_fp8_start(m);
     mt_context_open(m);
     mt_mtp_open(m);
     m->ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
@@ -10255,6 +10770,7 @@ static void mt_model_free_device(mt_model *m) {
     mt_experts_close(m);
     mt_sharding_close(m);
     mt_host_optimizer_close(m);
+    if (m->fp8 && m->fp8->recipe.scratch.base) m->ops->memory_free(m->fp8->recipe.scratch.base);
     m->ops->stream_destroy(m->stream);
     if (m->host.base) m->ops->memory_free_host(m->host.base);
     m->ops->memory_free_host(m->staged_logits);

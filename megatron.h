@@ -131,6 +131,12 @@ uint16_t mt_f32_to_bf16(float value);
 float mt_f16_to_f32(uint16_t bits);
 uint16_t mt_f32_to_f16(float value);
 
+/* fp8 in either format; rounds to nearest even, saturates beyond the largest finite number, and keeps NaN. */
+float mt_f8_to_f32(uint8_t bits, mt_dtype format);
+uint8_t mt_f32_to_f8(float value, mt_dtype format);
+/* The largest finite number: 448 in e4m3, 57344 in e5m2. */
+float mt_f8_largest(mt_dtype format);
+
 /* A bump allocator. With base == NULL it only counts bytes: the code that lays out buffers also plans their memory. */
 typedef struct mt_arena {
     char *base;
@@ -257,6 +263,15 @@ enum {
     MT_MODULE_MOE = 32,        // router, experts and shared expert
     MT_MODULE_SHARED_EXPERTS = 64
 };
+/* Products of layers in fp8. HYBRID: e4m3 for activations and weights, e5m2 for gradients. */
+typedef enum mt_fp8_format { MT_FP8_OFF, MT_FP8_E4M3, MT_FP8_HYBRID } mt_fp8_format;
+typedef enum mt_fp8_recipe {
+    MT_FP8_DELAYED,    // a scale per tensor, from the largest values of earlier steps
+    MT_FP8_TENSORWISE, // a scale per tensor, from its own largest value
+    MT_FP8_BLOCKWISE,  // 1 x 128 of activations and gradients, 128 x 128 of weights (DeepSeek-AI, "DeepSeek-V3")
+    MT_FP8_MXFP8       // 1 x 32
+} mt_fp8_recipe;
+typedef enum mt_fp8_amax_algo { MT_AMAX_MOST_RECENT, MT_AMAX_MAX } mt_fp8_amax_algo;
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
     MT_SCHEDULE_INTERLEAVED,
@@ -399,6 +414,13 @@ typedef struct mt_options {
     int64_t recompute_num_layers;
     unsigned recompute_modules; // MT_MODULE_*
     bool recompute_activations, moe_layer_recompute, distribute_saved_activations;
+    /* fp8 */
+    mt_fp8_format fp8_format;
+    mt_fp8_recipe fp8_recipe;
+    mt_fp8_amax_algo fp8_amax_compute_algo;
+    int64_t fp8_margin, fp8_amax_history_len;
+    bool fp8_wgrad, tp_only_amax_red, first_last_layers_bf16;
+    int64_t num_layers_at_start_in_bf16, num_layers_at_end_in_bf16;
     /* offloading */
     bool fine_grained_activation_offloading;
     unsigned offload_modules; // MT_OFFLOAD_*
@@ -470,6 +492,9 @@ double mt_flops(const mt_options *options, int64_t num_sequences);
 
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
+
+/* True if a layer, or a module of multi-token prediction (numbered from num_layers on), has experts. */
+bool mt_layer_has_experts(const mt_options *options, int64_t layer);
 
 /* ==== §3 kernels ====================================================================================================
  *
@@ -560,6 +585,96 @@ typedef void mt_host_function(void *context);
     OP(linear_backward_weight, mt_work_product(T, N, K), (dw, dbias, dy, x, T, N, K, accumulate, dtype, stream),       \
        float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N, int64_t K, bool accumulate,       \
        mt_dtype dtype, mt_stream *stream)
+
+/* ---- fp8 products: operands in eight bits with scales (Micikevicius et al., "FP8 formats for deep learning") */
+
+/* The elements of a matrix [R, C] that share a scale, and the layout of its scales; R4 is R rounded up to 4. */
+typedef enum mt_fp8_blocks {
+    MT_FP8_TENSOR,     // all: one scale
+    MT_FP8_VECTOR_128, // 128 along a row: [ceil(C / 128), R4], scales are powers of two
+    MT_FP8_BLOCK_128,  // 128 x 128: [ceil(R / 128), ceil(C / 128) rounded up to 4], powers of two (DeepSeek-V3)
+    MT_FP8_VECTOR_32   // 32 along a row: [ceil(C / 32), R4], powers of two (OCP microscaling formats, mxfp8)
+} mt_fp8_blocks;
+
+/* A matrix [R, C] in fp8, or several of one shape in succession. Element (r, c) is data[r * stride + c] times the
+ * inverse scale of its block. Elements from C to stride are zero; stride is a multiple of 16, and of the block. */
+typedef struct mt_fp8_matrix {
+    uint8_t *data;         // [R, stride]; NULL: absent
+    float *inverse_scales; // 1 / scale of each block
+    int64_t stride;
+    mt_dtype format; // MT_F8_E4M3 or MT_F8_E5M2
+    mt_fp8_blocks blocks;
+} mt_fp8_matrix;
+
+/* Elements of a row of C elements in fp8, and the number of scales of a matrix. */
+int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks);
+int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks);
+
+/* Rows per expert in a transposed copy are rounded up to this, so that no block spans two experts. */
+enum { MT_FP8_EXPERT_ROWS = 128 };
+
+/* The operands of quantize. x[count, R, C] is `count` matrices in succession, which with MT_FP8_TENSOR share one
+ * scale. A scale is the format's largest number / the largest absolute value of the block; 1 if that is 0 or not
+ * finite. Values beyond the format's largest number saturate; NaN stays NaN. */
+typedef struct mt_quantize_args {
+    const void *x;
+    int64_t count, R, C;
+    mt_fp8_matrix rows;    // [count, R, C]; either copy may be absent
+    mt_fp8_matrix columns; // [count, C, R]: the transposes
+    const float *scale;    // [1]: the scale of both copies, MT_FP8_TENSOR only (delayed scaling); NULL: computed from x
+    float *amax;           // [1]: the largest |x|. With `scale`: raised to it (NULL: not wanted); else scratch, written
+    /* rows of experts: x[R, C] is sorted by expert, and expert e's rows [offsets[e], offsets[e + 1]) begin in `columns`
+     * at the sum of the rounded counts (MT_FP8_EXPERT_ROWS) of the experts before it; count is 1. The columns between
+     * experts, and from the last one to `columns.stride`, are zero. Rows before offsets[0] and from
+     * offsets[num_experts] on are neither read nor written. NULL: none */
+    const int32_t *offsets;
+    int64_t num_experts;
+} mt_quantize_args;
+
+/* out[M, N] = a[M, K] b[N, K]^T + bias[N]. */
+typedef struct mt_fp8_product_args {
+    mt_fp8_matrix a, b;
+    int64_t M, N, K;
+    void *out;
+    mt_dtype out_dtype;
+    const void *bias; // [N] of out_dtype, or NULL
+    bool accumulate;  // out +=; fp32 only, without bias
+    bool exact_sums;  // sum in fp32; false: the backend may sum in fewer bits (Hopper: 14 bits of fraction), faster
+    /* experts. Without `sums_rows` the rows of a and out are sorted by expert, expert e has rows [offsets[e],
+     * offsets[e + 1]) and the e-th b of [num_experts, N, K]. With it the sum is over rows: a[M, stride] and b[N,
+     * stride] are transposed copies with rounded segments (mt_quantize_args), and expert e's product goes to the e-th
+     * out of [num_experts, M, N]; K is the upper bound of all rows. NULL: none */
+    const int32_t *offsets;
+    int64_t num_experts;
+    bool sums_rows;
+} mt_fp8_product_args;
+
+/* Delayed scaling of n tensors: entry 0 of the history belongs to this step, the others to the steps
+ * before, the oldest first. */
+typedef struct mt_fp8_scale_args {
+    int64_t n, length;    // tensors; history[length, n]
+    float *scale;         // [n]
+    float *history;       // [length, n]
+    const float *largest; // [n] the largest number of each tensor's format
+    float margin;         // scale = largest / amax / 2^margin
+    bool most_recent;     // amax: of this step; else the maximum of the history
+    const float *guard;   // [1] < 0: the step was bad, and only entry 0 is cleared
+} mt_fp8_scale_args;
+
+#define MT_FP8_OPERATIONS(OP)                                                                                          \
+    OP(quantize,                                                                                                       \
+       mt_work_bytes(a->count * a->R * a->C *                                                                          \
+                         (mt_dtype_size(dtype) + (a->rows.data != NULL) + (a->columns.data != NULL)),                  \
+                     MT_U8),                                                                                           \
+       (a, dtype, stream), const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream)                               \
+    OP(fp8_product, mt_work_product(a->M, a->N, a->K), (a, stream), const mt_fp8_product_args *a, mt_stream *stream)   \
+    /* column_sums: sums[C] += the sums over the rows of x[R, C]: a bias's gradient. */                                \
+    OP(column_sums, mt_work_bytes(R *C, dtype), (sums, x, R, C, dtype, stream), float *sums, const void *x, int64_t R, \
+       int64_t C, mt_dtype dtype, mt_stream *stream)                                                                   \
+    /* After a step: scale from the history, which then moves on by one entry; entry 0 becomes 0. A tensor keeps its   \
+     * scale while its amax is 0 or not finite. */                                                                     \
+    OP(fp8_scale_step, mt_work_bytes(a->n *(2 * a->length + 1), MT_F32), (a, stream), const mt_fp8_scale_args *a,      \
+       mt_stream *stream)
 
 /* ---- embedding; the table holds rows [first, first + count) of the vocabulary */
 
@@ -1197,6 +1312,7 @@ typedef struct mt_qk_args {
 #define MT_TIMED_OPERATIONS(OP)                                                                                        \
     MT_MEMORY_OPERATIONS(OP)                                                                                           \
     MT_LINEAR_OPERATIONS(OP)                                                                                           \
+    MT_FP8_OPERATIONS(OP)                                                                                              \
     MT_EMBEDDING_OPERATIONS(OP)                                                                                        \
     MT_NORM_OPERATIONS(OP)                                                                                             \
     MT_ROPE_OPERATIONS(OP)                                                                                             \
@@ -1235,6 +1351,8 @@ typedef struct mt_limits {
     int64_t experts;          // experts of a router, plus its groups, each rounded up to a multiple of 32
     int64_t aux_loss_experts; // experts of a router with an auxiliary loss or z-loss
     int64_t sinkhorn_experts; // experts of a router that balances by Sinkhorn's iteration
+    int64_t fp8_multiple;     // N and K of an fp8 product are multiples of this
+    bool no_fp8, no_mxfp8;    // without fp8 products; without those of MT_FP8_VECTOR_32
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of
@@ -1413,6 +1531,7 @@ typedef struct mt_tensor_parallel {
     const mt_group *group;
     mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
     mt_dtype dtype;           // of activations and weights
+    bool training;            // fp8, delayed scaling: products record the largest values of their operands
     bool sequence_parallel;
     bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next ones are sent
     int64_t T, rows;
@@ -1462,12 +1581,33 @@ typedef enum mt_linear_kind {
     MT_LINEAR_GROUPED,    // one weight per expert: rows sorted by expert
 } mt_linear_kind;
 
+/* An fp8 recipe: how operands of products are quantized (--fp8-recipe). */
+typedef struct mt_fp8 {
+    mt_dtype format, gradient_format;    // of x and w; of dy
+    mt_fp8_blocks blocks, weight_blocks; // of x and dy; of w
+    bool wgrad;                          // also the weights' gradients
+    bool keeps_weights;                  // quantized weights are kept until the weights change
+    int64_t version;                     // number of changes of the weights
+    mt_arena scratch;                    // operands of the product at hand
+} mt_fp8;
+
+/* The fp8 state of one linear. With delayed scaling the operands x, w, dy have a scale each, and the largest absolute
+ * values of this step. */
+typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
+typedef struct mt_fp8_linear {
+    mt_fp8 *recipe;
+    float *scale, *amax;           // [MT_NUM_FP8_OPERANDS]; NULL: scales are computed from the operand itself
+    mt_fp8_matrix w, w_transposed; // keeps_weights only
+    int64_t version;               // of the weights that these are
+} mt_fp8_linear;
+
 /* y = x w^T + bias. N and K are this rank's sizes. */
 typedef struct mt_linear {
     mt_weight weight, bias; // [N, K] and [N], or [num_experts, N, K] and [num_experts, N] if grouped
     int64_t N, K;
     int64_t num_experts; // grouped
     mt_linear_kind kind;
+    mt_fp8_linear *fp8; // NULL: products in the type of activations
 } mt_linear;
 
 /* The operands of one use of a linear; a function reads those it needs. */
@@ -1482,7 +1622,8 @@ typedef struct mt_linear_io {
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;
-    bool omits_bias; // grouped, forward: y is a partial sum to which another rank adds the bias
+    bool omits_bias;                     // forward: y is a partial sum to which another rank adds the bias
+    mt_fp8_matrix dy_fp8, dy_transposed; // set by the backward of a linear with fp8
 } mt_linear_io;
 
 /* The halves of a backward: gradient of the input, gradient of the weights, or both. */
@@ -1599,7 +1740,7 @@ typedef struct mt_param {
     int64_t rows_stored;            // of whole_rows, the rows in Hugging Face: the vocabulary without its padding
     const char *rows_option, *cols_option, *exists_option; // the options that determine these, for messages; or NULL
     bool is_vector;
-    bool is_embedding;     // a lookup table: its backward adds to single rows
+    bool is_linear;        // of a matrix product, which writes the gradient first; others only add to it
     bool trained;          // by the optimizer
     mt_linear_kind linear; // of a matrix
     mt_init init;

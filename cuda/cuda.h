@@ -75,8 +75,10 @@ static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
 /* The limits of the table (mt_limits), which the kernels' shared memory and registers set:
  * attention.cu keeps a head in the registers of a warp;
  * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
- * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB. */
+ * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
+ * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes. */
 enum {
+    MT_CUDA_FP8_MULTIPLE = 16,
     MT_CUDA_HEAD_CHANNELS = 256,
     MT_CUDA_ROUTER_TOPK = 32,
     MT_CUDA_EXPERTS = 48 * 1024 / 4,

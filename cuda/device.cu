@@ -284,11 +284,19 @@ struct named<Result(Arguments...), function, name> {
 MT_ALL_OPERATIONS(MT_CUDA_NAME)
 #undef MT_CUDA_NAME
 
-static const mt_limits cuda_limits = {false,           MT_CUDA_HEAD_CHANNELS,    MT_CUDA_ROUTER_TOPK,
-                                      MT_CUDA_EXPERTS, MT_CUDA_AUX_LOSS_EXPERTS, MT_CUDA_SINKHORN_EXPERTS};
-static const mt_ops cuda_ops = {"cuda", true, cuda_limits,
+/* no_fp8 is set for the device. No kernel has scales per 32 elements. */
+static const mt_limits cuda_limits = {false,
+                                      MT_CUDA_HEAD_CHANNELS,
+                                      MT_CUDA_ROUTER_TOPK,
+                                      MT_CUDA_EXPERTS,
+                                      MT_CUDA_AUX_LOSS_EXPERTS,
+                                      MT_CUDA_SINKHORN_EXPERTS,
+                                      MT_CUDA_FP8_MULTIPLE,
+                                      false,
+                                      true};
+static mt_ops cuda_ops = {"cuda", true, cuda_limits,
 #define MT_CUDA_ENTRY(name, ...) named<mt_##name##_fn, mt_cuda_##name, name_of_##name>::call,
-                                MT_ALL_OPERATIONS(MT_CUDA_ENTRY)
+                          MT_ALL_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY
 };
 
@@ -312,5 +320,6 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
                      mt_cuda_device()->name);
         return NULL;
     }
+    cuda_ops.limits.no_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor < 89;
     return &cuda_ops;
 }

@@ -7,8 +7,12 @@
  *   dx^T [K, T] = w^T [K, N] dy^T [N, T]   both as stored
  *   dw^T [K, N] = x^T [K, T] dy [T, N]     stored dy is [N, T]: transposed
  * fp32 operands are multiplied in fp32 (no TF32). bf16 operands accumulate in fp32. Epilogues are applied to the sums
- * before they are stored: the bias always, GELU where the fused product is faster. */
+ * before they are stored: the bias always, GELU where the fused product is faster.
+ *
+ * fp8 operands have scales. cuBLASLt multiplies them only with the summed dimension contiguous in both (TN), in
+ * multiples of 16 bytes. */
 #include "cuda.h"
+#include "fp8.h"
 
 #include <stdlib.h>
 
@@ -17,16 +21,20 @@ typedef struct product {
     bool transpose_a, transpose_b, accumulate;
     cublasLtEpilogue_t epilogue;
     int64_t rows, cols, inner;
-    mt_dtype dtype, out_dtype;
+    mt_dtype a_dtype, b_dtype, out_dtype;
+    int64_t a_stride, b_stride; // between columns; 0: none between two
+    mt_fp8_blocks a_blocks, b_blocks;
+    bool fast_sums;     // fp8: Hopper's tensor cores sum all of the inner dimension, in 14 bits of fraction
     uint32_t alignment; // common to all operands, set by plan_for; a slice of a larger matrix may begin at any row
 } product;
 
 /* Operands of a product. `aux` has the shape of D: the argument of GELU (output of the forward, input of the backward);
- * NULL without GELU. */
+ * NULL without GELU. Scales: of fp8 operands, else NULL. */
 typedef struct operands {
     void *d;
     const void *a, *b, *bias;
     void *aux;
+    const float *a_scales, *b_scales;
 } operands;
 
 /* A shape and its algorithm. The table only grows when a shape is new, that is during the first step. */
@@ -36,7 +44,7 @@ typedef struct plan {
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algorithm;
     float milliseconds; // of the fused product; 0: not measured
-    bool unfused;       // a separate GELU kernel is faster, or cuBLASLt does not support this epilogue
+    bool unfused;       // a separate GELU kernel is faster, or cuBLASLt does not support this epilogue or fp8 product
     struct plan *next;
 } plan;
 
@@ -46,13 +54,35 @@ static plan *plans;
 enum { MEASURED_COLUMNS = 256, CANDIDATES = 8, WARM_UPS = 1, TRIALS = 3 };
 
 static cudaDataType_t cuda_type(mt_dtype dtype) {
+    if (dtype == MT_F8_E4M3) return CUDA_R_8F_E4M3;
+    if (dtype == MT_F8_E5M2) return CUDA_R_8F_E5M2;
     return dtype == MT_F32 ? CUDA_R_32F : CUDA_R_16BF;
+}
+
+static bool is_fp8(const product *shape) {
+    return shape->a_dtype == MT_F8_E4M3 || shape->a_dtype == MT_F8_E5M2;
 }
 
 static bool same_shape(const product *a, const product *b) {
     return a->transpose_a == b->transpose_a && a->transpose_b == b->transpose_b && a->accumulate == b->accumulate &&
            a->epilogue == b->epilogue && a->rows == b->rows && a->cols == b->cols && a->inner == b->inner &&
-           a->dtype == b->dtype && a->out_dtype == b->out_dtype && a->alignment == b->alignment;
+           a->a_dtype == b->a_dtype && a->b_dtype == b->b_dtype && a->out_dtype == b->out_dtype &&
+           a->a_stride == b->a_stride && a->b_stride == b->b_stride && a->a_blocks == b->a_blocks &&
+           a->b_blocks == b->b_blocks && a->fast_sums == b->fast_sums && a->alignment == b->alignment;
+}
+
+/* Scales of blocks exist since cuBLASLt 12.9; mt_fp8_cublaslt does not get here with an older one. */
+static void describe_fp8(plan *p) {
+    const int8_t fast = p->shape.fast_sums;
+    MT_CUBLAS(cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast));
+#if CUBLAS_VERSION >= 120900
+    static const cublasLtMatmulMatrixScale_t modes[] = {CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F,
+                                                        CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+                                                        CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F};
+    const cublasLtMatmulMatrixScale_t *a = &modes[p->shape.a_blocks], *b = &modes[p->shape.b_blocks];
+    MT_CUBLAS(cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a, sizeof *a));
+    MT_CUBLAS(cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b, sizeof *b));
+#endif
 }
 
 static void describe(plan *p) {
@@ -68,9 +98,11 @@ static void describe(plan *p) {
         cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, &s->epilogue, sizeof s->epilogue));
     int64_t a_rows = s->transpose_a ? s->inner : s->rows, a_cols = s->transpose_a ? s->rows : s->inner;
     int64_t b_rows = s->transpose_b ? s->cols : s->inner, b_cols = s->transpose_b ? s->inner : s->cols;
-    MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->a, cuda_type(s->dtype), a_rows, a_cols, a_rows));
-    MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->b, cuda_type(s->dtype), b_rows, b_cols, b_rows));
+    int64_t a_stride = s->a_stride ? s->a_stride : a_rows, b_stride = s->b_stride ? s->b_stride : b_rows;
+    MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->a, cuda_type(s->a_dtype), a_rows, a_cols, a_stride));
+    MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->b, cuda_type(s->b_dtype), b_rows, b_cols, b_stride));
     MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->d, cuda_type(s->out_dtype), s->rows, s->cols, s->rows));
+    if (is_fp8(s)) describe_fp8(p);
 }
 
 /* The largest power of two, up to 256, that divides the address. cuBLASLt selects its vector loads by it. */
@@ -87,6 +119,12 @@ static uint32_t shared_alignment(const operands *o) {
 
 static void set_pointers(const plan *p, const operands *o) {
     const int64_t stride = p->shape.rows;
+    if (o->a_scales)
+        MT_CUBLAS(cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &o->a_scales,
+                                                 sizeof o->a_scales));
+    if (o->b_scales)
+        MT_CUBLAS(cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &o->b_scales,
+                                                 sizeof o->b_scales));
     if (o->bias)
         MT_CUBLAS(
             cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &o->bias, sizeof o->bias));
@@ -144,7 +182,7 @@ static int fastest(plan *p, const operands *o, const cublasLtMatmulHeuristicResu
     return best;
 }
 
-/* Chooses the algorithm of a plan. Returns false if cuBLASLt does not support the GELU epilogue. */
+/* Chooses the algorithm of a plan. Returns false if cuBLASLt does not support the GELU epilogue or the fp8 product. */
 static bool choose(plan *p, const operands *o, mt_stream *stream) {
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
@@ -166,7 +204,7 @@ static bool choose(plan *p, const operands *o, mt_stream *stream) {
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(stream->cublas, p->operation, p->a, p->b, p->d, p->d,
                                                            preference, CANDIDATES, candidates, &count);
     MT_CUBLAS(cublasLtMatmulPreferenceDestroy(preference));
-    if (o->aux && status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
+    if ((o->aux || is_fp8(&p->shape)) && status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
     MT_CUBLAS(status);
     MT_CHECK(count > 0);
     bool has_alternatives = count > 1 || o->aux; // several algorithms, or a separate GELU kernel
@@ -197,7 +235,7 @@ static plan *plan_for(const product *wanted, const operands *o, bool *is_new, mt
 
 static void run(const product *shape, void *d, const void *a, const void *b, const void *bias, mt_stream *stream) {
     bool is_new;
-    operands o = {d, a, b, bias, NULL};
+    operands o = {d, a, b, bias, NULL, NULL, NULL};
     plan *p = plan_for(shape, &o, &is_new, stream);
     multiply(p, d, &o, &p->algorithm, stream);
 }
@@ -221,13 +259,13 @@ extern "C" void mt_cuda_linear_forward(void *y, const void *x, const void *w, co
                                        int64_t K, mt_dtype dtype, mt_stream *stream) {
     if (mt_cuda_gemv(y, x, w, bias, T, N, K, dtype, stream)) return;
     cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    product shape = {true, false, false, epilogue, N, T, K, dtype, dtype};
+    product shape = {true, false, false, epilogue, N, T, K, dtype, dtype, dtype};
     run(&shape, y, w, x, bias, stream);
 }
 
 extern "C" void mt_cuda_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                               mt_dtype dtype, mt_stream *stream) {
-    product shape = {false, false, false, CUBLASLT_EPILOGUE_DEFAULT, K, T, N, dtype, dtype};
+    product shape = {false, false, false, CUBLASLT_EPILOGUE_DEFAULT, K, T, N, dtype, dtype, dtype};
     run(&shape, dx, w, dy, NULL, stream);
 }
 
@@ -247,8 +285,8 @@ extern "C" void mt_cuda_linear_gelu_forward(void *y, void *pre, const void *x, c
     };
     if (T <= MT_GEMV_ROWS || !gelu_in_epilogue(N, K, dtype)) return unfused();
     cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-    product shape = {true, false, false, epilogue, N, T, K, dtype, dtype};
-    operands o = {y, w, x, bias, pre};
+    product shape = {true, false, false, epilogue, N, T, K, dtype, dtype, dtype};
+    operands o = {y, w, x, bias, pre, NULL, NULL};
     run_gelu(&shape, &o, unfused, stream);
 }
 
@@ -259,8 +297,8 @@ extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const v
         mt_cuda_activation_backward(dpre, NULL, dpre, pre, NULL, T, K, MT_ACTIVATION_GELU_TANH, dtype, stream);
     };
     if (!gelu_in_epilogue(N, K, dtype)) return unfused();
-    product shape = {false, false, false, CUBLASLT_EPILOGUE_DGELU, K, T, N, dtype, dtype};
-    operands o = {dpre, w, dy, NULL, (void *)pre};
+    product shape = {false, false, false, CUBLASLT_EPILOGUE_DGELU, K, T, N, dtype, dtype, dtype};
+    operands o = {dpre, w, dy, NULL, (void *)pre, NULL, NULL};
     run_gelu(&shape, &o, unfused, stream);
 }
 
@@ -268,7 +306,7 @@ extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const v
 extern "C" void mt_cuda_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    product shape = {true, false, false, CUBLASLT_EPILOGUE_DEFAULT, E, T, C, dtype, MT_F32};
+    product shape = {true, false, false, CUBLASLT_EPILOGUE_DEFAULT, E, T, C, dtype, dtype, MT_F32};
     run(&shape, logits, w, x, NULL, stream);
 }
 
@@ -300,7 +338,9 @@ __global__ void bias_add_sums(float *dbias, const float *partial, int64_t chunks
     dbias[column] += sum;
 }
 
-static void bias_backward(float *dbias, const void *dy, int64_t T, int64_t N, mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_column_sums(float *dbias, const void *dy, int64_t T, int64_t N, mt_dtype dtype,
+                                    mt_stream *stream) {
+    if (T == 0) return;
     int64_t chunks = mt_divide_up(T, 64);
     if (chunks > BIAS_CHUNKS) chunks = BIAS_CHUNKS;
     float *partial = (float *)mt_cuda_workspace(stream, chunks * N * (int64_t)sizeof(float));
@@ -317,7 +357,55 @@ static void bias_backward(float *dbias, const void *dy, int64_t T, int64_t N, mt
 extern "C" void mt_cuda_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T,
                                                int64_t N, int64_t K, bool accumulate, mt_dtype dtype,
                                                mt_stream *stream) {
-    product shape = {false, true, accumulate, CUBLASLT_EPILOGUE_DEFAULT, K, N, T, dtype, MT_F32};
+    product shape = {false, true, accumulate, CUBLASLT_EPILOGUE_DEFAULT, K, N, T, dtype, dtype, MT_F32};
     run(&shape, dw, x, dy, NULL, stream);
-    if (dbias) bias_backward(dbias, dy, T, N, dtype, stream);
+    if (dbias) mt_cuda_column_sums(dbias, dy, T, N, dtype, stream);
+}
+
+/* ---- fp8 products -------------------------------------------------------------------------------------------------
+ */
+
+static __global__ void add_bias(float *out, const float *bias, int64_t M, int64_t N) {
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < M * N) out[i] += bias[i % N];
+}
+
+/* True if cuBLASLt takes the shape, in which `inner` elements are summed. Its rows are multiples of 16 bytes. With
+ * scales per vector, rows of activations come in multiples of 8 (Transformer Engine requires it too). It infers the
+ * distance between rows of scales from `inner`. It has no product of two operands in e5m2, and none of two with scales
+ * per 128 x 128. */
+static bool serves(const mt_fp8_product_args *p, int64_t inner) {
+    const uintptr_t addresses = (uintptr_t)p->a.data | (uintptr_t)p->b.data | (uintptr_t)p->out | (uintptr_t)p->bias;
+    if (p->offsets || inner == 0 || p->N % MT_CUDA_FP8_MULTIPLE != 0 || addresses % 16 != 0) return false;
+    if (p->a.format == MT_F8_E5M2 && p->b.format == MT_F8_E5M2) return false;
+    if (p->a.blocks == MT_FP8_TENSOR && p->b.blocks == MT_FP8_TENSOR) return true;
+    for (const mt_fp8_matrix &matrix : {p->a, p->b})
+        if (matrix.blocks == MT_FP8_BLOCK_128 && mt_divide_up(inner, 512) != mt_divide_up(matrix.stride, 512))
+            return false;
+    return CUBLAS_VERSION >= 120900 && p->M % 8 == 0 && p->a.blocks != MT_FP8_TENSOR && p->b.blocks != MT_FP8_TENSOR &&
+           (p->a.blocks == MT_FP8_VECTOR_128 || p->b.blocks == MT_FP8_VECTOR_128);
+}
+
+/* out^T [N, M] = b a^T. Sums include the zeros that follow K elements. cuBLASLt adds a bias in bf16 only. */
+extern "C" bool mt_fp8_cublaslt(const mt_fp8_product_args *p, mt_stream *stream) {
+    const int64_t multiple = p->a.blocks == MT_FP8_TENSOR ? 16 : 128, inner = mt_divide_up(p->K, multiple) * multiple;
+    const bool fuses_bias = p->bias && p->out_dtype == MT_BF16;
+    if (!serves(p, inner)) return false;
+    product shape = {true, false, p->accumulate, fuses_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
+    shape.rows = p->N, shape.cols = p->M, shape.inner = inner;
+    shape.a_dtype = p->b.format, shape.b_dtype = p->a.format, shape.out_dtype = p->out_dtype;
+    shape.a_stride = p->b.stride, shape.b_stride = p->a.stride;
+    shape.a_blocks = p->b.blocks, shape.b_blocks = p->a.blocks;
+    shape.fast_sums = p->a.blocks == MT_FP8_TENSOR && !p->exact_sums;
+    operands o = {p->out, p->b.data,           p->a.data,          fuses_bias ? p->bias : NULL,
+                  NULL,   p->b.inverse_scales, p->a.inverse_scales};
+    bool is_new;
+    plan *found = plan_for(&shape, &o, &is_new, stream);
+    if (found->unfused) return false;
+    multiply(found, p->out, &o, &found->algorithm, stream);
+    if (!p->bias || fuses_bias) return true;
+    add_bias<<<(unsigned)mt_divide_up(p->M * p->N, 256), 256, 0, stream->stream>>>((float *)p->out,
+                                                                                   (const float *)p->bias, p->M, p->N);
+    MT_CUDA_LAUNCHED();
+    return true;
 }

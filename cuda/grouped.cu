@@ -9,6 +9,7 @@
  * hold arbitrary memory. Every element that does not belong to the expert is read as 0. The gradient of the weights
  * needs this for both operands, because 0 times NaN is NaN. */
 #include "cuda.h"
+#include "experts.cuh"
 #include "grouped.h"
 #include "mma.cuh"
 
@@ -30,38 +31,12 @@ struct group_tile {
     int expert, first, count, row, col;
 };
 
-/* Finds the expert of tile `index`, where tiles of ROWS rows are numbered over all experts. Returns false beyond the
- * last tile. */
-__device__ static bool find_rows(const group_task &task, int index, group_tile &t) {
-    const int lane = threadIdx.x % 32;
-    int before = 0;
-    for (int e = 0; e < task.E; e += 32) {
-        const bool exists = e + lane < task.E;
-        const int begin = exists ? task.offsets[e + lane] : 0, end = exists ? task.offsets[e + lane + 1] : 0;
-        const int tiles = (end - begin + ROWS - 1) / ROWS;
-        int up_to = tiles;
-        for (int d = 1; d < 32; d *= 2) {
-            const int other = __shfl_up_sync(0xffffffff, up_to, d);
-            if (lane >= d) up_to += other;
-        }
-        const unsigned past = __ballot_sync(0xffffffff, before + up_to > index);
-        if (past) {
-            const int owner = __ffs(past) - 1;
-            t.expert = e + owner, t.first = __shfl_sync(0xffffffff, begin, owner);
-            t.count = __shfl_sync(0xffffffff, end, owner) - t.first;
-            t.row = (index - before - __shfl_sync(0xffffffff, up_to - tiles, owner)) * ROWS;
-            return true;
-        }
-        before += __shfl_sync(0xffffffff, up_to, 31);
-    }
-    return false;
-}
-
 /* The tile of this block; false if there is none. */
 template <mt_grouped_kind KIND> __device__ static bool find_tile(const group_task &task, group_tile &t) {
     const int col_tiles = (task.cols + COLS - 1) / COLS, index = blockIdx.x / col_tiles;
     t.col = (int)(blockIdx.x % col_tiles) * COLS;
-    if (KIND != MT_GROUPED_BACKWARD_WEIGHT) return find_rows(task, index, t);
+    if (KIND != MT_GROUPED_BACKWARD_WEIGHT)
+        return mt_find_expert_rows<ROWS>(task.offsets, task.E, index, t.expert, t.first, t.count, t.row);
     const int row_tiles = (task.rows + ROWS - 1) / ROWS;
     t.expert = index / row_tiles, t.row = index % row_tiles * ROWS;
     t.first = task.offsets[t.expert], t.count = task.offsets[t.expert + 1] - t.first;

@@ -9,11 +9,19 @@
 
 /* ---- families */
 
+/* The first layer with experts; num_layers without. */
+static int64_t mt_first_expert_layer(const mt_options *o) {
+    int64_t first = 0;
+    while (first < o->num_layers && !mt_layer_has_experts(o, first)) first++;
+    return first;
+}
+
 /* Experts as in DeepSeek-V3: in all layers from one on, with a whole number of shared experts. */
 static bool mt_has_deepseek_experts(const mt_options *o) {
     int64_t shared = o->moe_shared_expert_intermediate_size;
     return o->moe_router_score_function == MT_SCORE_SIGMOID && o->moe_router_enable_expert_bias && shared > 0 &&
-           shared % o->moe_ffn_hidden_size == 0 && !o->moe_shared_expert_gate && !strstr(o->moe_layers, "10") &&
+           shared % o->moe_ffn_hidden_size == 0 && !o->moe_shared_expert_gate &&
+           mt_first_expert_layer(o) + mt_num_expert_layers(o) == o->num_layers &&
            (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2);
 }
 
@@ -42,7 +50,7 @@ static bool mt_has_softmax_experts(const mt_options *o) {
     X(WINDOW, o->window_size > 0)                                                                                      \
     X(MTP, o->mtp_num_layers > 0)                                                                                      \
     X(EXPERTS, o->num_experts > 0)                                                                                     \
-    X(DENSE_LAYERS, o->num_experts > 0 && strchr(o->moe_layers, '0'))                                                  \
+    X(DENSE_LAYERS, o->num_experts > 0 && mt_num_expert_layers(o) < o->num_layers)                                     \
     X(PRE_SOFTMAX, o->moe_router_pre_softmax)                                                                          \
     X(SHARED, o->moe_shared_expert_intermediate_size > 0)                                                              \
     X(GATE, o->moe_shared_expert_gate)                                                                                 \
@@ -122,7 +130,7 @@ typedef struct mt_hf_conversion {
 
 /* A key of config.json and the option that it stands for. */
 typedef struct mt_hf_key {
-    const char *key;
+    const char *key; // NULL: none; every model of the families has the value `absent`
     unsigned families;
     size_t offset; // of the option
     unsigned flags;
@@ -153,6 +161,12 @@ static int64_t mt_group_topk_write(const mt_options *o) {
     return mt_max(o->moe_router_group_topk, 1);
 }
 
+/* A group's score is the sum of its two best ones. */
+static void mt_group_best_read(mt_options *shape) {
+    shape->moe_router_group_best = 2;
+}
+
+static const mt_hf_conversion mt_group_best = {mt_group_best_read, NULL};
 static const mt_hf_conversion mt_shared_experts = {mt_shared_experts_read, mt_shared_experts_write};
 static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
                               mt_group_topk = {mt_groups_read, mt_group_topk_write};
@@ -240,6 +254,15 @@ static const mt_hf_key mt_hf_keys[] = {
     {"scoring_func", DEEPSEEK_MOE, 0, FIXED | WRITE, "sigmoid"},
     {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
 
+    {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
+    {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
+    {NULL, QWEN3 | QWEN3_MOE, MT_AT(qk_layernorm), 0, "true"},
+    {NULL, QWEN2, MT_AT(add_qkv_bias), 0, "true"},
+    {NULL, DEEPSEEK_V3, MT_AT(multi_latent_attention), 0, "true"},
+    {NULL, QWEN2_MOE, MT_AT(moe_shared_expert_gate), 0, "true"},
+    {NULL, DEEPSEEK_MOE, MT_AT(moe_router_score_function), 0, "\"sigmoid\""},
+    {NULL, DEEPSEEK_MOE, MT_AT(moe_router_enable_expert_bias), 0, "true", &mt_group_best},
+
     {"attention_output_bias", MEGATRON, MT_AT(attention_output_bias), PLAIN},
     {"mlp_bias", MEGATRON, MT_AT(mlp_bias), PLAIN},
 };
@@ -257,6 +280,13 @@ static const mt_hf_key mt_rope_keys[] = {
     {"attention_factor", YARN, MT_AT(yarn_attention_factor)},
     {"mscale", YARN, MT_AT(yarn_mscale), NONZERO},
     {"mscale_all_dim", YARN, MT_AT(yarn_mscale_all_dim), NONZERO},
+};
+
+static const char *const mt_rope_types[] = {
+    [MT_ROPE_SCALING_NONE] = "default",
+    [MT_ROPE_SCALING_LINEAR] = "linear",
+    [MT_ROPE_SCALING_LLAMA3] = "llama3",
+    [MT_ROPE_SCALING_YARN] = "yarn",
 };
 
 enum { NUM_KEYS = sizeof mt_hf_keys / sizeof *mt_hf_keys, NUM_ROPE_KEYS = sizeof mt_rope_keys / sizeof *mt_rope_keys };
@@ -355,7 +385,7 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
 static void mt_config_read_keys(mt_config *config, const json_t *object, const mt_hf_key *keys, size_t count,
                                 unsigned mask, mt_options *shape) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
-        json_t *value = json_object_get(object, key->key), *absent = NULL;
+        json_t *value = key->key ? json_object_get(object, key->key) : NULL, *absent = NULL;
         if (!(key->families & mask) || key->flags & WRITE) continue;
         if (json_is_null(value) && key->flags & NULLABLE) continue;
         if (json_is_null(value)) value = NULL;
@@ -392,7 +422,8 @@ static void mt_config_read_rope(mt_config *config, mt_options *shape) {
     mt_config_read_keys(config, mt_config_get(rope, "rope_theta") ? rope : config->root, &base, 1, BLOCKS, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
-    int index = mt_choice_index("default|linear|llama3|yarn", type);
+    int index = (int)(sizeof mt_rope_types / sizeof *mt_rope_types) - 1;
+    while (index >= 0 && strcmp(type, mt_rope_types[index]) != 0) index--;
     if (index < 0)
         mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
     const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
@@ -465,28 +496,19 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
     free(layers);
 }
 
-/* Properties of experts that have no key. */
+/* The number of experts, and the layers that have them. */
 static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_options *shape) {
     if (shape->num_experts == 0)
         mt_config_fail(config, "\"%s\" is missing",
                        mask & MIXTRAL    ? "num_local_experts"
                        : mask & QWEN_MOE ? "num_experts"
                                          : "n_routed_experts");
-    if (mask & MIXTRAL) return;
-    mt_config_read_expert_layers(config, shape);
-    shape->moe_shared_expert_gate = (mask & QWEN2_MOE) != 0;
-    if (!(mask & DEEPSEEK_MOE)) return;
-    shape->moe_router_score_function = MT_SCORE_SIGMOID;
-    shape->moe_router_enable_expert_bias = true;
-    shape->moe_router_group_best = 2;
+    if (!(mask & MIXTRAL)) mt_config_read_expert_layers(config, shape);
 }
 
-/* Properties of Llama's block that have no key. */
+/* Values of Llama's block that follow from several keys. */
 static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options *shape) {
-    shape->normalization = MT_RMSNORM;
-    shape->position_embedding_type = MT_POSITION_ROPE;
-    shape->qk_layernorm = (mask & (QWEN3 | QWEN3_MOE)) != 0;
-    shape->add_qkv_bias |= mask & QWEN2 || shape->attention_output_bias;
+    shape->add_qkv_bias |= shape->attention_output_bias;
     shape->add_bias_linear = shape->attention_output_bias && shape->mlp_bias;
     if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
     shape->group_query_attention = shape->num_query_groups != 0;
@@ -494,7 +516,6 @@ static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options 
     if (mask & QWENS) mt_config_read_qwen_window(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (!(mask & DEEPSEEK_V3)) return;
-    shape->multi_latent_attention = true;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
     if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
         mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
@@ -677,7 +698,7 @@ static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
 static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t count, unsigned mask,
                                  const mt_options *o) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
-        if (!(key->families & mask) || key->flags & READ) continue;
+        if (!(key->families & mask) || key->flags & READ || !key->key) continue;
         json_t *value = mt_config_value(key, o);
         bool zero = json_is_number(value) && json_number_value(value) == 0;
         if (!zero || !(key->flags & (NULLABLE | NONZERO)))
@@ -690,9 +711,8 @@ static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t c
 
 /* RoPE's parameters as an object; the newer form holds the base too. */
 static json_t *mt_config_rope(const mt_options *o, bool newer) {
-    static const char *const types[] = {"default", "linear", "llama3", "yarn"};
     json_t *rope = json_object();
-    mt_json_set_string(rope, "rope_type", types[o->rope_scaling_type]);
+    mt_json_set_string(rope, "rope_type", mt_rope_types[o->rope_scaling_type]);
     if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
     mt_config_write_keys(rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << o->rope_scaling_type, o);
     return rope;
@@ -701,10 +721,9 @@ static json_t *mt_config_rope(const mt_options *o, bool newer) {
 /* The layers with sliding windows (Qwen) and with experts (Qwen-MoE, DeepSeek-V3). */
 static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options *o) {
     json_t *types = json_array(), *dense = json_array();
-    const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
     for (int64_t i = 0; i < o->num_layers; i++) {
         json_array_append_new(types, json_string(o->window_size ? "sliding_attention" : "full_attention"));
-        if (o->moe_layers && o->moe_layers[i] == '0') json_array_append_new(dense, json_integer(i));
+        if (!mt_layer_has_experts(o, i)) json_array_append_new(dense, json_integer(i));
     }
     if (mask & QWENS) {
         json_object_set(root, "layer_types", types);
@@ -715,8 +734,7 @@ static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options
         json_object_set(root, "mlp_only_layers", dense);
         mt_json_set_int(root, "decoder_sparse_step", 1);
     }
-    if (mask & DEEPSEEK_V3)
-        mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
+    if (mask & DEEPSEEK_V3) mt_json_set_int(root, "first_k_dense_replace", mt_first_expert_layer(o));
     json_decref(types), json_decref(dense);
 }
 
@@ -734,7 +752,7 @@ char *mt_options_write_hf_config(const mt_options *o) {
     char name[80];
     mt_hf_key key;
     json_t *root = json_object();
-    if (mask & DEEPSEEK_V3 && o->moe_layers && strchr(o->moe_layers, '1')) mask |= DEEPSEEK_MOE;
+    if (mask & DEEPSEEK_V3 && mt_num_expert_layers(o) > 0) mask |= DEEPSEEK_MOE;
     json_object_set_new(root, "architectures", json_pack("[s]", mt_families[o->hf_family].class));
     mt_json_set_string(root, "model_type", mt_families[o->hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);

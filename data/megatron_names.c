@@ -196,15 +196,15 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "fp16, which needs loss scaling: take --bf16",
      "enable-autocast fp16 fp16-lm-cross-entropy fp32-residual-connection grad-reduce-in-bf16 hysteresis "
      "initial-loss-scale loss-scale loss-scale-window min-loss-scale output-logit-dtype"},
-    {MT_NAME_UNSUPPORTED, "training in fp8 or fp4",
-     "activation-func-fp8-input-store disable-parameter-transpose-cache first-last-layers-bf16 fp4 fp4-param "
-     "fp4-param-gather fp4-quantizer-factory fp4-recipe fp8 fp8-amax-compute-algo fp8-amax-history-len "
-     "fp8-dot-product-attention fp8-interval fp8-margin fp8-multi-head-attention fp8-output-proj fp8-param "
-     "fp8-param-gather fp8-quantizer-factory fp8-recipe fp8-wgrad keep-fp8-transpose-cache "
+    {MT_NAME_UNSUPPORTED, "fp4, and fp8 outside the linears of layers or as the stored type of weights",
+     "activation-func-fp8-input-store disable-parameter-transpose-cache fp4 fp4-param "
+     "fp4-param-gather fp4-quantizer-factory fp4-recipe "
+     "fp8-dot-product-attention fp8-interval fp8-multi-head-attention fp8-output-proj fp8-param "
+     "fp8-param-gather fp8-quantizer-factory keep-fp8-transpose-cache "
      "kitchen-attention-backend kitchen-config-file kitchen-recipe-number moe-combine-bwd-dtype "
      "moe-dispatch-fwd-dtype moe-router-padding-for-fp8 moe-router-padding-for-quantization "
-     "num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 reuse-grad-buf-for-mxfp8-param-ag "
-     "te-precision-config-file tp-only-amax-red use-kitchen use-kitchen-attention"},
+     "reuse-grad-buf-for-mxfp8-param-ag "
+     "te-precision-config-file use-kitchen use-kitchen-attention"},
     {MT_NAME_UNSUPPORTED, "recomputation for some micro-batches only",
      "num-microbatches-with-partial-activation-checkpoints"},
     {MT_NAME_UNSUPPORTED, "keeping activations, weights or optimizer state in host memory",

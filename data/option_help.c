@@ -247,15 +247,16 @@ static int mt_options_answer(mt_program program, const char *word) {
 void mt_options_help(mt_program program, int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         bool version = strcmp(argv[i], "--version") == 0;
-        if (!version && strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
+        bool inside = strncmp(argv[i], "--help=", 7) == 0 && argv[i][7]; // "--help=lr"
+        if (!version && !inside && strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
         if (mt_launch_rank() > 0) exit(0);
         if (version) {
             printf("%s (megatron.c) %s\n", mt_program_name(program), mt_version());
             exit(0);
         }
-        const char *word = i + 1 < argc ? argv[i + 1] : NULL;
+        const char *word = inside ? argv[i] + 7 : i + 1 < argc ? argv[i + 1] : NULL;
         bool dashes = word && strncmp(word, "--", 2) == 0;
-        if (dashes) word = i + 2 == argc ? word + 2 : NULL; // "--help --lr", not "--help --lr 1"
+        if (dashes) word = inside || i + 2 == argc ? word + 2 : NULL; // "--help --lr", not "--help --lr 1"
         exit(mt_options_answer(program, word));
     }
 }

@@ -171,6 +171,25 @@ static double residual_norm(bench *b, const int64_t *n) { // T, C, p in percent,
     return 4 * size(b) * (double)(n[0] * n[1]);
 }
 
+/* The scale of a quantization: given, with amax recorded; computed, which reads x twice; per vector; per block. */
+enum { DELAYED = 1, CURRENT, VECTORS, BLOCKS };
+
+static double quantize(bench *b, const int64_t *n) { // R, C, scale, copies
+    static const mt_fp8_blocks blocks[] = {0, MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_VECTOR_128, MT_FP8_BLOCK_128};
+    mt_quantize_args a = {.count = 1, .R = n[0], .C = n[1], .x = elements(b, n[0] * n[1]), .amax = floats(b, 1)};
+    mt_fp8_matrix *copies[] = {&a.rows, &a.columns};
+    for (int i = 0; i < n[3]; i++) {
+        int64_t R = n[i], C = n[1 - i];
+        copies[i]->blocks = blocks[n[2]], copies[i]->format = MT_F8_E4M3, copies[i]->stride = C;
+        copies[i]->data = mt_arena_alloc(&b->arena, R * C);
+        copies[i]->inverse_scales = floats(b, mt_fp8_num_scales(R, C, blocks[n[2]]));
+    }
+    if (n[2] == DELAYED) a.scale = floats(b, 1);
+    if (n[2] > CURRENT) a.amax = NULL;
+    ENQUEUE(quantize, &a, b->dtype);
+    return ((n[2] == CURRENT ? 2 : 1) * size(b) + (double)n[3]) * (double)(n[0] * n[1]);
+}
+
 static double scatter_rows(bench *b, const int64_t *n) { // T, width
     void *to = elements(b, MAX_TOKENS * n[1]), *from = elements(b, n[0] * n[1]);
     ENQUEUE(scatter_rows, to, from, b->rows, n[0], n[1], n[1], n[1], b->dtype);
@@ -370,6 +389,24 @@ static const struct {
     {"residual and LayerNorm", residual_norm, MT_BF16, {65536, 768, 0, 1}},
     {"residual and LayerNorm", residual_norm, MT_BF16, {16384, 1600, 0, 1}},
     {"with dropout", residual_norm, MT_BF16, {65536, 768, 10, 1}},
+    {"quantize, given scale", quantize, MT_BF16, {8192, 4096, DELAYED, 1}},
+    {"quantize, given scale", quantize, MT_BF16, {8192, 4096, DELAYED, 2}},
+    {"quantize, computed scale", quantize, MT_BF16, {8192, 4096, CURRENT, 1}},
+    {"quantize, computed scale", quantize, MT_BF16, {8192, 4096, CURRENT, 2}},
+    {"quantize, per vector", quantize, MT_BF16, {8192, 4096, VECTORS, 1}},
+    {"quantize, per vector", quantize, MT_BF16, {8192, 4096, VECTORS, 2}},
+    {"quantize, per block", quantize, MT_BF16, {8192, 4096, BLOCKS, 1}},
+    {"quantize, per block", quantize, MT_BF16, {8192, 4096, BLOCKS, 2}},
+    {"quantize, given scale", quantize, MT_BF16, {8192, 14336, DELAYED, 1}},
+    {"quantize, given scale", quantize, MT_BF16, {8192, 14336, DELAYED, 2}},
+    {"quantize, computed scale", quantize, MT_BF16, {8192, 14336, CURRENT, 1}},
+    {"quantize, computed scale", quantize, MT_BF16, {8192, 14336, CURRENT, 2}},
+    {"quantize, per vector", quantize, MT_BF16, {8192, 14336, VECTORS, 1}},
+    {"quantize, per vector", quantize, MT_BF16, {8192, 14336, VECTORS, 2}},
+    {"quantize, per block", quantize, MT_BF16, {8192, 14336, BLOCKS, 1}},
+    {"quantize, per block", quantize, MT_BF16, {8192, 14336, BLOCKS, 2}},
+    {"quantize, given scale", quantize, MT_F32, {8192, 4096, DELAYED, 2}},
+    {"quantize, per vector", quantize, MT_F32, {8192, 4096, VECTORS, 2}},
     {"scatter_rows", scatter_rows, MT_BF16, {8192, 1024}},
     {"embedding_forward", embedding_forward, MT_BF16, {8192, 4096, 128256}},
     {"embedding_backward", embedding_backward, MT_BF16, {8192, 4096, 128256}},

@@ -149,6 +149,11 @@ static void linear_backward_weight(run *r, const int64_t *n) {
     r->ops->linear_backward_weight(dw, dbias, dy, x, n[0], n[1], n[2], !n[4], r->dtype, r->stream);
 }
 
+static void column_sums(run *r, const int64_t *n) { // R, C
+    void *x = input(r, n[0] * n[1]);
+    r->ops->column_sums(float_changed(r, n[1], NORMAL), x, n[0], n[1], r->dtype, r->stream);
+}
+
 static void embedding_forward(run *r, const int64_t *n) { // T, C, first, count, vocabulary, accumulate
     void *out = n[5] ? changed(r, n[0] * n[1]) : output(r, n[0] * n[1]), *w = input(r, n[3] * n[1]);
     int32_t *ids = integers(r, n[0], 0, n[4], false);
@@ -1041,6 +1046,7 @@ static operation operations[] = {
     {"linear_forward", linear_forward, ONCE, linear_shapes, {0}},
     {"linear_backward_input", linear_backward_input, ONCE, linear_shapes, {0}},
     {"linear_backward_weight", linear_backward_weight, ONCE, linear_shapes, {0}},
+    {"column_sums", column_sums, ONCE, linear_shapes, {0}},
     {"embedding_forward", embedding_forward, ONCE, embedding_shapes, {0}},
     {"embedding_backward", embedding_backward, ONCE, embedding_shapes, {0}},
     {"rmsnorm_forward", rmsnorm_forward, ONCE, norm_shapes, {0}},
@@ -1210,7 +1216,7 @@ static void gpu_agrees_with_cpu(void **state) {
     }
 }
 
-/* Memory and streams are at work in every other test, events in one of their own; graphs and grouped products have
+/* Memory and streams are at work in every other test, events in one of their own; graphs, grouped products and fp8 have
  * suites, and what ranks say to one another has two. */
 static void every_operation_is_tested(void **state) {
     (void)state;
@@ -1220,8 +1226,8 @@ static void every_operation_is_tested(void **state) {
 #undef NAME
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        static const char *const elsewhere[] = {"all_",     "reduce_scatter", "broadcast",      "channel_",
-                                                "mailbox_", "graph_",         "grouped_linear_"};
+        static const char *const elsewhere[] = {"all_",   "reduce_scatter",  "broadcast", "channel_", "mailbox_",
+                                                "graph_", "grouped_linear_", "quantize",  "fp8_"};
         bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
                      strncmp(all[i], "event_", 6) == 0 || strcmp(all[i], "workspace_bytes") == 0;
         for (size_t j = 0; j < sizeof elsewhere / sizeof *elsewhere; j++)

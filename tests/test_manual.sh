@@ -43,6 +43,15 @@ version_is_the_header_s() {
     [ "$("$MT_BIN/train" --version)" = "train (megatron.c) $number" ]
 }
 
+# One option is looked up in all the ways that people write it.
+help_of_one_option_is_found() {
+    "$MT_BIN/train" --help min-lr >"$work/page.1" && grep -q '^  *--min-lr N' "$work/page.1" || return 1
+    for words in --help=min-lr --help=--min-lr '--help --min-lr'; do
+        # shellcheck disable=SC2086
+        "$MT_BIN/train" $words >"$work/page.2" && cmp -s "$work/page.1" "$work/page.2" || return 1
+    done
+}
+
 words_without_options_are_refused() {
     "$MT_BIN/train" --help zzzz >"$work/out" 2>"$work/err" && return 1
     says "no option has 'zzzz'" "$work/err"
@@ -58,5 +67,6 @@ else
     echo "skipped: bash is absent"
 fi
 check version_is_the_header_s version_is_the_header_s
+check help_of_one_option_is_found help_of_one_option_is_found
 check words_without_options_are_refused words_without_options_are_refused
 exit $failed
