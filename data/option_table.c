@@ -853,6 +853,7 @@ void mt_options_free(mt_options *options) {
         if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
+    mt_strings_free(&options->typed_names);
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
@@ -979,8 +980,7 @@ void mt_options_default(mt_options *options) {
     memset(options->given, 0, sizeof options->given);
 }
 
-/* Compares names with dashes; YAML has underscores. */
-static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
+bool mt_option_named(const mt_option *row, const char *name, size_t length) {
     if (!row->name || strlen(row->name) != length) return false;
     for (size_t i = 0; i < length; i++)
         if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;

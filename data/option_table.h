@@ -57,6 +57,9 @@ const mt_option *mt_option_of(size_t offset);
 /* The option of this name, with dashes or underscores; NULL if there is none. */
 const mt_option *mt_option_find(const char *name, size_t length);
 
+/* True for the option's own name, with dashes or underscores. */
+bool mt_option_named(const mt_option *row, const char *name, size_t length);
+
 /* A rule of the columns `needs` and `excludes`, as text "condition: name choices". */
 typedef struct mt_option_rule {
     char text[160];

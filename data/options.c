@@ -196,6 +196,39 @@ static int mt_option_add_paths(mt_options *options, const mt_option *row, const 
     return status;
 }
 
+/* Notes the name by which an option is given, "--NAME" or "FILE:LINE: NAME", if it is not the option's own. */
+static void mt_options_note_name(mt_options *options, const mt_option *row, const char *where) {
+    const char *option = mt_option_of(row->offset)->name, *blank = strrchr(where, ' ');
+    const char *name = blank ? blank + 1 : where + strlen("--");
+    mt_strings *typed = &options->typed_names;
+    int64_t i = 0;
+    while (i < typed->count && strcmp(typed->items[i], option) != 0) i += 2;
+    bool is_alias = !mt_option_named(mt_option_of(row->offset), name, strlen(name));
+    if (i == typed->count && !is_alias) return;
+    if (i == typed->count) mt_strings_add(typed, option), mt_strings_add(typed, where);
+    char own[112];
+    snprintf(own, sizeof own, "--%s", option);
+    mt_string_set(&typed->items[i + 1], is_alias ? where : own);
+}
+
+/* Replaces the names of options in a message by the typed ones. */
+static void mt_options_restore_names(const mt_options *options, mt_error *error) {
+    const mt_strings *typed = &options->typed_names;
+    for (int64_t i = 0; i < typed->count; i += 2) {
+        char option[112];
+        mt_error before = *error;
+        size_t length = (size_t)snprintf(option, sizeof option, "--%s", typed->items[i]), used = 0;
+        for (const char *at = before.text; *at && used < sizeof error->text - 1;) {
+            bool is_option = strncmp(at, option, length) == 0 && !isalnum((unsigned char)at[length]) &&
+                             (at[length] != '-' || !isalnum((unsigned char)at[length + 1]));
+            const char *text = is_option ? typed->items[i + 1] : at;
+            int bytes = is_option ? (int)strlen(text) : 1;
+            used += (size_t)snprintf(error->text + used, sizeof error->text - used, "%.*s", bytes, text);
+            at += is_option ? length : 1;
+        }
+    }
+}
+
 /* Gives a setting that is accepted its value, or the next one of a list. `where` names it in messages. */
 static int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
                           mt_error *error) {
@@ -213,12 +246,13 @@ static int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, c
         mt_strings_add(&reader->always, where);
         return 0;
     }
+    bool negates = value && *value == '!', weak = value && *value == '?';
+    if (value && !negates && (!is_true || (weak && mt_options_gave(reader->options, row->offset)))) return 0;
+    mt_options_note_name(reader->options, row, where);
     if (row->type == MT_LIST && strcmp(row->values, MT_PREFIXES) == 0)
         return mt_option_add_paths(reader->options, row, text, where, error);
     if (!value) return mt_option_set(reader->options, row, text, where, error);
-    if (*value == '!') return mt_option_set(reader->options, row, is_true ? "false" : "true", where, error);
-    bool weak = *value == '?';
-    if (!is_true || (weak && mt_options_gave(reader->options, row->offset))) return 0;
+    if (negates) return mt_option_set(reader->options, row, is_true ? "false" : "true", where, error);
     return mt_option_set(reader->options, row, value + weak, where, error);
 }
 
@@ -876,7 +910,7 @@ static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error
     return 0;
 }
 
-int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+static int mt_options_complete(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error)) return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, error)) return -1;
@@ -888,6 +922,12 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     mt_options_derive_family(options);
     if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
     return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
+}
+
+int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+    int status = mt_options_complete(options, program, world_size, error);
+    if (status != 0) mt_options_restore_names(options, error);
+    return status;
 }
 
 /* ---- options that change nothing, and values that were chosen */

@@ -83,7 +83,7 @@ static const row model_rows[] = {
     {20, "RMSNorm", "RMSNorm&type none", "--mtp-num-layers 1"},
     {30, "RMSNorm&embedding-type", "", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
 
-    {60, "--swiglu&--disable-bias-linear", "",
+    {40, "", "",
      "--num-experts 8 --moe-ffn-hidden-size 16;--num-experts 4 --moe-ffn-hidden-size 12;--num-experts 6 "
      "--moe-ffn-hidden-size 8;--num-experts 8"},
     {100, EXPERTS, "",
@@ -99,7 +99,7 @@ static const row model_rows[] = {
     {20, EXPERTS, "sinkhorn",
      "--moe-expert-capacity-factor 1;--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position;"
      "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"},
-    {30, EXPERTS, "", "--moe-shared-expert-intermediate-size 24"},
+    {30, EXPERTS "&--disable-bias-linear", "", "--moe-shared-expert-intermediate-size 24"},
     {40, "shared-expert", "", "--moe-shared-expert-gate"},
     {20, EXPERTS, "", "--moe-layer-freq 2;--moe-layer-freq 3"},
     {20, EXPERTS "&num-layers 4", "moe-layer-freq", "--moe-layer-freq [0,1,1,0];--moe-layer-freq ([0]*1+[1]*3)"},

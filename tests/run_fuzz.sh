@@ -3,6 +3,8 @@
 #
 #   usage: tests/run_fuzz.sh SECONDS PROGRAM...
 #
+# With SECONDS 0 each target runs its inputs once, without new ones.
+#
 # PROGRAM is build/fuzzer/tests/fuzz_TARGET. It starts from tests/fuzz_corpus/TARGET, if that exists, and from the first
 # 16 KiB of the files in tests/golden whose names fit the target. New inputs are added to build/fuzz/corpus/TARGET.
 # Inputs that fail are kept as build/fuzz/TARGET-*: run PROGRAM on one to see it fail again.
@@ -32,7 +34,8 @@ for program in "$@"; do
     done
     if [ -d "tests/fuzz_corpus/$target" ]; then cp -R "tests/fuzz_corpus/$target/." "$corpus"; fi
     echo "$target: $(find "$corpus" -type f | wc -l) inputs to begin with, $seconds seconds (log: $log)"
-    if "$program" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+    if [ "$seconds" = 0 ]; then limit=-runs=0; else limit=-max_total_time=$seconds; fi
+    if "$program" "$limit" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
         -artifact_prefix="build/fuzz/$target-" "$corpus" </dev/null >"$log" 2>&1; then
         echo "✓ $target: $(sed -n 's/^stat::number_of_executed_units: *//p' "$log") inputs tried"
     else

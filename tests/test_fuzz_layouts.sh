@@ -18,6 +18,7 @@ END
 # FAULT is an option, MANNER what happens to runs of several ranks that have it.
 cat >"$bin/train" <<'END'
 #!/bin/sh
+[ -z "${COMMANDS:-}" ] || echo "$*" >>"$COMMANDS"
 case " $* " in *" $FAULT"*) bad=${MPIRUN:-0} ;; *) bad=0 ;; esac
 case " $* " in *" --load "*) first=3 ;; *) first=1 ;; esac
 while [ "$1" != --metrics ]; do shift; done
@@ -37,8 +38,8 @@ chmod +x "$bin/mpirun" "$bin/train"
 
 # fuzz MANNER FAULT SEED [NUMBER]: prints what the program does in some seconds, or with one number.
 fuzz() {
-    MANNER=$1 FAULT=$2 PATH="$bin:$PATH" MT_BIN=$bin FUZZ_TIMEOUT=${timeout:-30} "$fuzz" "${seconds:-2}" "$3" \
-        ${4:+"$4"} >"$work/out" 2>"$work/err"
+    COMMANDS=$work/commands MANNER=$1 FAULT=$2 PATH="$bin:$PATH" MT_BIN=$bin FUZZ_TIMEOUT=${timeout:-30} "$fuzz" \
+        "${seconds:-2}" "$3" ${4:+"$4"} >"$work/out" 2>"$work/err"
 }
 
 # The number of the first failure in the output.
@@ -68,6 +69,22 @@ refused_options_are_no_failure() {
         ! grep -q FAILED "$work/out"
 }
 
+# draws WORD: one of the first configurations has experts without this option.
+draws() {
+    number=0
+    while [ $number -lt 80 ]; do
+        : >"$work/commands"
+        fuzz wrong --no-such-option 5 $number
+        grep -e '--num-experts' "$work/commands" | grep -q -v -e "$1" && return
+        number=$((number + 1))
+    done
+    return 1
+}
+
+experts_are_drawn_with_biases_and_without_swiglu() {
+    draws --swiglu && draws --disable-bias-linear
+}
+
 # On a busy machine other runs may seem to hang, too.
 a_hang_is_found() {
     timeout=0.5 seconds=0.1
@@ -81,6 +98,7 @@ check equal_runs_agree equal_runs_agree
 check refused_options_are_no_failure refused_options_are_no_failure
 check a_wrong_number_is_shrunk_to_the_option_that_makes_it shrinks wrong --overlap-grad-reduce 'grad_norm 1.00003'
 check a_crash_is_shrunk_to_the_option_that_makes_it shrinks crash --use-distributed-optimizer 'no message'
+check experts_are_drawn_with_biases_and_without_swiglu experts_are_drawn_with_biases_and_without_swiglu
 check a_refused_checkpoint_of_its_own_is_a_failure shrinks resume --deterministic-mode 'the weights have 5'
 check a_hang_is_a_failure a_hang_is_found
 exit $failed

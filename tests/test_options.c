@@ -564,6 +564,27 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
     expect_error(RUN "--config /nowhere.yaml", "/nowhere.yaml: cannot be read");
 }
 
+/* The option's own name stands in messages if it was given last. */
+static void messages_have_the_names_that_were_given(void **state) {
+    (void)state;
+    expect_error(RUN "--layernorm-epsilon 5", "--layernorm-epsilon must be in (0,1)");
+    expect_error(RUN "--norm-epsilon 0.5 --layernorm-epsilon 5", "--layernorm-epsilon must be in (0,1)");
+    expect_error(RUN "--layernorm-epsilon 0.5 --norm-epsilon 5", "--norm-epsilon must be in (0,1)");
+    expect_error(RUN "--num-moe-experts 4 --moe-router-topk 5", "must be at most --num-moe-experts 4");
+    expect_error(RUN "--virtual-pipeline-model-parallel-size 2",
+                 "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size");
+    expect_error(RUN "--dp-comm-overlap-bucket-size -1", "--dp-comm-overlap-bucket-size must be in");
+    expect_error(RUN "--num-layers-in-first-pipeline-stage 1", "--num-layers-in-first-pipeline-stage needs");
+#ifdef MT_HAVE_YAML
+    char *folder = make_folder(), line[300];
+    char *path = write_file(folder, "run.yaml", "lr: 1\nlayernorm_epsilon: 5\n");
+    snprintf(line, sizeof line, RUN "--config %s", path);
+    expect_error(line, "run.yaml:2: layernorm_epsilon must be in (0,1)");
+    remove_file(path);
+    remove_folder(folder);
+#endif
+}
+
 static void strategies_of_data_parallelism_are_checked(void **state) {
     (void)state;
     const struct {
@@ -1962,6 +1983,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(context_parallelism_that_cannot_be_is_refused),
     cmocka_unit_test(schedules_that_cannot_be_are_refused),
     cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
+    cmocka_unit_test(messages_have_the_names_that_were_given),
     cmocka_unit_test(strategies_of_data_parallelism_are_checked),
     cmocka_unit_test(a_split_backward_needs_whole_gradients),
     cmocka_unit_test(attention_backends_that_cannot_serve_are_refused),

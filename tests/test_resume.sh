@@ -223,6 +223,30 @@ a_folder_in_use_is_refused() {
     run --train-iters $((iteration + 1)) --save "$work/u" --auto-resume
 }
 
+# The lock of another host, which a shared disk passes on: the lock is held here, and the file names that host. A lock
+# dies with its holder, so that the name alone, left by a host that is gone, stops no run.
+a_lock_of_another_host_is_named_and_a_stale_one_is_taken() {
+    mkdir -p "$work/l"
+    # shellcheck disable=SC2086
+    setsid "$train" $small --train-iters 1000000 --save "$work/l" --save-interval 5 --keep-checkpoints 2 \
+        >"$work/first" 2>&1 </dev/null &
+    job=$!
+    until [ -e "$work/l/latest_checkpointed_iteration.txt" ]; do
+        kill -0 $job || return 1
+        sleep 0.1
+    done
+    echo 'process 4711 on host node7' >"$work/l/.lock"
+    refuses 'l: is in use by another run, process 4711 on host node7; wait for its end' --train-iters 5 \
+        --save "$work/l" --auto-resume
+    status=$?
+    kill -KILL $job
+    wait $job 2>/dev/null
+    iteration=$(cat "$work/l/latest_checkpointed_iteration.txt")
+    [ $status = 0 ] && [ "$(cat "$work/l/.lock")" = 'process 4711 on host node7' ] &&
+        run --train-iters $((iteration + 1)) --save "$work/l" --auto-resume &&
+        says "process [0-9]* on host $(uname -n)\$" "$work/l/.lock"
+}
+
 a_missing_checkpoint_begins_anew_or_ends_the_run() {
     refuses 'holds no checkpoint to resume from' --train-iters 3 --load "$work/n" --save "$work/n" \
         --exit-on-missing-checkpoint &&
@@ -370,6 +394,7 @@ check everything_comes_from_the_checkpoint_that_is_whole everything_comes_from_t
 check the_place_of_the_optimizer_changes_no_loss the_place_of_the_optimizer_changes_no_loss
 check a_lost_file_does_not_restart_the_run a_lost_file_does_not_restart_the_run
 check a_folder_in_use_is_refused a_folder_in_use_is_refused
+check a_lock_of_another_host_is_named a_lock_of_another_host_is_named_and_a_stale_one_is_taken
 check a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
 check auto_resume_finetunes_once auto_resume_finetunes_once
 check checkpoints_stay_as_options_say checkpoints_stay_as_options_say
