@@ -9200,8 +9200,9 @@ static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, in
 
 /* --optimizer-cpu-offload: AdamW of some buckets runs on the host, in pieces. A piece's gradients and parameters are
  * copied to one of two slots, the host updates them there, and the parameters are copied back; with streams of its own,
- * piece i is on its way while the host updates piece i - 1. Because parameters travel both ways, a step that a failed
- * check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the fraction. */
+ * piece i is on its way while the host updates piece i - 1. Because parameters are copied both ways, a step
+ * that a failed check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the
+ * fraction. */
 enum { MT_HOST_PIECE = 1 << 22 }; // elements
 
 typedef struct mt_host_task {
