@@ -230,16 +230,13 @@ static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, bo
     return status;
 }
 
-/* Writes a new text file. It is not on the disk yet: mt_saver_place syncs the whole folder. The file is read again,
- * because its checksum is computed from the file: a write that was lost would count as right. */
+/* Writes a text file and reads it again, because its checksum is computed from the file: a write that was lost would
+ * count as right. */
 static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
     char *path = mt_path_join(folder, name), *again = NULL;
     int64_t length = (int64_t)strlen(text), bytes;
     int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
-    FILE *file = fopen(path, "wx");
-    bool whole = file && fputs(text, file) >= 0;
-    if (file && fclose(file) != 0) whole = false;
-    int status = whole ? 0 : mt_file_write_error(error, path, "--save");
+    int status = mt_file_write(path, text, length, "--save", error);
     if (status == 0 && !(again = mt_file_read(path, length, &bytes, error))) status = -1;
     if (again && (bytes != length || memcmp(again, text, (size_t)length) != 0))
         status = mt_error_set(error, "%s: does not hold what was written to it; check the disk", path);

@@ -177,6 +177,22 @@ static void offloading_keeps_two_layers_on_the_device(void **state) {
     }
 }
 
+/* On the CPU, device and host are one memory. */
+static void offloading_on_the_cpu_counts_in_one_memory(void **state) {
+    (void)state;
+    const char *words = "--fine-grained-activation-offloading --offload-modules attn_norm";
+    int64_t needed = llama_bytes(words, NULL) + 2 * HIDDEN * TOKENS * 4;
+    for (int lacking = 0; lacking < 2; lacking++) {
+        llama l;
+        mt_error error = {""};
+        int status = llama_open(&l, &mt_cpu_ops, words, needed - lacking, &error);
+        llama_close(&l);
+        assert_int_equal(status, -lacking);
+        if (lacking && !strstr(error.text, "the model needs 0.0 GiB of memory and the machine has"))
+            fail_msg("%s", error.text);
+    }
+}
+
 /* The CPU in place of a GPU: its own memory suffices, but the host's does not. */
 static void offloading_beyond_the_memory_of_the_host_is_refused(void **state) {
     (void)state;
@@ -263,6 +279,7 @@ int main(void) {
         cmocka_unit_test(logits_add_memory_only_beyond_the_size_of_the_scratch_they_share),
         cmocka_unit_test(recomputation_keeps_what_its_units_keep),
         cmocka_unit_test(offloading_keeps_two_layers_on_the_device),
+        cmocka_unit_test(offloading_on_the_cpu_counts_in_one_memory),
         cmocka_unit_test(offloading_beyond_the_memory_of_the_host_is_refused),
         cmocka_unit_test_setup_teardown(available_memory_is_what_the_machine_has_left, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_2_count, make_root, remove_root),
