@@ -1140,6 +1140,11 @@ static void mt_cpu_stream_synchronize(mt_stream *stream) {
     (void)stream;
 }
 
+static void mt_cpu_stream_call_host(mt_stream *stream, mt_host_function *function, void *context) {
+    (void)stream;
+    function(context);
+}
+
 static mt_event *mt_cpu_event_create(void) {
     return NULL;
 }
@@ -5545,8 +5550,9 @@ struct mt_model {
     int64_t num_recompute_buffers;
     const struct mt_activations *recomputed; // the layer whose values the buffers hold, the last one of its unit
     /* offloading */
-    struct mt_offload *offload; // NULL: none
-    mt_arena host;              // pinned host memory of all offloaded values
+    struct mt_offload *offload;               // of activations; NULL: none
+    struct mt_host_optimizer *host_optimizer; // NULL: none
+    mt_arena host;                            // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_fp8_model *fp8;              // NULL: no products in fp8
@@ -9013,9 +9019,10 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
-        if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
-        b->m = mt_arena_alloc(arena, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
-        b->v = mt_arena_alloc(arena, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
+        mt_arena *from = b->on_host ? &m->host : arena;
+        if (m->dtype != MT_F32) b->master = mt_arena_alloc(from, b->shard_count * 4);
+        b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
+        b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
     start = arena->used;
@@ -9064,7 +9071,9 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     int buffer = mt_first_buffer[s->progress[bucket].kind];
     void *whole = mt_bucket_buffers_gradients(b) ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
-    m->ops->all_gather(whole, shard.data, b->shard_count, shard.dtype, b->group, m->stream);
+    void *own = mt_offset_pointer(whole, b->shard_first * mt_dtype_size(shard.dtype));
+    m->ops->memory_copy(own, shard.data, b->shard_count * mt_dtype_size(shard.dtype), m->stream); // from the host too
+    m->ops->all_gather(whole, own, b->shard_count, shard.dtype, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
     return whole;
 }
@@ -9167,15 +9176,166 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The operands for elements [first, first + n) of a bucket's shard. */
-static mt_adamw_args mt_adamw_run(const mt_model *m, const mt_bucket *b, int64_t first, int64_t n) {
-    mt_adamw_args a = {.n = n, .dtype = b->dtype, .grad_dtype = b->grad_dtype, .scale = &m->numbers->grad_scale};
-    a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
-    a.param = mt_at(m, b->param_shard, first), a.master = mt_offset_pointer(b->master, 4 * first);
-    a.m = mt_offset_pointer(b->m, first * mt_dtype_size(a.m_dtype));
-    a.v = mt_offset_pointer(b->v, first * mt_dtype_size(a.v_dtype));
-    a.grad = mt_offset_pointer(b->grad_shard, first * mt_dtype_size(b->grad_dtype));
+/* The operands of a step on a bucket's shard. */
+static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
+    return (mt_adamw_args){.n = b->shard_count,
+                           .param = b->param_shard,
+                           .master = b->master,
+                           .m = b->m,
+                           .v = b->v,
+                           .grad = b->grad_shard,
+                           .scale = &m->numbers->grad_scale,
+                           .dtype = b->dtype,
+                           .m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG),
+                           .v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ),
+                           .grad_dtype = b->grad_dtype};
+}
+
+/* Its elements [first, first + n). */
+static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, int64_t n) {
+    mt_adamw_args a = *whole;
+    a.n = n;
+    a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
+    a.master = a.master ? a.master + first : NULL;
+    a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype);
+    a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
+    a.grad = (const char *)a.grad + first * mt_dtype_size(a.grad_dtype);
     return a;
+}
+
+/* ---- on the host */
+
+/* --optimizer-cpu-offload: AdamW of some buckets runs on the host, in pieces. A piece's gradients and parameters are
+ * copied to one of two slots, the host updates them there, and the parameters are copied back; with streams of its own,
+ * piece i is on its way while the host updates piece i - 1. Because parameters are copied both ways, a step
+ * that a failed check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the
+ * fraction. */
+enum { MT_HOST_PIECE = 1 << 22 }; // elements
+
+typedef struct mt_host_task {
+    mt_adamw_args args; // in a slot and in host memory
+    mt_adamw adamw;
+    void *param; // on the device
+    int threads;
+} mt_host_task;
+
+typedef struct mt_host_optimizer {
+    mt_stream *in, *update, *out; // gradients to the host, AdamW, parameters to the device; the model's without overlap
+    char *slots[2];               // [MT_HOST_PIECE] gradients, then parameters
+    float *scale;                 // of the gradients, on the host
+    mt_host_task *tasks;          // [2, num_tasks] of two steps: the host enqueues one while another runs
+    int64_t num_tasks, step, count; // count: tasks of this step so far
+    int threads;
+} mt_host_optimizer;
+
+/* Elements [result[k], result[k + 1]) of a shard: decayed matrices, then the rest. */
+static void mt_bucket_decays(const mt_bucket *b, int64_t start[3]) {
+    start[0] = 0, start[2] = b->shard_count;
+    start[1] = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count);
+}
+
+/* Chooses the last trained buckets that hold at least --optimizer-offload-fraction of this rank's elements: gradients
+ * of the last layers are complete first, and their parameters are needed last. */
+static void mt_host_optimizer_open(mt_model *m) {
+    double all = 0, chosen = 0, fraction = m->options->optimizer_offload_fraction;
+    if (!m->plan.train || !m->options->optimizer_cpu_offload || fraction == 0) return;
+    mt_host_optimizer *h = m->host_optimizer = mt_model_calloc(m, (int64_t)sizeof *h);
+    for (int64_t i = 0; i < m->num_trained_buckets; i++) all += (double)m->buckets[i].shard_count;
+    for (int64_t i = m->num_trained_buckets - 1; i >= 0 && chosen < fraction * all; i--) {
+        int64_t start[3];
+        mt_bucket_decays(&m->buckets[i], start);
+        m->buckets[i].on_host = true;
+        for (int k = 0; k < 2; k++) h->num_tasks += mt_divide_up(start[k + 1] - start[k], MT_HOST_PIECE);
+        chosen += (double)m->buckets[i].shard_count;
+    }
+    h->tasks = mt_model_calloc(m, 2 * h->num_tasks * (int64_t)sizeof *h->tasks);
+}
+
+/* Slots of the largest piece. */
+static void mt_plan_host_optimizer(mt_model *m) {
+    int64_t largest = 0;
+    for (int64_t i = 0; i < m->num_trained_buckets; i++)
+        if (m->buckets[i].on_host) largest = mt_max(largest, m->buckets[i].shard_count);
+    m->host_optimizer->scale = mt_arena_alloc(&m->host, 4);
+    for (int k = 0; k < 2; k++)
+        m->host_optimizer->slots[k] = mt_arena_alloc(&m->host, mt_min(largest, MT_HOST_PIECE) * 8);
+}
+
+static void mt_host_optimizer_start(mt_model *m) {
+    mt_host_optimizer *h = m->host_optimizer;
+    bool overlaps = m->options->overlap_cpu_optimizer_d2h_h2d;
+    mt_stream **streams[] = {&h->in, &h->update, &h->out};
+    for (int i = 0; i < 3; i++)
+        *streams[i] = overlaps ? m->ops->stream_create(NULL, 0, m->options->deterministic_mode) : m->stream;
+    h->threads = 1;
+#ifdef MT_HAVE_OPENMP
+    h->threads = omp_get_max_threads();
+#endif
+}
+
+static void mt_host_optimizer_close(mt_model *m) {
+    mt_host_optimizer *h = m->host_optimizer;
+    if (!h || h->in == m->stream) return;
+    m->ops->stream_synchronize(m->stream); // which waits for the others
+    m->ops->stream_destroy(h->in);
+    m->ops->stream_destroy(h->update);
+    m->ops->stream_destroy(h->out);
+}
+
+/* Runs on a thread of the device's library, which has a number of OpenMP threads of its own. */
+static void mt_host_task_run(void *context) {
+    mt_host_task *task = context;
+#ifdef MT_HAVE_OPENMP
+    omp_set_num_threads(task->threads);
+#endif
+    mt_cpu_ops.adamw_step(&task->args, &task->adamw, NULL);
+}
+
+/* Enqueues the update of a task whose copies to the host are enqueued, and the copy of its parameters back. */
+static void mt_host_task_finish(mt_model *m, mt_host_task *task) {
+    mt_host_optimizer *h = m->host_optimizer;
+    int64_t bytes = task->args.n * mt_dtype_size(task->args.dtype);
+    m->ops->stream_call_host(h->update, mt_host_task_run, task);
+    mt_wait_stream(m, h->out, h->update);
+    m->ops->memory_copy(task->param, task->args.param, bytes, h->out);
+}
+
+/* Enqueues a task's copies to the host, then finishes the task before it. */
+static void mt_host_task_start(mt_model *m, const mt_adamw_args *a, const mt_adamw *adamw) {
+    mt_host_optimizer *h = m->host_optimizer;
+    mt_host_task *task = &h->tasks[h->step % 2 * h->num_tasks + h->count];
+    int64_t grad_bytes = a->n * mt_dtype_size(a->grad_dtype), param_bytes = a->n * mt_dtype_size(a->dtype);
+    char *grad = h->slots[h->count % 2], *param = grad + grad_bytes;
+    *task = (mt_host_task){*a, *adamw, a->param, h->threads};
+    task->args.grad = grad, task->args.param = param, task->args.scale = h->scale;
+    mt_wait_stream(m, h->update, h->in); // for the copies of the task before
+    mt_wait_stream(m, h->in, h->out);    // the task before that one has left the slot
+    m->ops->memory_copy(grad, a->grad, grad_bytes, h->in);
+    m->ops->memory_copy(param, a->param, param_bytes, h->in);
+    if (h->count++ > 0) mt_host_task_finish(m, task - 1);
+}
+
+static void mt_host_optimizer_begin(mt_model *m) {
+    mt_host_optimizer *h = m->host_optimizer;
+    h->step++, h->count = 0;
+    mt_wait_stream(m, h->in, m->stream);
+    m->ops->memory_copy(h->scale, &m->numbers->grad_scale, sizeof *h->scale, h->in);
+}
+
+/* Enqueues AdamW of a part of a bucket on the host. */
+static void mt_host_optimizer_update(mt_model *m, const mt_adamw_args *part, const mt_adamw *adamw) {
+    for (int64_t first = 0; first < part->n; first += MT_HOST_PIECE) {
+        mt_adamw_args a = mt_adamw_part(part, first, mt_min(MT_HOST_PIECE, part->n - first));
+        mt_host_task_start(m, &a, adamw);
+    }
+}
+
+/* Later work of the model waits for the updates. */
+static void mt_host_optimizer_finish(mt_model *m) {
+    mt_host_optimizer *h = m->host_optimizer;
+    mt_wait_stream(m, h->update, h->in);
+    mt_host_task_finish(m, &h->tasks[h->step % 2 * h->num_tasks + h->count - 1]);
+    mt_wait_stream(m, m->stream, h->out);
 }
 
 /* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
@@ -9190,16 +9350,21 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
                       .eps = (float)o->adam_eps,
                       .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
                       .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
-    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
-        int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
+    if (m->host_optimizer) mt_host_optimizer_begin(m);
+    for (int64_t i = m->num_trained_buckets - 1; i >= 0; i--) { // the host's first
+        int64_t start[3];
+        mt_adamw_args whole = mt_bucket_adamw(m, &m->buckets[i]);
+        mt_bucket_decays(&m->buckets[i], start);
         for (int k = 0; k < 2; k++) {
-            mt_adamw_args a = mt_adamw_run(m, b, start[k], start[k + 1] - start[k]);
+            mt_adamw_args a = mt_adamw_part(&whole, start[k], start[k + 1] - start[k]);
             adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
-            if (a.n > 0) m->ops->adamw_step(&a, &adamw, m->stream);
+            if (m->buckets[i].on_host)
+                mt_host_optimizer_update(m, &a, &adamw);
+            else if (a.n > 0)
+                m->ops->adamw_step(&a, &adamw, m->stream);
         }
     }
+    if (m->host_optimizer) mt_host_optimizer_finish(m);
     mt_params_finish(m);
     mt_phase_end(m);
 }
@@ -10049,6 +10214,7 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
 /* Assigns memory to everything from the arena; a counting arena measures the sizes. */
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
+    if (m->host_optimizer) mt_plan_host_optimizer(m);
     int64_t start = arena->used;
     if (m->plan.train) mt_plan_recompute(m, arena);
     if (m->offload) mt_plan_offload(m, arena);
@@ -10419,7 +10585,8 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_cpu_ops.memory_available();
     int64_t available = cpu ? host : m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
     int ranks = 1;
-    if (cpu || m->offload) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
+    bool offloads = m->offload || m->host_optimizer;
+    if (cpu || offloads) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
     if (cpu) needed = on_host, available = host;
     bool refused = needed > available, host_refused = !cpu && on_host > host;
     if (refused && (ranks == 1 || !cpu))
@@ -10435,8 +10602,10 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     else if (host_refused)
         mt_error_set(error,
                      "offloading needs %.1f GiB of host memory and the machine has %.1f GiB available (ranks on it: "
-                     "%d); offload less, or lower --micro-batch-size or --seq-length",
-                     (double)on_host / gib, (double)host / gib, ranks);
+                     "%d); %s",
+                     (double)on_host / gib, (double)host / gib, ranks,
+                     m->offload ? "offload less, or lower --micro-batch-size or --seq-length"
+                                : "lower --optimizer-offload-fraction");
     return mt_agree(&m->grid->world, refused || host_refused, error);
 }
 
@@ -10549,6 +10718,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
+    mt_host_optimizer_open(m);
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
@@ -10571,6 +10741,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     mt_experts_fill_data_ranks(m);
     mt_experts_begin(m);
     mt_sharding_start(m);
+    if (m->host_optimizer) mt_host_optimizer_start(m);
     if (m->fp8) mt_fp8_start(m);
     mt_context_open(m);
     mt_mtp_open(m);
@@ -10606,6 +10777,7 @@ static void mt_model_free_device(mt_model *m) {
     }
     mt_experts_close(m);
     mt_sharding_close(m);
+    mt_host_optimizer_close(m);
     if (m->fp8 && m->fp8->recipe.scratch.base) m->ops->memory_free(m->fp8->recipe.scratch.base);
     m->ops->stream_destroy(m->stream);
     if (m->host.base) m->ops->memory_free_host(m->host.base);

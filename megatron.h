@@ -372,6 +372,8 @@ typedef struct mt_options {
     double weight_decay, start_weight_decay, end_weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad;
     bool use_precision_aware_optimizer;
     mt_optimizer_dtype main_grads_dtype, exp_avg_dtype, exp_avg_sq_dtype;
+    bool optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d;
+    double optimizer_offload_fraction;
     mt_weight_decay_style weight_decay_incr_style;
     int64_t eval_interval, eval_iters, log_interval, seed;
     double exit_duration_in_mins;
@@ -527,6 +529,9 @@ typedef struct mt_dropout {
 
 typedef struct mt_event mt_event;
 
+/* A function that a stream calls on the host. It calls no operation of the stream's device. */
+typedef void mt_host_function(void *context);
+
 #define MT_DEVICE_OPERATIONS(OP)                                                                                       \
     /* Bytes that a model may use: the GPU's free memory, or all of the host's. */                                     \
     OP(memory_available, int64_t, void)                                                                                \
@@ -550,6 +555,8 @@ typedef struct mt_event mt_event;
     OP(stream_synchronize, void, mt_stream *stream)                                                                    \
     /* Operations enqueued on `stream` after this call wait for those enqueued on `other` before it. */                \
     OP(stream_wait_stream, void, mt_stream *stream, mt_stream *other)                                                  \
+    /* Calls function(context) on the host, in stream order; the context must live until then. */                      \
+    OP(stream_call_host, void, mt_stream *stream, mt_host_function *function, void *context)                           \
     /* NULL on the CPU. */                                                                                             \
     OP(event_create, mt_event *, void)                                                                                 \
     OP(event_destroy, void, mt_event *event)                                                                           \
@@ -1774,6 +1781,7 @@ typedef struct mt_bucket {
     const mt_group *group; // the ranks with the same parameters, which add their gradients
     mt_dtype dtype;        // of params
     mt_dtype grad_dtype;   // of main_grads and grad_shard: --main-grads-dtype
+    bool on_host;          // master, m and v are in host memory, and AdamW runs there: --optimizer-cpu-offload
     bool trained;          // false: no gradients, no moments, MT_F32
 } mt_bucket;
 

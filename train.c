@@ -3,6 +3,7 @@
 
 #include "data/checkpoint.h"
 #include "data/dataset.h"
+#include "data/file.h"
 #include "data/host_memory.h"
 #include "data/launch.h"
 #include "data/options.h"
@@ -21,6 +22,7 @@ typedef struct feed {
     int64_t consumed, stride; // samples; all ranks' samples of one micro-batch
     int status;               // of reading on this rank, with its first error
     mt_error error;
+    uint64_t print; // of the micro-batches that this rank has read, in any order
 } feed;
 
 typedef struct run {
@@ -70,7 +72,12 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     int status = from->status;
     if (status == 0) status = mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
     mt_watch_file_end(watched);
-    if (status == 0) return 0;
+    if (status == 0) {
+        uint64_t prints[] = {mt_contents_fingerprint(batch->tokens, batch->num_tokens * 4, true),
+                             mt_contents_fingerprint(batch->labels, batch->num_tokens * 4, true), (uint64_t)index};
+        from->print += mt_contents_fingerprint(prints, sizeof prints, true);
+        return 0;
+    }
     if (from->status == 0) from->error = *error;
     from->status = status;
     mt_loader_fill_placeholder(from->loader, batch);
@@ -222,11 +229,34 @@ static bool should_stop(const run *r) {
     return stop > 0;
 }
 
-/* Ends the program if a rank could not read the data of a step. */
+/* Ends the program with the rank that read other data than the first rank of its model replica. */
+static void refuse_data(run *r, double print) {
+    const mt_group *world = &r->grid.world;
+    mt_error error;
+    int first = 0;
+    double *prints = mt_calloc(2 * world->size * 8), *replicas = prints + world->size;
+    prints[world->rank] = print, replicas[world->rank] = r->grid.data.rank;
+    mt_all_reduce_sum(world, prints, 2 * world->size, MT_F64);
+    while (replicas[first] != r->grid.data.rank) first++;
+    bool differs = prints[first] != print;
+    if (differs)
+        mt_error_set(&error, "iteration %lld: rank %d read other data than rank %d; give every rank the same files",
+                     (long long)r->state.iteration, world->rank, first);
+    free(prints);
+    fail(r, differs ? -1 : 0, &error);
+}
+
+/* Ends the program if a rank could not read the data of a step, or if ranks of one model replica read different data:
+ * the fingerprints at the start leave out parts of large files. In each replica the prints that the sum weights with
+ * n - 1 and, n - 1 times, with -1 cancel, exactly: they are whole numbers below 2^32. */
 static void check_data(run *r, feed *from) {
-    double failed = from->status != 0;
-    mt_all_reduce_max(&r->grid.world, &failed, 1, MT_F64);
-    if (failed > 0) fail(r, from->status, &from->error);
+    const mt_grid *g = &r->grid;
+    bool is_first = g->tensor.rank == 0 && g->context.rank == 0 && g->pipeline.rank == 0;
+    double print = (uint32_t)(from->print ^ from->print >> 32), others = g->world.size / g->data.size - 1;
+    double sums[2] = {from->status != 0, is_first ? print * others : -print};
+    mt_all_reduce_sum(&g->world, sums, 2, MT_F64);
+    if (sums[0] > 0) fail(r, from->status, &from->error);
+    if (sums[1] != 0) refuse_data(r, print);
 }
 
 /* Samples of an evaluation of a split: --eval-iters batches. */
@@ -242,7 +272,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t first) {
     if (evaluated_samples(r, split) == 0) return;
     check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return;
-    feed from = {r->loaders[split], first, o->micro_batch_size * r->grid.data.size, 0, {""}};
+    feed from = {.loader = r->loaders[split], .consumed = first, .stride = o->micro_batch_size * r->grid.data.size};
     int64_t micro_batches = evaluated_samples(r, split) / from.stride;
     check(r, mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
     check_data(r, &from);
@@ -261,8 +291,9 @@ static bool step(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     mt_metrics metrics;
-    feed from = {
-        r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples, o->micro_batch_size * r->grid.data.size, 0, {""}};
+    feed from = {.loader = r->loaders[MT_SPLIT_TRAIN],
+                 .consumed = r->state.consumed_train_samples,
+                 .stride = o->micro_batch_size * r->grid.data.size};
     int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
     bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
     bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);

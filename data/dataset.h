@@ -163,7 +163,9 @@ int mt_data_open(mt_data **data, const mt_data_config *config, mt_error *error);
 void mt_data_close(mt_data *data);
 
 /* All ranks return an error if the files of one differ from those of rank 0: the whole .idx is compared, and pieces of
- * the .bin or of tokens_file (mt_contents_fingerprint). Every rank calls it, with the same options. */
+ * the .bin or of tokens_file (mt_contents_fingerprint). Every rank calls it, with the same options. In a file above 256
+ * MiB a difference between these pieces is not found here: train compares what the ranks of a replica read, each step.
+ */
 int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error);
 
 /* NULL if the split has size 0 or was omitted. */

@@ -153,6 +153,18 @@ a_disk_that_hangs_under_the_metrics_is_named() {
     done
 }
 
+# A file above 256 MiB, in which the start compares pieces only, with one other token on rank 1: iteration 12 reads it.
+a_token_that_differs_between_ranks_is_found_when_it_is_read() {
+    for rank in 0 1; do mkdir -p "$work/rank$rank" && truncate -s $((36 * 7500000)) "$work/rank$rank/tokens"; done
+    printf '\007' | dd of="$work/rank1/tokens" bs=1 seek=5000 conv=notrunc 2>/dev/null
+    # shellcheck disable=SC2016
+    begin_ranks 2 "cd $work/rank"'$rank' --mock-data=false --tokens-file tokens --tensor-model-parallel-size 2 \
+        --train-iters 100
+    ends 60 || return 1
+    says '^error: iteration 12: rank 1 read other data than rank 0; give every rank the same files' "$work/err" &&
+        [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says '^ *11/100 ' "$work/out" && ! grep '^ *12/100 ' "$work/out"
+}
+
 ranks_with_different_options_are_named() {
     # shellcheck disable=SC2086
     $mpirun -np 2 "$train" $options : -np 1 "$train" $options --clip-grad 0.5 \
@@ -181,6 +193,8 @@ check "a save may take longer than a step may wait" a_save_may_take_longer_than_
 check "a disk that hangs during a save is named" a_disk_that_hangs_during_a_save_is_named
 check "a disk that hangs under the data is named" a_disk_that_hangs_under_the_data_is_named
 check "a disk that hangs under the metrics is named" a_disk_that_hangs_under_the_metrics_is_named
+check "a token that differs between ranks is found when it is read" \
+    a_token_that_differs_between_ranks_is_found_when_it_is_read
 check "ranks with different options are named" ranks_with_different_options_are_named
 check "sizes that do not fit the ranks are refused" sizes_that_do_not_fit_the_ranks_are_refused
 exit $failed
