@@ -1140,6 +1140,11 @@ static void mt_cpu_stream_synchronize(mt_stream *stream) {
     (void)stream;
 }
 
+static void mt_cpu_stream_call_host(mt_stream *stream, mt_host_function *function, void *context) {
+    (void)stream;
+    function(context);
+}
+
 static mt_event *mt_cpu_event_create(void) {
     return NULL;
 }
@@ -4621,11 +4626,16 @@ static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l,
 
 /* ---- the product alone, on T rows; io->offsets: of experts */
 
-/* y = x w^T + bias; unless gelu is NULL, gelu = GELU(y), tanh approximation; fused if the backend can. */
+/* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
+static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 &&
+           tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
+}
+
+/* y = x w^T + bias, and `active` if it is fused. */
 static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     const mt_ops *ops = tp->ops;
     const void *bias = io->omits_bias ? NULL : l->bias.w;
-    bool fuses_gelu = io->gelu && ops->linear_gelu_forward && !l->fp8;
     if (l->fp8) {
         const mt_fp8 *recipe = l->fp8->recipe;
         mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
@@ -4637,22 +4647,19 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     } else if (io->offsets) {
         ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts, tp->dtype,
                                     tp->stream);
-    } else if (fuses_gelu) {
-        ops->linear_gelu_forward(io->gelu, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+    } else if (io->active && mt_fuses_activation(tp, l, io)) {
+        ops->linear_gelu_forward(io->active, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_forward(io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     }
     if (io->offsets && bias)
         ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
-    if (io->gelu && !fuses_gelu)
-        ops->activation_forward(io->gelu, io->y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
 }
 
-/* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
+/* dx = dy w, or dhidden if the activation is fused. */
 static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                       int64_t T) {
     const mt_ops *ops = tp->ops;
-    bool fuses_gelu = io->gelu_input && ops->linear_backward_gelu && !l->fp8;
     if (l->fp8) {
         mt_fp8_product_args a = {.a = io->dy_fp8, .b = mt_fp8_weight(tp, l, true), .M = T, .N = l->K, .K = l->N};
         a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
@@ -4660,14 +4667,11 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
     } else if (io->offsets) {
         ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts,
                                            tp->dtype, tp->stream);
-    } else if (fuses_gelu) {
-        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, io->gelu_input, T, l->N, l->K, tp->dtype, tp->stream);
+    } else if (io->hidden && mt_fuses_activation(tp, l, io)) {
+        ops->linear_backward_gelu(io->dhidden, io->dy, l->weight.w, io->hidden, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    if (io->gelu_input && !fuses_gelu)
-        ops->activation_backward(io->dx, NULL, io->dx, io->gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH,
-                                 tp->dtype, tp->stream);
 }
 
 /* True if a product adds to dw, which holds a gradient afterwards. */
@@ -4713,7 +4717,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
         at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
         at.y = mt_rows_of_rank(tp, io->y, owner, l->N);
-        if (io->gelu) at.gelu = mt_rows_of_rank(tp, io->gelu, owner, l->N);
+        if (io->active) at.active = mt_rows_of_rank(tp, io->active, owner, l->N); // as wide as y where it is fused
         mt_product_forward(tp, l, &at, tp->rows);
     }
 }
@@ -4765,7 +4769,8 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
     for (int step = 0, owner; step < tp->group->size; step++) {
         at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
         at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K);
-        if (io->gelu_input) at.gelu_input = mt_rows_of_rank(tp, io->gelu_input, owner, l->K);
+        if (io->hidden) at.hidden = mt_rows_of_rank(tp, io->hidden, owner, l->K); // as wide as x where it is fused
+        if (io->hidden) at.dhidden = mt_rows_of_rank(tp, io->dhidden, owner, l->K);
         mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
         mt_product_backward_input(tp, l, &at, tp->rows);
     }
@@ -4836,6 +4841,18 @@ static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l
 
 /* ---- the three functions */
 
+/* Rows of y in a forward and of x in a backward of the kinds that have an activation there. */
+static int64_t mt_linear_active_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    return l->kind == MT_LINEAR_GROUPED ? io->num_rows : l->kind == MT_LINEAR_REPLICATED ? tp->rows : tp->T;
+}
+
+/* active = activation(y). */
+static void mt_linear_activation_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    int64_t F = l->N / (mt_activation_rows[io->activation].gated ? 2 : 1);
+    tp->ops->activation_forward(io->active, io->y, io->gates, mt_linear_active_rows(tp, l, io), F, io->activation,
+                                tp->dtype, tp->stream);
+}
+
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_fp8_begin(tp, l, io);
     switch (l->kind) {
@@ -4855,6 +4872,7 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
         mt_grouped_forward(tp, l, io);
         break;
     }
+    if (io->active && !mt_fuses_activation(tp, l, io)) mt_linear_activation_forward(tp, l, io);
 }
 
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
@@ -4882,6 +4900,9 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
         mt_grouped_backward(tp, l, io, halves);
         break;
     }
+    if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io))
+        tp->ops->activation_backward(io->dhidden, io->dgates, io->dx, io->hidden, io->gates,
+                                     mt_linear_active_rows(tp, l, io), l->K, io->activation, tp->dtype, tp->stream);
 }
 
 void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
@@ -5529,8 +5550,9 @@ struct mt_model {
     int64_t num_recompute_buffers;
     const struct mt_activations *recomputed; // the layer whose values the buffers hold, the last one of its unit
     /* offloading */
-    struct mt_offload *offload; // NULL: none
-    mt_arena host;              // pinned host memory of all offloaded values
+    struct mt_offload *offload;               // of activations; NULL: none
+    struct mt_host_optimizer *host_optimizer; // NULL: none
+    mt_arena host;                            // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_fp8_model *fp8;              // NULL: no products in fp8
@@ -6318,15 +6340,12 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shar
 }
 
 /* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
- * output. gates[T] scale a shared expert's activation, or NULL. fc1 computes the tanh approximation of GELU itself. */
+ * output. gates[T] scale a shared expert's activation, or NULL. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates,
                            bool replay) {
-    mt_activation activation = mt_options_activation(m->options);
-    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
-    mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
+    mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .active = a->mlp_active, .gates = gates};
+    fc1.activation = mt_options_activation(m->options);
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
-    if (!fused)
-        m->ops->activation_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, activation, m->dtype, p->stream);
     if (replay) return;
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
@@ -6336,14 +6355,10 @@ static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
                             const float *gates, float *dgates, int halves) {
     mt_layer_scratch *s = &m->scratch;
-    mt_activation activation = mt_options_activation(m->options);
-    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
-    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
-    if (fused) down.gelu_input = a->mlp_hidden;
+    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = s->dmlp_active, .hidden = a->mlp_hidden};
+    down.activation = mt_options_activation(m->options), down.dhidden = s->dmlp_hidden;
+    down.gates = gates, down.dgates = gates ? dgates : NULL;
     mt_linear_backward(&p->tp, &w->down, &down, halves);
-    if (!fused)
-        m->ops->activation_backward(s->dmlp_hidden, gates ? dgates : NULL, s->dmlp_active, a->mlp_hidden, gates, p->T,
-                                    w->F, activation, m->dtype, p->stream);
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
 }
@@ -6918,11 +6933,13 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
 
-/* rows.active = activation(rows.hidden). */
-static void mt_expert_active_forward(mt_model *m, const mt_pass *p, const mt_routing *r) {
-    const mt_expert_rows *rows = &r->rows;
-    m->ops->activation_forward(rows->active, rows->hidden, m->experts->scales_output ? NULL : rows->weights,
-                               r->num_rows, m->experts->F, mt_options_activation(m->options), m->dtype, p->stream);
+/* rows.hidden = fc1(rows.input), and rows.active = activation(rows.hidden). */
+static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_routing *r) {
+    mt_linear_io fc1 = mt_expert_io(m, r);
+    fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active;
+    fc1.activation = mt_options_activation(m->options);
+    fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
+    return fc1;
 }
 
 /* mt_expert_output = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
@@ -6930,12 +6947,10 @@ static void mt_expert_active_forward(mt_model *m, const mt_pass *p, const mt_rou
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
-    mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
-    fc1.x = rows->input, fc1.y = rows->hidden;
+    mt_linear_io fc1 = mt_expert_fc1_io(m, r), down = mt_expert_io(m, r);
     down.x = rows->active, down.y = e->scales_output ? rows->output : mt_expert_output(m);
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    mt_expert_active_forward(m, p, r);
     if (!replay || e->scales_output) mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!replay && e->scales_output)
         m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, r->num_rows, m->C, m->dtype,
@@ -6946,20 +6961,17 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
  * receives the gradients of hidden and weights. */
 static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
-    int64_t F = m->experts->F, M = r->num_rows;
-    const void *dout = d->input;
-    bool scaled = !m->experts->scales_output;
-    if (!scaled) {
-        m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
-                                    p->stream);
-        dout = d->output;
-    }
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
-    down.x = rows->active, down.dy = dout, down.dx = d->active;
+    down.x = rows->active, down.dy = d->input, down.dx = d->active;
+    down.activation = mt_options_activation(m->options), down.hidden = rows->hidden, down.dhidden = d->hidden;
+    if (m->experts->scales_output) {
+        m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
+                                    m->dtype, p->stream);
+        down.dy = d->output;
+    } else {
+        down.gates = rows->weights, down.dgates = d->weights;
+    }
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
-    m->ops->activation_backward(d->hidden, scaled ? d->weights : NULL, d->active, rows->hidden,
-                                scaled ? rows->weights : NULL, M, F, mt_options_activation(m->options), m->dtype,
-                                p->stream);
     fc1.dy = d->hidden, fc1.dx = mt_expert_output(m);
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
@@ -7050,7 +7062,8 @@ static void mt_mlp_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w
     if (modules & MT_MODULE_SHARED_EXPERTS) mt_shared_expert_forward(m, p, w, a, true);
     if (!(modules & MT_MODULE_MOE_ACT)) return;
     mt_layer_rows_reserve(m, w, a->routing);
-    mt_expert_active_forward(m, p, a->routing);
+    mt_linear_io fc1 = mt_expert_fc1_io(m, a->routing);
+    mt_linear_activation_forward(&p->tp, &w->expert_fc1, &fc1);
 }
 
 /* scratch.dresidual: gradient of `output` in, gradient of `middle` out. */
@@ -9006,9 +9019,10 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
-        if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
-        b->m = mt_arena_alloc(arena, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
-        b->v = mt_arena_alloc(arena, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
+        mt_arena *from = b->on_host ? &m->host : arena;
+        if (m->dtype != MT_F32) b->master = mt_arena_alloc(from, b->shard_count * 4);
+        b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
+        b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
     start = arena->used;
@@ -9057,7 +9071,9 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     int buffer = mt_first_buffer[s->progress[bucket].kind];
     void *whole = mt_bucket_buffers_gradients(b) ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
-    m->ops->all_gather(whole, shard.data, b->shard_count, shard.dtype, b->group, m->stream);
+    void *own = mt_offset_pointer(whole, b->shard_first * mt_dtype_size(shard.dtype));
+    m->ops->memory_copy(own, shard.data, b->shard_count * mt_dtype_size(shard.dtype), m->stream); // from the host too
+    m->ops->all_gather(whole, own, b->shard_count, shard.dtype, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
     return whole;
 }
@@ -9160,15 +9176,166 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The operands for elements [first, first + n) of a bucket's shard. */
-static mt_adamw_args mt_adamw_run(const mt_model *m, const mt_bucket *b, int64_t first, int64_t n) {
-    mt_adamw_args a = {.n = n, .dtype = b->dtype, .grad_dtype = b->grad_dtype, .scale = &m->numbers->grad_scale};
-    a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
-    a.param = mt_at(m, b->param_shard, first), a.master = mt_offset_pointer(b->master, 4 * first);
-    a.m = mt_offset_pointer(b->m, first * mt_dtype_size(a.m_dtype));
-    a.v = mt_offset_pointer(b->v, first * mt_dtype_size(a.v_dtype));
-    a.grad = mt_offset_pointer(b->grad_shard, first * mt_dtype_size(b->grad_dtype));
+/* The operands of a step on a bucket's shard. */
+static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
+    return (mt_adamw_args){.n = b->shard_count,
+                           .param = b->param_shard,
+                           .master = b->master,
+                           .m = b->m,
+                           .v = b->v,
+                           .grad = b->grad_shard,
+                           .scale = &m->numbers->grad_scale,
+                           .dtype = b->dtype,
+                           .m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG),
+                           .v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ),
+                           .grad_dtype = b->grad_dtype};
+}
+
+/* Its elements [first, first + n). */
+static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, int64_t n) {
+    mt_adamw_args a = *whole;
+    a.n = n;
+    a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
+    a.master = a.master ? a.master + first : NULL;
+    a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype);
+    a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
+    a.grad = (const char *)a.grad + first * mt_dtype_size(a.grad_dtype);
     return a;
+}
+
+/* ---- on the host */
+
+/* --optimizer-cpu-offload: AdamW of some buckets runs on the host, in pieces. A piece's gradients and parameters are
+ * copied to one of two slots, the host updates them there, and the parameters are copied back; with streams of its own,
+ * piece i is on its way while the host updates piece i - 1. Because parameters are copied both ways, a step
+ * that a failed check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the
+ * fraction. */
+enum { MT_HOST_PIECE = 1 << 22 }; // elements
+
+typedef struct mt_host_task {
+    mt_adamw_args args; // in a slot and in host memory
+    mt_adamw adamw;
+    void *param; // on the device
+    int threads;
+} mt_host_task;
+
+typedef struct mt_host_optimizer {
+    mt_stream *in, *update, *out; // gradients to the host, AdamW, parameters to the device; the model's without overlap
+    char *slots[2];               // [MT_HOST_PIECE] gradients, then parameters
+    float *scale;                 // of the gradients, on the host
+    mt_host_task *tasks;          // [2, num_tasks] of two steps: the host enqueues one while another runs
+    int64_t num_tasks, step, count; // count: tasks of this step so far
+    int threads;
+} mt_host_optimizer;
+
+/* Elements [result[k], result[k + 1]) of a shard: decayed matrices, then the rest. */
+static void mt_bucket_decays(const mt_bucket *b, int64_t start[3]) {
+    start[0] = 0, start[2] = b->shard_count;
+    start[1] = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count);
+}
+
+/* Chooses the last trained buckets that hold at least --optimizer-offload-fraction of this rank's elements: gradients
+ * of the last layers are complete first, and their parameters are needed last. */
+static void mt_host_optimizer_open(mt_model *m) {
+    double all = 0, chosen = 0, fraction = m->options->optimizer_offload_fraction;
+    if (!m->plan.train || !m->options->optimizer_cpu_offload || fraction == 0) return;
+    mt_host_optimizer *h = m->host_optimizer = mt_model_calloc(m, (int64_t)sizeof *h);
+    for (int64_t i = 0; i < m->num_trained_buckets; i++) all += (double)m->buckets[i].shard_count;
+    for (int64_t i = m->num_trained_buckets - 1; i >= 0 && chosen < fraction * all; i--) {
+        int64_t start[3];
+        mt_bucket_decays(&m->buckets[i], start);
+        m->buckets[i].on_host = true;
+        for (int k = 0; k < 2; k++) h->num_tasks += mt_divide_up(start[k + 1] - start[k], MT_HOST_PIECE);
+        chosen += (double)m->buckets[i].shard_count;
+    }
+    h->tasks = mt_model_calloc(m, 2 * h->num_tasks * (int64_t)sizeof *h->tasks);
+}
+
+/* Slots of the largest piece. */
+static void mt_plan_host_optimizer(mt_model *m) {
+    int64_t largest = 0;
+    for (int64_t i = 0; i < m->num_trained_buckets; i++)
+        if (m->buckets[i].on_host) largest = mt_max(largest, m->buckets[i].shard_count);
+    m->host_optimizer->scale = mt_arena_alloc(&m->host, 4);
+    for (int k = 0; k < 2; k++)
+        m->host_optimizer->slots[k] = mt_arena_alloc(&m->host, mt_min(largest, MT_HOST_PIECE) * 8);
+}
+
+static void mt_host_optimizer_start(mt_model *m) {
+    mt_host_optimizer *h = m->host_optimizer;
+    bool overlaps = m->options->overlap_cpu_optimizer_d2h_h2d;
+    mt_stream **streams[] = {&h->in, &h->update, &h->out};
+    for (int i = 0; i < 3; i++)
+        *streams[i] = overlaps ? m->ops->stream_create(NULL, 0, m->options->deterministic_mode) : m->stream;
+    h->threads = 1;
+#ifdef MT_HAVE_OPENMP
+    h->threads = omp_get_max_threads();
+#endif
+}
+
+static void mt_host_optimizer_close(mt_model *m) {
+    mt_host_optimizer *h = m->host_optimizer;
+    if (!h || h->in == m->stream) return;
+    m->ops->stream_synchronize(m->stream); // which waits for the others
+    m->ops->stream_destroy(h->in);
+    m->ops->stream_destroy(h->update);
+    m->ops->stream_destroy(h->out);
+}
+
+/* Runs on a thread of the device's library, which has a number of OpenMP threads of its own. */
+static void mt_host_task_run(void *context) {
+    mt_host_task *task = context;
+#ifdef MT_HAVE_OPENMP
+    omp_set_num_threads(task->threads);
+#endif
+    mt_cpu_ops.adamw_step(&task->args, &task->adamw, NULL);
+}
+
+/* Enqueues the update of a task whose copies to the host are enqueued, and the copy of its parameters back. */
+static void mt_host_task_finish(mt_model *m, mt_host_task *task) {
+    mt_host_optimizer *h = m->host_optimizer;
+    int64_t bytes = task->args.n * mt_dtype_size(task->args.dtype);
+    m->ops->stream_call_host(h->update, mt_host_task_run, task);
+    mt_wait_stream(m, h->out, h->update);
+    m->ops->memory_copy(task->param, task->args.param, bytes, h->out);
+}
+
+/* Enqueues a task's copies to the host, then finishes the task before it. */
+static void mt_host_task_start(mt_model *m, const mt_adamw_args *a, const mt_adamw *adamw) {
+    mt_host_optimizer *h = m->host_optimizer;
+    mt_host_task *task = &h->tasks[h->step % 2 * h->num_tasks + h->count];
+    int64_t grad_bytes = a->n * mt_dtype_size(a->grad_dtype), param_bytes = a->n * mt_dtype_size(a->dtype);
+    char *grad = h->slots[h->count % 2], *param = grad + grad_bytes;
+    *task = (mt_host_task){*a, *adamw, a->param, h->threads};
+    task->args.grad = grad, task->args.param = param, task->args.scale = h->scale;
+    mt_wait_stream(m, h->update, h->in); // for the copies of the task before
+    mt_wait_stream(m, h->in, h->out);    // the task before that one has left the slot
+    m->ops->memory_copy(grad, a->grad, grad_bytes, h->in);
+    m->ops->memory_copy(param, a->param, param_bytes, h->in);
+    if (h->count++ > 0) mt_host_task_finish(m, task - 1);
+}
+
+static void mt_host_optimizer_begin(mt_model *m) {
+    mt_host_optimizer *h = m->host_optimizer;
+    h->step++, h->count = 0;
+    mt_wait_stream(m, h->in, m->stream);
+    m->ops->memory_copy(h->scale, &m->numbers->grad_scale, sizeof *h->scale, h->in);
+}
+
+/* Enqueues AdamW of a part of a bucket on the host. */
+static void mt_host_optimizer_update(mt_model *m, const mt_adamw_args *part, const mt_adamw *adamw) {
+    for (int64_t first = 0; first < part->n; first += MT_HOST_PIECE) {
+        mt_adamw_args a = mt_adamw_part(part, first, mt_min(MT_HOST_PIECE, part->n - first));
+        mt_host_task_start(m, &a, adamw);
+    }
+}
+
+/* Later work of the model waits for the updates. */
+static void mt_host_optimizer_finish(mt_model *m) {
+    mt_host_optimizer *h = m->host_optimizer;
+    mt_wait_stream(m, h->update, h->in);
+    mt_host_task_finish(m, &h->tasks[h->step % 2 * h->num_tasks + h->count - 1]);
+    mt_wait_stream(m, m->stream, h->out);
 }
 
 /* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
@@ -9183,16 +9350,21 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
                       .eps = (float)o->adam_eps,
                       .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
                       .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
-    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
-        int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
+    if (m->host_optimizer) mt_host_optimizer_begin(m);
+    for (int64_t i = m->num_trained_buckets - 1; i >= 0; i--) { // the host's first
+        int64_t start[3];
+        mt_adamw_args whole = mt_bucket_adamw(m, &m->buckets[i]);
+        mt_bucket_decays(&m->buckets[i], start);
         for (int k = 0; k < 2; k++) {
-            mt_adamw_args a = mt_adamw_run(m, b, start[k], start[k + 1] - start[k]);
+            mt_adamw_args a = mt_adamw_part(&whole, start[k], start[k + 1] - start[k]);
             adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
-            if (a.n > 0) m->ops->adamw_step(&a, &adamw, m->stream);
+            if (m->buckets[i].on_host)
+                mt_host_optimizer_update(m, &a, &adamw);
+            else if (a.n > 0)
+                m->ops->adamw_step(&a, &adamw, m->stream);
         }
     }
+    if (m->host_optimizer) mt_host_optimizer_finish(m);
     mt_params_finish(m);
     mt_phase_end(m);
 }
@@ -10042,6 +10214,7 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
 /* Assigns memory to everything from the arena; a counting arena measures the sizes. */
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m, arena);
+    if (m->host_optimizer) mt_plan_host_optimizer(m);
     int64_t start = arena->used;
     if (m->plan.train) mt_plan_recompute(m, arena);
     if (m->offload) mt_plan_offload(m, arena);
@@ -10412,7 +10585,8 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_cpu_ops.memory_available();
     int64_t available = cpu ? host : m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
     int ranks = 1;
-    if (cpu || m->offload) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
+    bool offloads = m->offload || m->host_optimizer;
+    if (cpu || offloads) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
     if (cpu) needed = on_host, available = host;
     bool refused = needed > available, host_refused = !cpu && on_host > host;
     if (refused && (ranks == 1 || !cpu))
@@ -10428,8 +10602,10 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     else if (host_refused)
         mt_error_set(error,
                      "offloading needs %.1f GiB of host memory and the machine has %.1f GiB available (ranks on it: "
-                     "%d); offload less, or lower --micro-batch-size or --seq-length",
-                     (double)on_host / gib, (double)host / gib, ranks);
+                     "%d); %s",
+                     (double)on_host / gib, (double)host / gib, ranks,
+                     m->offload ? "offload less, or lower --micro-batch-size or --seq-length"
+                                : "lower --optimizer-offload-fraction");
     return mt_agree(&m->grid->world, refused || host_refused, error);
 }
 
@@ -10542,6 +10718,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
+    mt_host_optimizer_open(m);
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
@@ -10564,6 +10741,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     mt_experts_fill_data_ranks(m);
     mt_experts_begin(m);
     mt_sharding_start(m);
+    if (m->host_optimizer) mt_host_optimizer_start(m);
     if (m->fp8) mt_fp8_start(m);
     mt_context_open(m);
     mt_mtp_open(m);
@@ -10599,6 +10777,7 @@ static void mt_model_free_device(mt_model *m) {
     }
     mt_experts_close(m);
     mt_sharding_close(m);
+    mt_host_optimizer_close(m);
     if (m->fp8 && m->fp8->recipe.scratch.base) m->ops->memory_free(m->fp8->recipe.scratch.base);
     m->ops->stream_destroy(m->stream);
     if (m->host.base) m->ops->memory_free_host(m->host.base);

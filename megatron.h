@@ -372,6 +372,8 @@ typedef struct mt_options {
     double weight_decay, start_weight_decay, end_weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad;
     bool use_precision_aware_optimizer;
     mt_optimizer_dtype main_grads_dtype, exp_avg_dtype, exp_avg_sq_dtype;
+    bool optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d;
+    double optimizer_offload_fraction;
     mt_weight_decay_style weight_decay_incr_style;
     int64_t eval_interval, eval_iters, log_interval, seed;
     double exit_duration_in_mins;
@@ -527,6 +529,9 @@ typedef struct mt_dropout {
 
 typedef struct mt_event mt_event;
 
+/* A function that a stream calls on the host. It calls no operation of the stream's device. */
+typedef void mt_host_function(void *context);
+
 #define MT_DEVICE_OPERATIONS(OP)                                                                                       \
     /* Bytes that a model may use: the GPU's free memory, or all of the host's. */                                     \
     OP(memory_available, int64_t, void)                                                                                \
@@ -550,6 +555,8 @@ typedef struct mt_event mt_event;
     OP(stream_synchronize, void, mt_stream *stream)                                                                    \
     /* Operations enqueued on `stream` after this call wait for those enqueued on `other` before it. */                \
     OP(stream_wait_stream, void, mt_stream *stream, mt_stream *other)                                                  \
+    /* Calls function(context) on the host, in stream order; the context must live until then. */                      \
+    OP(stream_call_host, void, mt_stream *stream, mt_host_function *function, void *context)                           \
     /* NULL on the CPU. */                                                                                             \
     OP(event_create, mt_event *, void)                                                                                 \
     OP(event_destroy, void, mt_event *event)                                                                           \
@@ -1608,11 +1615,17 @@ typedef struct mt_linear {
 typedef struct mt_linear_io {
     const void *x;
     void *y;
-    void *gelu; // forward, not row parallel or grouped: also GELU(y), tanh approximation; NULL: not wanted
     const void *dy;
     void *dx;
-    const void *gelu_input; // backward: x is GELU(gelu_input), and dx becomes the gradient of gelu_input; NULL: no
-    void *rounded;          // router: scratch [rows, N] of the model's type, where that is not fp32
+    /* The activation behind the forward's y, or before the backward's x, as activation_forward and activation_backward;
+     * a backend may compute it within the product. Not for the forward of a row-parallel linear */
+    mt_activation activation;
+    const float *gates; // [rows of y or x] scales; NULL: none
+    void *active;       // forward: activation(y); NULL: none
+    const void *hidden; // backward: x is activation(hidden), dx is scratch; NULL: no
+    void *dhidden;      // backward: the gradient of `hidden`
+    float *dgates;      // backward: the gradient of `gates`
+    void *rounded;      // router: scratch [rows, N] of the model's type, where that is not fp32
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;
@@ -1768,6 +1781,7 @@ typedef struct mt_bucket {
     const mt_group *group; // the ranks with the same parameters, which add their gradients
     mt_dtype dtype;        // of params
     mt_dtype grad_dtype;   // of main_grads and grad_shard: --main-grads-dtype
+    bool on_host;          // master, m and v are in host memory, and AdamW runs there: --optimizer-cpu-offload
     bool trained;          // false: no gradients, no moments, MT_F32
 } mt_bucket;
 

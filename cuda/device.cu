@@ -190,6 +190,10 @@ extern "C" void mt_cuda_stream_destroy(mt_stream *stream) {
     free(stream);
 }
 
+extern "C" void mt_cuda_stream_call_host(mt_stream *stream, mt_host_function *function, void *context) {
+    MT_CUDA(cudaLaunchHostFunc(mt_cuda_stream(stream), function, context));
+}
+
 /* ---- events ------------------------------------------------------------------------------------------------------ */
 
 struct mt_event {

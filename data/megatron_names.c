@@ -75,6 +75,7 @@ static const struct {
     {MT_NAME_ALWAYS, "weights that are not loaded are initialized", "perform-initialization", "true"},
     {MT_NAME_ALWAYS, "printed lines and --metrics have the throughput", "log-throughput", "true"},
     {MT_NAME_ALWAYS, "this program contacts no other service", "disable-msc no-one-logger", "true"},
+    {MT_NAME_ALWAYS, "host memory for copies is pinned", "pin-cpu-grads pin-cpu-params", "true"},
     {MT_NAME_ALWAYS, "weight decay is decoupled, as in AdamW", "decoupled-weight-decay", "true"},
     {MT_NAME_ALWAYS, "the optimizer is Adam", "optimizer", "adam"},
     {MT_NAME_ALWAYS, "master weights are fp32", "main-params-dtype megatron-fsdp-main-params-dtype", "fp32|float32"},
@@ -212,8 +213,7 @@ static const struct {
      "delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks "
      "fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size moe-paged-stash "
      "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size "
-     "no-pin-cpu-grads no-pin-cpu-params optimizer-cpu-offload optimizer-offload-fraction "
-     "overlap-cpu-optimizer-d2h-h2d pin-cpu-grads pin-cpu-params use-torch-optimizer-for-cpu-offload"},
+     "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
     {MT_NAME_UNSUPPORTED, "optimizers other than Adam",
      "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method lion-beta1 lion-beta2 "
      "muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov "

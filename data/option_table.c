@@ -378,6 +378,13 @@ const mt_option mt_option_table[] = {
      "modules whose input is offloaded; attn_proj needs core_attn; mlp, not in Megatron: MLPs of layers without "
      "experts",
      .needs = "fine-grained-activation-offloading, attn_proj: offload-modules core_attn"},
+    {"optimizer-cpu-offload", MT_FLAG, MT_AT(optimizer_cpu_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "keep master weights and moments in host memory and update these parameters on the host"},
+    {"optimizer-offload-fraction", MT_REAL, MT_AT(optimizer_offload_fraction), MT_TRAIN, MT_OF_RUN, "1", "[0,1]",
+     "fraction of the parameters to offload, rounded up to whole layers; the last layers come first",
+     .needs = "optimizer-cpu-offload"},
+    {"overlap-cpu-optimizer-d2h-h2d", MT_FLAG, MT_AT(overlap_cpu_optimizer_d2h_h2d), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "overlap the copies of gradients and parameters with the update on the host", .needs = "optimizer-cpu-offload"},
 
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},

@@ -51,6 +51,10 @@ static void faulty_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_
     if (!fault.no_update) mt_cpu_ops.adamw_step(a, adamw, stream);
 }
 
+static void faulty_call_host(mt_stream *stream, mt_host_function *function, void *context) { // AdamW on the host
+    if (!fault.no_update) mt_cpu_ops.stream_call_host(stream, function, context);
+}
+
 /* ---- a tiny run */
 
 typedef struct trainee {
@@ -90,6 +94,9 @@ static const char *const layouts[] = {
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads --bf16",
     "--context-parallel-size 2 --pipeline-model-parallel-size 2",
+    "--data-parallel-sharding-strategy optim_grads --bf16 --optimizer-cpu-offload --use-precision-aware-optimizer "
+    "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "--pipeline-model-parallel-size 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
 };
 enum { NUM_LAYOUTS = sizeof layouts / sizeof *layouts };
 
@@ -620,7 +627,7 @@ int main(int argc, char **argv) {
     ops = mt_cpu_ops;
     ops.linear_backward_weight = faulty_backward_weight;
     ops.nll_loss = faulty_nll_loss;
-    ops.adamw_step = faulty_adamw_step;
+    ops.adamw_step = faulty_adamw_step, ops.stream_call_host = faulty_call_host;
     mt_grid_start(&grid, &argc, &argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_skipped_step_makes_no_update_on_every_layout),

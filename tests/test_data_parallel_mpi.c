@@ -259,9 +259,10 @@ typedef struct late_call {
     int64_t count;
     mt_dtype dtype;
     const mt_group *group;
+    mt_host_function *function;
 } late_call;
 
-enum { MAX_LATE_CALLS = 1024, MAX_STREAMS = 4 };
+enum { MAX_LATE_CALLS = 1024, MAX_STREAMS = 8 };
 typedef struct late_stream {
     late_call calls[MAX_LATE_CALLS];
     int count;
@@ -301,21 +302,21 @@ static void call_late(mt_stream *stream, late_call call) {
 static void late_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype, const mt_group *group,
                             mt_stream *stream) {
     assert_int_equal(reduction, MT_SUM);
-    call_late(stream, (late_call){run_all_reduce, buffer, NULL, count, dtype, group});
+    call_late(stream, (late_call){run_all_reduce, buffer, NULL, count, dtype, group, NULL});
 }
 
 static void late_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                             mt_stream *stream) {
-    call_late(stream, (late_call){run_all_gather, out, in, count, dtype, group});
+    call_late(stream, (late_call){run_all_gather, out, in, count, dtype, group, NULL});
 }
 
 static void late_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                                 mt_stream *stream) {
-    call_late(stream, (late_call){run_reduce_scatter, out, in, count, dtype, group});
+    call_late(stream, (late_call){run_reduce_scatter, out, in, count, dtype, group, NULL});
 }
 
 static void late_accumulate(void *sum, const float *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    call_late(stream, (late_call){run_accumulate, sum, x, n, dtype, NULL});
+    call_late(stream, (late_call){run_accumulate, sum, x, n, dtype, NULL, NULL});
 }
 
 static void late_run(mt_stream *stream) {
@@ -374,7 +375,7 @@ static void run_convert(const late_call *c) {
 static void late_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
                          mt_stream *stream) {
     assert_int_equal(from_dtype, MT_F32);
-    call_late(stream, (late_call){run_convert, to, from, n, to_dtype, NULL});
+    call_late(stream, (late_call){run_convert, to, from, n, to_dtype, NULL, NULL});
 }
 
 static void run_memory_copy(const late_call *c) {
@@ -382,7 +383,15 @@ static void run_memory_copy(const late_call *c) {
 }
 
 static void late_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    call_late(stream, (late_call){run_memory_copy, to, from, bytes, MT_F32, NULL});
+    call_late(stream, (late_call){run_memory_copy, to, from, bytes, MT_F32, NULL, NULL});
+}
+
+static void run_host_function(const late_call *c) {
+    c->function(c->out);
+}
+
+static void late_call_host(mt_stream *stream, mt_host_function *function, void *context) {
+    call_late(stream, (late_call){.run = run_host_function, .out = context, .function = function});
 }
 
 static mt_ops late_ops(void) {
@@ -394,6 +403,7 @@ static mt_ops late_ops(void) {
     late.memory_copy = late_memory_copy;
     late.stream_create = late_create, late.stream_destroy = late_destroy;
     late.event_create = late_event_create, late.event_destroy = late_event_destroy;
+    late.stream_call_host = late_call_host;
     late.event_record = late_event_record, late.event_synchronize = late_event_synchronize;
     return late;
 }
@@ -426,6 +436,50 @@ static void streams_wait_for_rounded_gradients(void **state) {
         assert_same_outcome(&o, &expected, 0, strategies[variant / 2]);
         assert_true(most_late_calls > 0);
         free(o.weights), free(expected.weights);
+    }
+}
+
+/* ---- the optimizer on the host */
+
+static const char offload[] = " --optimizer-cpu-offload --optimizer-offload-fraction ";
+static const char experts[] = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+                              "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2 --swiglu "
+                              "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+                              "--untie-embeddings-and-output-weights --hidden-dropout 0 --bf16";
+
+/* The same losses, norms and weights, bit for bit. */
+static void assert_offload_changes_no_bit(const char *words, const char *fraction, int strategy, const mt_ops *with) {
+    char all[512];
+    snprintf(all, sizeof all, "%s%s%s", words, offload, fraction);
+    outcome expected = ten_steps(&grid, words, strategy, true, 2);
+    backend = with;
+    outcome o = ten_steps(&grid, all, strategy, true, 2);
+    backend = &mt_cpu_ops;
+    assert_same_outcome(&o, &expected, 0, all);
+    assert_memory_equal(o.weights, expected.weights, (size_t)o.count * 4);
+    free(o.weights), free(expected.weights);
+}
+
+static void an_optimizer_on_the_host_changes_no_bit(void **state) {
+    (void)state;
+    char precise_bf16[512];
+    snprintf(precise_bf16, sizeof precise_bf16, "--bf16%s", precise);
+    const char *const models[] = {tied, untied, experts, precise_bf16};
+    for (int variant = 0; variant < 4 * NUM_STRATEGIES; variant++)
+        assert_offload_changes_no_bit(models[variant % 4], variant % 3 ? "0.3" : "1", variant / 4, backend);
+    // more than one piece of a bucket
+    assert_offload_changes_no_bit("--vocab-size 220000 --hidden-dropout 0", "1", 0, backend);
+}
+
+static void streams_wait_for_the_host(void **state) {
+    (void)state;
+    mt_ops late = late_ops();
+    for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
+        char words[512];
+        most_late_calls = 0;
+        snprintf(words, sizeof words, "%s --bf16%s", variant % 2 ? tied : untied, variant % 2 ? precise : "");
+        assert_offload_changes_no_bit(words, "0.6 --overlap-cpu-optimizer-d2h-h2d", variant / 2, &late);
+        assert_true(most_late_calls > 1); // copies are on their way while an update runs
     }
 }
 
@@ -567,8 +621,29 @@ static void memory_is_that_of_the_formula(void **state) {
         /* two layers and the embedding are whole, of four layers and the embedding */
         double layer = 64 * (4 * 64 + 2 * 256) + 2 * 64, embedding = 1024 * 64, all = 4 * layer + embedding + 64;
         double whole_gradients = strategy >= 2 || is_precise ? 4 : 0, whole_weights = strategy >= 3 ? size : 0;
+        assert_true(plan_bytes(t.model, "host memory") == 0);
         double slots = (2 * layer + embedding) / all * (whole_gradients + whole_weights);
         assert_true(fabs(plan_bytes(t.model, "whole buckets") - slots) <= 0.02);
+        trainee_close(&t);
+    }
+}
+
+/* Master weights and moments of all parameters, or of the layers that hold a tenth of them, and the slots. */
+static void offloaded_state_is_in_host_memory(void **state) {
+    (void)state;
+    for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
+        int strategy = variant / 2;
+        double n = strategy >= 1 ? grid.world.size : 1, part = variant % 2 ? 1 : 49216.0 / 262208;
+        char words[512];
+        trainee t;
+        snprintf(words, sizeof words,
+                 "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 --vocab-size 1024 "
+                 "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --bf16%s%s",
+                 offload, variant % 2 ? "1" : "0.1");
+        trainee_open(&t, &grid, words, strategy, false);
+        double slots = 2 * 8 * (variant % 2 ? 65536 : 49280) / 262208.0 / n;
+        assert_true(fabs(plan_bytes(t.model, "optimizer state") - 12 * (1 - part) / n) <= 0.02);
+        assert_true(fabs(plan_bytes(t.model, "host memory") - 12 * part / n - slots) <= 0.02);
         trainee_close(&t);
     }
 }
@@ -633,6 +708,7 @@ static void a_run_resumes_under_any_strategy(void **state) {
         for (int loads = 0; loads < NUM_STRATEGIES; loads++) {
             save_and_resume(saves, loads, saves % 2 == loads % 2, "");
             save_and_resume(saves, loads, saves / 2 == loads / 2, precise);
+            if (loads == 0) save_and_resume(saves, loads, saves % 2, " --optimizer-cpu-offload");
         }
 }
 
@@ -685,17 +761,14 @@ static void train_and_save(const char *words, int strategy, const char *into, bo
     trainee_close(&t);
 }
 
-static const char experts[] = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
-                              "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2 --swiglu "
-                              "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-                              "--untie-embeddings-and-output-weights --hidden-dropout 0 --bf16";
-
 static void late_copies_have_the_values_at_the_time_of_the_save(void **state) {
     (void)state;
-    const char *const variants[] = {tied, untied, experts};
+    char offloaded[200];
+    snprintf(offloaded, sizeof offloaded, "%s%s0.5", tied, offload);
+    const char *const variants[] = {tied, untied, experts, offloaded};
     mt_ops late = late_ops();
     checkpoint_folder();
-    for (int variant = 0; variant < 3 * NUM_STRATEGIES; variant++) {
+    for (int variant = 0; variant < 4 * NUM_STRATEGIES; variant++) {
         char into[2][300], command[1500];
         for (int async = 0; async < 2; async++) {
             snprintf(into[async], sizeof into[async], "%s/%s", folder, async ? "async" : "sync");
@@ -763,11 +836,14 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_strategy_rounds_gradients_and_moments_like_one_rank),
         cmocka_unit_test(streams_wait_for_their_inputs),
         cmocka_unit_test(streams_wait_for_rounded_gradients),
+        cmocka_unit_test(an_optimizer_on_the_host_changes_no_bit),
+        cmocka_unit_test(streams_wait_for_the_host),
         cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),
         cmocka_unit_test(layers_reduced_together_train_bit_for_bit_like_layers_alone),
         cmocka_unit_test(every_rank_ends_with_the_same_weights),
         cmocka_unit_test(initial_weights_do_not_depend_on_the_strategy),
         cmocka_unit_test(memory_is_that_of_the_formula),
+        cmocka_unit_test(offloaded_state_is_in_host_memory),
         cmocka_unit_test(a_run_resumes_under_any_strategy),
         cmocka_unit_test(one_rank_loads_the_checkpoint_of_many),
         cmocka_unit_test(late_copies_have_the_values_at_the_time_of_the_save),

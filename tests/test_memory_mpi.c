@@ -11,11 +11,14 @@
 enum { TOKENS = 16 };
 static mt_grid grid;
 
+static const mt_ops *backend = &mt_cpu_ops;
+static char *offload = "--mock-data"; // or one more option
+
 /* Creates a data-parallel model where `host_memory` bytes are available to all ranks; returns the status. */
 static int create(int64_t host_memory, mt_error *error) {
-    char *arguments[] = {"train", "--num-layers", "1",    "--hidden-size", "256", "--num-attention-heads",
-                         "4",     "--seq-length", "16",   "--vocab-size",  "64",  "--train-iters",
-                         "1",     "--lr",         "1e-3", "--mock-data"};
+    char *arguments[] = {"train", "--num-layers", "1",    "--hidden-size", "256",  "--num-attention-heads",
+                         "4",     "--seq-length", "16",   "--vocab-size",  "64",   "--train-iters",
+                         "1",     "--lr",         "1e-3", "--mock-data",   offload};
     mt_model_plan plan = {
         .max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .host_memory = host_memory, .train = true};
     mt_options options;
@@ -23,7 +26,7 @@ static int create(int64_t host_memory, mt_error *error) {
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof arguments / sizeof *arguments, arguments, error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, grid.world.size, error) != 0)
         fail_msg("%s", error->text);
-    int status = mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, error);
+    int status = mt_model_create(&model, &options, &grid, backend, &plan, error);
     assert_true((status == 0) == (model != NULL));
     mt_model_destroy(model);
     mt_options_free(&options);
@@ -64,6 +67,23 @@ static void every_rank_refuses_when_one_must(void **state) {
     assert_non_null(strstr(error.text, "0.0 GiB available"));
 }
 
+/* With a GPU the host holds only what is offloaded: 8 bytes a parameter and, on this scale, as much for the slots. */
+static void offloaded_state_must_fit_the_host(void **state) {
+    (void)state;
+    mt_error error = {""};
+    mt_ops gpu = mt_cpu_ops;
+    gpu.on_device = true, backend = &gpu;
+    assert_int_equal(create(1 << 20, &error), 0);
+    offload = "--optimizer-cpu-offload";
+    assert_true(create(1 << 20, &error) != 0);
+    assert_non_null(strstr(error.text, "offloading needs "));
+    assert_non_null(strstr(error.text, "lower --optimizer-offload-fraction"));
+    assert_null(strchr(error.text, '\n'));
+    assert_true(create(grid.world.size * INT64_C(789760) * 8, &error) != 0);
+    assert_int_equal(create(grid.world.size * INT64_C(789760) * 25, &error), 0);
+    offload = "--mock-data", backend = &mt_cpu_ops;
+}
+
 int main(int argc, char **argv) {
     mt_options options;
     mt_error error;
@@ -74,6 +94,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(ranks_of_a_machine_share_its_memory),
         cmocka_unit_test(every_rank_refuses_when_one_must),
+        cmocka_unit_test(offloaded_state_must_fit_the_host),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

@@ -162,6 +162,26 @@ everything_comes_from_the_checkpoint_that_is_whole() {
     done
 }
 
+# The optimizer on the host, with gradients and moments in bf16: the same losses as on the device, and a checkpoint of
+# one continues on the other, bit for bit.
+the_place_of_the_optimizer_changes_no_loss() {
+    types='--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16'
+    host='--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d'
+    # shellcheck disable=SC2086
+    run $types --train-iters 6 --metrics "$work/o.jsonl" && losses "$work/o.jsonl" >"$work/on-device" &&
+        run $types $host --train-iters 6 --save "$work/o" --save-interval 3 --async-save --metrics "$work/o1.jsonl" &&
+        losses "$work/o1.jsonl" | cmp - "$work/on-device" &&
+        run $types $host --train-iters 6 --load "$work/o/iter_0000003" --metrics "$work/o2.jsonl" &&
+        run $types --train-iters 6 --load "$work/o/iter_0000003" --metrics "$work/o3.jsonl" &&
+        run --bf16 --train-iters 6 --load "$work/o/iter_0000003" --metrics "$work/o4.jsonl" || return 1
+    for part in o2 o3; do
+        losses "$work/$part.jsonl" >"$work/part"
+        tail -n 3 "$work/on-device" | cmp - "$work/part" || return 1
+    done
+    losses "$work/o4.jsonl" >"$work/part" && [ "$(wc -l <"$work/part")" = 3 ] && # other types: other losses
+        ! tail -n 3 "$work/on-device" | cmp -s - "$work/part"
+}
+
 # Without a small file a run must not begin again at its first step.
 a_lost_file_does_not_restart_the_run() {
     run --train-iters 9 --save "$work/l" --save-interval 3 || return 1
@@ -371,6 +391,7 @@ data_that_cannot_be_read_end_all_ranks() {
 check kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
 check a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
 check everything_comes_from_the_checkpoint_that_is_whole everything_comes_from_the_checkpoint_that_is_whole
+check the_place_of_the_optimizer_changes_no_loss the_place_of_the_optimizer_changes_no_loss
 check a_lost_file_does_not_restart_the_run a_lost_file_does_not_restart_the_run
 check a_folder_in_use_is_refused a_folder_in_use_is_refused
 check a_lock_of_another_host_is_named a_lock_of_another_host_is_named_and_a_stale_one_is_taken
