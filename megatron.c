@@ -4626,11 +4626,16 @@ static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l,
 
 /* ---- the product alone, on T rows; io->offsets: of experts */
 
-/* y = x w^T + bias; unless gelu is NULL, gelu = GELU(y), tanh approximation; fused if the backend can. */
+/* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
+static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 &&
+           tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
+}
+
+/* y = x w^T + bias, and `active` if it is fused. */
 static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     const mt_ops *ops = tp->ops;
     const void *bias = io->omits_bias ? NULL : l->bias.w;
-    bool fuses_gelu = io->gelu && ops->linear_gelu_forward && !l->fp8;
     if (l->fp8) {
         const mt_fp8 *recipe = l->fp8->recipe;
         mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
@@ -4642,22 +4647,19 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     } else if (io->offsets) {
         ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts, tp->dtype,
                                     tp->stream);
-    } else if (fuses_gelu) {
-        ops->linear_gelu_forward(io->gelu, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+    } else if (io->active && mt_fuses_activation(tp, l, io)) {
+        ops->linear_gelu_forward(io->active, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_forward(io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     }
     if (io->offsets && bias)
         ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
-    if (io->gelu && !fuses_gelu)
-        ops->activation_forward(io->gelu, io->y, NULL, T, l->N, MT_ACTIVATION_GELU_TANH, tp->dtype, tp->stream);
 }
 
-/* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
+/* dx = dy w, or dhidden if the activation is fused. */
 static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                       int64_t T) {
     const mt_ops *ops = tp->ops;
-    bool fuses_gelu = io->gelu_input && ops->linear_backward_gelu && !l->fp8;
     if (l->fp8) {
         mt_fp8_product_args a = {.a = io->dy_fp8, .b = mt_fp8_weight(tp, l, true), .M = T, .N = l->K, .K = l->N};
         a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
@@ -4665,14 +4667,11 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
     } else if (io->offsets) {
         ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts,
                                            tp->dtype, tp->stream);
-    } else if (fuses_gelu) {
-        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, io->gelu_input, T, l->N, l->K, tp->dtype, tp->stream);
+    } else if (io->hidden && mt_fuses_activation(tp, l, io)) {
+        ops->linear_backward_gelu(io->dhidden, io->dy, l->weight.w, io->hidden, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    if (io->gelu_input && !fuses_gelu)
-        ops->activation_backward(io->dx, NULL, io->dx, io->gelu_input, NULL, T, l->K, MT_ACTIVATION_GELU_TANH,
-                                 tp->dtype, tp->stream);
 }
 
 /* True if a product adds to dw, which holds a gradient afterwards. */
@@ -4718,7 +4717,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
         at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
         at.y = mt_rows_of_rank(tp, io->y, owner, l->N);
-        if (io->gelu) at.gelu = mt_rows_of_rank(tp, io->gelu, owner, l->N);
+        if (io->active) at.active = mt_rows_of_rank(tp, io->active, owner, l->N); // as wide as y where it is fused
         mt_product_forward(tp, l, &at, tp->rows);
     }
 }
@@ -4770,7 +4769,8 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
     for (int step = 0, owner; step < tp->group->size; step++) {
         at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
         at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K);
-        if (io->gelu_input) at.gelu_input = mt_rows_of_rank(tp, io->gelu_input, owner, l->K);
+        if (io->hidden) at.hidden = mt_rows_of_rank(tp, io->hidden, owner, l->K); // as wide as x where it is fused
+        if (io->hidden) at.dhidden = mt_rows_of_rank(tp, io->dhidden, owner, l->K);
         mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
         mt_product_backward_input(tp, l, &at, tp->rows);
     }
@@ -4841,6 +4841,18 @@ static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l
 
 /* ---- the three functions */
 
+/* Rows of y in a forward and of x in a backward of the kinds that have an activation there. */
+static int64_t mt_linear_active_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    return l->kind == MT_LINEAR_GROUPED ? io->num_rows : l->kind == MT_LINEAR_REPLICATED ? tp->rows : tp->T;
+}
+
+/* active = activation(y). */
+static void mt_linear_activation_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    int64_t F = l->N / (mt_activation_rows[io->activation].gated ? 2 : 1);
+    tp->ops->activation_forward(io->active, io->y, io->gates, mt_linear_active_rows(tp, l, io), F, io->activation,
+                                tp->dtype, tp->stream);
+}
+
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_fp8_begin(tp, l, io);
     switch (l->kind) {
@@ -4860,6 +4872,7 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
         mt_grouped_forward(tp, l, io);
         break;
     }
+    if (io->active && !mt_fuses_activation(tp, l, io)) mt_linear_activation_forward(tp, l, io);
 }
 
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
@@ -4887,6 +4900,9 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
         mt_grouped_backward(tp, l, io, halves);
         break;
     }
+    if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io))
+        tp->ops->activation_backward(io->dhidden, io->dgates, io->dx, io->hidden, io->gates,
+                                     mt_linear_active_rows(tp, l, io), l->K, io->activation, tp->dtype, tp->stream);
 }
 
 void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
@@ -6325,15 +6341,12 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shar
 }
 
 /* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
- * output. gates[T] scale a shared expert's activation, or NULL. fc1 computes the tanh approximation of GELU itself. */
+ * output. gates[T] scale a shared expert's activation, or NULL. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates,
                            bool replay) {
-    mt_activation activation = mt_options_activation(m->options);
-    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
-    mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
+    mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .active = a->mlp_active, .gates = gates};
+    fc1.activation = mt_options_activation(m->options);
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
-    if (!fused)
-        m->ops->activation_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, activation, m->dtype, p->stream);
     if (replay) return;
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
 }
@@ -6343,14 +6356,10 @@ static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
 static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
                             const float *gates, float *dgates, int halves) {
     mt_layer_scratch *s = &m->scratch;
-    mt_activation activation = mt_options_activation(m->options);
-    bool fused = activation == MT_ACTIVATION_GELU_TANH && !gates;
-    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->dmlp_hidden : s->dmlp_active};
-    if (fused) down.gelu_input = a->mlp_hidden;
+    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = s->dmlp_active, .hidden = a->mlp_hidden};
+    down.activation = mt_options_activation(m->options), down.dhidden = s->dmlp_hidden;
+    down.gates = gates, down.dgates = gates ? dgates : NULL;
     mt_linear_backward(&p->tp, &w->down, &down, halves);
-    if (!fused)
-        m->ops->activation_backward(s->dmlp_hidden, gates ? dgates : NULL, s->dmlp_active, a->mlp_hidden, gates, p->T,
-                                    w->F, activation, m->dtype, p->stream);
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
 }
@@ -6925,11 +6934,13 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
 
-/* rows.active = activation(rows.hidden). */
-static void mt_expert_active_forward(mt_model *m, const mt_pass *p, const mt_routing *r) {
-    const mt_expert_rows *rows = &r->rows;
-    m->ops->activation_forward(rows->active, rows->hidden, m->experts->scales_output ? NULL : rows->weights,
-                               r->num_rows, m->experts->F, mt_options_activation(m->options), m->dtype, p->stream);
+/* rows.hidden = fc1(rows.input), and rows.active = activation(rows.hidden). */
+static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_routing *r) {
+    mt_linear_io fc1 = mt_expert_io(m, r);
+    fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active;
+    fc1.activation = mt_options_activation(m->options);
+    fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
+    return fc1;
 }
 
 /* mt_expert_output = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
@@ -6937,12 +6948,10 @@ static void mt_expert_active_forward(mt_model *m, const mt_pass *p, const mt_rou
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
-    mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
-    fc1.x = rows->input, fc1.y = rows->hidden;
+    mt_linear_io fc1 = mt_expert_fc1_io(m, r), down = mt_expert_io(m, r);
     down.x = rows->active, down.y = e->scales_output ? rows->output : mt_expert_output(m);
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    mt_expert_active_forward(m, p, r);
     if (!replay || e->scales_output) mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!replay && e->scales_output)
         m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, r->num_rows, m->C, m->dtype,
@@ -6953,20 +6962,17 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
  * receives the gradients of hidden and weights. */
 static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
-    int64_t F = m->experts->F, M = r->num_rows;
-    const void *dout = d->input;
-    bool scaled = !m->experts->scales_output;
-    if (!scaled) {
-        m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
-                                    p->stream);
-        dout = d->output;
-    }
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
-    down.x = rows->active, down.dy = dout, down.dx = d->active;
+    down.x = rows->active, down.dy = d->input, down.dx = d->active;
+    down.activation = mt_options_activation(m->options), down.hidden = rows->hidden, down.dhidden = d->hidden;
+    if (m->experts->scales_output) {
+        m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
+                                    m->dtype, p->stream);
+        down.dy = d->output;
+    } else {
+        down.gates = rows->weights, down.dgates = d->weights;
+    }
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
-    m->ops->activation_backward(d->hidden, scaled ? d->weights : NULL, d->active, rows->hidden,
-                                scaled ? rows->weights : NULL, M, F, mt_options_activation(m->options), m->dtype,
-                                p->stream);
     fc1.dy = d->hidden, fc1.dx = mt_expert_output(m);
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
@@ -7057,7 +7063,8 @@ static void mt_mlp_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w
     if (modules & MT_MODULE_SHARED_EXPERTS) mt_shared_expert_forward(m, p, w, a, true);
     if (!(modules & MT_MODULE_MOE_ACT)) return;
     mt_layer_rows_reserve(m, w, a->routing);
-    mt_expert_active_forward(m, p, a->routing);
+    mt_linear_io fc1 = mt_expert_fc1_io(m, a->routing);
+    mt_linear_activation_forward(&p->tp, &w->expert_fc1, &fc1);
 }
 
 /* scratch.dresidual: gradient of `output` in, gradient of `middle` out. */

@@ -1616,11 +1616,17 @@ typedef struct mt_linear {
 typedef struct mt_linear_io {
     const void *x;
     void *y;
-    void *gelu; // forward, not row parallel or grouped: also GELU(y), tanh approximation; NULL: not wanted
     const void *dy;
     void *dx;
-    const void *gelu_input; // backward: x is GELU(gelu_input), and dx becomes the gradient of gelu_input; NULL: no
-    void *rounded;          // router: scratch [rows, N] of the model's type, where that is not fp32
+    /* The activation behind the forward's y, or before the backward's x, as activation_forward and activation_backward;
+     * a backend may compute it within the product. Not for the forward of a row-parallel linear */
+    mt_activation activation;
+    const float *gates; // [rows of y or x] scales; NULL: none
+    void *active;       // forward: activation(y); NULL: none
+    const void *hidden; // backward: x is activation(hidden), dx is scratch; NULL: no
+    void *dhidden;      // backward: the gradient of `hidden`
+    float *dgates;      // backward: the gradient of `gates`
+    void *rounded;      // router: scratch [rows, N] of the model's type, where that is not fp32
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;
