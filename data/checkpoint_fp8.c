@@ -150,7 +150,7 @@ static float mt_fp8_value(const mt_tensor_info *tensor, int64_t i) {
     return value;
 }
 
-/* What a load changes in the saved state. */
+/* Differences between the saved state and the one that is loaded. */
 typedef struct mt_fp8_changes {
     int64_t fresh;        // linears without scales in the file
     int64_t saved_length; // of the histories

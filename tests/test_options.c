@@ -1319,6 +1319,67 @@ static void layers_without_an_mlp_do_not_split_its_width(void **state) {
 }
 
 /* Defaults and refusals are Megatron's; full recomputation without a method is uniform, one layer a unit. */
+static void fp8_follows_megatron(void **state) {
+    (void)state;
+    static const char *const refused[][2] = {
+        {"--fp8-recipe delayed", "--fp8-recipe needs --fp8-format"},
+        {"--fp8-format hybrid --fp8-recipe current", "--fp8-recipe expects delayed|tensorwise|blockwise|mxfp8"},
+        {"--fp8-format e5m2", "--fp8-format expects none|e4m3|hybrid"},
+        {"--fp8-margin 1", "--fp8-margin needs --fp8-"},
+        {"--fp8-format hybrid --fp8-margin 17", "--fp8-margin is 17, must be in [0,16]"},
+        {"--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 1", "--fp8-margin needs --fp8-recipe delayed"},
+        {"--fp8-format e4m3 --fp8-recipe blockwise --fp8-amax-history-len 4", "needs --fp8-recipe delayed"},
+        {"--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-amax-compute-algo max", "needs --fp8-recipe delayed"},
+        {"--fp8-format e4m3 --fp8-recipe tensorwise --tp-only-amax-red", "needs --fp8-recipe delayed"},
+        {"--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len is 0, must be in [1,"},
+        {"--no-fp8-wgrad", "--no-fp8-wgrad needs --fp8-format"},
+        {"--first-last-layers-bf16", "--first-last-layers-bf16 needs --fp8-format"},
+        {"--fp8-format hybrid --num-layers-at-start-in-bf16 1",
+         "--num-layers-at-start-in-bf16 needs --first-last-layers-bf16"},
+        {"--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",
+         "leave no layer of 2 in fp8; lower them or leave out --first-last-layers-bf16"},
+        {"--fp8-format hybrid --num-experts 4 --no-moe-grouped-gemm",
+         "--fp8-format and --no-moe-grouped-gemm exclude each other"},
+        {"--fp8-format hybrid --fp8-param-gather",
+         "fp8 outside the linears of layers or as the stored type of weights"},
+        {"--fp8-param", "is not supported (fp4, and fp8 outside the linears"},
+        {"--fp4 e2m1", "is not supported (fp4,"},
+        {"--fp8-dot-product-attention", "is not supported"},
+        {"--fp8-output-proj", "is not supported"},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        char line[512];
+        snprintf(line, sizeof line, RUN "%s", refused[i][0]);
+        expect_error(line, refused[i][1]);
+    }
+    mt_options o;
+    expect_good(&o, RUN "--fp8-format hybrid");
+    assert_int_equal(o.fp8_format, MT_FP8_HYBRID);
+    assert_int_equal(o.fp8_recipe, MT_FP8_DELAYED);
+    assert_int_equal(o.fp8_amax_history_len, 1);
+    assert_int_equal(o.fp8_amax_compute_algo, MT_AMAX_MOST_RECENT);
+    assert_int_equal(o.fp8_margin, 0);
+    assert_true(o.fp8_wgrad && !o.tp_only_amax_red && !o.first_last_layers_bf16);
+    mt_options_free(&o);
+    expect_good(&o, RUN "--fp8 e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad"); // Megatron's other name
+    assert_int_equal(o.fp8_format, MT_FP8_E4M3);
+    assert_int_equal(o.fp8_recipe, MT_FP8_MXFP8);
+    assert_false(o.fp8_wgrad);
+    mt_options_free(&o);
+    expect_good(&o, RUN "");
+    assert_int_equal(o.fp8_format, MT_FP8_OFF);
+    mt_limits limits = {.no_mxfp8 = true}, none = {.no_fp8 = true};
+    mt_error error;
+    assert_int_equal(mt_options_check_limits(&o, &none, &error), 0);
+    mt_options_free(&o);
+    expect_good(&o, RUN "--fp8-format e4m3 --fp8-recipe mxfp8");
+    assert_int_equal(mt_options_check_limits(&o, &limits, &error), -1);
+    assert_non_null(strstr(error.text, "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0"));
+    assert_int_equal(mt_options_check_limits(&o, &none, &error), -1);
+    assert_non_null(strstr(error.text, "--fp8-format needs a GPU of compute capability 8.9"));
+    mt_options_free(&o);
+}
+
 static void recomputation_follows_megatron(void **state) {
     (void)state;
     static const char *const refused[][2] = {
@@ -2030,6 +2091,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(own_checkpoints_accept_the_options_that_made_them),
     cmocka_unit_test(a_conversion_needs_no_sequence_length),
     cmocka_unit_test(recomputation_follows_megatron),
+    cmocka_unit_test(fp8_follows_megatron),
     cmocka_unit_test(offloading_follows_megatron),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),

@@ -173,8 +173,21 @@ chapter_17() {
     diff "$work/want" "$work/out" && [ "$(wc -l <"$work/want")" -ge 6 ]
 }
 
+# Every recipe trains to within 1% of bf16's validation loss and of the chapter's; the code that it quotes is real.
+chapter_18() {
+    experiment 18 '^export' || return 1
+    block '^3[.]01' >"$work/want"
+    grep -v fp8_text "$work/out" | paste - "$work/want" | awk '
+        NR == 1 { bf16 = $1 }
+        { if (!($1 < 1.01 * bf16 && $1 > 0.99 * bf16 && $1 < 1.01 * $2 && $1 > 0.99 * $2)) { print; bad = 1 } }
+        END { exit bad || NR != 5 }' || return 1
+    blocks notes/18-fp8.md '.*'
+    block '^static float mt_fp8_scale' >"$work/quote" || return 1
+    grep -A $(($(wc -l <"$work/quote") - 1)) -Fx -- "$(head -n 1 "$work/quote")" megatron.c | diff "$work/quote" -
+}
+
 for test in training_on_your_own_text several_ranks hugging_face_models a_yaml_file chapter_1 chapter_4 chapter_5 \
-    chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16 chapter_17; do
+    chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16 chapter_17 chapter_18; do
     check $test $test
 done
 exit $failed
