@@ -1371,14 +1371,21 @@ static void fp8_follows_megatron(void **state) {
     mt_options_free(&o);
     expect_good(&o, RUN "");
     assert_int_equal(o.fp8_format, MT_FP8_OFF);
-    mt_limits limits = {.no_mxfp8 = true}, none = {.no_fp8 = true};
+    mt_options_free(&o);
+}
+
+static void fp8_needs_a_gpu_that_has_it(void **state) {
+    (void)state;
+    mt_options o;
     mt_error error;
-    assert_int_equal(mt_options_check_limits(&o, &none, &error), 0);
+    const mt_limits no_mxfp8 = {.no_mxfp8 = true}, no_fp8 = {.no_fp8 = true};
+    expect_good(&o, RUN "");
+    assert_int_equal(mt_options_check_limits(&o, &no_fp8, &error), 0);
     mt_options_free(&o);
     expect_good(&o, RUN "--fp8-format e4m3 --fp8-recipe mxfp8");
-    assert_int_equal(mt_options_check_limits(&o, &limits, &error), -1);
+    assert_int_equal(mt_options_check_limits(&o, &no_mxfp8, &error), -1);
     assert_non_null(strstr(error.text, "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0"));
-    assert_int_equal(mt_options_check_limits(&o, &none, &error), -1);
+    assert_int_equal(mt_options_check_limits(&o, &no_fp8, &error), -1);
     assert_non_null(strstr(error.text, "--fp8-format needs a GPU of compute capability 8.9"));
     mt_options_free(&o);
 }
@@ -2095,6 +2102,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(a_conversion_needs_no_sequence_length),
     cmocka_unit_test(recomputation_follows_megatron),
     cmocka_unit_test(fp8_follows_megatron),
+    cmocka_unit_test(fp8_needs_a_gpu_that_has_it),
     cmocka_unit_test(offloading_follows_megatron),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),

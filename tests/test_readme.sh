@@ -173,11 +173,11 @@ chapter_17() {
     diff "$work/want" "$work/out" && [ "$(wc -l <"$work/want")" -ge 6 ]
 }
 
-# Every recipe trains to within 1% of bf16's validation loss, and to about the chapter's, whose text is other chapters; the
-# code that it quotes is that of megatron.c.
+# Every recipe trains to within 1% of bf16's validation loss, and to about the chapter's: the text is that of other
+# chapters, which change. The code that it quotes is that of megatron.c.
 chapter_18() {
     experiment 18 '^export' || return 1
-    block '^3[.]01' >"$work/want"
+    block '^2[.]91' >"$work/want"
     grep -v fp8_text "$work/out" | paste - "$work/want" | awk '
         NR == 1 { bf16 = $1 }
         { if (!($1 < 1.01 * bf16 && $1 > 0.99 * bf16 && $1 < 1.05 * $2 && $1 > 0.95 * $2)) { print; bad = 1 } }
