@@ -23,6 +23,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (mt_safetensors_find(file, tensor->name) != tensor) abort();
     }
     if (total > (int64_t)size) abort();
+    (void)sum;
     mt_safetensors_close(file);
     return 0;
 }
