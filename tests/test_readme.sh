@@ -168,9 +168,11 @@ chapter_16() {
 chapter_17() {
     pipeline=
     has_mpi && pipeline='^for options in .*all" "'
-    experiment 17 '^export' ${pipeline:+"$pipeline"} || return 1
-    { block '^35' && block '^36'; } | head -n "$(wc -l <"$work/out")" >"$work/want"
-    diff "$work/want" "$work/out" && [ "$(wc -l <"$work/want")" -ge 6 ]
+    experiment 17 '^export' '^measure_state() {' ${pipeline:+"$pipeline"} || return 1
+    { block '^35' && block '^13' && block '^36'; } | head -n "$(wc -l <"$work/out")" >"$work/want"
+    diff "$work/want" "$work/out" && [ "$(wc -l <"$work/want")" -ge 11 ] || return 1
+    blocks notes/17-offloading.md 'The optimizer' && block '^mt_wait_stream' >"$work/quote" || return 1
+    while read -r line; do grep -qF -- "$line" megatron.c || return 1; done <"$work/quote"
 }
 
 for test in training_on_your_own_text several_ranks hugging_face_models a_yaml_file chapter_1 chapter_4 chapter_5 \
