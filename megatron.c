@@ -58,7 +58,6 @@
 #include <ctype.h>
 #include <float.h>
 #include <math.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -106,6 +105,14 @@ int mt_launch_rank(void) {
     return 0;
 }
 
+void mt_job_abort(void) {
+#ifdef MT_HAVE_MPI
+    int started = 0;
+    MPI_Initialized(&started);
+    if (started) MPI_Abort(MPI_COMM_WORLD, 1);
+#endif
+}
+
 void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
@@ -116,11 +123,7 @@ void mt_die(const char *format, ...) {
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
     va_end(arguments);
-#ifdef MT_HAVE_MPI
-    int started = 0;
-    MPI_Initialized(&started);
-    if (started) MPI_Abort(MPI_COMM_WORLD, 1);
-#endif
+    mt_job_abort();
     exit(1);
 }
 
@@ -3480,6 +3483,8 @@ static void mt_share_threads(const mt_group *world) {
 #define MT_GROUP_ROW(kind, field, name, experts, ...)                                                                  \
     [MT_GROUP_##kind] = {offsetof(mt_grid, field), experts, {__VA_ARGS__}},
 
+const mt_watch_hooks *mt_watch;
+
 const mt_grid mt_grid_of_one = {MT_GROUPS(MT_GROUP_ALONE)};
 
 static const struct {
@@ -3610,183 +3615,6 @@ static void mt_group_make(mt_group *group, const mt_group *world, const int *mem
 #endif
 }
 
-/* The watchdog: a thread that checks how long this rank has waited for an operation or a file. If one rank hangs, all
- * others wait; each prints a line and ends the job, so the rank without a line is the faulty one. A rank whose disk
- * hangs names the file. A static object, because ops have no context. */
-enum { MT_WATCHED_FILES = 16 }; // at once; more are not watched
-
-static const struct {
-    const char *during, *option;
-} mt_watch_phases[] = {[MT_WATCH_START] = {"the start", "distributed-timeout-minutes"},
-                       [MT_WATCH_STEP] = {"a step", "distributed-timeout-seconds"},
-                       [MT_WATCH_SAVE] = {"a save", "save-timeout-seconds"}};
-
-static struct {
-    pthread_t thread;
-    pthread_mutex_t lock;
-    pthread_cond_t stops;
-    bool running, stopping;
-    int rank;
-    mt_watch_phase phase;
-    double limits[MT_WATCH_PHASES], since;   // seconds
-    const char *operation, *group;           // that this rank waits for; NULL: none
-    const char *last_operation, *last_group; // enqueued last on a device
-    struct {
-        const char *path; // NULL: unused
-        mt_file_use use;
-        double since;
-    } files[MT_WATCHED_FILES];
-} mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
-
-void mt_watch_begin(const char *operation, const char *group) {
-    if (!mt_watch.running) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.operation = operation, mt_watch.group = group;
-    mt_watch.since = mt_time();
-    pthread_mutex_unlock(&mt_watch.lock);
-}
-
-void mt_watch_end(void) {
-    if (!mt_watch.running) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.operation = NULL;
-    pthread_mutex_unlock(&mt_watch.lock);
-}
-
-void mt_watch_note(const char *operation, const char *group) {
-    if (!mt_watch.running) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.last_operation = operation, mt_watch.last_group = group;
-    pthread_mutex_unlock(&mt_watch.lock);
-}
-
-int mt_watch_file_begin(const char *path, mt_file_use use) {
-    int file = 0;
-    if (!mt_watch.running) return MT_WATCHED_FILES;
-    pthread_mutex_lock(&mt_watch.lock);
-    while (file < MT_WATCHED_FILES && mt_watch.files[file].path) file++;
-    if (file < MT_WATCHED_FILES) {
-        mt_watch.files[file].path = path, mt_watch.files[file].use = use;
-        mt_watch.files[file].since = mt_time();
-    }
-    pthread_mutex_unlock(&mt_watch.lock);
-    return file;
-}
-
-void mt_watch_file_end(int file) {
-    if (file >= MT_WATCHED_FILES) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.files[file].path = NULL;
-    pthread_mutex_unlock(&mt_watch.lock);
-}
-
-mt_watch_phase mt_watch_enter(mt_watch_phase phase) {
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch_phase before = mt_watch.phase;
-    mt_watch.phase = phase;
-    pthread_mutex_unlock(&mt_watch.lock);
-    return before;
-}
-
-/* Ends the job after a message. Other ranks get a second to print theirs. */
-static void mt_watch_abort(void) {
-    sleep(1);
-    alarm(10); // in case MPI_Abort hangs
-#ifdef MT_HAVE_MPI
-    int started = 0;
-    MPI_Initialized(&started);
-    if (started) MPI_Abort(MPI_COMM_WORLD, 1);
-#endif
-    _exit(1);
-}
-
-/* An operation took too long: prints it and ends the job. */
-static void mt_watch_expire(void) {
-    char last[160] = "";
-    if (mt_watch.last_operation)
-        snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
-    fprintf(stderr,
-            "error: rank %d waited more than %g s for %s%s%s%s during %s: a rank without this message %shangs or is "
-            "far behind; --%s sets the limit\n",
-            mt_watch.rank, mt_watch.limits[mt_watch.phase], mt_watch.operation, mt_watch.group ? " in group " : "",
-            mt_watch.group ? mt_watch.group : "", last, mt_watch_phases[mt_watch.phase].during,
-            mt_watch.phase == MT_WATCH_START ? "has not started, " : "", mt_watch_phases[mt_watch.phase].option);
-    mt_watch_abort();
-}
-
-static void mt_watch_check_files(double now) {
-    for (int i = 0; i < MT_WATCHED_FILES; i++) {
-        mt_file_use use = mt_watch.files[i].use;
-        mt_watch_phase phase = use == MT_FILE_SAVE ? MT_WATCH_SAVE : mt_watch.phase;
-        if (!mt_watch.files[i].path || now - mt_watch.files[i].since <= mt_watch.limits[phase]) continue;
-        fprintf(stderr,
-                "error: rank %d waited more than %g s for the disk to %s %s during %s: the disk hangs or is very slow; "
-                "--%s sets the limit\n",
-                mt_watch.rank, mt_watch.limits[phase], use == MT_FILE_READ ? "read" : "write", mt_watch.files[i].path,
-                mt_watch_phases[phase].during, mt_watch_phases[phase].option);
-        mt_watch_abort();
-    }
-}
-
-static void *mt_watch_run(void *unused) {
-    (void)unused;
-    double looked = mt_time();
-    pthread_mutex_lock(&mt_watch.lock);
-    while (!mt_watch.stopping) {
-        struct timespec next;
-        clock_gettime(CLOCK_REALTIME, &next);
-        next.tv_nsec += 250000000;
-        next.tv_sec += next.tv_nsec / 1000000000;
-        next.tv_nsec %= 1000000000;
-        pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
-        double now = mt_time(), slept = now - looked;
-        looked = now;
-        if (slept > 1) { // this process was suspended
-            mt_watch.since = fmin(now, mt_watch.since + slept);
-            for (int i = 0; i < MT_WATCHED_FILES; i++)
-                mt_watch.files[i].since = fmin(now, mt_watch.files[i].since + slept);
-        }
-        mt_watch_check_files(now);
-        if (mt_watch.operation && now - mt_watch.since > mt_watch.limits[mt_watch.phase]) mt_watch_expire();
-    }
-    pthread_mutex_unlock(&mt_watch.lock);
-    return NULL;
-}
-
-/* Sets the limits, and starts the thread in a phase if it does not run. */
-static void mt_watch_open(const mt_options *o, int rank, mt_watch_phase phase) {
-    sigset_t all, old; // signals go to the main thread
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.rank = rank;
-    mt_watch.limits[MT_WATCH_START] = 60 * o->distributed_timeout_minutes;
-    mt_watch.limits[MT_WATCH_STEP] = (double)o->distributed_timeout_seconds;
-    mt_watch.limits[MT_WATCH_SAVE] = (double)o->save_timeout_seconds;
-    pthread_mutex_unlock(&mt_watch.lock);
-    if (mt_watch.running) return;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    mt_watch.phase = phase, mt_watch.stopping = false;
-    mt_watch.operation = mt_watch.last_operation = NULL;
-    mt_watch.running = pthread_create(&mt_watch.thread, NULL, mt_watch_run, NULL) == 0;
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
-    if (!mt_watch.running) mt_die("the watchdog's thread cannot be started");
-}
-
-void mt_watch_start(const mt_options *options) {
-    bool limited = options->distributed_timeout_minutes > 0; // mt_options_finish will refuse other values
-    if (limited && mt_launched_by_mpi()) mt_watch_open(options, mt_launch_rank(), MT_WATCH_START);
-}
-
-static void mt_watch_stop(void) {
-    if (!mt_watch.running) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.stopping = true;
-    pthread_cond_signal(&mt_watch.stops);
-    pthread_mutex_unlock(&mt_watch.lock);
-    pthread_join(mt_watch.thread, NULL);
-    mt_watch.running = false;
-}
-
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
     int64_t model_ranks =
         options->tensor_model_parallel_size * options->context_parallel_size * options->pipeline_model_parallel_size;
@@ -3800,10 +3628,8 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
         mt_group_make(mt_grid_group(grid, kind), &grid->world, members, count);
     }
     free(members);
-    if (grid->world.size > 1)
-        mt_watch_open(options, grid->world.rank, MT_WATCH_STEP);
-    else
-        mt_watch_stop();
+    if (mt_watch && grid->world.size > 1) mt_watch->start(options, grid->world.rank);
+    if (mt_watch && grid->world.size == 1) mt_watch->stop();
     return 0;
 }
 
@@ -3854,7 +3680,7 @@ static void mt_grid_close_groups(mt_grid *grid) {
 
 void mt_grid_clear(mt_grid *grid) {
     mt_grid_close_groups(grid);
-    mt_watch_stop();
+    if (mt_watch) mt_watch->stop();
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
 #ifdef MT_HAVE_MPI

@@ -65,6 +65,9 @@ void mt_text_clean(char *text, bool keeps_lines);
 /* Prints "error: ..." on standard error and ends the job (MPI_Abort when several ranks run). For drivers. */
 void mt_die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
+/* Ends all ranks of the job if MPI has started; otherwise returns. */
+void mt_job_abort(void);
+
 /* This process's rank from the launcher's environment, 0 without a launcher. For messages before MPI starts. */
 int mt_launch_rank(void);
 
@@ -1463,8 +1466,7 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
  * groups have one rank until mt_grid_build. */
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
 
-/* Makes all groups for finished options. Every rank calls it. With several ranks it also starts the watchdog, unless
- * mt_watch_start did. */
+/* Makes all groups for finished options. Every rank calls it. */
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 
 /* Undoes mt_grid_build and mt_backend_open; the grid may then be built for other options. Streams and channels must be
@@ -1500,29 +1502,32 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error);
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
 
-/* The watchdog ends the job if a rank waits too long for other ranks or for a file; the limit depends on the phase:
- * START: options->distributed_timeout_minutes; STEP: distributed_timeout_seconds; SAVE: save_timeout_seconds. */
-typedef enum mt_watch_phase { MT_WATCH_START, MT_WATCH_STEP, MT_WATCH_SAVE, MT_WATCH_PHASES } mt_watch_phase;
+/* The calls that a watchdog receives; mt_watch is NULL by default. mt_watch_start of data/watchdog.h sets it: a program
+ * without that companion has no watchdog, and waits for a rank that hangs until it is ended from outside. */
+typedef struct mt_watch_hooks {
+    void (*start)(const mt_options *options, int rank); // mt_grid_build made the groups of several ranks
+    void (*stop)(void);                                 // mt_grid_clear, or mt_grid_build for one rank
+    void (*begin)(const char *operation, const char *group);
+    void (*end)(void);
+    void (*note)(const char *operation, const char *group);
+} mt_watch_hooks;
 
-/* Optional, before mt_grid_start, with parsed options: the watchdog also limits the start, until mt_watch_enter leaves
- * that phase. Without a launcher of MPI it does nothing. */
-void mt_watch_start(const mt_options *options);
-
-/* Sets the phase of this rank and returns the one before; for the main thread. */
-mt_watch_phase mt_watch_enter(mt_watch_phase phase);
-
-/* Called around reading or writing a file, by any thread. Saving has its own limit, also where it overlaps with steps;
- * other reads and writes have that of the phase. The path must stay valid. */
-typedef enum mt_file_use { MT_FILE_READ, MT_FILE_WRITE, MT_FILE_SAVE } mt_file_use;
-int mt_watch_file_begin(const char *path, mt_file_use use);
-void mt_watch_file_end(int file);
+extern const mt_watch_hooks *mt_watch;
 
 /* Called around an operation that may wait for other ranks: the watchdog measures the time between begin and end. Pairs
  * do not nest. mt_watch_note records the operation enqueued last on a device, for its message. `group` may be NULL; the
  * strings must stay valid. */
-void mt_watch_begin(const char *operation, const char *group);
-void mt_watch_end(void);
-void mt_watch_note(const char *operation, const char *group);
+static inline void mt_watch_begin(const char *operation, const char *group) {
+    if (mt_watch) mt_watch->begin(operation, group);
+}
+
+static inline void mt_watch_end(void) {
+    if (mt_watch) mt_watch->end();
+}
+
+static inline void mt_watch_note(const char *operation, const char *group) {
+    if (mt_watch) mt_watch->note(operation, group);
+}
 
 /* ==== §6 conjugate regions; §7 linear ============================================================================= */
 

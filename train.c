@@ -12,6 +12,7 @@
 #include "data/timeline.h"
 #include "data/tokenizer.h"
 #include "data/trace.h"
+#include "data/watchdog.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -4,6 +4,7 @@
 #include "checkpoint_internal.h"
 
 #include "prompts.h"
+#include "watchdog.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -1102,8 +1103,10 @@ int mt_hf_open(mt_hf **out, const char *folder, const char *const *settings, int
     hf->grid = grid;
     int status = mt_agree(&grid->world, mt_hf_read_options(hf, folder, settings, error) != 0, error);
     if (status == 0) status = mt_options_agree(&hf->options, &grid->world, error);
+    if (status == 0) mt_watch_start(&hf->options);
     if (status == 0) status = mt_grid_build(grid, &hf->options, error);
     if (status == 0) status = mt_hf_create(hf, count, max_tokens, error);
+    mt_watch_enter(MT_WATCH_STEP);
     if (status != 0) mt_hf_close(hf);
     *out = status == 0 ? hf : NULL;
     return status;

@@ -7,6 +7,8 @@
  * replaces something whole. */
 #include "checkpoint_internal.h"
 
+#include "watchdog.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>

@@ -5,6 +5,7 @@
 #include "options.h"
 #include "profile.h"
 #include "safetensors.h"
+#include "watchdog.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -168,9 +168,11 @@ chapter_16() {
 chapter_17() {
     pipeline=
     has_mpi && pipeline='^for options in .*all" "'
-    experiment 17 '^export' ${pipeline:+"$pipeline"} || return 1
-    { block '^35' && block '^36'; } | head -n "$(wc -l <"$work/out")" >"$work/want"
-    diff "$work/want" "$work/out" && [ "$(wc -l <"$work/want")" -ge 6 ]
+    experiment 17 '^export' '^measure_state() {' ${pipeline:+"$pipeline"} || return 1
+    { block '^35' && block '^13' && block '^36'; } | head -n "$(wc -l <"$work/out")" >"$work/want"
+    diff "$work/want" "$work/out" && [ "$(wc -l <"$work/want")" -ge 11 ] || return 1
+    blocks notes/17-offloading.md 'The optimizer' && block '^mt_wait_stream' >"$work/quote" || return 1
+    while read -r line; do grep -qF -- "$line" megatron.c || return 1; done <"$work/quote"
 }
 
 # Every recipe trains to within 1% of bf16's validation loss, and to about the chapter's: the text is that of other
