@@ -26,7 +26,7 @@
 #include <unistd.h>
 
 #define TOLERANCE     1e-5 // relative, of fp32 sums in another order
-#define FP8_TOLERANCE 0.25 // of values that round to the other neighbour in fp8, and of what follows from them
+#define FP8_TOLERANCE 0.25 // a value that rounds to its other neighbour in fp8 changes later steps
 
 enum { MAX_ITEMS = 96, MAX_WORDS = 256, LINE = 8192, STEPS = 4, SAVED = 2, MAX_SHRINKS = 300, MAX_HANGS = 60 };
 
