@@ -112,7 +112,8 @@ typedef enum subject {
                  " --moe-router-bias-update-rate 0.02 --moe-router-load-balancing-type seq_aux_loss"                   \
                  " --moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 24"
 
-#define IN_FP8 " --fp8-format hybrid --fp8-recipe "
+/* On the CPU, which takes every width and recipe. */
+#define IN_FP8 ON_CPU " --fp8-format hybrid --fp8-recipe "
 #define SCALED IN_FP8 "delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
 static const struct {
