@@ -5251,6 +5251,7 @@ typedef struct mt_pass {
 typedef struct mt_fp8_model {
     mt_fp8 recipe;
     mt_fp8_linear *linears; // [num_linears]
+    mt_fp8_key *keys;       // [num_linears]
     int64_t num_linears, history_length;
     float *scale, *history,
         *largest; // delayed: [operands], [history_length, operands], [operands], as mt_fp8_scale_args
@@ -9555,6 +9556,39 @@ void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
     m->ops->stream_synchronize(m->stream);
 }
 
+mt_fp8_state mt_train_fp8_state(mt_model *m) {
+    const mt_fp8_model *f = m->fp8;
+    mt_fp8_state s = {0};
+    if (!f || m->options->fp8_recipe != MT_FP8_DELAYED) return s;
+    int64_t n = f->num_linears * MT_NUM_FP8_OPERANDS;
+    s = (mt_fp8_state){.num_linears = f->num_linears, .history_length = f->history_length, .keys = f->keys};
+    for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
+        s.largest[i] = mt_f8_largest(i == MT_FP8_DY ? f->recipe.gradient_format : f->recipe.format);
+    s.scale = mt_malloc(mt_max(n * 4, 4));
+    s.history = mt_malloc(mt_max(f->history_length * n * 4, 4));
+    m->ops->memory_copy(s.scale, f->scale, n * 4, m->stream);
+    m->ops->memory_copy(s.history, f->history, f->history_length * n * 4, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    memset(s.history, 0, (size_t)n * 4); // an evaluation may have quantized weights since the last step
+    return s;
+}
+
+void mt_train_set_fp8_state(mt_model *m, const mt_fp8_state *s) {
+    mt_fp8_model *f = m->fp8;
+    int64_t n = s->num_linears * MT_NUM_FP8_OPERANDS;
+    MT_CHECK(f && s->num_linears == f->num_linears && s->history_length == f->history_length);
+    m->ops->memory_copy(f->scale, s->scale, n * 4, m->stream);
+    m->ops->memory_copy(f->history, s->history, s->history_length * n * 4, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    f->recipe.version++; // weights are quantized anew
+}
+
+void mt_fp8_state_free(mt_fp8_state *s) {
+    free(s->scale);
+    free(s->history);
+    *s = (mt_fp8_state){0};
+}
+
 /* ---- re-running a bad step */
 
 static mt_step_numbers mt_step_numbers_read(mt_model *m) {
@@ -9959,16 +9993,26 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
 }
 
 /* The linears of a layer whose products --fp8-format computes in fp8. */
-static const size_t mt_fp8_fields[] = {
-    offsetof(mt_layer, qkv),  offsetof(mt_layer, latent),     offsetof(mt_layer, q_b),
-    offsetof(mt_layer, kv_b), offsetof(mt_layer, o),          offsetof(mt_layer, fc1),
-    offsetof(mt_layer, down), offsetof(mt_layer, expert_fc1), offsetof(mt_layer, expert_down),
+static const struct {
+    const char *name; // in checkpoints
+    size_t offset;
+} mt_fp8_fields[] = {
+    {"qkv", offsetof(mt_layer, qkv)},
+    {"latent", offsetof(mt_layer, latent)},
+    {"q_b", offsetof(mt_layer, q_b)},
+    {"kv_b", offsetof(mt_layer, kv_b)},
+    {"o", offsetof(mt_layer, o)},
+    {"fc1", offsetof(mt_layer, fc1)},
+    {"down", offsetof(mt_layer, down)},
+    {"expert_fc1", offsetof(mt_layer, expert_fc1)},
+    {"expert_down", offsetof(mt_layer, expert_down)},
 };
 enum { MT_NUM_FP8_FIELDS = sizeof mt_fp8_fields / sizeof *mt_fp8_fields };
 
 /* Linear i of all layers' fields above; without it in that layer, N is 0. */
 static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
-    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] + mt_fp8_fields[i % MT_NUM_FP8_FIELDS]);
+    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] +
+                                 mt_fp8_fields[i % MT_NUM_FP8_FIELDS].offset);
 }
 
 /* fp8: quantized weights and the state of delayed scaling; the operands of the largest call in scratch of their own. */
@@ -10221,12 +10265,14 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
     f->history_length = o->fp8_amax_history_len;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->linears);
+    f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->keys);
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
     for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
         mt_linear *l = mt_fp8_field(m, i);
         int64_t number = m->layers[i / MT_NUM_FP8_FIELDS].number;
         if (l->N == 0 || number < first || number >= end) continue;
+        f->keys[f->num_linears] = (mt_fp8_key){number, mt_fp8_fields[i % MT_NUM_FP8_FIELDS].name};
         l->fp8 = &f->linears[f->num_linears++];
         l->fp8->recipe = &f->recipe;
         if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))

@@ -459,6 +459,7 @@ typedef struct mt_options {
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // of config.json
+    int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
@@ -2175,6 +2176,23 @@ typedef struct mt_loss_average {
 } mt_loss_average;
 mt_loss_average mt_train_loss_average(mt_model *model);
 void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
+
+/* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The
+ * functions wait for the device. */
+typedef struct mt_fp8_key {
+    int64_t layer;      // number in the whole model
+    const char *linear; // "qkv", "down", ...
+} mt_fp8_key;
+typedef struct mt_fp8_state {
+    int64_t num_linears, history_length; // history_length 0: the model has no delayed scaling
+    const mt_fp8_key *keys;              // [num_linears], the model's
+    float *scale;                        // [num_linears, MT_NUM_FP8_OPERANDS]
+    float *history;                      // [history_length, num_linears, MT_NUM_FP8_OPERANDS], see mt_fp8_scale_args
+    float largest[MT_NUM_FP8_OPERANDS];  // largest number of each operand's format
+} mt_fp8_state;
+mt_fp8_state mt_train_fp8_state(mt_model *model); // to free; entry 0 of the history is 0
+void mt_train_set_fp8_state(mt_model *model, const mt_fp8_state *state);
+void mt_fp8_state_free(mt_fp8_state *state);
 
 /* Mean loss of `micro_batches` micro-batches per rank, without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
