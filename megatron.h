@@ -1913,8 +1913,8 @@ int mt_model_create(mt_model **model, const mt_options *options, const mt_grid *
                     const mt_model_plan *plan, mt_error *error);
 void mt_model_destroy(mt_model *model);
 
-/* Rows of the memory plan: bytes of this rank; 0 where a model has none. The number of received expert rows depends on
- * the data, and their row is an estimate. */
+/* Rows of this rank's memory plan; 0 bytes where a model has none. The number of received expert rows may depend on the
+ * data: their row is an estimate then. */
 typedef enum mt_plan_row {
     MT_PLAN_WEIGHTS,
     MT_PLAN_GRADIENTS,
@@ -1929,6 +1929,7 @@ typedef enum mt_plan_row {
     MT_NUM_PLAN_ROWS
 } mt_plan_row;
 
+/* The bytes of a row. */
 int64_t mt_model_planned_bytes(const mt_model *model, mt_plan_row row);
 
 /* Draws the initial parameters by coordinate from options->seed. */
