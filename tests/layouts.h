@@ -112,7 +112,8 @@ typedef enum subject {
                  " --moe-router-bias-update-rate 0.02 --moe-router-load-balancing-type seq_aux_loss"                   \
                  " --moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 24"
 
-#define IN_FP8 " --fp8-format hybrid --fp8-recipe "
+/* On the CPU, which takes every width and recipe. */
+#define IN_FP8 ON_CPU " --fp8-format hybrid --fp8-recipe "
 #define SCALED IN_FP8 "delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
 static const struct {
@@ -885,7 +886,7 @@ static int scales_after_a_step(mt_fp8_state *state, trainee *t, const layout *ro
 }
 
 /* Every linear has the scales and largest values that it has on one rank. */
-static void compare_scales(comparison *v, const mt_fp8_state *state, const mt_fp8_state *one) {
+static void compare_scales(comparison *v, const mt_fp8_state *state, const mt_fp8_state *one, float tolerance) {
     for (int64_t i = 0; i < state->num_linears && !*v->failure; i++) {
         int64_t k = 0;
         while (k < one->num_linears &&
@@ -897,7 +898,8 @@ static void compare_scales(comparison *v, const mt_fp8_state *state, const mt_fp
             int64_t last = state->history_length - 1; // the step's own entry
             float amax = state->history[(last * state->num_linears + i) * 3 + operand],
                   expected_amax = one->history[(last * one->num_linears + k) * 3 + operand];
-            if (scale != expected || amax != expected_amax || amax <= 0)
+            if (!(fabsf(scale - expected) <= tolerance * expected) || amax <= 0 ||
+                !(fabsf(amax - expected_amax) <= tolerance * expected_amax))
                 snprintf(v->failure, sizeof v->failure,
                          "layer %d, %s, operand %d: scale %.9g of %.9g, on one rank %.9g of %.9g",
                          (int)state->keys[i].layer, state->keys[i].linear, operand, scale, amax, expected,
@@ -911,11 +913,12 @@ static void run_scales_row(const layout *row) {
     mt_error error;
     mt_fp8_state state = {0}, expected = {0};
     layout one = {1, row->subject, ""};
+    bool cuts = strstr(row->words, TP) || strstr(row->words, CP); // sums have another order
     trainee t = {.grid = grid_of_job(row->ranks)}, alone = {.grid = grid_of_job(1)};
     if (scales_after_a_step(&state, &t, row, &error) != 0 || scales_after_a_step(&expected, &alone, &one, &error) != 0)
         snprintf(v.failure, sizeof v.failure, "%.500s", error.text);
     else
-        compare_scales(&v, &state, &expected);
+        compare_scales(&v, &state, &expected, cuts ? 1e-5f : 0);
     comparison_report(&t.grid.world, &v, row->ranks, row->words);
     mt_fp8_state_free(&state);
     mt_fp8_state_free(&expected);
@@ -1509,11 +1512,21 @@ static const layout in_fp8_parts[] = {
     {4, BLOCKWISE, TP "4" STEPWISE},
 };
 
-/* The operands of a step are those of one rank bit for bit, and their largest values too. */
+/* After a step the largest values are those of one rank: bit for bit where no operand is cut. */
 static const layout in_fp8_scales[] = {
-    {2, DELAYED, ""},         {4, DELAYED, SHARD "optim_grads_params" PREFETCH},
-    {2, DELAYED, PP "2" ZB},  {4, DELAYED_LATENT, PP "2"},
-    {2, DELAYED_EXPERTS, ""}, {2, DELAYED_BIASED, SHARD "optim"},
+    {2, DELAYED, ""},
+    {4, DELAYED, SHARD "optim_grads_params" PREFETCH},
+    {2, DELAYED, PP "2" ZB},
+    {4, DELAYED_LATENT, PP "2"},
+    {2, DELAYED_EXPERTS, ""},
+    {2, DELAYED_BIASED, SHARD "optim"},
+    {2, DELAYED, TP "2"},
+    {4, DELAYED_BIASED, TP "4" STEPWISE},
+    {4, DELAYED_LATENT, TP "2" SP PP "2"},
+    {2, DELAYED, CP "2" BY "a2a"},
+    {4, DELAYED, TP "2" CP "2"},
+    {2, DELAYED_EXPERTS, EP "2"},
+    {4, DELAYED_EXPERTS, TP "2" SP EP "4" ETP "1"},
 };
 
 static const same_bits in_fp8_same[] = {
