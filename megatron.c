@@ -6,7 +6,6 @@
  *   §2a  sizes, positions, lengths
  *   §2b  ranks and experts
  *   §2c  stages, batches, schedules
- *   §2d  operation counts
  *   §3   kernels
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -902,35 +901,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
 
 #pragma GCC diagnostic pop
 
-/* ==== §2d operation counts ======================================================================================= */
-
-/* Multiplications per token of latent attention, including its norms, as Megatron counts them. */
-static double mt_latent_multiplications(const mt_options *o) {
-    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size, T = (double)o->seq_length;
-    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
-    double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
-    double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
-    double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
-    return queries + keys + heads * values * C + T / 2 * (width + heads * values);
-}
-
-double mt_flops(const mt_options *o, int64_t num_sequences) {
-    double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
-    double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
-    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
-    double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double matrices = mt_options_gated(o) ? 3 : 2, mlp = matrices * C * F, experts = (double)mt_num_expert_layers(o);
-    double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
-    double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
-    if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
-    double output = C * (double)o->padded_vocab_size;
-    double layers = (double)o->num_layers * (projections + attention) + mlps;
-    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
-    double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
-    double per_token = layers + output + (double)o->mtp_num_layers * module;
-    return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
-}
-
 /* ==== §3 kernels ================================================================================================== */
 /* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
  * fp32 or bf16, all arithmetic is fp32, and long sums are summed in blocks or in fp64. Invariants: exactly one task
@@ -1167,7 +1137,24 @@ static void mt_cpu_event_synchronize(mt_event *event) {
 /* ==== §3b linear layers ========================================================================================== */
 /* Three matrix products: y = x w^T, dx = dy w and dw += dy^T x. */
 
-enum { MT_PLAIN = 0, MT_TRANSPOSED = 1 };
+/* A matrix of floats, or a block of one: stored rows are `stride` apart. As an operand it may be transposed: then the
+ * stored rows are its columns. */
+typedef struct mt_matrix {
+    const float *data;
+    int64_t stride;
+    bool transposed;
+} mt_matrix;
+
+static mt_matrix mt_transposed(mt_matrix matrix) {
+    matrix.transposed = true;
+    return matrix;
+}
+
+/* The block that starts at an element of an operand. */
+static mt_matrix mt_matrix_at(mt_matrix matrix, int64_t row, int64_t column) {
+    matrix.data += matrix.transposed ? column * matrix.stride + row : row * matrix.stride + column;
+    return matrix;
+}
 
 #ifdef MT_HAVE_BLAS
 static int64_t mt_halve(int64_t n) {
@@ -1184,8 +1171,8 @@ static void mt_matmul_prepare(void) {
 /* The library's product, in tiles that depend on the shape only, each computed by one thread. The library itself would
  * tile by the number of threads, and the edges of its tiles round differently. Below 2^18 products OpenBLAS uses one
  * thread anyway. */
-static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                            int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
+static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                            bool accumulate) {
     int64_t rows = M, columns = N;
     while (rows > 512) rows = mt_halve(rows);
     while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
@@ -1194,10 +1181,10 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
 #pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
     for (int64_t n = 0; n < N; n += columns)
         for (int64_t m = 0; m < M; m += rows)
-            cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans,
-                        b_transposed ? CblasTrans : CblasNoTrans, (int)mt_min(rows, M - m), (int)mt_min(columns, N - n),
-                        (int)K, 1.0f, a + (a_transposed ? m : m * lda), (int)lda, b + (b_transposed ? n * ldb : n),
-                        (int)ldb, accumulate ? 1.0f : 0.0f, c + m * ldc + n, (int)ldc);
+            cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
+                        b.transposed ? CblasTrans : CblasNoTrans, (int)mt_min(rows, M - m), (int)mt_min(columns, N - n),
+                        (int)K, 1.0f, mt_matrix_at(a, m, 0).data, (int)a.stride, mt_matrix_at(b, 0, n).data,
+                        (int)b.stride, accumulate ? 1.0f : 0.0f, c + m * stride + n, (int)stride);
 }
 #else
 enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
@@ -1205,25 +1192,24 @@ enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
 static void mt_matmul_prepare(void) {
 }
 
-/* Copies b[k0 + k][n0 + n] for one depth of k and one panel of n into consecutive memory, padded with zeros. */
-static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], const float *b, int64_t ldb, bool transposed, int64_t k0,
-                           int64_t n0, int64_t depth, int64_t width) {
+/* Copies b[depth, width] into consecutive memory, padded with zeros. */
+static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], mt_matrix b, int64_t depth, int64_t width) {
     for (int64_t k = 0; k < depth; k++) {
-        for (int64_t n = 0; n < width; n++)
-            panel[k][n] = transposed ? b[(n0 + n) * ldb + k0 + k] : b[(k0 + k) * ldb + n0 + n];
+        for (int64_t n = 0; n < width; n++) panel[k][n] = *mt_matrix_at(b, k, n).data;
         for (int64_t n = width; n < MT_PANEL; n++) panel[k][n] = 0.0f;
     }
 }
 
-/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Consecutive rows of a are a_row
- * apart, columns a_column. Rows past `rows` repeat the last one. */
-static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_t a_row, int64_t a_column, int64_t rows,
-                           float panel[MT_DEPTH][MT_PANEL], int64_t depth) {
-    const float *a0 = a, *a1 = a + mt_min(1, rows - 1) * a_row, *a2 = a + mt_min(2, rows - 1) * a_row,
-                *a3 = a + mt_min(3, rows - 1) * a_row;
+/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Rows past `rows` repeat the last
+ * one. */
+static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], mt_matrix a, int64_t rows, float panel[MT_DEPTH][MT_PANEL],
+                           int64_t depth) {
+    const float *a0 = a.data, *a1 = mt_matrix_at(a, mt_min(1, rows - 1), 0).data;
+    const float *a2 = mt_matrix_at(a, mt_min(2, rows - 1), 0).data, *a3 = mt_matrix_at(a, mt_min(3, rows - 1), 0).data;
+    int64_t step = a.transposed ? a.stride : 1; // between elements of a row
     float s0[MT_PANEL] = {0}, s1[MT_PANEL] = {0}, s2[MT_PANEL] = {0}, s3[MT_PANEL] = {0};
     for (int64_t k = 0; k < depth; k++) {
-        float f0 = a0[k * a_column], f1 = a1[k * a_column], f2 = a2[k * a_column], f3 = a3[k * a_column];
+        float f0 = a0[k * step], f1 = a1[k * step], f2 = a2[k * step], f3 = a3[k * step];
 #pragma omp simd
         for (int64_t n = 0; n < MT_PANEL; n++) {
             s0[n] += f0 * panel[k][n];
@@ -1239,22 +1225,21 @@ static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_
 }
 
 /* The product without a library: panels of b's columns by depths of K that fit in the first-level cache. */
-static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                            int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
-    int64_t a_row = a_transposed ? 1 : lda, a_column = a_transposed ? lda : 1;
+static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                            bool accumulate) {
 #pragma omp parallel for if (M * N * K > MT_PARALLEL * 16)
     for (int64_t n0 = 0; n0 < N; n0 += MT_PANEL) {
         float panel[MT_DEPTH][MT_PANEL], sums[MT_TILE][MT_PANEL];
         int64_t width = mt_min(MT_PANEL, N - n0);
-        for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc + n0, 0, (size_t)width * sizeof *c);
+        for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * stride + n0, 0, (size_t)width * sizeof *c);
         for (int64_t k0 = 0; k0 < K; k0 += MT_DEPTH) {
             int64_t depth = mt_min(MT_DEPTH, K - k0);
-            mt_matmul_pack(panel, b, ldb, b_transposed, k0, n0, depth, width);
+            mt_matmul_pack(panel, mt_matrix_at(b, k0, n0), depth, width);
             for (int64_t m0 = 0; m0 < M; m0 += MT_TILE) {
                 int64_t rows = mt_min(MT_TILE, M - m0);
-                mt_matmul_tile(sums, a + m0 * a_row + k0 * a_column, a_row, a_column, rows, panel, depth);
+                mt_matmul_tile(sums, mt_matrix_at(a, m0, k0), rows, panel, depth);
                 for (int64_t m = 0; m < rows; m++)
-                    for (int64_t n = 0; n < width; n++) c[(m0 + m) * ldc + n0 + n] += sums[m][n];
+                    for (int64_t n = 0; n < width; n++) c[(m0 + m) * stride + n0 + n] += sums[m][n];
             }
         }
     }
@@ -1288,48 +1273,43 @@ static inline void mt_dot_four(float sums[4], const float *x, const void *const 
 }
 
 /* The product for a few rows. It reads b once; a gemm would pack b first. */
-static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                            int64_t lda, int64_t ldb, bool b_transposed, bool accumulate) {
-    for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc, 0, (size_t)N * sizeof *c);
-    for (int64_t n = 0; n < N && b_transposed; n += 4) {
+static void mt_matmul_small(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                            bool accumulate) {
+    for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * stride, 0, (size_t)N * sizeof *c);
+    for (int64_t n = 0; n < N && b.transposed; n += 4) {
         const void *rows[4];
-        for (int64_t i = 0; i < 4; i++) rows[i] = b + mt_min(n + i, N - 1) * ldb;
+        for (int64_t i = 0; i < 4; i++) rows[i] = b.data + mt_min(n + i, N - 1) * b.stride;
         for (int64_t m = 0; m < M; m++) {
             float sums[4];
-            mt_dot_four(sums, a + m * lda, rows, K, MT_F32);
-            for (int64_t i = 0; i < mt_min(4, N - n); i++) c[m * ldc + n + i] += sums[i];
+            mt_dot_four(sums, a.data + m * a.stride, rows, K, MT_F32);
+            for (int64_t i = 0; i < mt_min(4, N - n); i++) c[m * stride + n + i] += sums[i];
         }
     }
-    for (int64_t k = 0; k < K && !b_transposed; k++)
+    for (int64_t k = 0; k < K && !b.transposed; k++)
         for (int64_t m = 0; m < M; m++) {
-            float factor = a[m * lda + k];
+            float factor = a.data[m * a.stride + k];
+            const float *row = b.data + k * b.stride;
 #pragma omp simd
-            for (int64_t n = 0; n < N; n++) c[m * ldc + n] += factor * b[k * ldb + n];
+            for (int64_t n = 0; n < N; n++) c[m * stride + n] += factor * row[n];
         }
 }
 
-/* c[M, N] = a b, or += when accumulate, with a [M, K] ([K, M] when transposed) and b [K, N] ([N, K] when transposed);
- * ld* are the distances between stored rows. */
-static void mt_matmul(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                      int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
-    if (M <= 4 && !a_transposed)
-        mt_matmul_small(c, a, b, M, N, K, ldc, lda, ldb, b_transposed, accumulate);
+/* c[M, N] = a b, or += when accumulate, with a [M, K] and b [K, N]; rows of c are `stride` apart. */
+static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                      bool accumulate) {
+    if (M <= 4 && !a.transposed)
+        mt_matmul_small(c, stride, a, b, M, N, K, accumulate);
     else
-        mt_matmul_large(c, a, b, M, N, K, ldc, lda, ldb, a_transposed, b_transposed, accumulate);
+        mt_matmul_large(c, stride, a, b, M, N, K, accumulate);
 }
 
-/* A block of a matrix as floats: in place for fp32, converted into scratch for bf16. */
-typedef struct mt_matrix {
-    const float *data;
-    int64_t stride;
-} mt_matrix;
-
+/* A block of x as floats: in place for fp32, converted into scratch for bf16. */
 static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, int64_t rows, int64_t columns,
                                 int64_t stride, mt_dtype dtype) {
-    if (dtype == MT_F32) return (mt_matrix){(const float *)x + offset, stride};
+    if (dtype == MT_F32) return (mt_matrix){.data = (const float *)x + offset, .stride = stride};
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
     for (int64_t r = 0; r < rows; r++) mt_row_load(scratch + r * columns, x, offset + r * stride, columns, dtype);
-    return (mt_matrix){scratch, columns};
+    return (mt_matrix){.data = scratch, .stride = columns};
 }
 
 /* Few rows, as in decoding: one thread reads each weight, once. */
@@ -1394,8 +1374,7 @@ static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const v
             float *y_block = mt_row_open(y_scratch, y, t * N + n, dtype);
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
             for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y_block + r * y_stride, b, (size_t)columns * sizeof *b);
-            mt_matmul(y_block, x_block.data, w_block.data, rows, columns, K, y_stride, K, K, MT_PLAIN, MT_TRANSPOSED,
-                      b != NULL);
+            mt_matmul(y_block, y_stride, x_block, mt_transposed(w_block), rows, columns, K, b != NULL);
             mt_matrix_store(y, t * N + n, y_block, rows, columns, N, dtype);
         }
     }
@@ -1415,8 +1394,7 @@ static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w
             int64_t columns = mt_min(N_block, N - n);
             mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
             mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
-            mt_matmul(dx_block, dy_block.data, w_block.data, rows, K, columns, K, dy_block.stride, K, MT_PLAIN,
-                      MT_PLAIN, n > 0);
+            mt_matmul(dx_block, K, dy_block, w_block, rows, K, columns, n > 0);
         }
         mt_matrix_store(dx, t * K, dx_block, rows, K, K, dtype);
     }
@@ -1450,8 +1428,7 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
         for (int64_t n = 0; n < N; n += N_block) {
             int64_t columns = mt_min(N_block, N - n);
             mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
-            mt_matmul(dw + n * K, dy_block.data, x_block.data, columns, K, rows, K, dy_block.stride, K, MT_TRANSPOSED,
-                      MT_PLAIN, accumulate || t > 0);
+            mt_matmul(dw + n * K, K, mt_transposed(dy_block), x_block, columns, K, rows, accumulate || t > 0);
         }
     }
     if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
@@ -1636,26 +1613,26 @@ static void mt_fp8_load(float *to, const mt_fp8_matrix *matrix, int64_t R, int64
     }
 }
 
-/* out[M, N] (+)= rows [first, first + M) of p->a times b^T, over K elements from column k on. */
-static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *b, void *out, int64_t first, int64_t M,
+/* out[M, N] (+)= rows [first, first + M) of p->a times w^T, over K elements from column k on. */
+static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *w, void *out, int64_t first, int64_t M,
                             int64_t k, int64_t K) {
     int64_t N = p->N, M_block = mt_max(1, mt_min(M, 512)), N_block = mt_min(N, 1024);
     int64_t out_floats = mt_matrix_scratch(M_block, N_block, p->out_dtype);
     float *a_floats = mt_scratch_grow((M_block + N_block) * K + out_floats + N_block),
           *b_floats = a_floats + M_block * K;
     float *scratch = b_floats + N_block * K, *bias_scratch = scratch + out_floats;
+    mt_matrix a = {.data = a_floats, .stride = K}, b = {.data = b_floats, .stride = K};
     for (int64_t m = 0; m < M; m += M_block) {
         int64_t rows = mt_min(M_block, M - m);
         mt_fp8_load(a_floats, &p->a, p->M, first + m, rows, k, K);
         for (int64_t n = 0; n < N; n += N_block) {
             int64_t columns = mt_min(N_block, N - n), stride = p->out_dtype == MT_F32 ? N : columns;
-            mt_fp8_load(b_floats, b, N, n, columns, k, K);
+            mt_fp8_load(b_floats, w, N, n, columns, k, K);
             const float *bias = p->bias ? mt_row_load(bias_scratch, p->bias, n, columns, p->out_dtype) : NULL;
             float *block = mt_row_open(scratch, out, m * N + n, p->out_dtype);
             for (int64_t r = 0; r < (bias ? rows : 0); r++)
                 memcpy(block + r * stride, bias, (size_t)columns * sizeof *bias);
-            mt_matmul(block, a_floats, b_floats, rows, columns, K, stride, K, K, MT_PLAIN, MT_TRANSPOSED,
-                      bias || p->accumulate);
+            mt_matmul(block, stride, a, mt_transposed(b), rows, columns, K, bias || p->accumulate);
             mt_matrix_store(out, m * N + n, block, rows, columns, N, p->out_dtype);
         }
     }
@@ -1694,20 +1671,6 @@ static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream)
         for (int64_t t = 1; t + 1 < a->length; t++) a->history[t * a->n + i] = a->history[(t + 1) * a->n + i];
         if (a->length > 1) a->history[(a->length - 1) * a->n + i] = current;
     }
-}
-
-double mt_cpu_matmul_rate(int64_t n) {
-    float *memory = mt_cpu_memory_alloc(3 * n * n * (int64_t)sizeof(float)), *a = memory, *b = a + n * n,
-          *c = b + n * n;
-    for (int64_t i = 0; i < 2 * n * n; i++) memory[i] = (float)(i % 7) - 3.0f;
-    double best = 1e30, begin = mt_time();
-    for (int64_t run = 0; run < 4 || (run < 20 && mt_time() - begin < 0.5); run++) {
-        double start = mt_time();
-        mt_matmul(c, a, b, n, n, n, n, n, n, MT_PLAIN, MT_PLAIN, false);
-        best = fmin(best, mt_time() - start);
-    }
-    mt_cpu_memory_free(memory);
-    return 2.0 * (double)n * (double)n * (double)n / best;
 }
 
 /* ==== §3c embedding and norms ==================================================================================== */
@@ -2111,7 +2074,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
-        mt_matmul(p, q.data, k.data, rows, columns, D, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED, false);
+        mt_matmul(p, columns, q, mt_transposed(k), rows, columns, D, false);
         for (int64_t i = 0; i < rows; i++) {
             mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
@@ -2119,7 +2082,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
         if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
-        mt_matmul(sums, p, v.data, rows, Dv, columns, Dv, columns, v.stride, MT_PLAIN, MT_PLAIN, true);
+        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, v, rows, Dv, columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
@@ -2147,17 +2110,21 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
             }
 }
 
-/* For queries i0... and keys j0... of a task's head: ds[rows, columns], scale times the gradient of scale q k^T, and
- * p[rows, columns], the probabilities after dropout, the factors of v. */
-static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
-                                         mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
-                                         int64_t columns) {
+/* Queries [i0, i0 + rows) and keys [j0, j0 + columns) of a task's head in the backward. */
+typedef struct mt_attention_block {
+    int64_t i0, j0, rows, columns;
+    mt_matrix q, k, v, dout;
+} mt_attention_block;
+
+/* For a block: ds[rows, columns], scale times the gradient of scale q k^T, and p[rows, columns], the probabilities
+ * after dropout, the factors of v. */
+static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task,
+                                         const mt_attention_block *b) {
     const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    mt_matmul(p, q.data, k.data, rows, columns, call->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
-              false);
-    mt_matmul(ds, dout.data, v.data, rows, columns, call->value_size, columns, dout.stride, v.stride, MT_PLAIN,
-              MT_TRANSPOSED, false);
+    int64_t i0 = b->i0, j0 = b->j0, rows = b->rows, columns = b->columns;
+    mt_matmul(p, columns, b->q, mt_transposed(b->k), rows, columns, call->head_size, false);
+    mt_matmul(ds, columns, b->dout, mt_transposed(b->v), rows, columns, call->value_size, false);
     if (call->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
     for (int64_t i = 0; i < rows; i++) {
         int64_t begin, end, row = (span->q_start + i0 + i) * call->num_heads + task->head;
@@ -2199,19 +2166,19 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
     float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
     float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
-    mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
-    mt_matrix dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
-    mt_attention_row_dot(task, dout, i0, rows, v_scratch);
+    mt_attention_block b = {.i0 = i0, .rows = rows, .q = mt_attention_load_q(q_scratch, task, i0, rows)};
+    b.dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
+    mt_attention_row_dot(task, b.dout, i0, rows, v_scratch);
     memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
     int64_t first, last, ignored;
     mt_span_keys(span, call->window, i0, &first, &ignored);
     mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
-    for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
-        int64_t columns = mt_min(MT_KEYS, last - j0);
-        mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
-        mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
-        mt_attention_backward_scores(p, ds, task, q, k, v, dout, i0, j0, rows, columns);
-        mt_matmul(sums, ds, k.data, rows, D, columns, D, columns, k.stride, MT_PLAIN, MT_PLAIN, true);
+    for (b.j0 = first; b.j0 < last; b.j0 += MT_KEYS) {
+        b.columns = mt_min(MT_KEYS, last - b.j0);
+        b.k = mt_attention_load_k(k_scratch, task, b.j0, b.columns);
+        b.v = mt_attention_load_v(v_scratch, task, b.j0, b.columns);
+        mt_attention_backward_scores(p, ds, task, &b);
+        mt_matmul(sums, D, (mt_matrix){.data = ds, .stride = b.columns}, b.k, rows, D, b.columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t offset = (span->q_start + i0 + i) * call->q_stride + task->head * D;
@@ -2229,16 +2196,17 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
     float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
-    mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
-    mt_matrix v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
+    const mt_matrix p_columns = {p, columns, true}, ds_columns = {ds, columns, true};
+    mt_attention_block b = {.j0 = j0, .columns = columns, .k = mt_attention_load_k(k_scratch, task, j0, columns)};
+    b.v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
     mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
-    for (int64_t i0 = begin; i0 < end; i0 += MT_QUERIES) {
-        int64_t rows = mt_min(MT_QUERIES, end - i0);
-        mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
-        mt_matrix dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
-        mt_attention_backward_scores(p, ds, task, q, k, v, dout, i0, j0, rows, columns);
-        mt_matmul(dv_sums, p, dout.data, columns, Dv, rows, Dv, columns, dout.stride, MT_TRANSPOSED, MT_PLAIN, true);
-        mt_matmul(dk_sums, ds, q.data, columns, D, rows, D, columns, q.stride, MT_TRANSPOSED, MT_PLAIN, true);
+    for (b.i0 = begin; b.i0 < end; b.i0 += MT_QUERIES) {
+        b.rows = mt_min(MT_QUERIES, end - b.i0);
+        b.q = mt_attention_load_q(q_scratch, task, b.i0, b.rows);
+        b.dout = mt_attention_load_dout(dout_scratch, task, b.i0, b.rows);
+        mt_attention_backward_scores(p, ds, task, &b);
+        mt_matmul(dv_sums, Dv, p_columns, b.dout, columns, Dv, b.rows, true);
+        mt_matmul(dk_sums, D, ds_columns, b.q, columns, D, b.rows, true);
     }
 }
 
@@ -5313,19 +5281,6 @@ typedef struct mt_layer_scratch {
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
 
-/* Rows of the memory plan. */
-enum {
-    MT_PLAN_WEIGHTS,
-    MT_PLAN_GRADIENTS,
-    MT_PLAN_OPTIMIZER,
-    MT_PLAN_BUFFERS,
-    MT_PLAN_ACTIVATIONS,
-    MT_PLAN_CACHE,
-    MT_PLAN_FP8,
-    MT_PLAN_EXPERTS,
-    MT_NUM_PLANS
-};
-
 /* This rank's part of a model. */
 struct mt_model {
     const mt_options *options;
@@ -5361,7 +5316,7 @@ struct mt_model {
     int64_t num_host_memory;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[MT_NUM_PLANS];
+    int64_t bytes[MT_PLAN_TOTAL];
     struct mt_micro_batch *micro_batches; // all live micro-batches, sorted by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -10164,21 +10119,9 @@ static int64_t mt_model_bytes_apart(const mt_model *m) {
     return m->bytes[MT_PLAN_EXPERTS] + (m->fp8 ? m->fp8->recipe.scratch.capacity : 0);
 }
 
-void mt_model_print_plan(const mt_model *m, FILE *file) {
-    static const char *const names[MT_NUM_PLANS] = {"weights",     "gradients", "optimizer state", "whole buckets",
-                                                    "activations", "KV cache",  "fp8 operands",    "expert rows"};
-    double parameters = 0; // of this rank
-    for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
-    fprintf(file, "memory plan          MiB   bytes per parameter\n");
-    for (int i = 0; i < MT_NUM_PLANS; i++)
-        if (m->bytes[i] > 0)
-            fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
-                    (double)m->bytes[i] / parameters);
-    double total = (double)(m->arena.capacity + mt_model_bytes_apart(m));
-    fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", total / 1048576, total / parameters);
-    if (m->host.used > 0)
-        fprintf(file, "  %-15s %9.1f   %6.2f\n", "host memory", (double)m->host.used / 1048576,
-                (double)m->host.used / parameters);
+int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
+    if (row == MT_PLAN_TOTAL) return m->arena.capacity + mt_model_bytes_apart(m);
+    return row == MT_PLAN_HOST ? m->host.used : m->bytes[row];
 }
 
 /* ==== §15b creation =============================================================================================== */

@@ -490,10 +490,8 @@ bool mt_options_gave(const mt_options *options, size_t offset);
 /* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
 bool mt_options_converts(const mt_options *options);
 
-/* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's
- * num_floating_point_operations; recomputation is not counted). */
+/* Parameters of the model. */
 int64_t mt_num_parameters(const mt_options *options);
-double mt_flops(const mt_options *options, int64_t num_sequences);
 
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
@@ -1396,9 +1394,6 @@ double mt_cuda_event_seconds(const mt_event *from, const mt_event *to);
 /* The data sheet's rate of this GPU for dense matrix products of a type, in operations per second; 0: unlisted GPU. */
 double mt_cuda_peak_flops(mt_dtype dtype);
 
-/* Floating-point operations per second of an n x n matrix product on the CPU, best of a few runs. */
-double mt_cpu_matmul_rate(int64_t n);
-
 /* ==== §4 the rank grid and its groups; §5 collectives ============================================================= */
 
 /* The kinds of groups; a rank is in one group of each. Dense layers divide the world into tp x cp x dp x pp, experts
@@ -1918,8 +1913,24 @@ int mt_model_create(mt_model **model, const mt_options *options, const mt_grid *
                     const mt_model_plan *plan, mt_error *error);
 void mt_model_destroy(mt_model *model);
 
-/* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
-void mt_model_print_plan(const mt_model *model, FILE *file);
+/* Rows of this rank's memory plan; 0 bytes where a model has none. The number of received expert rows may depend on the
+ * data: their row is an estimate then. */
+typedef enum mt_plan_row {
+    MT_PLAN_WEIGHTS,
+    MT_PLAN_GRADIENTS,
+    MT_PLAN_OPTIMIZER,
+    MT_PLAN_BUFFERS, // of whole buckets
+    MT_PLAN_ACTIVATIONS,
+    MT_PLAN_CACHE,
+    MT_PLAN_FP8, // operands
+    MT_PLAN_EXPERTS,
+    MT_PLAN_TOTAL, // of the device
+    MT_PLAN_HOST,
+    MT_NUM_PLAN_ROWS
+} mt_plan_row;
+
+/* The bytes of a row. */
+int64_t mt_model_planned_bytes(const mt_model *model, mt_plan_row row);
 
 /* Draws the initial parameters by coordinate from options->seed. */
 void mt_model_init(mt_model *model);
@@ -1943,7 +1954,7 @@ void mt_model_set_reader(mt_model *model, mt_stream *reader);
 
 /* Checks a batch of a training step, an evaluation or mt_model_forward against the model: the number of tokens, spans
  * inside them, tokens and positions in range, labels in range where loss_mask is not 0; with context parallelism also
- * what mt_batch_context_shard requires. The error names index, value and limit. */
+ * the rules of mt_batch_context_shard. The error names index, value and limit. */
 int mt_batch_check(const mt_model *model, const mt_batch *batch, mt_error *error);
 
 /* Forward over a batch that passes mt_batch_check, through the loss; adds to the step's loss sums. `training` enables

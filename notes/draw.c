@@ -8,6 +8,7 @@
 #include "../data/dataset.h"
 #include "../data/file.h"
 #include "../data/options.h"
+#include "../data/report.h"
 #include "../data/timeline.h"
 #include "../megatron.h"
 
@@ -1612,7 +1613,7 @@ static double planned_activations(const char *recomputation) {
     sharer s;
     recomputer_open(&s, DEEP_LAYERS, DEEP_TOKENS, recomputation, &mt_cpu_ops);
     FILE *file = open_memstream(&plan, &bytes);
-    mt_model_print_plan(s.model, file);
+    mt_report_plan(s.model, file);
     fclose(file);
     const char *row = strstr(plan, "activations");
     MT_CHECK(row && sscanf(row, "activations %lf", &mebibytes) == 1);

@@ -2,6 +2,7 @@
 #include "../data/megatron_names.h"
 #include "../data/option_table.h"
 #include "../data/options.h"
+#include "../data/report.h"
 
 #include <math.h>
 #include <setjmp.h>
