@@ -775,39 +775,15 @@ static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
     return mt_options_derive_weight_decay(o, error);
 }
 
-/* cuDNN's attention takes sequences of whole tiles of tokens and heads of at most this many channels; more only for
- * latent attention of DeepSeek-V3's sizes. */
-enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
-
-/* Limits of cuDNN's attention; the CPU has one implementation. */
+/* cuDNN's attention in training; mt_options_check_cudnn compares sizes with its limits. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
-    int64_t D = o->kv_channels, Dv = o->v_head_dim;
-    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, latent = o->multi_latent_attention;
-    bool trains = program != MT_PROGRAM_INFER,
-         deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
-    const mt_rule rules[] = {
-        {cudnn && latent && Dv != D && !deepseek,
-         "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
-         "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
-         {MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, Dv, D}},
-        {cudnn && (D % 8 != 0 || (D > MT_CUDNN_CHANNELS && !deepseek)),
-         "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
-         "use flash",
-         {MT_CUDNN_CHANNELS, D}},
-        {cudnn && trains && o->seq_length % MT_CUDNN_TOKENS != 0,
-         "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
-         {MT_CUDNN_TOKENS, o->seq_length}},
-        {cudnn && trains && o->deterministic_mode,
-         "--attention-backend cudnn, whose backward does not repeat bit for bit, and --deterministic-mode exclude each "
-         "other; leave one out"},
-#ifndef MT_HAVE_CUDNN
-        {cudnn, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
-#endif
-    };
-    if (cudnn && trains && o->attention_dropout > 0)
-        return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
-                            o->attention_dropout);
-    return MT_CHECK_RULES(rules, error);
+    if (o->attention_backend != MT_ATTENTION_CUDNN || program == MT_PROGRAM_INFER) return 0;
+    if (o->deterministic_mode)
+        return mt_error_set(error, "--attention-backend cudnn, whose backward does not repeat bit for bit, and "
+                                   "--deterministic-mode exclude each other; leave one out");
+    if (o->attention_dropout == 0) return 0;
+    return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
+                        o->attention_dropout);
 }
 
 /* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */
@@ -857,6 +833,28 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
     return limit > 0 && value > limit;
 }
 
+/* Of scoring and generation, the sequences that cuDNN cannot take go to flash. */
+static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_error *error) {
+    int64_t D = o->kv_channels, Dv = o->v_head_dim;
+    bool trains = o->num_iterations > 0, latent = o->multi_latent_attention;
+    bool deepseek = latent && D == l->cudnn_latent_channels && Dv == l->cudnn_channels;
+    const mt_rule rules[] = {
+        {l->cudnn_tokens == 0, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
+        {latent && Dv != D && !deepseek,
+         "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
+         "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
+         {l->cudnn_latent_channels, l->cudnn_channels, Dv, D}},
+        {D % 8 != 0 || (D > l->cudnn_channels && !deepseek),
+         "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
+         "use flash",
+         {l->cudnn_channels, D}},
+        {trains && l->cudnn_tokens > 0 && o->seq_length % l->cudnn_tokens != 0,
+         "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
+         {l->cudnn_tokens, o->seq_length}},
+    };
+    return MT_CHECK_RULES(rules, error);
+}
+
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
@@ -896,7 +894,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "experts",
          {E, l->sinkhorn_experts}},
     };
-    return MT_CHECK_RULES(rules, error);
+    if (MT_CHECK_RULES(rules, error)) return -1;
+    return o->attention_backend == MT_ATTENTION_CUDNN ? mt_options_check_cudnn(o, l, error) : 0;
 }
 
 #pragma GCC diagnostic pop
@@ -10591,7 +10590,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
-    if (mt_model_fp8(m, m->options, error) != 0) return -1;
+    if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
     mt_model_slots(m, m->options);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);
