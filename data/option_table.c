@@ -11,6 +11,8 @@
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rows need and exclude nothing
 
+#define MT_MODULE_CHOICE(name, choice) "|" choice
+
 const mt_option mt_option_table[] = {
     {.help = "model"},
     {"num-layers", MT_INT, MT_AT(num_layers), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,10000]", "transformer layers"},
@@ -328,7 +330,7 @@ const mt_option mt_option_table[] = {
      "uniform: layers of a unit; block: recomputed layers of a stage (default: 1)",
      .needs = "any: recompute-granularity full"},
     {"recompute-modules", MT_SET, MT_AT(recompute_modules), MT_TRAIN, MT_OF_RUN, NULL,
-     "core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts",
+     &MT_RECOMPUTE_MODULES(MT_MODULE_CHOICE)[1], // without the first |
      "modules of selective recomputation (default: core_attn, which is free: attention keeps no probabilities)",
      .needs = "any: recompute-granularity selective, mla_up_proj: multi-latent-attention",
      .excludes = "moe_act: no-moe-grouped-gemm"},
