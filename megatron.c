@@ -908,7 +908,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
  * calling thread. */
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // OpenMP's pragmas, in a build without OpenMP
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // OpenMP's pragmas, in a build without OpenMP
+#pragma GCC diagnostic ignored "-Wunused-parameter" // streams: operations on the CPU are complete when they return
 #ifdef __clang__
 #pragma GCC diagnostic ignored "-Wpass-failed" // a loop that was not vectorized is slower, not wrong
 #endif
@@ -1062,12 +1063,10 @@ static void mt_cpu_memory_free(void *memory) {
 }
 
 static void *mt_cpu_memory_alloc_ordered(int64_t bytes, mt_stream *stream) {
-    (void)stream;
     return mt_cpu_memory_alloc(bytes);
 }
 
 static void mt_cpu_memory_free_ordered(void *memory, mt_stream *stream) {
-    (void)stream;
     free(memory);
 }
 
@@ -1080,7 +1079,6 @@ static void mt_cpu_memory_free_host(void *memory) {
 }
 
 static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
     for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
@@ -1088,7 +1086,6 @@ static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_str
 }
 
 static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
-    (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
     for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
@@ -1096,25 +1093,20 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
 }
 
 static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
-    (void)T, (void)C, (void)H, (void)D; // each thread has its own scratch
     return 0;
 }
 
 static mt_stream *mt_cpu_stream_create(void *workspace, int64_t workspace_bytes, bool deterministic) {
-    (void)workspace, (void)workspace_bytes, (void)deterministic;
     return NULL;
 }
 
 static void mt_cpu_stream_destroy(mt_stream *stream) {
-    (void)stream;
 }
 
 static void mt_cpu_stream_synchronize(mt_stream *stream) {
-    (void)stream;
 }
 
 static void mt_cpu_stream_call_host(mt_stream *stream, mt_host_function *function, void *context) {
-    (void)stream;
     function(context);
 }
 
@@ -1123,15 +1115,12 @@ static mt_event *mt_cpu_event_create(void) {
 }
 
 static void mt_cpu_event_destroy(mt_event *event) {
-    (void)event;
 }
 
 static void mt_cpu_event_record(mt_event *event, mt_stream *stream) {
-    (void)event, (void)stream;
 }
 
 static void mt_cpu_event_synchronize(mt_event *event) {
-    (void)event;
 }
 
 /* ==== §3b linear layers ========================================================================================== */
@@ -1354,7 +1343,6 @@ static void mt_matrix_store(void *y, int64_t offset, const float *block, int64_t
 
 static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                   int64_t K, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     if (T <= 8) {
         mt_linear_forward_small(y, x, w, bias, T, N, K, dtype);
         return;
@@ -1382,7 +1370,6 @@ static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const v
 
 static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
     int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
     float *dy_scratch = mt_scratch_grow(dy_floats + w_floats + mt_matrix_scratch(T_block, K, dtype));
@@ -1417,7 +1404,6 @@ static void mt_column_sums(float *out, const void *x, int64_t T, int64_t C, mt_d
 
 static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
                                           int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
     int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype);
     float *dy_scratch = mt_scratch_grow(dy_floats + mt_matrix_scratch(T_block, K, dtype));
@@ -1572,7 +1558,6 @@ static void mt_transpose_segments(float *to, int64_t stride, const float *x, int
 }
 
 static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t R = a->R, C = a->C, n = R * C, begin = a->offsets ? a->offsets[0] : 0,
             end = a->offsets ? a->offsets[a->num_experts] : R, x_floats = mt_matrix_scratch(R, C, dtype),
             stride = a->columns.stride;
@@ -1639,7 +1624,6 @@ static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *w
 }
 
 static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) {
-    (void)stream;
     int64_t size = mt_dtype_size(p->out_dtype);
     if (!p->offsets) mt_fp8_multiply(p, &p->b, p->out, 0, p->M, 0, p->K);
     for (int64_t e = 0, k = 0; e < (p->offsets ? p->num_experts : 0); e++) {
@@ -1655,12 +1639,10 @@ static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) 
 }
 
 static void mt_cpu_column_sums(float *sums, const void *x, int64_t R, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_column_sums(sums, x, R, C, dtype);
 }
 
 static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
-    (void)stream;
     for (int64_t i = 0; i < a->n; i++) {
         float current = a->history[i], amax = current, scale;
         for (int64_t t = 1; t < a->length && !a->most_recent; t++) amax = mt_amax_merge(amax, a->history[t * a->n + i]);
@@ -1677,7 +1659,6 @@ static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream)
 
 static void mt_cpu_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C, int64_t first,
                                      int64_t count, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(2 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -1713,12 +1694,10 @@ static void mt_add_rows_at(float *sum, const void *from, const int32_t *rows, in
 
 static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
                                       int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_add_rows_at(dw, dout, ids, T, C, first, count, dtype);
 }
 
 static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, H = a->H, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
@@ -1765,7 +1744,6 @@ static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, in
 
 /* With n = x rstd and g = dy w, dx = rstd (g - n mean(g n)). */
 static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, H = a->H, C = a->C, dx_stride = a->dx_stride;
     mt_norm_backward_weight(a, a->dy_stride, a->x_stride, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
@@ -1791,7 +1769,6 @@ static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_st
 }
 
 static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
@@ -1818,7 +1795,6 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
 static void mt_cpu_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, C = a->C;
     mt_norm_backward_weight(a, C, C, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
@@ -1877,12 +1853,10 @@ static void mt_rope_rotate(const mt_rope_args *a, float direction, mt_dtype dtyp
 }
 
 static void mt_cpu_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_rope_rotate(a, 1.0f, dtype);
 }
 
 static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_rope_rotate(a, -1.0f, dtype);
 }
 
@@ -1906,7 +1880,6 @@ static void mt_copy_elements(void *to, int64_t to_at, const void *from, int64_t 
 }
 
 static void mt_cpu_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
@@ -1921,7 +1894,6 @@ static void mt_cpu_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype 
 }
 
 static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
@@ -2094,7 +2066,6 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
 }
 
 static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
@@ -2240,7 +2211,6 @@ static void mt_attention_backward_group(mt_attention_task *task, int64_t group, 
 }
 
 static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
@@ -2278,7 +2248,6 @@ static float mt_merge_head(float *out, const float *part, float lse, float part_
 static void mt_cpu_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
                                    const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
                                    mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(Dv);
     for (int64_t s = 0; s < spans->count; s++) {
         const mt_span *span = &spans->host[s];
@@ -2292,7 +2261,6 @@ static void mt_cpu_attention_merge(float *out, float *lse, const void *part, con
 
 static void mt_cpu_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
                                    int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(width);
     for (int64_t s = 0; s < spans->count; s++) {
         const mt_span *span = &spans->host[s];
@@ -2395,7 +2363,6 @@ static void mt_cpu_activation_forward(void *y, const void *x, const float *weigh
                                       mt_activation activation, mt_dtype dtype, mt_stream *stream) {
     bool gated = mt_activation_rows[activation].gated;
     int64_t blocks = mt_divide_up(F, MT_BLOCK), width = gated ? 2 * F : F;
-    (void)stream;
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t i = 0; i < T * blocks; i++) {
         float scratch[3][MT_BLOCK];
@@ -2413,7 +2380,6 @@ static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy
                                        mt_stream *stream) {
     bool gated = mt_activation_rows[activation].gated;
     int64_t width = gated ? 2 * F : F;
-    (void)stream;
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float scratch[5][MT_BLOCK];
@@ -2437,7 +2403,6 @@ static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy
 static void mt_cpu_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
                                        int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
                                        mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -2460,7 +2425,6 @@ static void mt_cpu_dropout_add_backward(void *dx, const void *dout, const int64_
 }
 
 static void mt_cpu_add(void *y, const void *a, const void *b, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t block = 0; block < n; block += MT_BLOCK) {
         float a_scratch[MT_BLOCK], b_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
@@ -2476,13 +2440,11 @@ static void mt_cpu_add(void *y, const void *a, const void *b, int64_t n, mt_dtyp
 
 static void mt_cpu_scatter_add_rows(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C,
                                     int64_t count, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_add_rows_at(sum, from, rows, T, C, 0, count, dtype);
 }
 
 static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
                                 int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t size = mt_dtype_size(dtype);
 #pragma omp parallel for if (T * width > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
@@ -2492,7 +2454,6 @@ static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows,
 
 static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
                                int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t size = mt_dtype_size(dtype);
 #pragma omp parallel for if (T * width > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
@@ -2506,7 +2467,6 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
 /* ==== §3g cross-entropy ========================================================================================== */
 
 static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     const int64_t T = a->T, count = a->count;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
@@ -2535,7 +2495,6 @@ static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtyp
 
 static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const float *parts, int64_t n,
                                          mt_stream *stream) {
-    (void)stream;
     const int64_t T = a->T, part = (a->entropy ? 4 : 3) * T;
     for (int64_t t = 0; t < T; t++) {
         float max = -INFINITY, *row = a->stats + t;
@@ -2556,7 +2515,6 @@ static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const f
 }
 
 static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream *stream) {
-    (void)stream;
     for (int64_t t = 0; t < a->T; t++) {
         const float *row = a->stats + t;
         double log_sum = (double)row[0] + log((double)row[a->T]);
@@ -2567,7 +2525,6 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
 }
 
 static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     const int64_t count = a->count, stride = a->stride;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
 #pragma omp parallel for if (a->T * count > MT_PARALLEL)
@@ -2594,7 +2551,6 @@ static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dty
 
 static void mt_cpu_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
                             mt_stream *stream) {
-    (void)stream;
     for (int64_t t = 0; t < T; t++) {
         sums[0] -= (double)logp[t] * (double)weights[t];
         sums[1] += (double)weights[t];
@@ -2615,7 +2571,6 @@ static int32_t mt_row_argmax(const float *x, int64_t n) {
 
 static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
                           mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
@@ -2630,7 +2585,6 @@ static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t s
 /* Every sum runs over the channels in order, for any number of rows. */
 static void mt_cpu_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
                                  mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     enum { TOKENS = 16 }; // per read of the weights
     mt_scratch scratch = mt_scratch_reserve(mt_matrix_scratch(TOKENS, C, dtype));
 #pragma omp parallel for if (T * E * C > MT_PARALLEL)
@@ -2740,7 +2694,6 @@ static void mt_route_weigh(float *probs, const int32_t *experts, const float *lo
 
 static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
                                  const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
-    (void)stream;
     int64_t E = router->num_experts, k = router->topk;
     int32_t wrong = 0;
     mt_scratch scratch = mt_scratch_reserve(4 * E);
@@ -2801,7 +2754,6 @@ static double mt_sinkhorn_round(double *scale, double *old, double *weight, cons
 
 static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
                                   int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
-    (void)stream;
     int64_t E = router->num_experts, k = router->topk;
     double *cost = (double *)mt_scratch_grow(2 * (T * E + 2 * T + 2 * E) + E), *guard = cost + T * E;
     double *weight = guard + T, *scale = weight + T, *old = scale + E;
@@ -2833,7 +2785,6 @@ static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *inval
  * softmax; the same times 1 - s for sigmoids s divided by their sum; g s (1 - s) for a single sigmoid. */
 static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                   int64_t T, const mt_router *router, mt_stream *stream) {
-    (void)stream;
     int64_t E = router->num_experts, k = router->topk;
     bool all = !router->sigmoid && router->pre_softmax; // the softmax includes experts that were not chosen
     mt_scratch scratch = mt_scratch_reserve(E + k);
@@ -2875,7 +2826,6 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
 
 static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
                                     int64_t T, const mt_router *router, mt_stream *stream) {
-    (void)stream;
     enum { TOKENS = 512 }; // rows kept between the two passes
     int64_t E = router->num_experts, k = router->topk;
     double *totals = (double *)mt_scratch_grow(2 * (2 * S * E + TOKENS) + 2 * TOKENS * E), *lse = totals + 2 * S * E;
@@ -2904,7 +2854,6 @@ static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *log
 }
 
 static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
-    (void)stream;
     for (int64_t s = 0; s < S; s++) {
         const float *shares = sums + s * E, *counts = shares + S * E;
         double products = 0, total = 0;
@@ -2920,7 +2869,6 @@ static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, in
 static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
                                      int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
                                      mt_stream *stream) {
-    (void)stream, (void)S;
     int64_t E = router->num_experts;
     mt_scratch scratch = mt_scratch_reserve(E);
 #pragma omp parallel for if (T * E > MT_PARALLEL)
@@ -2943,7 +2891,6 @@ static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const 
 }
 
 static void mt_cpu_count_experts(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream) {
-    (void)stream, (void)E;
     for (int64_t i = 0; i < n; i++)
         if (experts[i] >= 0) loads[experts[i]]++;
 }
@@ -2965,7 +2912,6 @@ static int mt_queued_compare(const void *left, const void *right) {
 }
 
 static void mt_cpu_drop_tokens(const mt_drop_args *a, mt_stream *stream) {
-    (void)stream;
     mt_queued *queue = (mt_queued *)mt_scratch_grow(a->T * a->k * (int64_t)(sizeof *queue / sizeof(float)));
     int64_t n = 0, before = 0, rows = a->count * a->k;
     for (int64_t i = 0; i < a->T * a->k; i++) {
@@ -2993,7 +2939,6 @@ static int64_t mt_dispatch_destination(int32_t expert, const mt_dispatch *d) {
 static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
                                  const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
                                  mt_stream *stream) {
-    (void)stream;
     int64_t k = dispatch->topk, copies = dispatch->copies, destinations = dispatch->count * copies;
     int64_t capacity = dispatch->capacity;
     int32_t *next = (int32_t *)mt_scratch_grow(destinations); // next free row
@@ -3022,7 +2967,6 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
 
 static void mt_cpu_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
                                   int64_t sources, int64_t local, int64_t M, mt_stream *stream) {
-    (void)stream, (void)M;
     int32_t *begins = (int32_t *)mt_scratch_grow(sources * local), row = 0; // first row of [source, expert]
     for (int64_t i = 0; i < sources * local; i++) {
         begins[i] = row;
@@ -3043,7 +2987,6 @@ static void mt_cpu_exchange_order(int32_t *to_expert, int32_t *from_expert, int3
 
 static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
                                 int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (T * n * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -3077,7 +3020,7 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
 static void mt_cpu_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
                                           int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
     bool by_expert = mt_threads_by_expert(E);
-    (void)M, (void)by_expert; // without OpenMP
+    (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
@@ -3091,7 +3034,7 @@ static void mt_cpu_grouped_linear_backward_input(void *dx, const void *dy, const
                                                  int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
                                                  mt_stream *stream) {
     bool by_expert = mt_threads_by_expert(E);
-    (void)M, (void)by_expert; // without OpenMP
+    (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
@@ -3105,7 +3048,7 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
                                                   int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
                                                   mt_dtype dtype, mt_stream *stream) {
     bool by_expert = mt_threads_by_expert(E);
-    (void)M, (void)by_expert; // without OpenMP
+    (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
@@ -3118,7 +3061,6 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
 
 static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
                                         int64_t E, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(3 * N);
 #pragma omp parallel for if (M * N > MT_PARALLEL)
     for (int64_t m = 0; m < mt_min(M, offsets[E]); m++) {
@@ -3135,7 +3077,6 @@ static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t
 
 static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int32_t *offsets, int64_t M, int64_t N,
                                          int64_t E, mt_dtype dtype, mt_stream *stream) {
-    (void)M, (void)stream;
     for (int64_t e = 0; e < E; e++) {
         int64_t rows = offsets[e + 1] - offsets[e];
         if (rows > 0) mt_column_sums(dbias + e * N, mt_rows_from(dy, offsets[e], N, dtype), rows, N, dtype);
@@ -3144,7 +3085,6 @@ static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int
 
 static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(2 * C);
 #pragma omp parallel for if (M * C > MT_PARALLEL)
     for (int64_t m = 0; m < M; m++) {
@@ -3158,7 +3098,6 @@ static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weigh
 
 static void mt_cpu_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
                                        int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (M * C > MT_PARALLEL)
     for (int64_t m = 0; m < M; m++) {
@@ -3182,7 +3121,6 @@ static void mt_cpu_scale_rows_backward(void *dx, float *dweights, const void *dy
 
 static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
                                     mt_stream *stream) {
-    (void)stream;
     if (scale[0] < 0) return;
     double sum = 0;
     for (int64_t e = 0; e < E; e++) sum += (double)loads[e];
@@ -3195,7 +3133,6 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
 /* ==== §3i optimizer and conversions ============================================================================== */
 
 static void mt_cpu_squared_norm(double *sum, const void *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     enum { PARTS = 256 }; // for any number of threads
     double parts[PARTS] = {0};
     int64_t length = mt_divide_up(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
@@ -3216,7 +3153,6 @@ static void mt_cpu_squared_norm(double *sum, const void *x, int64_t n, mt_dtype 
 }
 
 static void mt_cpu_accumulate(void *sum, const float *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t block = 0; block < n; block += MT_BLOCK) {
         float scratch[MT_BLOCK], *row = mt_row_open(scratch, sum, block, dtype);
@@ -3230,7 +3166,6 @@ static void mt_cpu_accumulate(void *sum, const float *x, int64_t n, mt_dtype dty
 
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
                                   float clip, mt_stream *stream) {
-    (void)stream;
     double tokens = denominator[0] > 0 ? denominator[0] : 1.0; // all tokens masked: no gradient
     double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? (double)clip / (size + 1e-6) : 1.0;
     norm[0] = (float)size;
@@ -3239,7 +3174,6 @@ static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_o
 
 static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
                               const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
-    (void)stream;
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
     mt_guard_check check = MT_STEP_PASSED;
@@ -3270,7 +3204,6 @@ static inline float mt_fma(float a, float b, float c) {
 }
 
 static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
-    (void)stream;
     if (a->scale[0] < 0) return;
     float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = a->scale[0];
     float step = adamw->lr / adamw->bias_correction1, shrink = mt_fma(-adamw->lr, adamw->weight_decay, 1.0f);
@@ -3309,7 +3242,6 @@ static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
 /* Normal numbers first ... first + n - 1 of a key: number i is number i % 4 of counter i / 4. */
 static void mt_cpu_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
                                  mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t block = 0; block < n; block += MT_BLOCK) {
         float scratch[MT_BLOCK], normal[4];
@@ -3331,7 +3263,6 @@ static void mt_cpu_random_normal(void *param, int64_t n, uint64_t key, int64_t f
 
 static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
                            mt_stream *stream) {
-    (void)stream;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t block = 0; block < n; block += MT_BLOCK) {
         float scratch[MT_BLOCK];
@@ -3345,11 +3276,9 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
 #define MT_CPU_ENTRY(name, ...) .name = mt_cpu_##name,
 const mt_ops mt_cpu_ops = {.name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY)};
 #undef MT_CPU_ENTRY
-#pragma GCC diagnostic pop
 
 #ifndef MT_HAVE_CUDA
 const mt_ops *mt_cuda_open(int device, mt_error *error) {
-    (void)device;
     mt_error_set(error, "this build has no CUDA; make compiles it for the GPU that it finds, or for CUDA_ARCH=90a; "
                         "or take --device cpu");
     return NULL;
@@ -3389,8 +3318,6 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     MPI_Comm_rank(host, rank);
     MPI_Comm_size(host, size);
     MPI_Comm_free(&host);
-#else
-    (void)world;
 #endif
 }
 
@@ -3406,8 +3333,6 @@ static void mt_host_total(const mt_group *world, int *ranks, int64_t *needed, in
     MPI_Allreduce(MPI_IN_PLACE, needed, 1, MPI_INT64_T, MPI_SUM, host);
     MPI_Allreduce(MPI_IN_PLACE, available, 1, MPI_INT64_T, MPI_MIN, host);
     MPI_Comm_free(&host);
-#else
-    (void)world, (void)needed, (void)available;
 #endif
 }
 
@@ -3421,8 +3346,6 @@ static void mt_share_threads(const mt_group *world) {
     int cores = omp_get_num_procs(), all_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to a subset of the cores
     omp_set_num_threads(cores > 1 ? cores : 1);
-#else
-    (void)world;
 #endif
 }
 #endif
@@ -3558,7 +3481,6 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     // waits for this rank, both wait forever. So CUDA loads all kernels when it starts.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
-    (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
     if (!size) size = getenv("PMI_SIZE");
     if (size && atoi(size) > 1)
@@ -3752,8 +3674,6 @@ static void mt_host_message(const char *operation, const mt_group *group, const 
     mt_watch_begin(operation, group->name);
     mt_mpi_exchange(group, MT_TAG_HOST, out, out_bytes, peer, in, in_bytes, peer);
     mt_watch_end();
-#else
-    (void)operation, (void)out, (void)out_bytes, (void)in, (void)in_bytes;
 #endif
 }
 
@@ -3880,20 +3800,16 @@ static void mt_host_all_reduce(void *buffer, int64_t count, mt_reduction reducti
     mt_watch_begin("all_reduce", group->name);
     mt_mpi_all_reduce(buffer, count, reduction, dtype, group);
     mt_watch_end();
-#else
-    (void)buffer, (void)reduction;
 #endif
 }
 
 static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                               const mt_group *group, mt_stream *stream) {
-    (void)stream;
     mt_host_all_reduce(buffer, count, reduction, dtype, group);
 }
 
 static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                                   mt_stream *stream) {
-    (void)stream;
     MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
     int64_t width = mt_dtype_size(dtype);
     if (group->size == 1 && out != in) memmove(out, in, (size_t)(count * width));
@@ -3931,20 +3847,16 @@ static void mt_cpu_exchange_all(const char *operation, char *out, const char *in
         mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride, bytes, to, out + from * bytes, bytes, from);
     }
     mt_watch_end();
-#else
-    (void)operation;
 #endif
 }
 
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
-    (void)stream;
     mt_cpu_exchange_all("all_gather", out, in, 0, count * mt_dtype_size(dtype), group);
 }
 
 static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
-    (void)stream;
     MT_CHECK(out != in || group->size == 1 || count == 0);
     mt_cpu_exchange_all("all_to_all", out, in, count * mt_dtype_size(dtype), count * mt_dtype_size(dtype), group);
 }
@@ -3957,7 +3869,6 @@ static int64_t mt_prefix_sum(const int64_t *counts, int end) {
 
 static void mt_cpu_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
                                 mt_dtype dtype, const mt_group *group, mt_stream *stream) {
-    (void)stream;
     int rank = group->rank;
     int64_t width = mt_dtype_size(dtype);
     MT_CHECK(out_counts[rank] == in_counts[rank]);
@@ -3987,19 +3898,15 @@ void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root) 
             MPI_Bcast((char *)buffer + start, (int)mt_min(piece, bytes - start), MPI_BYTE, root, mt_mpi_comm(group)),
             "MPI_Bcast", group);
     mt_watch_end();
-#else
-    (void)buffer, (void)bytes, (void)root;
 #endif
 }
 
 static void mt_cpu_broadcast(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
                              mt_stream *stream) {
-    (void)stream;
     mt_broadcast(group, buffer, count * mt_dtype_size(dtype), root);
 }
 
 static void mt_cpu_stream_wait_stream(mt_stream *stream, mt_stream *other) {
-    (void)stream, (void)other; // operations are complete when they return
 }
 
 /* ---- channels */
@@ -4023,7 +3930,6 @@ static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, 
 }
 
 static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
-    (void)stream;
     MT_CHECK(ticket >= 0 && ticket < channel->next);
     if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is complete
 #ifdef MT_HAVE_MPI
@@ -4047,22 +3953,18 @@ static int64_t mt_cpu_channel_start(mt_channel *channel, const void *out, void *
         mt_mpi_start_send(channel->group, out, bytes, channel->to, tag, request);
     else
         mt_mpi_start_receive(channel->group, in, bytes, channel->from, tag, request);
-#else
-    (void)out, (void)in;
 #endif
     return ticket;
 }
 
 static int64_t mt_cpu_channel_send(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
                                    mt_stream *stream) {
-    (void)stream;
     MT_CHECK(channel->group->rank == channel->from);
     return mt_cpu_channel_start(channel, buffer, NULL, count * mt_dtype_size(dtype));
 }
 
 static int64_t mt_cpu_channel_recv(mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype,
                                    mt_stream *stream) {
-    (void)stream;
     MT_CHECK(channel->group->rank == channel->to);
     return mt_cpu_channel_start(channel, NULL, buffer, count * mt_dtype_size(dtype));
 }
@@ -4078,7 +3980,6 @@ static void mt_cpu_channel_close(mt_channel *channel) {
 
 static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
-    (void)error;
     *mailbox = mt_malloc(sizeof **mailbox);
     **mailbox = (mt_mailbox){group, memory, bytes};
     return 0;
@@ -4086,15 +3987,12 @@ static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void
 
 static void mt_cpu_mailbox_exchange(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
                                     mt_dtype dtype, int to, int from, mt_stream *stream) {
-    (void)stream;
     int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
 #ifdef MT_HAVE_MPI
     mt_watch_begin("mailbox_exchange", mailbox->group->name);
     mt_mpi_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
     mt_watch_end();
-#else
-    (void)in, (void)to; // without MPI no group has another rank
 #endif
 }
 
@@ -4129,6 +4027,8 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
         ops->channel_close(channel);
     }
 }
+
+#pragma GCC diagnostic pop
 
 /* ==== §6 conjugate regions ======================================================================================= */
 /* The borders of tensor parallelism (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
