@@ -288,6 +288,28 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
+/* Of scoring and generation, the sequences that cuDNN cannot take go to flash. */
+static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_error *error) {
+    int64_t D = o->kv_channels, Dv = o->v_head_dim;
+    bool trains = o->num_iterations > 0, latent = o->multi_latent_attention;
+    bool deepseek = latent && D == l->cudnn_latent_channels && Dv == l->cudnn_channels;
+    const mt_constraint rules[] = {
+        {l->cudnn_tokens == 0, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
+        {latent && Dv != D && !deepseek,
+         "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
+         "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
+         {l->cudnn_latent_channels, l->cudnn_channels, Dv, D}},
+        {D % 8 != 0 || (D > l->cudnn_channels && !deepseek),
+         "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
+         "use flash",
+         {l->cudnn_channels, D}},
+        {trains && l->cudnn_tokens > 0 && o->seq_length % l->cudnn_tokens != 0,
+         "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
+         {l->cudnn_tokens, o->seq_length}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
@@ -327,7 +349,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "experts",
          {E, l->sinkhorn_experts}},
     };
-    return MT_CHECK_CONSTRAINTS(rules, error);
+    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    return o->attention_backend == MT_ATTENTION_CUDNN ? mt_options_check_cudnn(o, l, error) : 0;
 }
 #pragma GCC diagnostic pop
 
@@ -9938,7 +9961,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
-    if (mt_model_fp8(m, m->options, error) != 0) return -1;
+    if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
     mt_model_slots(m, m->options);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);

@@ -1356,7 +1356,10 @@ typedef struct mt_limits {
     int64_t aux_loss_experts; // experts of a router with an auxiliary loss or z-loss
     int64_t sinkhorn_experts; // experts of a router that balances by Sinkhorn's iteration
     int64_t fp8_multiple;     // N and K of an fp8 product are multiples of this
-    bool no_fp8, no_mxfp8;    // without fp8 products; without those of MT_FP8_VECTOR_32
+    /* cuDNN's attention: sequences of whole tiles of tokens, heads of at most this many channels, or DeepSeek-V3's keys
+     * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
+    int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
+    bool no_fp8, no_mxfp8; // without fp8 products; without those of MT_FP8_VECTOR_32
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of

@@ -21,8 +21,6 @@ typedef cudnnBackendDescriptor_t descriptor;
 
 /* ---- spans as a batch -------------------------------------------------------------------------------------------- */
 
-enum { LENGTH_MULTIPLE = 128, MAX_CUDNN_CHANNELS = 128, LATENT_CHANNELS = 192 };
-
 /* Sequence b holds query rows first_q + b step_q ..., key rows first_k + b step_k .... */
 struct batch {
     int64_t B, Sq, Sk, first_q, first_k, step_q, step_k;
@@ -45,11 +43,11 @@ static bool batch_of(const mt_spans *spans, batch *b) {
  * key on. Latent attention's heads, which share no keys, need Hopper or later: on older GPUs no engine supports
  * them. */
 static bool cudnn_serves(const mt_attention *a, mt_dtype dtype, mt_stream *stream, batch *b) {
-    bool latent = a->head_size == LATENT_CHANNELS && a->value_size == MAX_CUDNN_CHANNELS;
+    bool latent = a->head_size == MT_CUDNN_LATENT_CHANNELS && a->value_size == MT_CUDNN_CHANNELS;
     bool sizes =
-        a->head_size == a->value_size ? a->head_size <= MAX_CUDNN_CHANNELS : latent && a->num_heads == a->num_groups;
+        a->head_size == a->value_size ? a->head_size <= MT_CUDNN_CHANNELS : latent && a->num_heads == a->num_groups;
     return stream && flash_serves(a, dtype) && sizes && a->window == 0 && batch_of(&a->spans, b) && b->Sq > 0 &&
-           b->Sk > 0 && b->Sq % LENGTH_MULTIPLE == 0 && b->Sk % LENGTH_MULTIPLE == 0 && (!b->causal || b->Sq == b->Sk);
+           b->Sk > 0 && b->Sq % MT_CUDNN_TOKENS == 0 && b->Sk % MT_CUDNN_TOKENS == 0 && (!b->causal || b->Sq == b->Sk);
 }
 
 /* ---- graphs ------------------------------------------------------------------------------------------------------ */
@@ -519,8 +517,8 @@ static bool cudnn_is_faster(const mt_attention *a, mt_dtype dtype, mt_stream *st
  * latent attention do not. */
 int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
     const int64_t slack = 16 << 20, dq_sum = 4 * D, of_heads = 2 * 2 * D, stats = 4;
-    if (D == LATENT_CHANNELS) return T * H * (dq_sum + stats) + slack;
-    return D <= MAX_CUDNN_CHANNELS ? T * H * (dq_sum + of_heads + stats) + slack : 0;
+    if (D == MT_CUDNN_LATENT_CHANNELS) return T * H * (dq_sum + stats) + slack;
+    return D <= MT_CUDNN_CHANNELS ? T * H * (dq_sum + of_heads + stats) + slack : 0;
 }
 
 #else

@@ -76,8 +76,12 @@ static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
  * attention.cu keeps a head in the registers of a warp;
  * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
  * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
- * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes. */
+ * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
+ * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
 enum {
+    MT_CUDNN_TOKENS = 128,
+    MT_CUDNN_CHANNELS = 128,
+    MT_CUDNN_LATENT_CHANNELS = 192,
     MT_CUDA_FP8_MULTIPLE = 16,
     MT_CUDA_HEAD_CHANNELS = 256,
     MT_CUDA_ROUTER_TOPK = 32,

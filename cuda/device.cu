@@ -292,6 +292,15 @@ static const mt_limits cuda_limits = {false,
                                       MT_CUDA_AUX_LOSS_EXPERTS,
                                       MT_CUDA_SINKHORN_EXPERTS,
                                       MT_CUDA_FP8_MULTIPLE,
+#ifdef MT_HAVE_CUDNN
+                                      MT_CUDNN_TOKENS,
+                                      MT_CUDNN_CHANNELS,
+                                      MT_CUDNN_LATENT_CHANNELS,
+#else
+                                      0,
+                                      0,
+                                      0,
+#endif
                                       false,
                                       true};
 static mt_ops cuda_ops = {"cuda", true, cuda_limits,

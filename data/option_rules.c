@@ -462,39 +462,15 @@ static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
     return mt_options_derive_weight_decay(o, error);
 }
 
-/* cuDNN's attention takes sequences of whole tiles of tokens and heads of at most this many channels; more only for
- * latent attention of DeepSeek-V3's sizes. */
-enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
-
-/* Limits of cuDNN's attention; the CPU has one implementation. */
+/* cuDNN's attention in training; mt_options_check_cudnn compares sizes with its limits. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
-    int64_t D = o->kv_channels, Dv = o->v_head_dim;
-    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, latent = o->multi_latent_attention;
-    bool trains = program != MT_PROGRAM_INFER,
-         deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
-    const mt_constraint rules[] = {
-        {cudnn && latent && Dv != D && !deepseek,
-         "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
-         "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
-         {MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, Dv, D}},
-        {cudnn && (D % 8 != 0 || (D > MT_CUDNN_CHANNELS && !deepseek)),
-         "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
-         "use flash",
-         {MT_CUDNN_CHANNELS, D}},
-        {cudnn && trains && o->seq_length % MT_CUDNN_TOKENS != 0,
-         "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
-         {MT_CUDNN_TOKENS, o->seq_length}},
-        {cudnn && trains && o->deterministic_mode,
-         "--attention-backend cudnn, whose backward does not repeat bit for bit, and --deterministic-mode exclude each "
-         "other; leave one out"},
-#ifndef MT_HAVE_CUDNN
-        {cudnn, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
-#endif
-    };
-    if (cudnn && trains && o->attention_dropout > 0)
-        return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
-                            o->attention_dropout);
-    return MT_CHECK_CONSTRAINTS(rules, error);
+    if (o->attention_backend != MT_ATTENTION_CUDNN || program == MT_PROGRAM_INFER) return 0;
+    if (o->deterministic_mode)
+        return mt_error_set(error, "--attention-backend cudnn, whose backward does not repeat bit for bit, and "
+                                   "--deterministic-mode exclude each other; leave one out");
+    if (o->attention_dropout == 0) return 0;
+    return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
+                        o->attention_dropout);
 }
 
 /* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */

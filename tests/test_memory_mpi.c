@@ -9,7 +9,7 @@
 #include <cmocka.h>
 
 enum { TOKENS = 16 };
-static mt_grid grid;
+static mt_grid grid, started; // started: before it was built
 
 static const mt_ops *backend = &mt_cpu_ops;
 static char *offload = "--mock-data"; // or one more option
@@ -84,10 +84,39 @@ static void offloaded_state_must_fit_the_host(void **state) {
     offload = "--mock-data", backend = &mt_cpu_ops;
 }
 
+/* The last stage has the only layer in fp8, whose products this backend cannot compute. */
+static void every_stage_refuses_when_one_must(void **state) {
+    (void)state;
+    mt_error error = {""};
+    mt_options options;
+    mt_model *model;
+    char line[400], *arguments[40];
+    int count = 0;
+    mt_ops ops = mt_cpu_ops;
+    mt_grid built = started;
+    ops.limits.fp8_multiple = 48;
+    snprintf(line, sizeof line,
+             "train --num-layers %d --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 64 "
+             "--train-iters 1 --lr 1e-3 --mock-data --pipeline-model-parallel-size %d --bf16 --fp8-format e4m3 "
+             "--first-last-layers-bf16 --num-layers-at-start-in-bf16 %d --num-layers-at-end-in-bf16 0",
+             grid.world.size, grid.world.size, grid.world.size - 1);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .train = true};
+    if (mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
+        mt_options_finish(&options, MT_PROGRAM_TRAIN, grid.world.size, &error) != 0 ||
+        mt_grid_build(&built, &options, &error) != 0)
+        fail_msg("%s", error.text);
+    assert_int_equal(mt_model_create(&model, &options, &built, &ops, &plan, &error), -1);
+    assert_non_null(strstr(error.text, "--fp8-format on this device needs products of multiples of 48, and layer"));
+    mt_grid_clear(&built);
+    mt_options_free(&options);
+}
+
 int main(int argc, char **argv) {
     mt_options options;
     mt_error error;
     mt_grid_start(&grid, &argc, &argv);
+    started = grid;
     mt_options_default(&options);
     if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
@@ -95,6 +124,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(ranks_of_a_machine_share_its_memory),
         cmocka_unit_test(every_rank_refuses_when_one_must),
         cmocka_unit_test(offloaded_state_must_fit_the_host),
+        cmocka_unit_test(every_stage_refuses_when_one_must),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

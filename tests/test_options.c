@@ -394,12 +394,6 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
     expect_error(LATENT_RUN "--rotary-percent 0.5", "and --rotary-percent exclude each other");
     expect_error(LATENT_RUN "--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 must be even");
     expect_error(LATENT_RUN "--kv-lora-rank 0", "--kv-lora-rank must be in [1,1048576], got 0");
-    expect_error(LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim 64 "
-                            "--qk-pos-emb-head-dim 32 --v-head-dim 64",
-                 "needs values as wide as keys, or keys of 192 and values of 128, and --v-head-dim is 64");
-    expect_error(LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim 128 " // only that is
-                            "--qk-pos-emb-head-dim 64 --v-head-dim 128 --seq-length 200",               // wrong
-                 "--seq-length that is a multiple of 128, not 200");
     expect_error_of(MT_PROGRAM_TRAIN, 8, LATENT_RUN "--tensor-model-parallel-size 8",
                     "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 8");
     expect_error("--load tests/golden/hf/deepseek_v3_dense --kv-lora-rank 8 --mock-data --seq-length 8 --train-iters 1 "
@@ -642,7 +636,7 @@ static void a_split_backward_needs_whole_gradients(void **state) {
     }
 }
 
-/* The limits of cuDNN's attention, checked before its presence. */
+/* A model for cuDNN's attention. */
 #define FOR_CUDNN RUN "--attention-backend cudnn --bf16 --attention-dropout 0 --seq-length 256 "
 
 static void attention_backends_that_cannot_serve_are_refused(void **state) {
@@ -663,16 +657,6 @@ static void attention_backends_that_cannot_serve_are_refused(void **state) {
     expect_error(FOR_CUDNN "--deterministic-mode",
                  "does not repeat bit for bit, and --deterministic-mode exclude each other");
     expect_error(FOR_CUDNN "--window-size 64", "cudnn and --window-size exclude each other");
-    expect_error(FOR_CUDNN "--kv-channels 20", "a multiple of 8 channels, at most 128, and --kv-channels is 20");
-    expect_error(FOR_CUDNN "--kv-channels 136", "a multiple of 8 channels, at most 128, and --kv-channels is 136");
-    expect_error(FOR_CUDNN "--seq-length 200", "--seq-length that is a multiple of 128, not 200");
-#ifdef MT_HAVE_CUDNN
-    expect_good(&options, FOR_CUDNN);
-    assert_int_equal(options.attention_backend, MT_ATTENTION_CUDNN);
-    mt_options_free(&options);
-#else
-    expect_error(FOR_CUDNN, "--attention-backend cudnn: built without cuDNN");
-#endif
 }
 
 static void infer_is_checked_too(void **state) {
@@ -2032,6 +2016,29 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");
 }
 
+static void sizes_that_cudnn_cannot_take_are_refused(void **state) {
+    (void)state;
+    const mt_limits cudnn = {.cudnn_tokens = 128, .cudnn_channels = 128, .cudnn_latent_channels = 192}, without = {0};
+    check_limits(FOR_CUDNN, &cudnn, NULL);
+    check_limits(FOR_CUDNN "--kv-channels 20", &cudnn,
+                 "--attention-backend cudnn needs heads of a multiple of 8 channels, at most 128, and --kv-channels is "
+                 "20; use flash");
+    check_limits(FOR_CUDNN "--kv-channels 136", &cudnn,
+                 "--attention-backend cudnn needs heads of a multiple of 8 channels, at most 128, and --kv-channels is "
+                 "136; use flash");
+    check_limits(FOR_CUDNN "--seq-length 200", &cudnn,
+                 "--attention-backend cudnn needs a --seq-length that is a multiple of 128, not 200; use flash");
+#define LATENT_FOR_CUDNN LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim "
+    check_limits(LATENT_FOR_CUDNN "64 --qk-pos-emb-head-dim 32 --v-head-dim 64 --seq-length 256", &cudnn,
+                 "--attention-backend cudnn needs values as wide as keys, or keys of 192 and values of 128, and "
+                 "--v-head-dim is 64, --qk-head-dim + --qk-pos-emb-head-dim 96; leave it out");
+    check_limits(LATENT_FOR_CUDNN "128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --seq-length 256", &cudnn, NULL);
+    check_limits(FOR_CUDNN, &without,
+                 "--attention-backend cudnn: built without cuDNN; install it and make, or use flash");
+    check_limits(FOR_CUDNN, &mt_cpu_ops.limits,
+                 "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out");
+}
+
 static void a_model_asks_its_backend_for_limits(void **state) {
     (void)state;
     mt_options options;
@@ -2118,6 +2125,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(bad_steps_have_rules_that_go_together),
     cmocka_unit_test(written_configs_read_back_as_the_same_model),
     cmocka_unit_test(what_exceeds_a_backends_limits_is_refused_in_one_line),
+    cmocka_unit_test(sizes_that_cudnn_cannot_take_are_refused),
     cmocka_unit_test(a_model_asks_its_backend_for_limits),
 };
 
