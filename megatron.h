@@ -159,9 +159,6 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index);
 
 /* ==== §2 options ================================================================================================== */
 
-/* The program that options are for. LIBRARY: any program that trains on its own data; it may set every option. */
-typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2, MT_PROGRAM_LIBRARY = 3 } mt_program;
-
 /* A list of words: --data-path a b c. */
 typedef struct mt_strings {
     int64_t count;
@@ -468,14 +465,6 @@ typedef struct mt_options {
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Derives values that were not given and checks the rules that need arithmetic; mt_options_finish (data/options.h)
- * calls it after its checks of text, of ranges, and of options that need or exclude each other. A program that fills
- * the struct without data/ sets no field that stands for others (use_rope_scaling, recompute_activations,
- * moe_layer_recompute, rotary_seq_len_interpolation_factor, use_distributed_optimizer) and keeps to the columns of
- * data/option_table.c. `world_size` is the number of ranks. May be called again after a change. Afterwards
- * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
-int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
-
 /* The row of an activation, and the activation of a model. */
 typedef struct mt_activation_row {
     bool gated;
@@ -485,15 +474,27 @@ typedef struct mt_activation_row {
 extern const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS];
 mt_activation mt_options_activation(const mt_options *options);
 
-/* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
-void mt_options_derive_sizes(mt_options *options);
-
 /* True if the user gave the option whose field begins at `offset`. */
 bool mt_options_gave(const mt_options *options, size_t offset);
 #define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
 
-/* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
-bool mt_options_converts(const mt_options *options);
+/* A constraint between options, and its message with a %lld for each number. The first broken one is the error. */
+typedef struct mt_constraint {
+    bool broken;
+    const char *message;
+    long long numbers[5];
+} mt_constraint;
+int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error);
+#define MT_CHECK_CONSTRAINTS(rows, error) mt_constraints_check(rows, sizeof rows / sizeof *rows, error)
+
+/* Lengths of the schedules of learning rate and weight decay, in samples. */
+typedef struct mt_durations {
+    double total, warmup, decay, wsd_decay;
+} mt_durations;
+mt_durations mt_options_durations(const mt_options *options);
+
+/* YaRN's g(m), from which the scale of attention follows (Peng et al., "YaRN"; DeepSeek's two factors). */
+double mt_yarn_mscale(double factor, double mscale);
 
 /* Parameters of the model. */
 int64_t mt_num_parameters(const mt_options *options);
