@@ -1898,7 +1898,6 @@ typedef struct mt_loss_args {
 } mt_loss_args;
 
 typedef struct mt_loss {
-    const char *name;
     bool uses_entropy;
     void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
 } mt_loss;

@@ -453,7 +453,7 @@ const mt_option mt_option_table[] = {
     {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
      "stop: end the run; skip: make no update; rewind: return to the last checkpoint and skip the step if it is bad "
      "again",
-     .own = true},
+     .needs = "rewind: save", .own = true},
     {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
      "end the run after more consecutive bad steps than this", .needs = "bad-step-policy skip|rewind", .own = true},
     {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
@@ -477,7 +477,8 @@ const mt_option mt_option_table[] = {
      "int32 [iterations, global batch, seq + 1], read in order",
      .excludes = "reset-position-ids, reset-attention-mask, eod-mask-loss, dataloader-type", .own = true},
     {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, "auto", MT_TOKENIZER_TYPES,
-     "type of tokenizer; auto: the one in the --load folder"},
+     "type of tokenizer; auto: the one in the --load folder",
+     .needs = "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer: tokenizer-model"},
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH",
      "the tokenizer's file or folder, or ORG/NAME in the cache of Hugging Face",
      .needs = "tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer"},
