@@ -339,7 +339,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
  * calling thread. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"  // OpenMP's pragmas, in a build without OpenMP
-#pragma GCC diagnostic ignored "-Wunused-parameter" // streams: operations on the CPU are complete when they return
+#pragma GCC diagnostic ignored "-Wunused-parameter" // streams of the CPU; without MPI, messages to other ranks
 #ifdef __clang__
 #pragma GCC diagnostic ignored "-Wpass-failed" // a loop that was not vectorized is slower, not wrong
 #endif
@@ -3458,7 +3458,7 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
     }
 }
 
-#pragma GCC diagnostic pop
+#pragma GCC diagnostic pop // pushed in §3
 
 /* ==== §6 conjugate regions ======================================================================================= */
 /* The borders of tensor parallelism (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
