@@ -497,8 +497,8 @@ extern "C" bool mt_fp8_definition(const mt_fp8_product_args *p, mt_stream *strea
     return true;
 }
 
-extern "C" const mt_fp8_rung mt_fp8_rungs[MT_NUM_FP8_RUNGS] = {{"definition", mt_fp8_definition},
-                                                               {"cublaslt", mt_fp8_cublaslt}};
+extern "C" const mt_fp8_rung mt_fp8_rungs[MT_NUM_FP8_RUNGS] = {
+    {"definition", mt_fp8_definition}, {"cublaslt", mt_fp8_cublaslt}, {"hopper", mt_fp8_hopper}};
 
 extern "C" void mt_cuda_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) {
     MT_CHECK(p->a.blocks != MT_FP8_VECTOR_32 && p->b.blocks != MT_FP8_VECTOR_32);
