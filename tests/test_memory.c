@@ -10,6 +10,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include <cmocka.h>
 
@@ -218,6 +219,76 @@ static void offloading_beyond_the_memory_of_the_host_is_refused(void **state) {
     }
 }
 
+/* ---- the recipes for one GPU: planned in memory that is only reserved, on a backend that writes nothing there */
+
+static int64_t gpu_bytes;
+
+static int64_t gpu_available(void) {
+    return gpu_bytes;
+}
+
+static int64_t gpu_workspace(int64_t T, int64_t C, int64_t H, int64_t D) {
+    (void)C;
+    return T * H * D * 4;
+}
+
+static void *reserve(int64_t bytes) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *memory = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    assert_true(memory != MAP_FAILED);
+    return memory;
+}
+
+static void keep(void *memory) {
+    (void)memory;
+}
+
+static void zero_nothing(void *memory, int64_t bytes, mt_stream *stream) {
+    (void)memory, (void)bytes, (void)stream;
+}
+
+/* Plans a recipe on a GPU and a host with so much memory; returns the status. */
+static int plan_recipe(const char *recipe, const char *fraction, int64_t host_memory, mt_error *error) {
+    char path[100];
+    snprintf(path, sizeof path, "data/recipes/%s.yaml", recipe);
+    char *arguments[] = {"train", "--config", path, "--mock-data", "--optimizer-offload-fraction", (char *)fraction};
+    int count = fraction ? 6 : 4;
+    mt_options o;
+    mt_model *model = NULL;
+    mt_ops ops = mt_cpu_ops;
+    ops.on_device = true, ops.memory_available = gpu_available, ops.workspace_bytes = gpu_workspace;
+    ops.memory_alloc = ops.memory_alloc_host = reserve, ops.memory_free = ops.memory_free_host = keep;
+    ops.memory_zero = zero_nothing;
+    if (mt_options_parse(&o, MT_PROGRAM_TRAIN, count, arguments, error) != 0 ||
+        mt_options_finish(&o, MT_PROGRAM_TRAIN, 1, error) != 0)
+        fail_msg("%s", error->text);
+    int64_t tokens = o.micro_batch_size * o.seq_length;
+    mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = o.seq_length, .train = true};
+    plan.host_memory = host_memory;
+    int status = mt_model_create(&model, &o, &mt_grid_of_one, &ops, &plan, error);
+    mt_model_destroy(model);
+    mt_options_free(&o);
+    return status;
+}
+
+static void recipes_fit_their_gpu_and_host(void **state) {
+    (void)state;
+    const int64_t gib = 1 << 30;
+    const struct {
+        const char *name, *less;
+        int64_t gpu, host; // GiB that a process may allocate
+    } recipes[] = {{"llama3-8b-one-h100", "0.5", 76, 110}, {"llama3-8b-one-h200", "0.1", 137, 110}};
+    for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++) {
+        mt_error error = {""};
+        gpu_bytes = recipes[i].gpu * gib;
+        if (plan_recipe(recipes[i].name, NULL, recipes[i].host * gib, &error) != 0) fail_msg("%s", error.text);
+        assert_true(plan_recipe(recipes[i].name, NULL, 30 * gib, &error) != 0);
+        assert_non_null(strstr(error.text, "GiB available (ranks on it: 1); lower --optimizer-offload-fraction"));
+        assert_true(plan_recipe(recipes[i].name, recipes[i].less, recipes[i].host * gib, &error) != 0);
+        assert_non_null(strstr(error.text, "of memory and the GPU has"));
+    }
+}
+
 /* Writes a file of a machine whose / is the test's folder. */
 static void machine_has(const char *path, const char *text) {
     char folder[300];
@@ -281,6 +352,7 @@ int main(void) {
         cmocka_unit_test(offloading_keeps_two_layers_on_the_device),
         cmocka_unit_test(offloading_on_the_cpu_counts_in_one_memory),
         cmocka_unit_test(offloading_beyond_the_memory_of_the_host_is_refused),
+        cmocka_unit_test(recipes_fit_their_gpu_and_host),
         cmocka_unit_test_setup_teardown(available_memory_is_what_the_machine_has_left, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_2_count, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_1_count, make_root, remove_root),
