@@ -456,6 +456,41 @@ static void products_of_many_experts_match_the_cpu(void **state) {
 
 /* ==== delayed scaling ============================================================================================= */
 
+/* The transposes of quantized matrices, and the largest value alone. */
+static void transposes_match_bit_for_bit(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const int64_t sizes[][3] = {{1, 128, 128}, {1, 16, 16}, {3, 144, 272}, {2, 1040, 400}};
+    for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
+        int64_t count = sizes[k][0], R = sizes[k][1], C = sizes[k][2], stride = mt_fp8_stride(R, MT_FP8_TENSOR);
+        uint8_t *from = mt_malloc(count * R * C), *to = mt_malloc(count * C * stride);
+        float *x = mt_malloc(R * C * 4), scale = 3, inverse[2], amax = 0.25f, largest = amax;
+        for (int64_t i = 0; i < count * R * C; i++) from[i] = (uint8_t)random_word();
+        for (int64_t i = 0; i < R * C; i++) x[i] = random_float(), largest = fmaxf(largest, fabsf(x[i]));
+        mt_quantize_args a = {.count = count, .R = R, .C = C, .scale = to_gpu(&scale, 4)};
+        a.rows = (mt_fp8_matrix){to_gpu(from, count * R * C), gpu->memory_alloc(4), C, MT_F8_E4M3, MT_FP8_TENSOR};
+        a.columns = (mt_fp8_matrix){gpu->memory_alloc(count * C * stride), gpu->memory_alloc(4), stride, MT_F8_E4M3,
+                                    MT_FP8_TENSOR};
+        gpu->fp8_transpose(&a, stream);
+        from_gpu(to, a.columns.data, count * C * stride);
+        from_gpu(inverse, a.rows.inverse_scales, 4), from_gpu(inverse + 1, a.columns.inverse_scales, 4);
+        assert_true(inverse[0] == 1.0f / 3 && inverse[1] == 1.0f / 3);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t c = 0; c < C; c++)
+                for (int64_t r = 0; r < stride; r++)
+                    assert_int_equal(to[(i * C + c) * stride + r], r < R ? from[(i * R + r) * C + c] : 0);
+        mt_quantize_args alone = {.x = to_gpu(x, R * C * 4), .count = 1, .R = R, .C = C, .amax = to_gpu(&amax, 4)};
+        gpu->quantize(&alone, MT_F32, stream);
+        from_gpu(&amax, alone.amax, 4);
+        assert_true(amax == largest);
+        void *memory[] = {
+            (void *)(uintptr_t)a.scale, a.rows.data, a.rows.inverse_scales, a.columns.data, a.columns.inverse_scales,
+            (void *)(uintptr_t)alone.x, alone.amax};
+        for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) gpu->memory_free(memory[i]);
+        free(from), free(to), free(x);
+    }
+}
+
 static void scales_of_delayed_scaling_match_the_cpu_bit_for_bit(void **state) {
     (void)state;
     if (!gpu) skip();
@@ -490,6 +525,7 @@ int main(void) {
         cmocka_unit_test(products_of_any_size_match_the_cpu),
         cmocka_unit_test(products_of_experts_match_the_cpu),
         cmocka_unit_test(products_of_many_experts_match_the_cpu),
+        cmocka_unit_test(transposes_match_bit_for_bit),
         cmocka_unit_test(scales_of_delayed_scaling_match_the_cpu_bit_for_bit),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
