@@ -10,6 +10,7 @@
 #include "data/report.h"
 #include "data/score.h"
 #include "data/tokenizer.h"
+#include "data/watchdog.h"
 
 #include <errno.h>
 #include <poll.h>

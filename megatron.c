@@ -3,10 +3,6 @@
  * Contents
  *   §1   checks, arenas, random numbers
  *   §2   options
- *   §2a  sizes, positions, lengths
- *   §2b  ranks and experts
- *   §2c  stages, batches, schedules
- *   §2d  operation counts
  *   §3   kernels
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -58,7 +54,6 @@
 #include <ctype.h>
 #include <float.h>
 #include <math.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -106,6 +101,14 @@ int mt_launch_rank(void) {
     return 0;
 }
 
+void mt_job_abort(void) {
+#ifdef MT_HAVE_MPI
+    int started = 0;
+    MPI_Initialized(&started);
+    if (started) MPI_Abort(MPI_COMM_WORLD, 1);
+#endif
+}
+
 void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
@@ -116,11 +119,7 @@ void mt_die(const char *format, ...) {
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
     va_end(arguments);
-#ifdef MT_HAVE_MPI
-    int started = 0;
-    MPI_Initialized(&started);
-    if (started) MPI_Abort(MPI_COMM_WORLD, 1);
-#endif
+    mt_job_abort();
     exit(1);
 }
 
@@ -245,61 +244,15 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 }
 
 /* ==== §2 options ================================================================================================== */
-/* One flat struct describes a run. This section derives values that were left open and holds the rules between values;
- * data/options.c reads and writes the struct as text (command line, YAML, config.json, --help); the option table there
- * has the ranges, and the options that one needs or excludes.
- * Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be called again. */
+/* One flat struct describes a run. data/options.c reads and writes it as text (command line, YAML, config.json,
+ * --help), and data/option_rules.c derives the values that were left open and checks the rules between values. This
+ * section has what the layers ask of the struct, and the limits of backends. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
 bool mt_options_gave(const mt_options *options, size_t offset) {
     return options->given[offset / 64] >> offset % 64 & 1;
 }
-
-bool mt_options_converts(const mt_options *o) {
-    return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
-}
-
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rules have no numbers
-
-/* A rule that may be broken, and its message with a %lld for each number. */
-typedef struct mt_rule {
-    bool broken;
-    const char *message;
-    long long numbers[5];
-} mt_rule;
-
-/* The first broken rule is the error. */
-static int mt_rules_check(const mt_rule *rules, size_t count, mt_error *error) {
-    for (size_t i = 0; i < count; i++) {
-        const long long *n = rules[i].numbers;
-        if (rules[i].broken) return mt_error_set(error, rules[i].message, n[0], n[1], n[2], n[3], n[4]);
-    }
-    return 0;
-}
-
-#define MT_CHECK_RULES(rules, error) mt_rules_check(rules, sizeof rules / sizeof *rules, error)
-
-/* `a` must be a multiple of `b`; messages show both with their names. */
-typedef struct mt_multiple {
-    const char *a_name;
-    int64_t a;
-    const char *b_name;
-    int64_t b;
-} mt_multiple;
-
-static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
-    for (size_t i = 0; i < count; i++)
-        if (rows[i].a % rows[i].b != 0)
-            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
-                                rows[i].b_name, (long long)rows[i].b);
-    return 0;
-}
-
-#define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
-
-/* ==== §2a sizes, positions, lengths ============================================================================== */
 
 #define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
 const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
@@ -320,534 +273,12 @@ static bool mt_options_gated(const mt_options *o) {
     return mt_activation_rows[mt_options_activation(o)].gated;
 }
 
-void mt_options_derive_sizes(mt_options *o) {
-    if (o->ffn_hidden_size == 0)
-        o->ffn_hidden_size = mt_options_gated(o) ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
-    bool one_group = o->group_query_attention && !MT_GIVEN(o, num_query_groups);
-    if (o->num_query_groups == 0) o->num_query_groups = one_group ? 1 : o->num_attention_heads;
-    if (o->multi_latent_attention) {
-        o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
-        o->qk_layernorm = true;
-    }
-    if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
-}
-
-/* Sizes and biases of the model. */
-static int mt_options_derive_model(mt_options *o, mt_error *error) {
-    int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
-    const mt_rule before[] = {
-        {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
-        {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
-        {MT_GIVEN(o, group_query_attention) && !o->group_query_attention && groups > 0 && groups != heads,
-         "--num-query-groups %lld needs --group-query-attention, which is false",
-         {groups}},
-    };
-    if (MT_CHECK_RULES(before, error)) return -1;
-    const mt_multiple multiples[] = {
-        {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
-         o->kv_channels == 0 && !o->multi_latent_attention ? heads : 1},
-        {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
-        {"--num-query-groups", groups,
-         "--num-attention-heads (for --multi-latent-attention) =", o->multi_latent_attention ? heads : 1},
-    };
-    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    mt_options_derive_sizes(o);
-    if (o->add_bias_linear) {
-        o->attention_output_bias = o->mlp_bias = true;
-        o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
-    }
-    if (o->ffn_hidden_size == 0)
-        return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
-                            (long long)C);
-    double attention = (double)heads * (double)o->kv_channels, mlp = (double)o->ffn_hidden_size;
-    double parameters = (double)o->num_layers * (double)C * (4 * attention + 3 * mlp);
-    if (parameters <= 1e15) return 0;
-    return mt_error_set(error,
-                        "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
-                        "make %.3g parameters; at most 1e15 are supported",
-                        parameters);
-}
-
-/* YaRN's g(m), from which the scale of attention follows (Peng et al., "YaRN"; DeepSeek's two factors). */
-static double mt_yarn_mscale(double factor, double mscale) {
-    return 0.1 * mscale * log(factor) + 1;
-}
-
-/* RoPE: its channels, and the numbers of its scaling. */
-static int mt_options_derive_rope(mt_options *o, mt_error *error) {
-    bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
-    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
-    int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
-    if (o->multi_latent_attention) channels = latent;
-    if (o->multi_latent_attention && latent % 2 != 0)
-        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)latent);
-    if (channels < 2 || channels % 2 != 0)
-        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for RoPE",
-                            (long long)o->kv_channels, o->rotary_percent);
-    if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
-    if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
-    if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
-        return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
-                            o->rope_low_freq_factor, o->rope_high_freq_factor);
-    if (yarn && o->yarn_attention_factor == 0) {
-        bool both = o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0;
-        o->yarn_attention_factor = mt_yarn_mscale(o->rope_scaling_factor, both ? o->yarn_mscale : 1);
-        if (both) o->yarn_attention_factor /= mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
+int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error) {
+    for (const mt_constraint *c = constraints; c < constraints + count; c++) {
+        const long long *n = c->numbers;
+        if (c->broken) return mt_error_set(error, c->message, n[0], n[1], n[2], n[3], n[4]);
     }
     return 0;
-}
-
-/* Multi-token prediction; generation and scoring do without it. */
-static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *error) {
-    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
-    if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
-    return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
-                        (long long)o->mtp_num_layers, (long long)o->seq_length);
-}
-
-/* Recomputation: defaults are Megatron's, except that full recomputation without a method is uniform. */
-static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
-    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL, distributes = o->distribute_saved_activations;
-    const mt_multiple multiples[] = {{"--distribute-saved-activations: --hidden-size", distributes ? o->hidden_size : 0,
-                                      "--tensor-model-parallel-size", o->tensor_model_parallel_size}};
-    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    bool selective = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE;
-    if (selective && o->recompute_modules == 0) o->recompute_modules = MT_MODULE_CORE_ATTN;
-    if (full && o->recompute_method == MT_RECOMPUTE_DEFAULT) o->recompute_method = MT_RECOMPUTE_UNIFORM;
-    if (full && o->recompute_num_layers == 0) o->recompute_num_layers = 1;
-    return 0;
-}
-
-/* --first-last-layers-bf16 leaves a layer for fp8. */
-static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
-    int64_t start = o->num_layers_at_start_in_bf16, end = o->num_layers_at_end_in_bf16;
-    if (!o->first_last_layers_bf16 || start + end < o->num_layers) return 0;
-    return mt_error_set(error,
-                        "--num-layers-at-start-in-bf16 %lld and --num-layers-at-end-in-bf16 %lld leave no layer of "
-                        "%lld in fp8; lower them or leave out --first-last-layers-bf16",
-                        (long long)start, (long long)end, (long long)o->num_layers);
-}
-
-/* Vocabulary, positions and sequence length. */
-static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
-    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
-    bool converts = mt_options_converts(o);
-    int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
-    const mt_rule rules[] = {
-        {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
-        {o->seq_length == 0 && o->score, "--seq-length is missing: --score needs it"},
-        {o->seq_length == 0 && trains && !converts, "--seq-length is missing"},
-    };
-    if (MT_CHECK_RULES(rules, error)) return -1;
-    o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
-    if (o->seq_length == 0 && converts) { // a few tokens, which the context ranks can split
-        o->seq_length = 2 * o->tensor_model_parallel_size * o->context_parallel_size * (1 + o->mtp_num_layers);
-        if (o->max_position_embeddings > 0) o->seq_length = mt_min(o->seq_length, o->max_position_embeddings);
-    }
-    if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
-    if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
-    if (o->seq_length > o->max_position_embeddings && (learned || trains))
-        return mt_error_set(error, "--seq-length %lld is more than --max-position-embeddings %lld; %s",
-                            (long long)o->seq_length, (long long)o->max_position_embeddings,
-                            learned && o->load ? "the weights have no more" : "lower the one or raise the other");
-    return 0;
-}
-
-/* ==== §2b ranks and experts ====================================================================================== */
-/* How ranks split the model, sequences and the batch. */
-
-/* Everything that ranks split evenly. */
-static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
-    int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
-    const char *tensor = "--tensor-model-parallel-size";
-    const mt_multiple rows[] = {
-        {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
-        {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
-        {"--seq-length", o->seq_length,
-         "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
-         o->sequence_parallel ? tp * cp : 1},
-        {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
-        {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
-        {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
-        {"the world size", world_size,
-         "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
-         o->num_experts > 0 ? ep * etp * pp : 1},
-    };
-    return MT_CHECK_MULTIPLES(rows, error);
-}
-
-/* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
-static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
-    int64_t model = tp * pp * cp, groups = o->num_query_groups;
-    const mt_rule rules[] = {
-        {model > world_size || world_size % model != 0,
-         "--tensor-model-parallel-size %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are "
-         "%lld ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
-         {tp, pp, cp, model, world_size}},
-    };
-    if (MT_CHECK_RULES(rules, error) || mt_options_check_multiples(o, world_size, error)) return -1;
-    o->data_parallel_size = world_size / model;
-    if (groups % tp == 0 || tp % groups == 0) return 0;
-    return mt_error_set(error,
-                        "--num-query-groups %lld must be a multiple or a divisor of --tensor-model-parallel-size %lld",
-                        (long long)groups, (long long)tp);
-}
-
-/* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
-static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
-    if (o->moe_router_load_balancing_type != MT_BALANCING_SINKHORN) return 0;
-    const mt_rule rules[] = {
-        {o->moe_router_topk == 1 && o->moe_router_score_function != MT_SCORE_SIGMOID,
-         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk 1 needs --moe-router-score-function "
-         "sigmoid"},
-        {o->moe_router_topk > 1 && !o->moe_router_pre_softmax,
-         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk %lld needs --moe-router-pre-softmax",
-         {o->moe_router_topk}},
-    };
-    return MT_CHECK_RULES(rules, error);
-}
-
-/* How the router chooses experts. */
-static int mt_options_check_router(const mt_options *o, mt_error *error) {
-    int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
-    int64_t group_topk = o->moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
-    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
-    const mt_rule rules[] = {
-        {o->moe_shared_expert_intermediate_size > 0 && (o->mlp_bias || o->add_bias_linear),
-         "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases"},
-        {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
-        {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
-                                             "chosen expert is 1 and teaches nothing"},
-        {groups > 0 && (E % groups != 0 || group_topk > groups || group_topk > k),
-         "--moe-router-num-groups %lld must divide --num-experts %lld and be at least --moe-router-group-topk %lld, "
-         "which must be at most --moe-router-topk %lld",
-         {groups, E, group_topk, k}},
-        {groups > 0 && k > choice,
-         "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld groups; raise it or "
-         "lower --moe-router-num-groups",
-         {k, choice, group_topk}},
-    };
-    if (MT_CHECK_RULES(rules, error)) return -1;
-    return mt_options_check_sinkhorn(o, error);
-}
-
-/* Experts. */
-static int mt_options_derive_experts(mt_options *o, int64_t world_size, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size,
-            others = o->expert_model_parallel_size * o->pipeline_model_parallel_size;
-    if (o->num_experts == 0) return 0;
-    if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
-    if (o->expert_tensor_parallel_size == 0) // split as the layer is, where the experts' widths and the ranks allow it
-        o->expert_tensor_parallel_size = o->moe_ffn_hidden_size % tp || world_size % (tp * others) ? 1 : tp;
-    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
-        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
-    return mt_options_check_router(o, error);
-}
-
-/* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
- * context rank --cp-comm-type has no effect, as in Megatron. */
-static int mt_options_derive_context(mt_options *o, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
-    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
-    const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
-    bool hierarchical = o->cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);
-    int64_t a2a = hierarchical ? sizes->items[0] : o->cp_comm_type == MT_CP_A2A ? cp : 1;
-    if (hierarchical && (sizes->count != 2 || a2a < 1 || a2a > cp || a2a * sizes->items[1] != cp))
-        return mt_error_set(error,
-                            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
-                            "whose product is --context-parallel-size %lld",
-                            (long long)cp);
-    if (heads % a2a != 0 || groups % a2a != 0)
-        return mt_error_set(error,
-                            "--cp-comm-type %s splits the heads of a rank over %lld ranks: %lld query heads and %lld "
-                            "key and value heads (--num-attention-heads and --num-query-groups divided by "
-                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
-                            hierarchical ? "a2a+p2p" : "a2a", (long long)a2a, (long long)heads, (long long)groups);
-    if (o->window_size > 0 && cp > a2a && o->cp_comm_type != MT_CP_ALL_GATHER)
-        return mt_error_set(error,
-                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
-                            "apart; take all_gather or a2a",
-                            (long long)o->window_size, hierarchical ? "a2a+p2p" : "p2p");
-    o->context_a2a_size = a2a;
-    return 0;
-}
-
-/* ==== §2c stages, batches, schedules ============================================================================= */
-
-/* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
-static int mt_options_derive_stages(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
-    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
-    int64_t layers = o->num_layers + extra, *vp = &o->num_virtual_stages_per_pipeline_rank;
-    int64_t stages = o->pipeline_letters ? mt_pipeline_layout_count(o->pipeline_letters) : pp;
-    const mt_multiple multiples[] = {
-        {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
-        {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
-         "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
-         o->pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
-    };
-    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    if (o->pipeline_letters)
-        *vp = stages / pp;
-    else if (per_stage > 0)
-        *vp = layers / (pp * per_stage);
-    else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
-        *vp = 1;
-    if (pp * *vp <= 1000000) return 0;
-    return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks", (long long)*vp,
-                        (long long)pp);
-}
-
-/* The schedule, which must fit the number of virtual stages. */
-static int mt_options_derive_order(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
-    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
-        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
-    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
-    mt_schedule_kind kind = o->pipeline_schedule;
-    const mt_rule rules[] = {
-        {kind == MT_SCHEDULE_INTERLEAVED && vp == 1,
-         "--pipeline-schedule interleaved needs several virtual stages: give --num-virtual-stages-per-pipeline-rank"},
-        {kind != MT_SCHEDULE_INTERLEAVED && vp > 1,
-         "--pipeline-schedule 1f1b or zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
-         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
-         {vp}},
-        {vp == 1 && *group > 0, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: give "
-                                "--num-virtual-stages-per-pipeline-rank"},
-        {vp > 1 && *group < pp,
-         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least --pipeline-model-parallel-size %lld",
-         {*group, pp}},
-        {*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS, // messages in flight; each end holds half of them
-         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than --pipeline-model-parallel-size "
-         "%lld + %lld: more messages would be in flight than fit",
-         {*group, pp, 2 * MT_CHANNEL_TICKETS - 1}},
-    };
-    return MT_CHECK_RULES(rules, error);
-}
-
-/* Interleaved groups of micro-batches must be full, or the last one long enough to fill the pipeline. */
-static int mt_options_check_micro_batches(const mt_options *o, int64_t batch, mt_error *error) {
-    int64_t micro_batches = batch / (o->micro_batch_size * o->data_parallel_size);
-    int64_t pp = o->pipeline_model_parallel_size, group = o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (o->num_virtual_stages_per_pipeline_rank == 1) return 0;
-    int64_t rest = micro_batches % group;
-    const mt_rule rules[] = {
-        {micro_batches < group,
-         "a batch of %lld sequences is %lld micro-batches, fewer than the %lld of "
-         "--microbatch-group-size-per-virtual-pipeline-stage (default: --pipeline-model-parallel-size); raise the "
-         "batch",
-         {batch, micro_batches, group}},
-        {rest != 0 && rest < pp,
-         "a batch of %lld sequences is %lld micro-batches; groups of %lld leave %lld over, fewer than "
-         "--pipeline-model-parallel-size %lld: change the batch or --microbatch-group-size-per-virtual-pipeline-stage",
-         {batch, micro_batches, group, rest, pp}},
-    };
-    return MT_CHECK_RULES(rules, error);
-}
-
-/* A batch of `value` sequences must split into micro-batches for every data-parallel rank. */
-static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
-    int64_t unit = o->micro_batch_size * o->data_parallel_size, less = value / unit * unit;
-    char other[64] = "";
-    if (value > 0 && value % unit == 0) return 0;
-    if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
-    return mt_error_set(error,
-                        "%s %lld must be a multiple of --micro-batch-size %lld times the data-parallel size %lld; "
-                        "try %s%lld",
-                        name, (long long)value, (long long)o->micro_batch_size, (long long)o->data_parallel_size, other,
-                        (long long)(less + unit));
-}
-
-static int mt_options_derive_batches(mt_options *o, mt_error *error) {
-    const int64_t *ramp = o->rampup_batch_size.items;
-    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
-    if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
-    if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
-    if (o->rampup_batch_size.count == 0) return 0;
-    bool good = o->rampup_batch_size.count == 3;
-    for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
-    if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
-    if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
-        return mt_error_set(error,
-                            "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the "
-                            "difference must be a multiple of the increment",
-                            (long long)ramp[0], (long long)ramp[1], (long long)o->global_batch_size);
-    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
-    if (mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error)) return -1;
-    for (int64_t size = ramp[0]; o->num_virtual_stages_per_pipeline_rank > 1 && size < o->global_batch_size;
-         size += ramp[1])
-        if (mt_options_check_micro_batches(o, size, error)) return -1;
-    return 0;
-}
-
-/* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
-static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
-    if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
-    int64_t stages = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
-    mt_stage *unused = mt_calloc(stages * (int64_t)sizeof *unused);
-    int status = mt_pipeline_layout_build(unused, o, error);
-    free(unused);
-    return status ? status : mt_options_derive_batches(o, error);
-}
-
-/* Lengths of the schedules, in samples. */
-typedef struct mt_durations {
-    double total, warmup, decay, wsd_decay;
-} mt_durations;
-
-static mt_durations mt_options_durations(const mt_options *o) {
-    double batch = (double)o->global_batch_size;
-    bool by_samples = o->train_samples > 0;
-    mt_durations d;
-    d.total = by_samples ? (double)o->train_samples : (double)o->train_iters * batch;
-    d.decay = by_samples ? (double)o->lr_decay_samples : (double)o->lr_decay_iters * batch;
-    if (d.decay == 0) d.decay = d.total;
-    d.warmup = by_samples ? (double)o->lr_warmup_samples : (double)o->lr_warmup_iters * batch;
-    if (o->lr_warmup_fraction > 0) d.warmup = o->lr_warmup_fraction * d.decay;
-    d.wsd_decay = by_samples ? (double)o->lr_wsd_decay_samples : (double)o->lr_wsd_decay_iters * batch;
-    return d;
-}
-
-/* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
-static int64_t mt_options_count_iterations(const mt_options *o) {
-    if (o->train_samples == 0) return o->train_iters;
-    if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
-    int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->train_samples);
-    while (consumed <= end) {
-        int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
-        while (low < high) { // bisect for the step at which the batch grows; it never shrinks
-            int64_t middle = low + (high - low + 1) / 2;
-            if (mt_global_batch_size(o, consumed + (middle - 1) * batch) == batch)
-                low = middle;
-            else
-                high = middle - 1;
-        }
-        iterations += low, consumed += low * batch;
-    }
-    if (o->train_samples > consumed) iterations += (o->train_samples - consumed) / o->global_batch_size;
-    return iterations;
-}
-
-/* Weight decay starts and ends at --weight-decay unless it has a schedule. */
-static int mt_options_derive_weight_decay(mt_options *o, mt_error *error) {
-    bool constant = o->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT;
-    bool start = MT_GIVEN(o, start_weight_decay), end = MT_GIVEN(o, end_weight_decay);
-    const mt_rule rules[] = {
-        {constant && (start || end),
-         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"},
-        {!constant && (!start || !end || o->start_weight_decay > o->end_weight_decay),
-         "--weight-decay-incr-style linear and cosine need --start-weight-decay and --end-weight-decay, the first at "
-         "most the second"},
-    };
-    if (MT_CHECK_RULES(rules, error)) return -1;
-    if (constant) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
-    return 0;
-}
-
-/* The length of training, and the schedules of learning rate and weight decay. */
-static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
-    bool wsd = o->lr_decay_style == MT_LR_WSD;
-    o->num_iterations = 0;
-    if (mt_options_converts(o)) return 0;
-    if ((o->train_iters > 0) == (o->train_samples > 0))
-        return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
-    o->num_iterations = mt_options_count_iterations(o);
-    if (o->num_iterations == 0)
-        return mt_error_set(error, "--train-samples %lld is less than one --global-batch-size %lld",
-                            (long long)o->train_samples, (long long)o->global_batch_size);
-    if (o->lr == 0) return mt_error_set(error, "--lr is missing");
-    if (o->min_lr > o->lr) return mt_error_set(error, "--min-lr %g must be at most --lr %g", o->min_lr, o->lr);
-    if (o->lr_warmup_init > o->lr)
-        return mt_error_set(error, "--lr-warmup-init %g must be at most --lr %g", o->lr_warmup_init, o->lr);
-    mt_durations d = mt_options_durations(o);
-    const char *unit = o->train_samples > 0 ? "samples" : "iters";
-    if (d.warmup >= d.decay)
-        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
-                            unit);
-    if (wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
-        return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
-    return mt_options_derive_weight_decay(o, error);
-}
-
-/* cuDNN's attention takes sequences of whole tiles of tokens and heads of at most this many channels; more only for
- * latent attention of DeepSeek-V3's sizes. */
-enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
-
-/* Limits of cuDNN's attention; the CPU has one implementation. */
-static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
-    int64_t D = o->kv_channels, Dv = o->v_head_dim;
-    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, latent = o->multi_latent_attention;
-    bool trains = program != MT_PROGRAM_INFER,
-         deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
-    const mt_rule rules[] = {
-        {cudnn && latent && Dv != D && !deepseek,
-         "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
-         "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
-         {MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, Dv, D}},
-        {cudnn && (D % 8 != 0 || (D > MT_CUDNN_CHANNELS && !deepseek)),
-         "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
-         "use flash",
-         {MT_CUDNN_CHANNELS, D}},
-        {cudnn && trains && o->seq_length % MT_CUDNN_TOKENS != 0,
-         "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
-         {MT_CUDNN_TOKENS, o->seq_length}},
-        {cudnn && trains && o->deterministic_mode,
-         "--attention-backend cudnn, whose backward does not repeat bit for bit, and --deterministic-mode exclude each "
-         "other; leave one out"},
-#ifndef MT_HAVE_CUDNN
-        {cudnn, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
-#endif
-    };
-    if (cudnn && trains && o->attention_dropout > 0)
-        return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
-                            o->attention_dropout);
-    return MT_CHECK_RULES(rules, error);
-}
-
-/* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */
-static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, model = o->tensor_model_parallel_size * pp * o->context_parallel_size;
-    if (world_size > 1 && world_size % model != 0)
-        return mt_error_set(error, "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
-                            (long long)pp, (long long)world_size);
-    o->data_parallel_size = mt_max(world_size / model, 1);
-    return mt_options_derive_pipeline(o, error);
-}
-
-/* The limit of the start is also that of a step, unless a step has its own. A save may take at least as long. */
-static void mt_options_derive_timeouts(mt_options *o) {
-    if (MT_GIVEN(o, distributed_timeout_minutes) && !MT_GIVEN(o, distributed_timeout_seconds))
-        o->distributed_timeout_seconds = (int64_t)ceil(60 * o->distributed_timeout_minutes);
-    if (!MT_GIVEN(o, save_timeout_seconds))
-        o->save_timeout_seconds = mt_max(o->save_timeout_seconds, o->distributed_timeout_seconds);
-}
-
-int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
-    MT_CHECK(world_size >= 1);
-    if (o->num_layers == 0)
-        return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
-                                   "--load");
-    o->data_parallel_size = world_size;
-    mt_options_derive_timeouts(o);
-    if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
-    if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
-    if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
-    if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
-    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
-    if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
-    if (mt_options_derive_pipeline(o, error)) return -1;
-    if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1)
-        return mt_error_set(error,
-                            "infer runs one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
-                            "--pipeline-model-parallel-size %lld; start fewer ranks, or raise a size",
-                            (long long)world_size, (long long)o->tensor_model_parallel_size,
-                            (long long)o->pipeline_model_parallel_size);
-    if (program == MT_PROGRAM_INFER) return 0;
-    return mt_options_derive_schedules(o, error);
 }
 
 /* A limit of 0 is none. */
@@ -855,12 +286,14 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
     return limit > 0 && value > limit;
 }
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
     bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
     bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
-    const mt_rule rules[] = {
+    const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
          "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
         {l->one_attention && o->attention_backend == MT_ATTENTION_UNFUSED,
@@ -894,39 +327,9 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "experts",
          {E, l->sinkhorn_experts}},
     };
-    return MT_CHECK_RULES(rules, error);
+    return MT_CHECK_CONSTRAINTS(rules, error);
 }
-
 #pragma GCC diagnostic pop
-
-/* ==== §2d operation counts ======================================================================================= */
-
-/* Multiplications per token of latent attention, including its norms, as Megatron counts them. */
-static double mt_latent_multiplications(const mt_options *o) {
-    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size, T = (double)o->seq_length;
-    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
-    double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
-    double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
-    double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
-    return queries + keys + heads * values * C + T / 2 * (width + heads * values);
-}
-
-double mt_flops(const mt_options *o, int64_t num_sequences) {
-    double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
-    double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
-    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
-    double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double matrices = mt_options_gated(o) ? 3 : 2, mlp = matrices * C * F, experts = (double)mt_num_expert_layers(o);
-    double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
-    double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
-    if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
-    double output = C * (double)o->padded_vocab_size;
-    double layers = (double)o->num_layers * (projections + attention) + mlps;
-    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
-    double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
-    double per_token = layers + output + (double)o->mtp_num_layers * module;
-    return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
-}
 
 /* ==== §3 kernels ================================================================================================== */
 /* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
@@ -935,7 +338,8 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
  * calling thread. */
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // OpenMP's pragmas, in a build without OpenMP
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // OpenMP's pragmas, in a build without OpenMP
+#pragma GCC diagnostic ignored "-Wunused-parameter" // streams: operations on the CPU are complete when they return
 #ifdef __clang__
 #pragma GCC diagnostic ignored "-Wpass-failed" // a loop that was not vectorized is slower, not wrong
 #endif
@@ -1089,12 +493,10 @@ static void mt_cpu_memory_free(void *memory) {
 }
 
 static void *mt_cpu_memory_alloc_ordered(int64_t bytes, mt_stream *stream) {
-    (void)stream;
     return mt_cpu_memory_alloc(bytes);
 }
 
 static void mt_cpu_memory_free_ordered(void *memory, mt_stream *stream) {
-    (void)stream;
     free(memory);
 }
 
@@ -1107,7 +509,6 @@ static void mt_cpu_memory_free_host(void *memory) {
 }
 
 static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
     for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
@@ -1115,7 +516,6 @@ static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_str
 }
 
 static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
-    (void)stream;
     const int64_t piece = 1 << 18;
 #pragma omp parallel for if (bytes > 4 * piece)
     for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
@@ -1123,25 +523,20 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
 }
 
 static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
-    (void)T, (void)C, (void)H, (void)D; // each thread has its own scratch
     return 0;
 }
 
 static mt_stream *mt_cpu_stream_create(void *workspace, int64_t workspace_bytes, bool deterministic) {
-    (void)workspace, (void)workspace_bytes, (void)deterministic;
     return NULL;
 }
 
 static void mt_cpu_stream_destroy(mt_stream *stream) {
-    (void)stream;
 }
 
 static void mt_cpu_stream_synchronize(mt_stream *stream) {
-    (void)stream;
 }
 
 static void mt_cpu_stream_call_host(mt_stream *stream, mt_host_function *function, void *context) {
-    (void)stream;
     function(context);
 }
 
@@ -1150,21 +545,35 @@ static mt_event *mt_cpu_event_create(void) {
 }
 
 static void mt_cpu_event_destroy(mt_event *event) {
-    (void)event;
 }
 
 static void mt_cpu_event_record(mt_event *event, mt_stream *stream) {
-    (void)event, (void)stream;
 }
 
 static void mt_cpu_event_synchronize(mt_event *event) {
-    (void)event;
 }
 
 /* ==== §3b linear layers ========================================================================================== */
 /* Three matrix products: y = x w^T, dx = dy w and dw += dy^T x. */
 
-enum { MT_PLAIN = 0, MT_TRANSPOSED = 1 };
+/* A matrix of floats, or a block of one: stored rows are `stride` apart. As an operand it may be transposed: then the
+ * stored rows are its columns. */
+typedef struct mt_matrix {
+    const float *data;
+    int64_t stride;
+    bool transposed;
+} mt_matrix;
+
+static mt_matrix mt_transposed(mt_matrix matrix) {
+    matrix.transposed = true;
+    return matrix;
+}
+
+/* The block that starts at an element of an operand. */
+static mt_matrix mt_matrix_at(mt_matrix matrix, int64_t row, int64_t column) {
+    matrix.data += matrix.transposed ? column * matrix.stride + row : row * matrix.stride + column;
+    return matrix;
+}
 
 #ifdef MT_HAVE_BLAS
 static int64_t mt_halve(int64_t n) {
@@ -1181,8 +590,8 @@ static void mt_matmul_prepare(void) {
 /* The library's product, in tiles that depend on the shape only, each computed by one thread. The library itself would
  * tile by the number of threads, and the edges of its tiles round differently. Below 2^18 products OpenBLAS uses one
  * thread anyway. */
-static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                            int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
+static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                            bool accumulate) {
     int64_t rows = M, columns = N;
     while (rows > 512) rows = mt_halve(rows);
     while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
@@ -1191,10 +600,10 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
 #pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
     for (int64_t n = 0; n < N; n += columns)
         for (int64_t m = 0; m < M; m += rows)
-            cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans,
-                        b_transposed ? CblasTrans : CblasNoTrans, (int)mt_min(rows, M - m), (int)mt_min(columns, N - n),
-                        (int)K, 1.0f, a + (a_transposed ? m : m * lda), (int)lda, b + (b_transposed ? n * ldb : n),
-                        (int)ldb, accumulate ? 1.0f : 0.0f, c + m * ldc + n, (int)ldc);
+            cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
+                        b.transposed ? CblasTrans : CblasNoTrans, (int)mt_min(rows, M - m), (int)mt_min(columns, N - n),
+                        (int)K, 1.0f, mt_matrix_at(a, m, 0).data, (int)a.stride, mt_matrix_at(b, 0, n).data,
+                        (int)b.stride, accumulate ? 1.0f : 0.0f, c + m * stride + n, (int)stride);
 }
 #else
 enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
@@ -1202,25 +611,24 @@ enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
 static void mt_matmul_prepare(void) {
 }
 
-/* Copies b[k0 + k][n0 + n] for one depth of k and one panel of n into consecutive memory, padded with zeros. */
-static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], const float *b, int64_t ldb, bool transposed, int64_t k0,
-                           int64_t n0, int64_t depth, int64_t width) {
+/* Copies b[depth, width] into consecutive memory, padded with zeros. */
+static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], mt_matrix b, int64_t depth, int64_t width) {
     for (int64_t k = 0; k < depth; k++) {
-        for (int64_t n = 0; n < width; n++)
-            panel[k][n] = transposed ? b[(n0 + n) * ldb + k0 + k] : b[(k0 + k) * ldb + n0 + n];
+        for (int64_t n = 0; n < width; n++) panel[k][n] = *mt_matrix_at(b, k, n).data;
         for (int64_t n = width; n < MT_PANEL; n++) panel[k][n] = 0.0f;
     }
 }
 
-/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Consecutive rows of a are a_row
- * apart, columns a_column. Rows past `rows` repeat the last one. */
-static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_t a_row, int64_t a_column, int64_t rows,
-                           float panel[MT_DEPTH][MT_PANEL], int64_t depth) {
-    const float *a0 = a, *a1 = a + mt_min(1, rows - 1) * a_row, *a2 = a + mt_min(2, rows - 1) * a_row,
-                *a3 = a + mt_min(3, rows - 1) * a_row;
+/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Rows past `rows` repeat the last
+ * one. */
+static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], mt_matrix a, int64_t rows, float panel[MT_DEPTH][MT_PANEL],
+                           int64_t depth) {
+    const float *a0 = a.data, *a1 = mt_matrix_at(a, mt_min(1, rows - 1), 0).data;
+    const float *a2 = mt_matrix_at(a, mt_min(2, rows - 1), 0).data, *a3 = mt_matrix_at(a, mt_min(3, rows - 1), 0).data;
+    int64_t step = a.transposed ? a.stride : 1; // between elements of a row
     float s0[MT_PANEL] = {0}, s1[MT_PANEL] = {0}, s2[MT_PANEL] = {0}, s3[MT_PANEL] = {0};
     for (int64_t k = 0; k < depth; k++) {
-        float f0 = a0[k * a_column], f1 = a1[k * a_column], f2 = a2[k * a_column], f3 = a3[k * a_column];
+        float f0 = a0[k * step], f1 = a1[k * step], f2 = a2[k * step], f3 = a3[k * step];
 #pragma omp simd
         for (int64_t n = 0; n < MT_PANEL; n++) {
             s0[n] += f0 * panel[k][n];
@@ -1236,22 +644,21 @@ static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_
 }
 
 /* The product without a library: panels of b's columns by depths of K that fit in the first-level cache. */
-static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                            int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
-    int64_t a_row = a_transposed ? 1 : lda, a_column = a_transposed ? lda : 1;
+static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                            bool accumulate) {
 #pragma omp parallel for if (M * N * K > MT_PARALLEL * 16)
     for (int64_t n0 = 0; n0 < N; n0 += MT_PANEL) {
         float panel[MT_DEPTH][MT_PANEL], sums[MT_TILE][MT_PANEL];
         int64_t width = mt_min(MT_PANEL, N - n0);
-        for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc + n0, 0, (size_t)width * sizeof *c);
+        for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * stride + n0, 0, (size_t)width * sizeof *c);
         for (int64_t k0 = 0; k0 < K; k0 += MT_DEPTH) {
             int64_t depth = mt_min(MT_DEPTH, K - k0);
-            mt_matmul_pack(panel, b, ldb, b_transposed, k0, n0, depth, width);
+            mt_matmul_pack(panel, mt_matrix_at(b, k0, n0), depth, width);
             for (int64_t m0 = 0; m0 < M; m0 += MT_TILE) {
                 int64_t rows = mt_min(MT_TILE, M - m0);
-                mt_matmul_tile(sums, a + m0 * a_row + k0 * a_column, a_row, a_column, rows, panel, depth);
+                mt_matmul_tile(sums, mt_matrix_at(a, m0, k0), rows, panel, depth);
                 for (int64_t m = 0; m < rows; m++)
-                    for (int64_t n = 0; n < width; n++) c[(m0 + m) * ldc + n0 + n] += sums[m][n];
+                    for (int64_t n = 0; n < width; n++) c[(m0 + m) * stride + n0 + n] += sums[m][n];
             }
         }
     }
@@ -1285,48 +692,43 @@ static inline void mt_dot_four(float sums[4], const float *x, const void *const 
 }
 
 /* The product for a few rows. It reads b once; a gemm would pack b first. */
-static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                            int64_t lda, int64_t ldb, bool b_transposed, bool accumulate) {
-    for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc, 0, (size_t)N * sizeof *c);
-    for (int64_t n = 0; n < N && b_transposed; n += 4) {
+static void mt_matmul_small(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                            bool accumulate) {
+    for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * stride, 0, (size_t)N * sizeof *c);
+    for (int64_t n = 0; n < N && b.transposed; n += 4) {
         const void *rows[4];
-        for (int64_t i = 0; i < 4; i++) rows[i] = b + mt_min(n + i, N - 1) * ldb;
+        for (int64_t i = 0; i < 4; i++) rows[i] = b.data + mt_min(n + i, N - 1) * b.stride;
         for (int64_t m = 0; m < M; m++) {
             float sums[4];
-            mt_dot_four(sums, a + m * lda, rows, K, MT_F32);
-            for (int64_t i = 0; i < mt_min(4, N - n); i++) c[m * ldc + n + i] += sums[i];
+            mt_dot_four(sums, a.data + m * a.stride, rows, K, MT_F32);
+            for (int64_t i = 0; i < mt_min(4, N - n); i++) c[m * stride + n + i] += sums[i];
         }
     }
-    for (int64_t k = 0; k < K && !b_transposed; k++)
+    for (int64_t k = 0; k < K && !b.transposed; k++)
         for (int64_t m = 0; m < M; m++) {
-            float factor = a[m * lda + k];
+            float factor = a.data[m * a.stride + k];
+            const float *row = b.data + k * b.stride;
 #pragma omp simd
-            for (int64_t n = 0; n < N; n++) c[m * ldc + n] += factor * b[k * ldb + n];
+            for (int64_t n = 0; n < N; n++) c[m * stride + n] += factor * row[n];
         }
 }
 
-/* c[M, N] = a b, or += when accumulate, with a [M, K] ([K, M] when transposed) and b [K, N] ([N, K] when transposed);
- * ld* are the distances between stored rows. */
-static void mt_matmul(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                      int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
-    if (M <= 4 && !a_transposed)
-        mt_matmul_small(c, a, b, M, N, K, ldc, lda, ldb, b_transposed, accumulate);
+/* c[M, N] = a b, or += when accumulate, with a [M, K] and b [K, N]; rows of c are `stride` apart. */
+static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                      bool accumulate) {
+    if (M <= 4 && !a.transposed)
+        mt_matmul_small(c, stride, a, b, M, N, K, accumulate);
     else
-        mt_matmul_large(c, a, b, M, N, K, ldc, lda, ldb, a_transposed, b_transposed, accumulate);
+        mt_matmul_large(c, stride, a, b, M, N, K, accumulate);
 }
 
-/* A block of a matrix as floats: in place for fp32, converted into scratch for bf16. */
-typedef struct mt_matrix {
-    const float *data;
-    int64_t stride;
-} mt_matrix;
-
+/* A block of x as floats: in place for fp32, converted into scratch for bf16. */
 static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, int64_t rows, int64_t columns,
                                 int64_t stride, mt_dtype dtype) {
-    if (dtype == MT_F32) return (mt_matrix){(const float *)x + offset, stride};
+    if (dtype == MT_F32) return (mt_matrix){.data = (const float *)x + offset, .stride = stride};
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
     for (int64_t r = 0; r < rows; r++) mt_row_load(scratch + r * columns, x, offset + r * stride, columns, dtype);
-    return (mt_matrix){scratch, columns};
+    return (mt_matrix){.data = scratch, .stride = columns};
 }
 
 /* Few rows, as in decoding: one thread reads each weight, once. */
@@ -1371,7 +773,6 @@ static void mt_matrix_store(void *y, int64_t offset, const float *block, int64_t
 
 static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                   int64_t K, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     if (T <= 8) {
         mt_linear_forward_small(y, x, w, bias, T, N, K, dtype);
         return;
@@ -1391,8 +792,7 @@ static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const v
             float *y_block = mt_row_open(y_scratch, y, t * N + n, dtype);
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
             for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y_block + r * y_stride, b, (size_t)columns * sizeof *b);
-            mt_matmul(y_block, x_block.data, w_block.data, rows, columns, K, y_stride, K, K, MT_PLAIN, MT_TRANSPOSED,
-                      b != NULL);
+            mt_matmul(y_block, y_stride, x_block, mt_transposed(w_block), rows, columns, K, b != NULL);
             mt_matrix_store(y, t * N + n, y_block, rows, columns, N, dtype);
         }
     }
@@ -1400,7 +800,6 @@ static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const v
 
 static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
     int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
     float *dy_scratch = mt_scratch_grow(dy_floats + w_floats + mt_matrix_scratch(T_block, K, dtype));
@@ -1412,8 +811,7 @@ static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w
             int64_t columns = mt_min(N_block, N - n);
             mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
             mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
-            mt_matmul(dx_block, dy_block.data, w_block.data, rows, K, columns, K, dy_block.stride, K, MT_PLAIN,
-                      MT_PLAIN, n > 0);
+            mt_matmul(dx_block, K, dy_block, w_block, rows, K, columns, n > 0);
         }
         mt_matrix_store(dx, t * K, dx_block, rows, K, K, dtype);
     }
@@ -1436,7 +834,6 @@ static void mt_column_sums(float *out, const void *x, int64_t T, int64_t C, mt_d
 
 static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
                                           int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
     int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype);
     float *dy_scratch = mt_scratch_grow(dy_floats + mt_matrix_scratch(T_block, K, dtype));
@@ -1447,8 +844,7 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
         for (int64_t n = 0; n < N; n += N_block) {
             int64_t columns = mt_min(N_block, N - n);
             mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
-            mt_matmul(dw + n * K, dy_block.data, x_block.data, columns, K, rows, K, dy_block.stride, K, MT_TRANSPOSED,
-                      MT_PLAIN, accumulate || t > 0);
+            mt_matmul(dw + n * K, K, mt_transposed(dy_block), x_block, columns, K, rows, accumulate || t > 0);
         }
     }
     if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
@@ -1592,7 +988,6 @@ static void mt_transpose_segments(float *to, int64_t stride, const float *x, int
 }
 
 static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t R = a->R, C = a->C, n = R * C, begin = a->offsets ? a->offsets[0] : 0,
             end = a->offsets ? a->offsets[a->num_experts] : R, x_floats = mt_matrix_scratch(R, C, dtype),
             stride = a->columns.stride;
@@ -1647,33 +1042,32 @@ static void mt_fp8_load(float *to, const mt_fp8_matrix *matrix, int64_t R, int64
     }
 }
 
-/* out[M, N] (+)= rows [first, first + M) of p->a times b^T, over K elements from column k on. */
-static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *b, void *out, int64_t first, int64_t M,
+/* out[M, N] (+)= rows [first, first + M) of p->a times w^T, over K elements from column k on. */
+static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *w, void *out, int64_t first, int64_t M,
                             int64_t k, int64_t K) {
     int64_t N = p->N, M_block = mt_max(1, mt_min(M, 512)), N_block = mt_min(N, 1024);
     int64_t out_floats = mt_matrix_scratch(M_block, N_block, p->out_dtype);
     float *a_floats = mt_scratch_grow((M_block + N_block) * K + out_floats + N_block),
           *b_floats = a_floats + M_block * K;
     float *scratch = b_floats + N_block * K, *bias_scratch = scratch + out_floats;
+    mt_matrix a = {.data = a_floats, .stride = K}, b = {.data = b_floats, .stride = K};
     for (int64_t m = 0; m < M; m += M_block) {
         int64_t rows = mt_min(M_block, M - m);
         mt_fp8_load(a_floats, &p->a, p->M, first + m, rows, k, K);
         for (int64_t n = 0; n < N; n += N_block) {
             int64_t columns = mt_min(N_block, N - n), stride = p->out_dtype == MT_F32 ? N : columns;
-            mt_fp8_load(b_floats, b, N, n, columns, k, K);
+            mt_fp8_load(b_floats, w, N, n, columns, k, K);
             const float *bias = p->bias ? mt_row_load(bias_scratch, p->bias, n, columns, p->out_dtype) : NULL;
             float *block = mt_row_open(scratch, out, m * N + n, p->out_dtype);
             for (int64_t r = 0; r < (bias ? rows : 0); r++)
                 memcpy(block + r * stride, bias, (size_t)columns * sizeof *bias);
-            mt_matmul(block, a_floats, b_floats, rows, columns, K, stride, K, K, MT_PLAIN, MT_TRANSPOSED,
-                      bias || p->accumulate);
+            mt_matmul(block, stride, a, mt_transposed(b), rows, columns, K, bias || p->accumulate);
             mt_matrix_store(out, m * N + n, block, rows, columns, N, p->out_dtype);
         }
     }
 }
 
 static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) {
-    (void)stream;
     int64_t size = mt_dtype_size(p->out_dtype);
     if (!p->offsets) mt_fp8_multiply(p, &p->b, p->out, 0, p->M, 0, p->K);
     for (int64_t e = 0, k = 0; e < (p->offsets ? p->num_experts : 0); e++) {
@@ -1689,12 +1083,10 @@ static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) 
 }
 
 static void mt_cpu_column_sums(float *sums, const void *x, int64_t R, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_column_sums(sums, x, R, C, dtype);
 }
 
 static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
-    (void)stream;
     for (int64_t i = 0; i < a->n; i++) {
         float current = a->history[i], amax = current, scale;
         for (int64_t t = 1; t < a->length && !a->most_recent; t++) amax = mt_amax_merge(amax, a->history[t * a->n + i]);
@@ -1707,25 +1099,10 @@ static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream)
     }
 }
 
-double mt_cpu_matmul_rate(int64_t n) {
-    float *memory = mt_cpu_memory_alloc(3 * n * n * (int64_t)sizeof(float)), *a = memory, *b = a + n * n,
-          *c = b + n * n;
-    for (int64_t i = 0; i < 2 * n * n; i++) memory[i] = (float)(i % 7) - 3.0f;
-    double best = 1e30, begin = mt_time();
-    for (int64_t run = 0; run < 4 || (run < 20 && mt_time() - begin < 0.5); run++) {
-        double start = mt_time();
-        mt_matmul(c, a, b, n, n, n, n, n, n, MT_PLAIN, MT_PLAIN, false);
-        best = fmin(best, mt_time() - start);
-    }
-    mt_cpu_memory_free(memory);
-    return 2.0 * (double)n * (double)n * (double)n / best;
-}
-
 /* ==== §3c embedding and norms ==================================================================================== */
 
 static void mt_cpu_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C, int64_t first,
                                      int64_t count, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(2 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -1761,12 +1138,10 @@ static void mt_add_rows_at(float *sum, const void *from, const int32_t *rows, in
 
 static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
                                       int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_add_rows_at(dw, dout, ids, T, C, first, count, dtype);
 }
 
 static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, H = a->H, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
@@ -1813,7 +1188,6 @@ static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, in
 
 /* With n = x rstd and g = dy w, dx = rstd (g - n mean(g n)). */
 static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, H = a->H, C = a->C, dx_stride = a->dx_stride;
     mt_norm_backward_weight(a, a->dy_stride, a->x_stride, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
@@ -1839,7 +1213,6 @@ static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_st
 }
 
 static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
@@ -1866,7 +1239,6 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
 static void mt_cpu_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, C = a->C;
     mt_norm_backward_weight(a, C, C, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
@@ -1925,12 +1297,10 @@ static void mt_rope_rotate(const mt_rope_args *a, float direction, mt_dtype dtyp
 }
 
 static void mt_cpu_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_rope_rotate(a, 1.0f, dtype);
 }
 
 static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_rope_rotate(a, -1.0f, dtype);
 }
 
@@ -1954,7 +1324,6 @@ static void mt_copy_elements(void *to, int64_t to_at, const void *from, int64_t 
 }
 
 static void mt_cpu_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
@@ -1969,7 +1338,6 @@ static void mt_cpu_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype 
 }
 
 static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
@@ -2122,7 +1490,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
-        mt_matmul(p, q.data, k.data, rows, columns, D, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED, false);
+        mt_matmul(p, columns, q, mt_transposed(k), rows, columns, D, false);
         for (int64_t i = 0; i < rows; i++) {
             mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
@@ -2130,7 +1498,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
         if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
-        mt_matmul(sums, p, v.data, rows, Dv, columns, Dv, columns, v.stride, MT_PLAIN, MT_PLAIN, true);
+        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, v, rows, Dv, columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
@@ -2142,7 +1510,6 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
 }
 
 static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
@@ -2158,17 +1525,21 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
             }
 }
 
-/* For queries i0... and keys j0... of a task's head: ds[rows, columns], scale times the gradient of scale q k^T, and
- * p[rows, columns], the probabilities after dropout, the factors of v. */
-static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
-                                         mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
-                                         int64_t columns) {
+/* Queries [i0, i0 + rows) and keys [j0, j0 + columns) of a task's head in the backward. */
+typedef struct mt_attention_block {
+    int64_t i0, j0, rows, columns;
+    mt_matrix q, k, v, dout;
+} mt_attention_block;
+
+/* For a block: ds[rows, columns], scale times the gradient of scale q k^T, and p[rows, columns], the probabilities
+ * after dropout, the factors of v. */
+static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task,
+                                         const mt_attention_block *b) {
     const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    mt_matmul(p, q.data, k.data, rows, columns, call->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
-              false);
-    mt_matmul(ds, dout.data, v.data, rows, columns, call->value_size, columns, dout.stride, v.stride, MT_PLAIN,
-              MT_TRANSPOSED, false);
+    int64_t i0 = b->i0, j0 = b->j0, rows = b->rows, columns = b->columns;
+    mt_matmul(p, columns, b->q, mt_transposed(b->k), rows, columns, call->head_size, false);
+    mt_matmul(ds, columns, b->dout, mt_transposed(b->v), rows, columns, call->value_size, false);
     if (call->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
     for (int64_t i = 0; i < rows; i++) {
         int64_t begin, end, row = (span->q_start + i0 + i) * call->num_heads + task->head;
@@ -2210,19 +1581,19 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
     float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
     float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
-    mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
-    mt_matrix dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
-    mt_attention_row_dot(task, dout, i0, rows, v_scratch);
+    mt_attention_block b = {.i0 = i0, .rows = rows, .q = mt_attention_load_q(q_scratch, task, i0, rows)};
+    b.dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
+    mt_attention_row_dot(task, b.dout, i0, rows, v_scratch);
     memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
     int64_t first, last, ignored;
     mt_span_keys(span, call->window, i0, &first, &ignored);
     mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
-    for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
-        int64_t columns = mt_min(MT_KEYS, last - j0);
-        mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
-        mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
-        mt_attention_backward_scores(p, ds, task, q, k, v, dout, i0, j0, rows, columns);
-        mt_matmul(sums, ds, k.data, rows, D, columns, D, columns, k.stride, MT_PLAIN, MT_PLAIN, true);
+    for (b.j0 = first; b.j0 < last; b.j0 += MT_KEYS) {
+        b.columns = mt_min(MT_KEYS, last - b.j0);
+        b.k = mt_attention_load_k(k_scratch, task, b.j0, b.columns);
+        b.v = mt_attention_load_v(v_scratch, task, b.j0, b.columns);
+        mt_attention_backward_scores(p, ds, task, &b);
+        mt_matmul(sums, D, (mt_matrix){.data = ds, .stride = b.columns}, b.k, rows, D, b.columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t offset = (span->q_start + i0 + i) * call->q_stride + task->head * D;
@@ -2240,16 +1611,17 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
     float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
-    mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
-    mt_matrix v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
+    const mt_matrix p_columns = {p, columns, true}, ds_columns = {ds, columns, true};
+    mt_attention_block b = {.j0 = j0, .columns = columns, .k = mt_attention_load_k(k_scratch, task, j0, columns)};
+    b.v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
     mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
-    for (int64_t i0 = begin; i0 < end; i0 += MT_QUERIES) {
-        int64_t rows = mt_min(MT_QUERIES, end - i0);
-        mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
-        mt_matrix dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
-        mt_attention_backward_scores(p, ds, task, q, k, v, dout, i0, j0, rows, columns);
-        mt_matmul(dv_sums, p, dout.data, columns, Dv, rows, Dv, columns, dout.stride, MT_TRANSPOSED, MT_PLAIN, true);
-        mt_matmul(dk_sums, ds, q.data, columns, D, rows, D, columns, q.stride, MT_TRANSPOSED, MT_PLAIN, true);
+    for (b.i0 = begin; b.i0 < end; b.i0 += MT_QUERIES) {
+        b.rows = mt_min(MT_QUERIES, end - b.i0);
+        b.q = mt_attention_load_q(q_scratch, task, b.i0, b.rows);
+        b.dout = mt_attention_load_dout(dout_scratch, task, b.i0, b.rows);
+        mt_attention_backward_scores(p, ds, task, &b);
+        mt_matmul(dv_sums, Dv, p_columns, b.dout, columns, Dv, b.rows, true);
+        mt_matmul(dk_sums, D, ds_columns, b.q, columns, D, b.rows, true);
     }
 }
 
@@ -2283,7 +1655,6 @@ static void mt_attention_backward_group(mt_attention_task *task, int64_t group, 
 }
 
 static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
@@ -2321,7 +1692,6 @@ static float mt_merge_head(float *out, const float *part, float lse, float part_
 static void mt_cpu_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
                                    const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
                                    mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(Dv);
     for (int64_t s = 0; s < spans->count; s++) {
         const mt_span *span = &spans->host[s];
@@ -2335,7 +1705,6 @@ static void mt_cpu_attention_merge(float *out, float *lse, const void *part, con
 
 static void mt_cpu_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
                                    int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(width);
     for (int64_t s = 0; s < spans->count; s++) {
         const mt_span *span = &spans->host[s];
@@ -2438,7 +1807,6 @@ static void mt_cpu_activation_forward(void *y, const void *x, const float *weigh
                                       mt_activation activation, mt_dtype dtype, mt_stream *stream) {
     bool gated = mt_activation_rows[activation].gated;
     int64_t blocks = mt_divide_up(F, MT_BLOCK), width = gated ? 2 * F : F;
-    (void)stream;
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t i = 0; i < T * blocks; i++) {
         float scratch[3][MT_BLOCK];
@@ -2456,7 +1824,6 @@ static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy
                                        mt_stream *stream) {
     bool gated = mt_activation_rows[activation].gated;
     int64_t width = gated ? 2 * F : F;
-    (void)stream;
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float scratch[5][MT_BLOCK];
@@ -2480,7 +1847,6 @@ static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy
 static void mt_cpu_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
                                        int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
                                        mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -2503,7 +1869,6 @@ static void mt_cpu_dropout_add_backward(void *dx, const void *dout, const int64_
 }
 
 static void mt_cpu_add(void *y, const void *a, const void *b, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t block = 0; block < n; block += MT_BLOCK) {
         float a_scratch[MT_BLOCK], b_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
@@ -2519,13 +1884,11 @@ static void mt_cpu_add(void *y, const void *a, const void *b, int64_t n, mt_dtyp
 
 static void mt_cpu_scatter_add_rows(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C,
                                     int64_t count, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_add_rows_at(sum, from, rows, T, C, 0, count, dtype);
 }
 
 static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
                                 int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t size = mt_dtype_size(dtype);
 #pragma omp parallel for if (T * width > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
@@ -2535,7 +1898,6 @@ static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows,
 
 static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
                                int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t size = mt_dtype_size(dtype);
 #pragma omp parallel for if (T * width > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
@@ -2549,7 +1911,6 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
 /* ==== §3g cross-entropy ========================================================================================== */
 
 static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     const int64_t T = a->T, count = a->count;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
@@ -2578,7 +1939,6 @@ static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtyp
 
 static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const float *parts, int64_t n,
                                          mt_stream *stream) {
-    (void)stream;
     const int64_t T = a->T, part = (a->entropy ? 4 : 3) * T;
     for (int64_t t = 0; t < T; t++) {
         float max = -INFINITY, *row = a->stats + t;
@@ -2599,7 +1959,6 @@ static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const f
 }
 
 static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream *stream) {
-    (void)stream;
     for (int64_t t = 0; t < a->T; t++) {
         const float *row = a->stats + t;
         double log_sum = (double)row[0] + log((double)row[a->T]);
@@ -2610,7 +1969,6 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
 }
 
 static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     const int64_t count = a->count, stride = a->stride;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
 #pragma omp parallel for if (a->T * count > MT_PARALLEL)
@@ -2637,7 +1995,6 @@ static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dty
 
 static void mt_cpu_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
                             mt_stream *stream) {
-    (void)stream;
     for (int64_t t = 0; t < T; t++) {
         sums[0] -= (double)logp[t] * (double)weights[t];
         sums[1] += (double)weights[t];
@@ -2658,7 +2015,6 @@ static int32_t mt_row_argmax(const float *x, int64_t n) {
 
 static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
                           mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
@@ -2673,7 +2029,6 @@ static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t s
 /* Every sum runs over the channels in order, for any number of rows. */
 static void mt_cpu_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
                                  mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     enum { TOKENS = 16 }; // per read of the weights
     mt_scratch scratch = mt_scratch_reserve(mt_matrix_scratch(TOKENS, C, dtype));
 #pragma omp parallel for if (T * E * C > MT_PARALLEL)
@@ -2783,7 +2138,6 @@ static void mt_route_weigh(float *probs, const int32_t *experts, const float *lo
 
 static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
                                  const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
-    (void)stream;
     int64_t E = router->num_experts, k = router->topk;
     int32_t wrong = 0;
     mt_scratch scratch = mt_scratch_reserve(4 * E);
@@ -2844,7 +2198,6 @@ static double mt_sinkhorn_round(double *scale, double *old, double *weight, cons
 
 static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
                                   int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
-    (void)stream;
     int64_t E = router->num_experts, k = router->topk;
     double *cost = (double *)mt_scratch_grow(2 * (T * E + 2 * T + 2 * E) + E), *guard = cost + T * E;
     double *weight = guard + T, *scale = weight + T, *old = scale + E;
@@ -2876,7 +2229,6 @@ static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *inval
  * softmax; the same times 1 - s for sigmoids s divided by their sum; g s (1 - s) for a single sigmoid. */
 static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                   int64_t T, const mt_router *router, mt_stream *stream) {
-    (void)stream;
     int64_t E = router->num_experts, k = router->topk;
     bool all = !router->sigmoid && router->pre_softmax; // the softmax includes experts that were not chosen
     mt_scratch scratch = mt_scratch_reserve(E + k);
@@ -2918,7 +2270,6 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
 
 static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
                                     int64_t T, const mt_router *router, mt_stream *stream) {
-    (void)stream;
     enum { TOKENS = 512 }; // rows kept between the two passes
     int64_t E = router->num_experts, k = router->topk;
     double *totals = (double *)mt_scratch_grow(2 * (2 * S * E + TOKENS) + 2 * TOKENS * E), *lse = totals + 2 * S * E;
@@ -2947,7 +2298,6 @@ static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *log
 }
 
 static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
-    (void)stream;
     for (int64_t s = 0; s < S; s++) {
         const float *shares = sums + s * E, *counts = shares + S * E;
         double products = 0, total = 0;
@@ -2963,7 +2313,6 @@ static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, in
 static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
                                      int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
                                      mt_stream *stream) {
-    (void)stream, (void)S;
     int64_t E = router->num_experts;
     mt_scratch scratch = mt_scratch_reserve(E);
 #pragma omp parallel for if (T * E > MT_PARALLEL)
@@ -2986,7 +2335,6 @@ static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const 
 }
 
 static void mt_cpu_count_experts(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream) {
-    (void)stream, (void)E;
     for (int64_t i = 0; i < n; i++)
         if (experts[i] >= 0) loads[experts[i]]++;
 }
@@ -3008,7 +2356,6 @@ static int mt_queued_compare(const void *left, const void *right) {
 }
 
 static void mt_cpu_drop_tokens(const mt_drop_args *a, mt_stream *stream) {
-    (void)stream;
     mt_queued *queue = (mt_queued *)mt_scratch_grow(a->T * a->k * (int64_t)(sizeof *queue / sizeof(float)));
     int64_t n = 0, before = 0, rows = a->count * a->k;
     for (int64_t i = 0; i < a->T * a->k; i++) {
@@ -3036,7 +2383,6 @@ static int64_t mt_dispatch_destination(int32_t expert, const mt_dispatch *d) {
 static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
                                  const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
                                  mt_stream *stream) {
-    (void)stream;
     int64_t k = dispatch->topk, copies = dispatch->copies, destinations = dispatch->count * copies;
     int64_t capacity = dispatch->capacity;
     int32_t *next = (int32_t *)mt_scratch_grow(destinations); // next free row
@@ -3065,7 +2411,6 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
 
 static void mt_cpu_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
                                   int64_t sources, int64_t local, int64_t M, mt_stream *stream) {
-    (void)stream, (void)M;
     int32_t *begins = (int32_t *)mt_scratch_grow(sources * local), row = 0; // first row of [source, expert]
     for (int64_t i = 0; i < sources * local; i++) {
         begins[i] = row;
@@ -3086,7 +2431,6 @@ static void mt_cpu_exchange_order(int32_t *to_expert, int32_t *from_expert, int3
 
 static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
                                 int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (T * n * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -3120,7 +2464,7 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
 static void mt_cpu_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
                                           int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
     bool by_expert = mt_threads_by_expert(E);
-    (void)M, (void)by_expert; // without OpenMP
+    (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
@@ -3134,7 +2478,7 @@ static void mt_cpu_grouped_linear_backward_input(void *dx, const void *dy, const
                                                  int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
                                                  mt_stream *stream) {
     bool by_expert = mt_threads_by_expert(E);
-    (void)M, (void)by_expert; // without OpenMP
+    (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
@@ -3148,7 +2492,7 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
                                                   int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
                                                   mt_dtype dtype, mt_stream *stream) {
     bool by_expert = mt_threads_by_expert(E);
-    (void)M, (void)by_expert; // without OpenMP
+    (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < E; e++) {
         int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
@@ -3161,7 +2505,6 @@ static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, con
 
 static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
                                         int64_t E, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(3 * N);
 #pragma omp parallel for if (M * N > MT_PARALLEL)
     for (int64_t m = 0; m < mt_min(M, offsets[E]); m++) {
@@ -3178,7 +2521,6 @@ static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t
 
 static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int32_t *offsets, int64_t M, int64_t N,
                                          int64_t E, mt_dtype dtype, mt_stream *stream) {
-    (void)M, (void)stream;
     for (int64_t e = 0; e < E; e++) {
         int64_t rows = offsets[e + 1] - offsets[e];
         if (rows > 0) mt_column_sums(dbias + e * N, mt_rows_from(dy, offsets[e], N, dtype), rows, N, dtype);
@@ -3187,7 +2529,6 @@ static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int
 
 static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(2 * C);
 #pragma omp parallel for if (M * C > MT_PARALLEL)
     for (int64_t m = 0; m < M; m++) {
@@ -3201,7 +2542,6 @@ static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weigh
 
 static void mt_cpu_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
                                        int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (M * C > MT_PARALLEL)
     for (int64_t m = 0; m < M; m++) {
@@ -3225,7 +2565,6 @@ static void mt_cpu_scale_rows_backward(void *dx, float *dweights, const void *dy
 
 static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
                                     mt_stream *stream) {
-    (void)stream;
     if (scale[0] < 0) return;
     double sum = 0;
     for (int64_t e = 0; e < E; e++) sum += (double)loads[e];
@@ -3238,7 +2577,6 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
 /* ==== §3i optimizer and conversions ============================================================================== */
 
 static void mt_cpu_squared_norm(double *sum, const void *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     enum { PARTS = 256 }; // for any number of threads
     double parts[PARTS] = {0};
     int64_t length = mt_divide_up(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
@@ -3259,7 +2597,6 @@ static void mt_cpu_squared_norm(double *sum, const void *x, int64_t n, mt_dtype 
 }
 
 static void mt_cpu_accumulate(void *sum, const float *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t block = 0; block < n; block += MT_BLOCK) {
         float scratch[MT_BLOCK], *row = mt_row_open(scratch, sum, block, dtype);
@@ -3273,7 +2610,6 @@ static void mt_cpu_accumulate(void *sum, const float *x, int64_t n, mt_dtype dty
 
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
                                   float clip, mt_stream *stream) {
-    (void)stream;
     double tokens = denominator[0] > 0 ? denominator[0] : 1.0; // all tokens masked: no gradient
     double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? (double)clip / (size + 1e-6) : 1.0;
     norm[0] = (float)size;
@@ -3282,7 +2618,6 @@ static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_o
 
 static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
                               const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
-    (void)stream;
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
     mt_guard_check check = MT_STEP_PASSED;
@@ -3313,7 +2648,6 @@ static inline float mt_fma(float a, float b, float c) {
 }
 
 static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
-    (void)stream;
     if (a->scale[0] < 0) return;
     float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = a->scale[0];
     float step = adamw->lr / adamw->bias_correction1, shrink = mt_fma(-adamw->lr, adamw->weight_decay, 1.0f);
@@ -3352,7 +2686,6 @@ static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
 /* Normal numbers first ... first + n - 1 of a key: number i is number i % 4 of counter i / 4. */
 static void mt_cpu_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
                                  mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t block = 0; block < n; block += MT_BLOCK) {
         float scratch[MT_BLOCK], normal[4];
@@ -3374,7 +2707,6 @@ static void mt_cpu_random_normal(void *param, int64_t n, uint64_t key, int64_t f
 
 static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
                            mt_stream *stream) {
-    (void)stream;
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t block = 0; block < n; block += MT_BLOCK) {
         float scratch[MT_BLOCK];
@@ -3388,11 +2720,9 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
 #define MT_CPU_ENTRY(name, ...) .name = mt_cpu_##name,
 const mt_ops mt_cpu_ops = {.name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY)};
 #undef MT_CPU_ENTRY
-#pragma GCC diagnostic pop
 
 #ifndef MT_HAVE_CUDA
 const mt_ops *mt_cuda_open(int device, mt_error *error) {
-    (void)device;
     mt_error_set(error, "this build has no CUDA; make compiles it for the GPU that it finds, or for CUDA_ARCH=90a; "
                         "or take --device cpu");
     return NULL;
@@ -3432,8 +2762,6 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     MPI_Comm_rank(host, rank);
     MPI_Comm_size(host, size);
     MPI_Comm_free(&host);
-#else
-    (void)world;
 #endif
 }
 
@@ -3449,8 +2777,6 @@ static void mt_host_total(const mt_group *world, int *ranks, int64_t *needed, in
     MPI_Allreduce(MPI_IN_PLACE, needed, 1, MPI_INT64_T, MPI_SUM, host);
     MPI_Allreduce(MPI_IN_PLACE, available, 1, MPI_INT64_T, MPI_MIN, host);
     MPI_Comm_free(&host);
-#else
-    (void)world, (void)needed, (void)available;
 #endif
 }
 
@@ -3464,8 +2790,6 @@ static void mt_share_threads(const mt_group *world) {
     int cores = omp_get_num_procs(), all_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to a subset of the cores
     omp_set_num_threads(cores > 1 ? cores : 1);
-#else
-    (void)world;
 #endif
 }
 #endif
@@ -3493,6 +2817,8 @@ static void mt_share_threads(const mt_group *world) {
 #define MT_GROUP_ALONE(kind, field, its_name, ...) .field = {.name = its_name, .size = 1},
 #define MT_GROUP_ROW(kind, field, name, experts, ...)                                                                  \
     [MT_GROUP_##kind] = {offsetof(mt_grid, field), experts, {__VA_ARGS__}},
+
+const mt_watch_hooks *mt_watch;
 
 const mt_grid mt_grid_of_one = {MT_GROUPS(MT_GROUP_ALONE)};
 
@@ -3599,7 +2925,6 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     // waits for this rank, both wait forever. So CUDA loads all kernels when it starts.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
-    (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
     if (!size) size = getenv("PMI_SIZE");
     if (size && atoi(size) > 1)
@@ -3624,183 +2949,6 @@ static void mt_group_make(mt_group *group, const mt_group *world, const int *mem
 #endif
 }
 
-/* The watchdog: a thread that checks how long this rank has waited for an operation or a file. If one rank hangs, all
- * others wait; each prints a line and ends the job, so the rank without a line is the faulty one. A rank whose disk
- * hangs names the file. A static object, because ops have no context. */
-enum { MT_WATCHED_FILES = 16 }; // at once; more are not watched
-
-static const struct {
-    const char *during, *option;
-} mt_watch_phases[] = {[MT_WATCH_START] = {"the start", "distributed-timeout-minutes"},
-                       [MT_WATCH_STEP] = {"a step", "distributed-timeout-seconds"},
-                       [MT_WATCH_SAVE] = {"a save", "save-timeout-seconds"}};
-
-static struct {
-    pthread_t thread;
-    pthread_mutex_t lock;
-    pthread_cond_t stops;
-    bool running, stopping;
-    int rank;
-    mt_watch_phase phase;
-    double limits[MT_WATCH_PHASES], since;   // seconds
-    const char *operation, *group;           // that this rank waits for; NULL: none
-    const char *last_operation, *last_group; // enqueued last on a device
-    struct {
-        const char *path; // NULL: unused
-        mt_file_use use;
-        double since;
-    } files[MT_WATCHED_FILES];
-} mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
-
-void mt_watch_begin(const char *operation, const char *group) {
-    if (!mt_watch.running) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.operation = operation, mt_watch.group = group;
-    mt_watch.since = mt_time();
-    pthread_mutex_unlock(&mt_watch.lock);
-}
-
-void mt_watch_end(void) {
-    if (!mt_watch.running) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.operation = NULL;
-    pthread_mutex_unlock(&mt_watch.lock);
-}
-
-void mt_watch_note(const char *operation, const char *group) {
-    if (!mt_watch.running) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.last_operation = operation, mt_watch.last_group = group;
-    pthread_mutex_unlock(&mt_watch.lock);
-}
-
-int mt_watch_file_begin(const char *path, mt_file_use use) {
-    int file = 0;
-    if (!mt_watch.running) return MT_WATCHED_FILES;
-    pthread_mutex_lock(&mt_watch.lock);
-    while (file < MT_WATCHED_FILES && mt_watch.files[file].path) file++;
-    if (file < MT_WATCHED_FILES) {
-        mt_watch.files[file].path = path, mt_watch.files[file].use = use;
-        mt_watch.files[file].since = mt_time();
-    }
-    pthread_mutex_unlock(&mt_watch.lock);
-    return file;
-}
-
-void mt_watch_file_end(int file) {
-    if (file >= MT_WATCHED_FILES) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.files[file].path = NULL;
-    pthread_mutex_unlock(&mt_watch.lock);
-}
-
-mt_watch_phase mt_watch_enter(mt_watch_phase phase) {
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch_phase before = mt_watch.phase;
-    mt_watch.phase = phase;
-    pthread_mutex_unlock(&mt_watch.lock);
-    return before;
-}
-
-/* Ends the job after a message. Other ranks get a second to print theirs. */
-static void mt_watch_abort(void) {
-    sleep(1);
-    alarm(10); // in case MPI_Abort hangs
-#ifdef MT_HAVE_MPI
-    int started = 0;
-    MPI_Initialized(&started);
-    if (started) MPI_Abort(MPI_COMM_WORLD, 1);
-#endif
-    _exit(1);
-}
-
-/* An operation took too long: prints it and ends the job. */
-static void mt_watch_expire(void) {
-    char last[160] = "";
-    if (mt_watch.last_operation)
-        snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
-    fprintf(stderr,
-            "error: rank %d waited more than %g s for %s%s%s%s during %s: a rank without this message %shangs or is "
-            "far behind; --%s sets the limit\n",
-            mt_watch.rank, mt_watch.limits[mt_watch.phase], mt_watch.operation, mt_watch.group ? " in group " : "",
-            mt_watch.group ? mt_watch.group : "", last, mt_watch_phases[mt_watch.phase].during,
-            mt_watch.phase == MT_WATCH_START ? "has not started, " : "", mt_watch_phases[mt_watch.phase].option);
-    mt_watch_abort();
-}
-
-static void mt_watch_check_files(double now) {
-    for (int i = 0; i < MT_WATCHED_FILES; i++) {
-        mt_file_use use = mt_watch.files[i].use;
-        mt_watch_phase phase = use == MT_FILE_SAVE ? MT_WATCH_SAVE : mt_watch.phase;
-        if (!mt_watch.files[i].path || now - mt_watch.files[i].since <= mt_watch.limits[phase]) continue;
-        fprintf(stderr,
-                "error: rank %d waited more than %g s for the disk to %s %s during %s: the disk hangs or is very slow; "
-                "--%s sets the limit\n",
-                mt_watch.rank, mt_watch.limits[phase], use == MT_FILE_READ ? "read" : "write", mt_watch.files[i].path,
-                mt_watch_phases[phase].during, mt_watch_phases[phase].option);
-        mt_watch_abort();
-    }
-}
-
-static void *mt_watch_run(void *unused) {
-    (void)unused;
-    double looked = mt_time();
-    pthread_mutex_lock(&mt_watch.lock);
-    while (!mt_watch.stopping) {
-        struct timespec next;
-        clock_gettime(CLOCK_REALTIME, &next);
-        next.tv_nsec += 250000000;
-        next.tv_sec += next.tv_nsec / 1000000000;
-        next.tv_nsec %= 1000000000;
-        pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
-        double now = mt_time(), slept = now - looked;
-        looked = now;
-        if (slept > 1) { // this process was suspended
-            mt_watch.since = fmin(now, mt_watch.since + slept);
-            for (int i = 0; i < MT_WATCHED_FILES; i++)
-                mt_watch.files[i].since = fmin(now, mt_watch.files[i].since + slept);
-        }
-        mt_watch_check_files(now);
-        if (mt_watch.operation && now - mt_watch.since > mt_watch.limits[mt_watch.phase]) mt_watch_expire();
-    }
-    pthread_mutex_unlock(&mt_watch.lock);
-    return NULL;
-}
-
-/* Sets the limits, and starts the thread in a phase if it does not run. */
-static void mt_watch_open(const mt_options *o, int rank, mt_watch_phase phase) {
-    sigset_t all, old; // signals go to the main thread
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.rank = rank;
-    mt_watch.limits[MT_WATCH_START] = 60 * o->distributed_timeout_minutes;
-    mt_watch.limits[MT_WATCH_STEP] = (double)o->distributed_timeout_seconds;
-    mt_watch.limits[MT_WATCH_SAVE] = (double)o->save_timeout_seconds;
-    pthread_mutex_unlock(&mt_watch.lock);
-    if (mt_watch.running) return;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    mt_watch.phase = phase, mt_watch.stopping = false;
-    mt_watch.operation = mt_watch.last_operation = NULL;
-    mt_watch.running = pthread_create(&mt_watch.thread, NULL, mt_watch_run, NULL) == 0;
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
-    if (!mt_watch.running) mt_die("the watchdog's thread cannot be started");
-}
-
-void mt_watch_start(const mt_options *options) {
-    bool limited = options->distributed_timeout_minutes > 0; // mt_options_finish will refuse other values
-    if (limited && mt_launched_by_mpi()) mt_watch_open(options, mt_launch_rank(), MT_WATCH_START);
-}
-
-static void mt_watch_stop(void) {
-    if (!mt_watch.running) return;
-    pthread_mutex_lock(&mt_watch.lock);
-    mt_watch.stopping = true;
-    pthread_cond_signal(&mt_watch.stops);
-    pthread_mutex_unlock(&mt_watch.lock);
-    pthread_join(mt_watch.thread, NULL);
-    mt_watch.running = false;
-}
-
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
     int64_t model_ranks =
         options->tensor_model_parallel_size * options->context_parallel_size * options->pipeline_model_parallel_size;
@@ -3814,10 +2962,8 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
         mt_group_make(mt_grid_group(grid, kind), &grid->world, members, count);
     }
     free(members);
-    if (grid->world.size > 1)
-        mt_watch_open(options, grid->world.rank, MT_WATCH_STEP);
-    else
-        mt_watch_stop();
+    if (mt_watch && grid->world.size > 1) mt_watch->start(options, grid->world.rank);
+    if (mt_watch && grid->world.size == 1) mt_watch->stop();
     return 0;
 }
 
@@ -3868,7 +3014,7 @@ static void mt_grid_close_groups(mt_grid *grid) {
 
 void mt_grid_clear(mt_grid *grid) {
     mt_grid_close_groups(grid);
-    mt_watch_stop();
+    if (mt_watch) mt_watch->stop();
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
 #ifdef MT_HAVE_MPI
@@ -3972,8 +3118,6 @@ static void mt_host_message(const char *operation, const mt_group *group, const 
     mt_watch_begin(operation, group->name);
     mt_mpi_exchange(group, MT_TAG_HOST, out, out_bytes, peer, in, in_bytes, peer);
     mt_watch_end();
-#else
-    (void)operation, (void)out, (void)out_bytes, (void)in, (void)in_bytes;
 #endif
 }
 
@@ -4100,20 +3244,16 @@ static void mt_host_all_reduce(void *buffer, int64_t count, mt_reduction reducti
     mt_watch_begin("all_reduce", group->name);
     mt_mpi_all_reduce(buffer, count, reduction, dtype, group);
     mt_watch_end();
-#else
-    (void)buffer, (void)reduction;
 #endif
 }
 
 static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                               const mt_group *group, mt_stream *stream) {
-    (void)stream;
     mt_host_all_reduce(buffer, count, reduction, dtype, group);
 }
 
 static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                                   mt_stream *stream) {
-    (void)stream;
     MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
     int64_t width = mt_dtype_size(dtype);
     if (group->size == 1 && out != in) memmove(out, in, (size_t)(count * width));
@@ -4151,20 +3291,16 @@ static void mt_cpu_exchange_all(const char *operation, char *out, const char *in
         mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride, bytes, to, out + from * bytes, bytes, from);
     }
     mt_watch_end();
-#else
-    (void)operation;
 #endif
 }
 
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
-    (void)stream;
     mt_cpu_exchange_all("all_gather", out, in, 0, count * mt_dtype_size(dtype), group);
 }
 
 static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                               mt_stream *stream) {
-    (void)stream;
     MT_CHECK(out != in || group->size == 1 || count == 0);
     mt_cpu_exchange_all("all_to_all", out, in, count * mt_dtype_size(dtype), count * mt_dtype_size(dtype), group);
 }
@@ -4177,7 +3313,6 @@ static int64_t mt_prefix_sum(const int64_t *counts, int end) {
 
 static void mt_cpu_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
                                 mt_dtype dtype, const mt_group *group, mt_stream *stream) {
-    (void)stream;
     int rank = group->rank;
     int64_t width = mt_dtype_size(dtype);
     MT_CHECK(out_counts[rank] == in_counts[rank]);
@@ -4207,19 +3342,15 @@ void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root) 
             MPI_Bcast((char *)buffer + start, (int)mt_min(piece, bytes - start), MPI_BYTE, root, mt_mpi_comm(group)),
             "MPI_Bcast", group);
     mt_watch_end();
-#else
-    (void)buffer, (void)bytes, (void)root;
 #endif
 }
 
 static void mt_cpu_broadcast(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
                              mt_stream *stream) {
-    (void)stream;
     mt_broadcast(group, buffer, count * mt_dtype_size(dtype), root);
 }
 
 static void mt_cpu_stream_wait_stream(mt_stream *stream, mt_stream *other) {
-    (void)stream, (void)other; // operations are complete when they return
 }
 
 /* ---- channels */
@@ -4243,7 +3374,6 @@ static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, 
 }
 
 static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
-    (void)stream;
     MT_CHECK(ticket >= 0 && ticket < channel->next);
     if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is complete
 #ifdef MT_HAVE_MPI
@@ -4267,22 +3397,18 @@ static int64_t mt_cpu_channel_start(mt_channel *channel, const void *out, void *
         mt_mpi_start_send(channel->group, out, bytes, channel->to, tag, request);
     else
         mt_mpi_start_receive(channel->group, in, bytes, channel->from, tag, request);
-#else
-    (void)out, (void)in;
 #endif
     return ticket;
 }
 
 static int64_t mt_cpu_channel_send(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
                                    mt_stream *stream) {
-    (void)stream;
     MT_CHECK(channel->group->rank == channel->from);
     return mt_cpu_channel_start(channel, buffer, NULL, count * mt_dtype_size(dtype));
 }
 
 static int64_t mt_cpu_channel_recv(mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype,
                                    mt_stream *stream) {
-    (void)stream;
     MT_CHECK(channel->group->rank == channel->to);
     return mt_cpu_channel_start(channel, NULL, buffer, count * mt_dtype_size(dtype));
 }
@@ -4298,7 +3424,6 @@ static void mt_cpu_channel_close(mt_channel *channel) {
 
 static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
-    (void)error;
     *mailbox = mt_malloc(sizeof **mailbox);
     **mailbox = (mt_mailbox){group, memory, bytes};
     return 0;
@@ -4306,15 +3431,12 @@ static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void
 
 static void mt_cpu_mailbox_exchange(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
                                     mt_dtype dtype, int to, int from, mt_stream *stream) {
-    (void)stream;
     int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
 #ifdef MT_HAVE_MPI
     mt_watch_begin("mailbox_exchange", mailbox->group->name);
     mt_mpi_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
     mt_watch_end();
-#else
-    (void)in, (void)to; // without MPI no group has another rank
 #endif
 }
 
@@ -4349,6 +3471,8 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
         ops->channel_close(channel);
     }
 }
+
+#pragma GCC diagnostic pop
 
 /* ==== §6 conjugate regions ======================================================================================= */
 /* The borders of tensor parallelism (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
@@ -5475,6 +4599,7 @@ typedef struct mt_pass {
 typedef struct mt_fp8_model {
     mt_fp8 recipe;
     mt_fp8_linear *linears; // [num_linears]
+    mt_fp8_key *keys;       // [num_linears]
     int64_t num_linears, history_length;
     float *scale, *history,
         *largest; // delayed: [operands], [history_length, operands], [operands], as mt_fp8_scale_args
@@ -5503,19 +4628,6 @@ typedef struct mt_layer_scratch {
     void *dlatent;      // [R, q_lora_rank + kv_lora_rank + rotary]
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
-
-/* Rows of the memory plan. */
-enum {
-    MT_PLAN_WEIGHTS,
-    MT_PLAN_GRADIENTS,
-    MT_PLAN_OPTIMIZER,
-    MT_PLAN_BUFFERS,
-    MT_PLAN_ACTIVATIONS,
-    MT_PLAN_CACHE,
-    MT_PLAN_FP8,
-    MT_PLAN_EXPERTS,
-    MT_NUM_PLANS
-};
 
 /* This rank's part of a model. */
 struct mt_model {
@@ -5552,7 +4664,7 @@ struct mt_model {
     int64_t num_host_memory;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[MT_NUM_PLANS];
+    int64_t bytes[MT_PLAN_TOTAL];
     struct mt_micro_batch *micro_batches; // all live micro-batches, sorted by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -6074,6 +5186,10 @@ static mt_qkv_view mt_gradient_view(const mt_model *m, const mt_pass *p) {
     const mt_layer_scratch *s = &m->scratch;
     if (!m->options->multi_latent_attention) return mt_fused_view(m, s->dqkv, s->dqk);
     return mt_latent_view(m, p, s->dqkv, mt_at(m, s->dqkv, p->T * m->H * m->D));
+}
+
+double mt_yarn_mscale(double factor, double mscale) {
+    return 0.1 * mscale * log(factor) + 1;
 }
 
 /* 1 / sqrt(D). DeepSeek's YaRN scales the softmax; other models' YaRN scales cos and sin. */
@@ -9182,6 +8298,19 @@ static double mt_wsd_coefficient(mt_wsd_decay_style style, double ratio) {
     return 2 * pow(0.5, ratio) - 1; // exponential
 }
 
+mt_durations mt_options_durations(const mt_options *o) {
+    double batch = (double)o->global_batch_size;
+    bool by_samples = o->train_samples > 0;
+    mt_durations d;
+    d.total = by_samples ? (double)o->train_samples : (double)o->train_iters * batch;
+    d.decay = by_samples ? (double)o->lr_decay_samples : (double)o->lr_decay_iters * batch;
+    if (d.decay == 0) d.decay = d.total;
+    d.warmup = by_samples ? (double)o->lr_warmup_samples : (double)o->lr_warmup_iters * batch;
+    if (o->lr_warmup_fraction > 0) d.warmup = o->lr_warmup_fraction * d.decay;
+    d.wsd_decay = by_samples ? (double)o->lr_wsd_decay_samples : (double)o->lr_wsd_decay_iters * batch;
+    return d;
+}
+
 double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
     mt_lr_decay_style style = options->lr_decay_style;
     double lr = options->lr, min_lr = options->min_lr, init = options->lr_warmup_init, at = (double)consumed_samples;
@@ -9868,6 +8997,39 @@ void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
     m->ops->stream_synchronize(m->stream);
 }
 
+mt_fp8_state mt_train_fp8_state(mt_model *m) {
+    const mt_fp8_model *f = m->fp8;
+    mt_fp8_state s = {0};
+    if (!f || m->options->fp8_recipe != MT_FP8_DELAYED) return s;
+    int64_t n = f->num_linears * MT_NUM_FP8_OPERANDS;
+    s = (mt_fp8_state){.num_linears = f->num_linears, .history_length = f->history_length, .keys = f->keys};
+    for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
+        s.largest[i] = mt_f8_largest(i == MT_FP8_DY ? f->recipe.gradient_format : f->recipe.format);
+    s.scale = mt_malloc(mt_max(n * 4, 4));
+    s.history = mt_malloc(mt_max(f->history_length * n * 4, 4));
+    m->ops->memory_copy(s.scale, f->scale, n * 4, m->stream);
+    m->ops->memory_copy(s.history, f->history, f->history_length * n * 4, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    memset(s.history, 0, (size_t)n * 4); // an evaluation may have quantized weights since the last step
+    return s;
+}
+
+void mt_train_set_fp8_state(mt_model *m, const mt_fp8_state *s) {
+    mt_fp8_model *f = m->fp8;
+    int64_t n = s->num_linears * MT_NUM_FP8_OPERANDS;
+    MT_CHECK(f && s->num_linears == f->num_linears && s->history_length == f->history_length);
+    m->ops->memory_copy(f->scale, s->scale, n * 4, m->stream);
+    m->ops->memory_copy(f->history, s->history, s->history_length * n * 4, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    f->recipe.version++; // weights are quantized anew
+}
+
+void mt_fp8_state_free(mt_fp8_state *s) {
+    free(s->scale);
+    free(s->history);
+    *s = (mt_fp8_state){0};
+}
+
 /* ---- re-running a bad step */
 
 static mt_step_numbers mt_step_numbers_read(mt_model *m) {
@@ -10272,16 +9434,26 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
 }
 
 /* The linears of a layer whose products --fp8-format computes in fp8. */
-static const size_t mt_fp8_fields[] = {
-    offsetof(mt_layer, qkv),  offsetof(mt_layer, latent),     offsetof(mt_layer, q_b),
-    offsetof(mt_layer, kv_b), offsetof(mt_layer, o),          offsetof(mt_layer, fc1),
-    offsetof(mt_layer, down), offsetof(mt_layer, expert_fc1), offsetof(mt_layer, expert_down),
+static const struct {
+    const char *name; // in checkpoints
+    size_t offset;
+} mt_fp8_fields[] = {
+    {"qkv", offsetof(mt_layer, qkv)},
+    {"latent", offsetof(mt_layer, latent)},
+    {"q_b", offsetof(mt_layer, q_b)},
+    {"kv_b", offsetof(mt_layer, kv_b)},
+    {"o", offsetof(mt_layer, o)},
+    {"fc1", offsetof(mt_layer, fc1)},
+    {"down", offsetof(mt_layer, down)},
+    {"expert_fc1", offsetof(mt_layer, expert_fc1)},
+    {"expert_down", offsetof(mt_layer, expert_down)},
 };
 enum { MT_NUM_FP8_FIELDS = sizeof mt_fp8_fields / sizeof *mt_fp8_fields };
 
 /* Linear i of all layers' fields above; without it in that layer, N is 0. */
 static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
-    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] + mt_fp8_fields[i % MT_NUM_FP8_FIELDS]);
+    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] +
+                                 mt_fp8_fields[i % MT_NUM_FP8_FIELDS].offset);
 }
 
 /* --fp8-param-gather: the weights of a sharded bucket in fp8, at the places of its bf16 parameters. */
@@ -10352,21 +9524,9 @@ static int64_t mt_model_bytes_apart(const mt_model *m) {
     return m->bytes[MT_PLAN_EXPERTS] + (m->fp8 ? m->fp8->recipe.scratch.capacity : 0);
 }
 
-void mt_model_print_plan(const mt_model *m, FILE *file) {
-    static const char *const names[MT_NUM_PLANS] = {"weights",     "gradients", "optimizer state", "whole buckets",
-                                                    "activations", "KV cache",  "fp8 operands",    "expert rows"};
-    double parameters = 0; // of this rank
-    for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
-    fprintf(file, "memory plan          MiB   bytes per parameter\n");
-    for (int i = 0; i < MT_NUM_PLANS; i++)
-        if (m->bytes[i] > 0)
-            fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
-                    (double)m->bytes[i] / parameters);
-    double total = (double)(m->arena.capacity + mt_model_bytes_apart(m));
-    fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", total / 1048576, total / parameters);
-    if (m->host.used > 0)
-        fprintf(file, "  %-15s %9.1f   %6.2f\n", "host memory", (double)m->host.used / 1048576,
-                (double)m->host.used / parameters);
+int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
+    if (row == MT_PLAN_TOTAL) return m->arena.capacity + mt_model_bytes_apart(m);
+    return row == MT_PLAN_HOST ? m->host.used : m->bytes[row];
 }
 
 /* ==== §15b creation =============================================================================================== */
@@ -10566,12 +9726,14 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
     f->history_length = o->fp8_amax_history_len;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->linears);
+    f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->keys);
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
     for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
         mt_linear *l = mt_fp8_field(m, i);
         int64_t number = m->layers[i / MT_NUM_FP8_FIELDS].number;
         if (l->N == 0 || number < first || number >= end) continue;
+        f->keys[f->num_linears] = (mt_fp8_key){number, mt_fp8_fields[i % MT_NUM_FP8_FIELDS].name};
         l->fp8 = &f->linears[f->num_linears++];
         l->fp8->recipe = &f->recipe;
         if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))

@@ -65,6 +65,9 @@ void mt_text_clean(char *text, bool keeps_lines);
 /* Prints "error: ..." on standard error and ends the job (MPI_Abort when several ranks run). For drivers. */
 void mt_die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
+/* Ends all ranks of the job if MPI has started; otherwise returns. */
+void mt_job_abort(void);
+
 /* This process's rank from the launcher's environment, 0 without a launcher. For messages before MPI starts. */
 int mt_launch_rank(void);
 
@@ -155,9 +158,6 @@ void mt_philox(uint32_t out[4], uint64_t key, uint64_t counter_low, uint64_t cou
 uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index);
 
 /* ==== §2 options ================================================================================================== */
-
-/* The program that options are for. LIBRARY: any program that trains on its own data; it may set every option. */
-typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2, MT_PROGRAM_LIBRARY = 3 } mt_program;
 
 /* A list of words: --data-path a b c. */
 typedef struct mt_strings {
@@ -456,16 +456,9 @@ typedef struct mt_options {
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // of config.json
+    int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
-
-/* Derives values that were not given and checks the rules that need arithmetic; mt_options_finish (data/options.h)
- * calls it after its checks of text, of ranges, and of options that need or exclude each other. A program that fills
- * the struct without data/ sets no field that stands for others (use_rope_scaling, recompute_activations,
- * moe_layer_recompute, rotary_seq_len_interpolation_factor, use_distributed_optimizer) and keeps to the columns of
- * data/option_table.c. `world_size` is the number of ranks. May be called again after a change. Afterwards
- * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
-int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
 /* The row of an activation, and the activation of a model. */
 typedef struct mt_activation_row {
@@ -476,20 +469,30 @@ typedef struct mt_activation_row {
 extern const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS];
 mt_activation mt_options_activation(const mt_options *options);
 
-/* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
-void mt_options_derive_sizes(mt_options *options);
-
 /* True if the user gave the option whose field begins at `offset`. */
 bool mt_options_gave(const mt_options *options, size_t offset);
 #define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
 
-/* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
-bool mt_options_converts(const mt_options *options);
+/* A constraint between options, and its message with a %lld for each number. The first broken one is the error. */
+typedef struct mt_constraint {
+    bool broken;
+    const char *message;
+    long long numbers[5];
+} mt_constraint;
+int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error);
+#define MT_CHECK_CONSTRAINTS(rows, error) mt_constraints_check(rows, sizeof rows / sizeof *rows, error)
 
-/* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's
- * num_floating_point_operations; recomputation is not counted). */
+/* Lengths of the schedules of learning rate and weight decay, in samples. */
+typedef struct mt_durations {
+    double total, warmup, decay, wsd_decay;
+} mt_durations;
+mt_durations mt_options_durations(const mt_options *options);
+
+/* YaRN's g(m), from which the scale of attention follows (Peng et al., "YaRN"; DeepSeek's two factors). */
+double mt_yarn_mscale(double factor, double mscale);
+
+/* Parameters of the model. */
 int64_t mt_num_parameters(const mt_options *options);
-double mt_flops(const mt_options *options, int64_t num_sequences);
 
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
@@ -1396,9 +1399,6 @@ double mt_cuda_event_seconds(const mt_event *from, const mt_event *to);
 /* The data sheet's rate of this GPU for dense matrix products of a type, in operations per second; 0: unlisted GPU. */
 double mt_cuda_peak_flops(mt_dtype dtype);
 
-/* Floating-point operations per second of an n x n matrix product on the CPU, best of a few runs. */
-double mt_cpu_matmul_rate(int64_t n);
-
 /* ==== §4 the rank grid and its groups; §5 collectives ============================================================= */
 
 /* The kinds of groups; a rank is in one group of each. Dense layers divide the world into tp x cp x dp x pp, experts
@@ -1466,8 +1466,7 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
  * groups have one rank until mt_grid_build. */
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
 
-/* Makes all groups for finished options. Every rank calls it. With several ranks it also starts the watchdog, unless
- * mt_watch_start did. */
+/* Makes all groups for finished options. Every rank calls it. */
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 
 /* Undoes mt_grid_build and mt_backend_open; the grid may then be built for other options. Streams and channels must be
@@ -1503,29 +1502,32 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error);
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
 
-/* The watchdog ends the job if a rank waits too long for other ranks or for a file; the limit depends on the phase:
- * START: options->distributed_timeout_minutes; STEP: distributed_timeout_seconds; SAVE: save_timeout_seconds. */
-typedef enum mt_watch_phase { MT_WATCH_START, MT_WATCH_STEP, MT_WATCH_SAVE, MT_WATCH_PHASES } mt_watch_phase;
+/* The calls that a watchdog receives; mt_watch is NULL by default. mt_watch_start of data/watchdog.h sets it: a program
+ * without that companion has no watchdog, and waits for a rank that hangs until it is ended from outside. */
+typedef struct mt_watch_hooks {
+    void (*start)(const mt_options *options, int rank); // mt_grid_build made the groups of several ranks
+    void (*stop)(void);                                 // mt_grid_clear, or mt_grid_build for one rank
+    void (*begin)(const char *operation, const char *group);
+    void (*end)(void);
+    void (*note)(const char *operation, const char *group);
+} mt_watch_hooks;
 
-/* Optional, before mt_grid_start, with parsed options: the watchdog also limits the start, until mt_watch_enter leaves
- * that phase. Without a launcher of MPI it does nothing. */
-void mt_watch_start(const mt_options *options);
-
-/* Sets the phase of this rank and returns the one before; for the main thread. */
-mt_watch_phase mt_watch_enter(mt_watch_phase phase);
-
-/* Called around reading or writing a file, by any thread. Saving has its own limit, also where it overlaps with steps;
- * other reads and writes have that of the phase. The path must stay valid. */
-typedef enum mt_file_use { MT_FILE_READ, MT_FILE_WRITE, MT_FILE_SAVE } mt_file_use;
-int mt_watch_file_begin(const char *path, mt_file_use use);
-void mt_watch_file_end(int file);
+extern const mt_watch_hooks *mt_watch;
 
 /* Called around an operation that may wait for other ranks: the watchdog measures the time between begin and end. Pairs
  * do not nest. mt_watch_note records the operation enqueued last on a device, for its message. `group` may be NULL; the
  * strings must stay valid. */
-void mt_watch_begin(const char *operation, const char *group);
-void mt_watch_end(void);
-void mt_watch_note(const char *operation, const char *group);
+static inline void mt_watch_begin(const char *operation, const char *group) {
+    if (mt_watch) mt_watch->begin(operation, group);
+}
+
+static inline void mt_watch_end(void) {
+    if (mt_watch) mt_watch->end();
+}
+
+static inline void mt_watch_note(const char *operation, const char *group) {
+    if (mt_watch) mt_watch->note(operation, group);
+}
 
 /* ==== §6 conjugate regions; §7 linear ============================================================================= */
 
@@ -1919,8 +1921,24 @@ int mt_model_create(mt_model **model, const mt_options *options, const mt_grid *
                     const mt_model_plan *plan, mt_error *error);
 void mt_model_destroy(mt_model *model);
 
-/* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
-void mt_model_print_plan(const mt_model *model, FILE *file);
+/* Rows of this rank's memory plan; 0 bytes where a model has none. The number of received expert rows may depend on the
+ * data: their row is an estimate then. */
+typedef enum mt_plan_row {
+    MT_PLAN_WEIGHTS,
+    MT_PLAN_GRADIENTS,
+    MT_PLAN_OPTIMIZER,
+    MT_PLAN_BUFFERS, // of whole buckets
+    MT_PLAN_ACTIVATIONS,
+    MT_PLAN_CACHE,
+    MT_PLAN_FP8, // operands
+    MT_PLAN_EXPERTS,
+    MT_PLAN_TOTAL, // of the device
+    MT_PLAN_HOST,
+    MT_NUM_PLAN_ROWS
+} mt_plan_row;
+
+/* The bytes of a row. */
+int64_t mt_model_planned_bytes(const mt_model *model, mt_plan_row row);
 
 /* Draws the initial parameters by coordinate from options->seed. */
 void mt_model_init(mt_model *model);
@@ -2167,6 +2185,23 @@ typedef struct mt_loss_average {
 } mt_loss_average;
 mt_loss_average mt_train_loss_average(mt_model *model);
 void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
+
+/* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The
+ * functions wait for the device. */
+typedef struct mt_fp8_key {
+    int64_t layer;      // number in the whole model
+    const char *linear; // "qkv", "down", ...
+} mt_fp8_key;
+typedef struct mt_fp8_state {
+    int64_t num_linears, history_length; // history_length 0: the model has no delayed scaling
+    const mt_fp8_key *keys;              // [num_linears], the model's
+    float *scale;                        // [num_linears, MT_NUM_FP8_OPERANDS]
+    float *history;                      // [history_length, num_linears, MT_NUM_FP8_OPERANDS], see mt_fp8_scale_args
+    float largest[MT_NUM_FP8_OPERANDS];  // largest number of each operand's format
+} mt_fp8_state;
+mt_fp8_state mt_train_fp8_state(mt_model *model); // to free; entry 0 of the history is 0
+void mt_train_set_fp8_state(mt_model *model, const mt_fp8_state *state);
+void mt_fp8_state_free(mt_fp8_state *state);
 
 /* Mean loss of `micro_batches` micro-batches per rank, without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,

@@ -12,6 +12,7 @@
 #include "data/timeline.h"
 #include "data/tokenizer.h"
 #include "data/trace.h"
+#include "data/watchdog.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -200,7 +201,7 @@ static void open_model(run *r) {
     mt_report_refusal(&r->grid, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
     int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;
     mt_report_refusal(&r->grid, status, &error);
-    if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
+    if (r->grid.world.rank == 0) mt_report_plan(r->model, stdout);
     if (o->load)
         load(r);
     else

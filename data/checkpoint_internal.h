@@ -1,4 +1,4 @@
-/* checkpoint_internal.h: shared by checkpoint_folder.c, checkpoint_load.c and checkpoint_save.c. */
+/* checkpoint_internal.h: shared by checkpoint_folder.c, checkpoint_fp8.c, checkpoint_load.c and checkpoint_save.c. */
 #ifndef MT_CHECKPOINT_INTERNAL_H
 #define MT_CHECKPOINT_INTERNAL_H
 
@@ -51,5 +51,16 @@ bool mt_is_own_link(const char *folder, const char *name);
  * folder has no checkpoint.
  */
 int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error);
+
+/* The file of a checkpoint with the state of delayed scaling. */
+#define MT_FP8_FILE "fp8.safetensors"
+
+/* The bytes of MT_FP8_FILE, to free, on rank 0. NULL: the model has no delayed scaling, or another rank. Every rank
+ * calls it. */
+char *mt_fp8_collect(mt_model *m, int64_t *bytes);
+
+/* Sets the state of delayed scaling: from the folder's file if the run continues from it, else fresh. Every rank calls
+ * it and returns the same. Rank 0 reports in one line what differs from the run that saved it. */
+int mt_fp8_load(mt_model *m, const char *folder, bool continues, mt_error *error);
 
 #endif

@@ -4,6 +4,7 @@
 #include "checkpoint_internal.h"
 
 #include "prompts.h"
+#include "watchdog.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -35,15 +36,99 @@ static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t n
     return out;
 }
 
-/* A parameter's tensor must have its shape and a floating-point type. */
-static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
+/* The tensor with the scales of a tensor in fp8. */
+static const mt_tensor_info *mt_scales_find(const mt_safetensors *set, const mt_tensor_info *tensor) {
+    char name[256];
+    snprintf(name, sizeof name, "%.200s_scale_inv", tensor->name);
+    return mt_safetensors_find(set, name);
+}
+
+/* True for the scales of a tensor in fp8. */
+static bool mt_tensor_is_scales(const mt_safetensors *set, const mt_tensor_info *tensor) {
+    char name[256];
+    size_t length = strlen(tensor->name), suffix = strlen("_scale_inv");
+    if (!mt_text_ends_with(tensor->name, ".weight_scale_inv") || length >= sizeof name) return false;
+    snprintf(name, sizeof name, "%.*s", (int)(length - suffix), tensor->name);
+    const mt_tensor_info *scaled = mt_safetensors_find(set, name);
+    return scaled && scaled->dtype == MT_F8_E4M3;
+}
+
+/* out[i * out_stride] = element i of stored values, i < n; `in` need not be aligned. */
+static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
+    const char *from = in;
+    if (dtype == MT_F32 && out_stride == 1) {
+        memcpy(out, in, (size_t)n * sizeof *out);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t bits;
+        double wide;
+        float *to = &out[i * out_stride];
+        if (dtype == MT_F32) {
+            memcpy(to, from + i * 4, sizeof *to);
+        } else if (dtype == MT_F64) {
+            memcpy(&wide, from + i * 8, sizeof wide);
+            *to = (float)wide;
+        } else {
+            memcpy(&bits, from + i * 2, sizeof bits);
+            *to = dtype == MT_BF16 ? mt_bf16_to_f32(bits) : mt_f16_to_f32(bits);
+        }
+    }
+}
+
+/* A matrix in fp8 must have a positive finite scale for each block; the last blocks may be partial. */
+static int mt_scales_check(const mt_options *options, const mt_safetensors *set, const mt_tensor_info *tensor,
+                           mt_error *error) {
+    const mt_tensor_info *scales = mt_scales_find(set, tensor);
+    const int64_t *block = options->weight_block_size;
+    char found[256], expected[256];
+    if (block[0] == 0 || tensor->num_dims != 2)
+        return mt_error_set(
+            error,
+            "%s: tensor \"%s\" is F8_E4M3, which only a matrix may be, with scales of the blocks that "
+            "\"weight_block_size\" of \"quantization_config\" in config.json gives; take a checkpoint that "
+            "is not quantized",
+            tensor->file, tensor->name);
+    if (!scales)
+        return mt_error_set(error,
+                            "%s: tensor \"%s\" is F8_E4M3 and its scales \"%s_scale_inv\" are missing; get the "
+                            "folder again",
+                            tensor->file, tensor->name, tensor->name);
+    int64_t shape[2] = {mt_divide_up(tensor->shape[0], block[0]), mt_divide_up(tensor->shape[1], block[1])};
+    if (scales->dtype != MT_F32 && scales->dtype != MT_BF16 && scales->dtype != MT_F16)
+        return mt_error_set(error, "%s: tensor \"%s\" is %s; scales may be F32, BF16 or F16; get the folder again",
+                            scales->file, scales->name, mt_dtype_name(scales->dtype));
+    if (scales->num_dims != 2 || memcmp(scales->shape, shape, sizeof shape) != 0)
+        return mt_error_set(error,
+                            "%s: tensor \"%s\" is %s, and \"%s\" in blocks of %lld x %lld needs %s; check "
+                            "\"weight_block_size\" in config.json",
+                            scales->file, scales->name, mt_shape_print(found, scales->shape, scales->num_dims),
+                            tensor->name, (long long)block[0], (long long)block[1], mt_shape_print(expected, shape, 2));
+    for (int64_t i = 0; i < shape[0] * shape[1]; i++) {
+        float scale;
+        mt_stored_to_f32(&scale, 1, (const char *)scales->data + i * mt_dtype_size(scales->dtype), scales->dtype, 1);
+        if (!(scale > 0) || isinf(scale))
+            return mt_error_set(error,
+                                "%s: tensor \"%s\"[%lld, %lld] is %g; a scale must be positive and finite; get "
+                                "the folder again",
+                                scales->file, scales->name, (long long)(i / shape[1]), (long long)(i % shape[1]),
+                                (double)scale);
+    }
+    return 0;
+}
+
+/* A parameter's tensor must have its shape and a floating-point type; `set` has its scales. */
+static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, const mt_options *options,
+                          const mt_safetensors *set, mt_error *error) {
     int64_t shape[2], num_dims = mt_param_shape(param, shape);
     char found[256], expected[256];
     const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
-    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
+    if (tensor->dtype == MT_F8_E4M3 && mt_scales_check(options, set, tensor, error) != 0) return -1;
+    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64 &&
+        tensor->dtype != MT_F8_E4M3)
         return mt_error_set(error,
-                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
-                            "that is not quantized",
+                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16, F64, or F8_E4M3 with scales of "
+                            "blocks, so take a checkpoint that is not quantized",
                             tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
     if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
     bool cols_differ =
@@ -156,7 +241,7 @@ static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt
     qsort(used, (size_t)count, sizeof *used, mt_tensor_pointer_compare);
     for (int64_t i = 0; i < mt_safetensors_count(set) && !unused; i++) {
         const mt_tensor_info *tensor = mt_safetensors_get(set, i);
-        if (mt_tensor_is_harmless(options, tensor->name)) continue;
+        if (mt_tensor_is_harmless(options, tensor->name) || mt_tensor_is_scales(set, tensor)) continue;
         if (!bsearch(&tensor, used, (size_t)count, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
     }
     free(used);
@@ -182,7 +267,7 @@ static int mt_stem_check(const mt_safetensors *set, bool weights, const mt_optio
     for (int64_t i = 0; i < count; i++)
         for (int state = first; state < end && status == 0 && (weights || rows[i].trained); state++) {
             const mt_tensor_info *tensor = mt_state_find(set, &rows[i], (mt_param_state)state);
-            status = tensor ? mt_param_check(&rows[i], tensor, error)
+            status = tensor ? mt_param_check(&rows[i], tensor, options, set, error)
                             : mt_state_missing(&rows[i], (mt_param_state)state, options, folder, set, error);
         }
     if (status == 0 && weights) status = mt_weights_check_unused(rows, count, options, set, error);
@@ -290,6 +375,8 @@ typedef struct mt_reader {
     unsigned next_spare;
     float *staged; // [MT_STAGED] converted elements, and in bf16
     uint16_t *staged_bf16;
+    float *decoded;       // [MT_STAGED] elements of a tensor in fp8
+    float f8_values[256]; // of the codes of e4m3
     const mt_safetensors_file *file;
     const mt_file_checksums *file_sums;
     int descriptor, direct; // direct: past the page cache, or -1
@@ -318,6 +405,8 @@ static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) 
                    "layout of the shared memory");
     *r = (mt_reader){.model = m, .sums = sums, .descriptor = -1, .direct = -1};
     r->staged = mt_malloc(MT_STAGED * 4), r->staged_bf16 = mt_malloc(MT_STAGED * 2);
+    r->decoded = mt_malloc(MT_STAGED * 4);
+    for (int code = 0; code < 256; code++) r->f8_values[code] = mt_f8_to_f32((uint8_t)code, MT_F8_E4M3);
     host_memory_open(&r->shared, &mt_model_grid(m)->world, bytes);
     r->slots = (mt_segment_slots *)mt_align_direct(r->shared.memory); // mapped by pages: the same offset on every rank
     r->window = (char *)r->slots + MT_DIRECT;
@@ -329,6 +418,7 @@ static void mt_reader_close(mt_reader *r) {
     for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
     free(r->staged);
     free(r->staged_bf16);
+    free(r->decoded);
     host_memory_barrier(&r->shared);
     if (r->shared.host.rank == 0) {
         pthread_mutex_destroy(&r->slots->lock);
@@ -482,35 +572,12 @@ static void mt_reader_return(mt_reader *r, float *memory, int64_t bytes) {
  * and as master weights, which keep the stored precision. */
 typedef struct mt_target {
     const mt_param *param;
-    const mt_tensor_info *tensor;
-    mt_shard shards[2]; // either may have no data
+    const mt_tensor_info *tensor, *scales; // scales: of a tensor in fp8, else NULL
+    mt_shard shards[2];                    // either may have no data
     bool weights;
     float *transposed;  // this rank's part of a transposed tensor, until its last segment is read
     int64_t not_finite; // values of weights
 } mt_target;
-
-/* out[i * out_stride] = element i of stored values, i < n; `in` need not be aligned. */
-static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
-    const char *from = in;
-    if (dtype == MT_F32 && out_stride == 1) {
-        memcpy(out, in, (size_t)n * sizeof *out);
-        return;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        uint16_t bits;
-        double wide;
-        float *to = &out[i * out_stride];
-        if (dtype == MT_F32) {
-            memcpy(to, from + i * 4, sizeof *to);
-        } else if (dtype == MT_F64) {
-            memcpy(&wide, from + i * 8, sizeof wide);
-            *to = (float)wide;
-        } else {
-            memcpy(&bits, from + i * 2, sizeof bits);
-            *to = dtype == MT_BF16 ? mt_bf16_to_f32(bits) : mt_f16_to_f32(bits);
-        }
-    }
-}
 
 /* The non-finite ones of values[n], whose bucket elements begin at `at`, that lie in a part. */
 static int64_t mt_count_not_finite(const mt_shard *shard, int64_t at, const float *values, int64_t n) {
@@ -539,8 +606,8 @@ static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float 
 }
 
 /* mt_target_write for stored elements. */
-static void mt_target_write_stored(mt_reader *r, mt_target *t, int64_t at, const char *from, int64_t n) {
-    mt_dtype dtype = t->tensor->dtype;
+static void mt_target_write_stored(mt_reader *r, mt_target *t, int64_t at, const char *from, mt_dtype dtype,
+                                   int64_t n) {
     if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0) {
         mt_target_write(r, t, at, (const float *)(const void *)from, n);
         return;
@@ -601,9 +668,8 @@ static void mt_stored_transpose(float *to, int64_t pitch, const char *from, int6
 }
 
 /* Loads this rank's part of a rectangle of the tensor, whose elements are at `data`, row after row. */
-static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle given, const char *data) {
+static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle given, const char *data, mt_dtype dtype) {
     const mt_param *param = t->param;
-    mt_dtype dtype = t->tensor->dtype;
     mt_rectangle own = mt_target_rectangle(t), part = mt_rectangle_intersect(given, own);
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
@@ -618,8 +684,40 @@ static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle gi
     for (int64_t row = 0, rows = contiguous ? part.rows : 1; row < part.rows; row += rows) {
         const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
         int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
-        mt_target_write_stored(r, t, to_row * cols + to_col, from, rows * part.cols);
+        mt_target_write_stored(r, t, to_row * cols + to_col, from, dtype, rows * part.cols);
     }
+}
+
+/* values = the elements of a rectangle of a tensor in fp8, which are at `data` in rows `pitch` apart. */
+static void mt_target_decode(const mt_reader *r, const mt_target *t, mt_rectangle part, const char *data, int64_t pitch,
+                             float *values) {
+    const int64_t *block = mt_model_options(r->model)->weight_block_size;
+    const mt_tensor_info *scales = t->scales;
+    for (int64_t row = 0; row < part.rows; row++) {
+        const unsigned char *bits = (const unsigned char *)data + row * pitch;
+        const char *of_row =
+            (const char *)scales->data + (part.row + row) / block[0] * scales->shape[1] * mt_dtype_size(scales->dtype);
+        for (int64_t col = part.col, end; col < part.col + part.cols; col = end) {
+            float scale;
+            mt_stored_to_f32(&scale, 1, of_row + col / block[1] * mt_dtype_size(scales->dtype), scales->dtype, 1);
+            end = mt_min((col / block[1] + 1) * block[1], part.col + part.cols);
+            for (int64_t i = col; i < end; i++) *values++ = r->f8_values[bits[i - part.col]] * scale;
+        }
+    }
+}
+
+/* mt_target_load_rectangle for a tensor in fp8: decodes this rank's part, then loads it as fp32. */
+static void mt_target_load_blocks(mt_reader *r, mt_target *t, mt_rectangle given, const char *data) {
+    mt_rectangle part = mt_rectangle_intersect(given, mt_target_rectangle(t));
+    int64_t cols = mt_min(part.cols, MT_STAGED), rows = mt_max(MT_STAGED / mt_max(cols, 1), 1);
+    for (int64_t row = 0; row < part.rows; row += rows)
+        for (int64_t col = 0; col < part.cols; col += cols) {
+            mt_rectangle piece = {part.row + row, mt_min(rows, part.rows - row), part.col + col,
+                                  mt_min(cols, part.cols - col)};
+            const char *from = data + (piece.row - given.row) * given.cols + piece.col - given.col;
+            mt_target_decode(r, t, piece, from, given.cols, r->decoded);
+            mt_target_load_rectangle(r, t, piece, (const char *)r->decoded, MT_F32);
+        }
 }
 
 /* Loads this rank's part of elements [begin, end) of the tensor: the end of a row, whole rows, the start of a row. */
@@ -631,7 +729,10 @@ static void mt_target_load_elements(mt_reader *r, mt_target *t, int64_t begin, i
         mt_rectangle given = {begin / width, (end - begin) / width, 0, width};
         if (begin % width > 0 || given.rows == 0)
             given = (mt_rectangle){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
-        mt_target_load_rectangle(r, t, given, data);
+        if (t->scales)
+            mt_target_load_blocks(r, t, given, data);
+        else
+            mt_target_load_rectangle(r, t, given, data, t->tensor->dtype);
         begin += given.rows * given.cols, data += given.rows * given.cols * size;
     }
 }
@@ -751,6 +852,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
             mt_target *t = &targets[count++];
             *t = (mt_target){.param = &params[i], .weights = weights};
             t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
+            if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
                 t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
@@ -862,6 +964,7 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, boo
         free(path);
     }
     mt_train_set_loss_average(m, &average);
+    if (status == 0) status = mt_fp8_load(m, folder, continues, error);
     if (status == 0 && continues && !no_optimizer) return mt_stem_load(m, folder, "optimizer", sums, damaged, error);
     mt_optimizer_zero(m);
     state->optimizer_step = 0; // like the moments
@@ -1000,8 +1103,10 @@ int mt_hf_open(mt_hf **out, const char *folder, const char *const *settings, int
     hf->grid = grid;
     int status = mt_agree(&grid->world, mt_hf_read_options(hf, folder, settings, error) != 0, error);
     if (status == 0) status = mt_options_agree(&hf->options, &grid->world, error);
+    if (status == 0) mt_watch_start(&hf->options);
     if (status == 0) status = mt_grid_build(grid, &hf->options, error);
     if (status == 0) status = mt_hf_create(hf, count, max_tokens, error);
+    mt_watch_enter(MT_WATCH_STEP);
     if (status != 0) mt_hf_close(hf);
     *out = status == 0 ? hf : NULL;
     return status;

@@ -7,6 +7,8 @@
  * replaces something whole. */
 #include "checkpoint_internal.h"
 
+#include "watchdog.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -230,20 +232,25 @@ static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, bo
     return status;
 }
 
-/* Writes a text file and reads it again, because its checksum is computed from the file: a write that was lost would
- * count as right. */
-static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
+/* Writes a file and reads it again, because its checksum is computed from the file: a write that was lost would count
+ * as right. */
+static int mt_small_file_write(const char *folder, const char *name, const char *data, int64_t length,
+                               mt_error *error) {
     char *path = mt_path_join(folder, name), *again = NULL;
-    int64_t length = (int64_t)strlen(text), bytes;
+    int64_t bytes;
     int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
-    int status = mt_file_write(path, text, length, "--save", error);
+    int status = mt_file_write(path, data, length, "--save", error);
     if (status == 0 && !(again = mt_file_read(path, length, &bytes, error))) status = -1;
-    if (again && (bytes != length || memcmp(again, text, (size_t)length) != 0))
+    if (again && (bytes != length || memcmp(again, data, (size_t)length) != 0))
         status = mt_error_set(error, "%s: does not hold what was written to it; check the disk", path);
     mt_watch_file_end(watched);
     free(again);
     free(path);
     return status;
+}
+
+static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
+    return mt_small_file_write(folder, name, text, (int64_t)strlen(text), error);
 }
 
 static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
@@ -804,7 +811,8 @@ static bool mt_entry_exists(const char *folder, const char *name) {
 static int mt_link_file(const char *iteration, const char *name, void *folder) {
     char target[300];
     (void)iteration;
-    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0 || strcmp(name, "checksums.json") == 0)
+    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0 ||
+        strcmp(name, "checksums.json") == 0 || strcmp(name, MT_FP8_FILE) == 0)
         return 0;
     if (mt_entry_exists(folder, name) || strlen(name) > 255) return 0;
     snprintf(target, sizeof target, "latest/%s", name);
@@ -1028,8 +1036,10 @@ struct mt_saver {
     bool async;
     char *temporary;    // the folder being written; NULL: no save is under way
     char name[64];      // its later name
-    mt_run_state state; // of the save that is under way
+    mt_run_state state; // of the save that is under way, as the next three
     mt_loss_average loss_average;
+    char *fp8; // contents of MT_FP8_FILE, on rank 0; NULL: none
+    int64_t fp8_bytes;
     int64_t in_place; // the iteration of the last checkpoint that took its place, or -1
     bool places;      // rank 0's thread: false: writes headers and small files; true: puts the folder in its place
     bool worked;      // that thread is at its end, with
@@ -1077,6 +1087,8 @@ static void *mt_saver_begin(void *context) {
     if (status == 0)
         status = mt_small_files_write(s->save.model, &s->state, &s->loss_average, s->temporary, s->extra, s->context,
                                       &s->work_error);
+    if (status == 0 && s->fp8)
+        status = mt_small_file_write(s->temporary, MT_FP8_FILE, s->fp8, s->fp8_bytes, &s->work_error);
     return mt_saver_worked(s, status);
 }
 
@@ -1164,7 +1176,8 @@ static int mt_saver_end(mt_saver *s, int status) {
     if (status != 0 && mt_saver_world(s)->rank == 0) mt_folder_remove(s->temporary);
     if (status == 0) s->in_place = s->state.iteration;
     free(s->temporary);
-    s->temporary = NULL;
+    free(s->fp8);
+    s->temporary = s->fp8 = NULL;
     mt_checksums_free(&s->save.writer.sums);
     return status;
 }
@@ -1220,6 +1233,7 @@ static int mt_saver_begin_save(mt_saver *s, const mt_run_state *state, mt_error 
     if (mt_saver_finish(s, error) != 0) return -1; // the save before
     s->state = *state;
     if (mt_model_get_plan(s->save.model)->train) s->loss_average = mt_train_loss_average(s->save.model);
+    s->fp8 = mt_fp8_collect(s->save.model, &s->fp8_bytes);
     snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
     mt_broadcast(mt_saver_world(s), temporary_name, sizeof temporary_name, 0);

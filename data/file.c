@@ -1,6 +1,8 @@
 /* file.c: reading and writing whole files, folders, and JSON. */
 #include "file.h"
 
+#include "watchdog.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

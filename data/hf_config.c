@@ -542,6 +542,32 @@ static void mt_config_read_megatron(mt_config *config, mt_options *shape) {
     shape->mtp_layers_stored = shape->mtp_num_layers;
 }
 
+/* Weights in fp8 with a scale per block, as in DeepSeek-V3's folders. */
+static void mt_config_read_quantization(mt_config *config, mt_options *shape) {
+    const json_t *quantization = mt_config_get(config->root, "quantization_config");
+    if (!quantization) return;
+    const char *method = mt_config_string(config, quantization, "quant_method", NULL);
+    const char *format = mt_config_string(config, quantization, "fmt", "e4m3");
+    const char *activations = mt_config_string(config, quantization, "activation_scheme", "dynamic");
+    const json_t *sizes = mt_config_get(quantization, "weight_block_size");
+    if (!method || strcmp(method, "fp8") != 0 || !format || strcmp(format, "e4m3") != 0)
+        mt_config_fail(config,
+                       "quantized weights (\"quantization_config\") of \"quant_method\" %.60s, \"fmt\" %.60s are not "
+                       "supported, only fp8 and e4m3; load the fp32, bf16 or fp16 model",
+                       method ? method : "missing", format ? format : "missing");
+    if (activations && strcmp(activations, "dynamic") != 0)
+        mt_config_fail(config,
+                       "\"activation_scheme\" of \"quantization_config\" is %.60s; supported: dynamic; load the fp32, "
+                       "bf16 or fp16 model",
+                       activations);
+    for (size_t i = 0; i < 2; i++)
+        if (json_array_size(sizes) != 2 ||
+            !mt_json_int(json_array_get(sizes, i), 1, 1 << 20, &shape->weight_block_size[i]))
+            mt_config_fail(config,
+                           "\"weight_block_size\" of \"quantization_config\" must be two whole numbers, the rows "
+                           "and columns per scale; load the fp32, bf16 or fp16 model");
+}
+
 /* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
 static void mt_config_read_family(mt_config *config, mt_options *shape) {
     mt_error problem;
@@ -549,9 +575,7 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
     const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
     int64_t layers = json_integer_value(mt_config_get(config->root, "num_hidden_layers"));
     if (mask & DEEPSEEK_V3 && (!dense || json_integer_value(dense) < layers)) mask |= DEEPSEEK_MOE;
-    if (mt_config_get(config->root, "quantization_config"))
-        mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
-                               "fp16 model");
+    mt_config_read_quantization(config, shape);
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
     shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
     shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
@@ -639,6 +663,7 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
         options->hf_family = shape.hf_family;
+        memcpy(options->weight_block_size, shape.weight_block_size, sizeof shape.weight_block_size);
         for (const mt_option *row = mt_option_table; row->help; row++)
             if (row->name && row->origin != MT_OF_RUN && !mt_options_gave(options, row->offset))
                 mt_option_copy(options, &shape, row);

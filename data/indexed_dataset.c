@@ -1,6 +1,7 @@
 /* indexed_dataset.c: Megatron's .bin/.idx pair, read through a memory map and written atomically. For little-endian
  * hosts: the format is little-endian. */
 #include "dataset.h"
+#include "watchdog.h"
 
 #include <stdlib.h>
 #include <string.h>

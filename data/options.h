@@ -8,6 +8,9 @@
 extern "C" {
 #endif
 
+/* The program that options are for. LIBRARY: any program that trains on its own data; it may set every option. */
+typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2, MT_PROGRAM_LIBRARY = 3 } mt_program;
+
 /* Sets defaults, then reads the YAML file of --config, then the command line, which takes precedence, and with --load
  * or --hf-config the model of config.json. `--help` prints and exits with 0. No option is derived and no rule between
  * options is checked yet: the caller starts the ranks, sets vocab_size from its tokenizer if it is 0, and calls
@@ -18,6 +21,20 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
  * `world_size` is the number of ranks. May be called again after a change. A program with its own data passes
  * MT_PROGRAM_LIBRARY: it needs --vocab-size, but no option of data or tokenizer. */
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+
+/* Derives values that were not given and checks the rules that need arithmetic; mt_options_finish calls it after its
+ * checks of text, of ranges, and of options that need or exclude each other. A program that fills the struct itself
+ * links option_rules.c, which needs megatron.c alone, sets no field that stands for others (use_rope_scaling,
+ * recompute_activations, moe_layer_recompute, rotary_seq_len_interpolation_factor, use_distributed_optimizer) and keeps
+ * to the columns of option_table.c. `world_size` is the number of ranks. May be called again after a change. Afterwards
+ * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
+int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+
+/* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
+void mt_options_derive_sizes(mt_options *options);
+
+/* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
+bool mt_options_converts(const mt_options *options);
 
 /* Sets one option by its name ("lr", "micro_batch_size"), with the messages of the command line. `value` is one word,
  * the words of a list with blanks between them, or "true" or "false" for a flag. */

@@ -334,6 +334,20 @@ static double mt_profile_best(void *to, const void *from, int64_t bytes, const v
     return best;
 }
 
+double mt_cpu_matmul_rate(int64_t n) {
+    float *memory = mt_cpu_ops.memory_alloc(3 * n * n * (int64_t)sizeof(float)), *x = memory, *w = x + n * n,
+          *y = w + n * n;
+    for (int64_t i = 0; i < 2 * n * n; i++) memory[i] = (float)(i % 7) - 3.0f;
+    double best = 1e30, begin = mt_time();
+    for (int64_t run = 0; run < 4 || (run < 20 && mt_time() - begin < 0.5); run++) {
+        double start = mt_time();
+        mt_cpu_ops.linear_forward(y, x, w, NULL, n, n, n, MT_F32, NULL);
+        best = fmin(best, mt_time() - start);
+    }
+    mt_cpu_ops.memory_free(memory);
+    return 2.0 * (double)n * (double)n * (double)n / best;
+}
+
 /* Rates per second: operations of a large product of this type, bytes (read and written) of a large copy. */
 static mt_work mt_profile_ceilings(mt_dtype dtype) {
     const int64_t n = 8192, bytes = n * n * 4;

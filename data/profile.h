@@ -114,6 +114,9 @@ const mt_profile_step *mt_profile_last_step(void);
  * rank whose `file` is NULL prints nothing. It takes 768 MiB of memory, so destroy the model first. */
 void mt_profile_print(mt_dtype dtype, FILE *file);
 
+/* Floating-point operations per second of an n x n matrix product on the CPU, best of a few runs. */
+double mt_cpu_matmul_rate(int64_t n);
+
 /* Prints the exposed communication of rank 0, and of the rank that computes longest, and the range of step times over
  * the ranks. Every rank calls it; a rank whose `file` is NULL prints nothing, and neither does a job of one rank. */
 void mt_profile_print_communication(const mt_grid *grid, FILE *file);

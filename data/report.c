@@ -5,6 +5,7 @@
 #include "options.h"
 #include "profile.h"
 #include "safetensors.h"
+#include "watchdog.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -383,6 +384,34 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     add_scalar(all, "dropped", "dropped", metrics->dropped);
 }
 
+/* Multiplications per token of latent attention, including its norms, as Megatron counts them. */
+static double latent_multiplications(const mt_options *o) {
+    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size, T = (double)o->seq_length;
+    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
+    double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
+    double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
+    double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
+    return queries + keys + heads * values * C + T / 2 * (width + heads * values);
+}
+
+double mt_flops(const mt_options *o, int64_t num_sequences) {
+    double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
+    double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
+    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
+    double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
+    double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2, mlp = matrices * C * F;
+    double experts = (double)mt_num_expert_layers(o);
+    double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
+    double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
+    if (o->multi_latent_attention) projections = 0, attention = latent_multiplications(o);
+    double output = C * (double)o->padded_vocab_size;
+    double layers = (double)o->num_layers * (projections + attention) + mlps;
+    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
+    double module = 2 * C * C + projections + attention + (sparse ? matrices * C * visited : mlp) + output;
+    double per_token = layers + output + (double)o->mtp_num_layers * module;
+    return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
+}
+
 void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_metrics *metrics) {
     const mt_options *o = report->options;
     long long iteration = state->iteration, total = o->num_iterations;
@@ -605,6 +634,28 @@ void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *gr
     else
         fprintf(file, "Checkpoints: %s%s.\n\n", o->save ? o->save : "none, because there is no --save",
                 o->save ? ", at the end" : "");
+}
+
+void mt_report_plan(const mt_model *model, FILE *file) {
+    static const char *const names[MT_NUM_PLAN_ROWS] = {[MT_PLAN_WEIGHTS] = "weights",
+                                                        [MT_PLAN_GRADIENTS] = "gradients",
+                                                        [MT_PLAN_OPTIMIZER] = "optimizer state",
+                                                        [MT_PLAN_BUFFERS] = "whole buckets",
+                                                        [MT_PLAN_ACTIVATIONS] = "activations",
+                                                        [MT_PLAN_CACHE] = "KV cache",
+                                                        [MT_PLAN_FP8] = "fp8 operands",
+                                                        [MT_PLAN_EXPERTS] = "expert rows",
+                                                        [MT_PLAN_TOTAL] = "total",
+                                                        [MT_PLAN_HOST] = "host memory"};
+    int64_t count;
+    const mt_param *params = mt_model_params(model, &count);
+    double parameters = 0; // of this rank
+    for (int64_t i = 0; i < count; i++) parameters += (double)(params[i].rows * params[i].cols);
+    fprintf(file, "memory plan          MiB   bytes per parameter\n");
+    for (int row = 0; row < MT_NUM_PLAN_ROWS; row++) {
+        double bytes = (double)mt_model_planned_bytes(model, (mt_plan_row)row);
+        if (bytes > 0) fprintf(file, "  %-15s %9.1f   %6.2f\n", names[row], bytes / 1048576, bytes / parameters);
+    }
 }
 
 void mt_report_inference(const mt_model *model, int64_t context, FILE *file) {

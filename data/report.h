@@ -53,6 +53,10 @@ void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_s
  * Every rank calls it with the status of the same check. */
 void mt_report_refusal(mt_grid *grid, int status, mt_error *error);
 
+/* Floating-point operations of forward and backward over `num_sequences` (Megatron's num_floating_point_operations;
+ * recomputation is not counted). */
+double mt_flops(const mt_options *options, int64_t num_sequences);
+
 /* Prints a line on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
@@ -60,6 +64,9 @@ void mt_report_line(const mt_report *report, const char *format, ...) __attribut
  * where it saves. The options are finished, and `ops` is the backend that will compute. */
 void mt_report_opening(const mt_options *options, const mt_ops *ops, const mt_grid *grid, const mt_dataset *data,
                        FILE *file);
+
+/* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
+void mt_report_plan(const mt_model *model, FILE *file);
 
 /* The line with which `infer` begins: the model, its folder, device and ranks, and the longest text. */
 void mt_report_inference(const mt_model *model, int64_t context, FILE *file);

@@ -8,6 +8,7 @@
 #include "../data/dataset.h"
 #include "../data/file.h"
 #include "../data/options.h"
+#include "../data/report.h"
 #include "../data/timeline.h"
 #include "../megatron.h"
 
@@ -1612,7 +1613,7 @@ static double planned_activations(const char *recomputation) {
     sharer s;
     recomputer_open(&s, DEEP_LAYERS, DEEP_TOKENS, recomputation, &mt_cpu_ops);
     FILE *file = open_memstream(&plan, &bytes);
-    mt_model_print_plan(s.model, file);
+    mt_report_plan(s.model, file);
     fclose(file);
     const char *row = strstr(plan, "activations");
     MT_CHECK(row && sscanf(row, "activations %lf", &mebibytes) == 1);
@@ -1651,6 +1652,124 @@ static void draw_recomputation(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 18: fp8 ----------------------------------------------------------------------------------------------------- */
+
+enum { FP8_T = 128, FP8_N = 64, FP8_K = 512 };
+
+/* The positive values of a format, on a logarithmic axis. */
+static void draw_codes(picture *p, double y, const char *name, mt_dtype format, const char *fill) {
+    for (int code = 1; code < 128; code++) {
+        double value = (double)mt_f8_to_f32((uint8_t)code, format);
+        if (!isfinite(value)) continue;
+        double x = 120 + 22 * (log2(value) + 17);
+        line(p, x, y - 16, x, y, code % (format == MT_F8_E4M3 ? 8 : 4) == 0 ? INK : fill, 1.2);
+    }
+    line(p, 120, y, 870, y, FAINT, 0.6);
+    text(p, 108, y - 4, END, "%s", name);
+}
+
+/* Products of the picture: x[T, K] and w[N, K]. */
+typedef enum operand_kind { EVEN, OUTLIER, SPREAD, NUM_OPERAND_KINDS } operand_kind;
+
+/* Normal values; with one channel that is 1,000 times larger; or with tokens from 2^-20 to 1. */
+static void fill_operand(float *x, int64_t rows, operand_kind kind, uint64_t seed) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < FP8_K; c++) {
+            uint32_t words[4];
+            mt_philox(words, seed, (uint64_t)(r * FP8_K + c), 0);
+            double radius = sqrt(-2 * log(((double)words[0] + 1) / 4294967296.0));
+            double value = radius * cos(2 * 3.14159265358979 * (double)words[1] / 4294967296.0);
+            if (kind == OUTLIER && c == 77) value *= 1000;
+            if (kind == SPREAD) value = ldexp(value, (int)(-20 * r / rows));
+            x[r * FP8_K + c] = (float)value;
+        }
+}
+
+static mt_fp8_matrix quantized(const float *x, int64_t rows, mt_fp8_blocks blocks, const float *scale) {
+    mt_fp8_matrix m = {.stride = mt_fp8_stride(FP8_K, blocks), .format = MT_F8_E4M3, .blocks = blocks};
+    float amax;
+    m.data = mt_malloc(rows * m.stride);
+    m.inverse_scales = mt_malloc(mt_fp8_num_scales(rows, m.stride, blocks) * 4);
+    mt_quantize_args a = {.x = x, .count = 1, .R = rows, .C = FP8_K, .rows = m, .amax = &amax, .scale = scale};
+    mt_cpu_ops.quantize(&a, MT_F32, NULL);
+    return m;
+}
+
+/* The mean over tokens of |y - x w^T| / |x w^T|. */
+static double product_error(const float *x, const float *w, const float *y) {
+    double mean = 0;
+    for (int64_t t = 0; t < FP8_T; t++) {
+        double off = 0, norm = 0;
+        for (int64_t n = 0; n < FP8_N; n++) {
+            double sum = 0;
+            for (int64_t k = 0; k < FP8_K; k++) sum += (double)x[t * FP8_K + k] * (double)w[n * FP8_K + k];
+            off += pow((double)y[t * FP8_N + n] - sum, 2), norm += sum * sum;
+        }
+        mean += sqrt(off / norm) / FP8_T;
+    }
+    return mean;
+}
+
+/* The error of a recipe. Delayed: with the scale of normal values, as if these were the step before. */
+static double recipe_error(const float *x, const float *w, mt_fp8_recipe recipe) {
+    static const mt_fp8_blocks blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_VECTOR_128, MT_FP8_VECTOR_32};
+    static const mt_fp8_blocks of_weights[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_BLOCK_128, MT_FP8_VECTOR_32};
+    const float before = 448 / 5.0f;
+    float *y = mt_malloc(FP8_T * FP8_N * 4);
+    mt_fp8_product_args p = {.M = FP8_T, .N = FP8_N, .K = FP8_K, .out = y, .out_dtype = MT_F32};
+    p.a = quantized(x, FP8_T, blocks[recipe], recipe == MT_FP8_DELAYED ? &before : NULL);
+    p.b = quantized(w, FP8_N, of_weights[recipe], NULL);
+    mt_cpu_ops.fp8_product(&p, NULL);
+    double error = product_error(x, w, y);
+    free(p.a.data), free(p.a.inverse_scales), free(p.b.data), free(p.b.inverse_scales), free(y);
+    return error;
+}
+
+/* The error of operands in bf16. */
+static double bf16_error(const float *x, const float *w) {
+    float *y = mt_calloc(FP8_T * FP8_N * 4);
+    for (int64_t i = 0; i < FP8_T * FP8_N; i++)
+        for (int64_t k = 0; k < FP8_K; k++)
+            y[i] += mt_bf16_to_f32(mt_f32_to_bf16(x[i / FP8_N * FP8_K + k])) *
+                    mt_bf16_to_f32(mt_f32_to_bf16(w[i % FP8_N * FP8_K + k]));
+    double error = product_error(x, w, y);
+    free(y);
+    return error;
+}
+
+static void draw_error(picture *p, double x, double y, const char *name, double error, const char *fill) {
+    double width = fmax(2, 45 * (log10(error) + 3.2)); // from 6e-4 on
+    frame(p, x, y, width, 14, fill);
+    text(p, x - 8, y + 11, END, "%s", name);
+    text(p, x + width + 6, y + 11, START, error < 0.1 ? "%.4f" : "%.2f", error);
+}
+
+static void draw_fp8(const char *folder) {
+    static const char *const titles[] = {"normal values", "one channel 1,000 times larger",
+                                         "tokens from 1 down to 2^-20"};
+    static const char *const recipes[] = {"delayed", "tensorwise", "blockwise", "mxfp8"};
+    float *x = mt_malloc(FP8_T * FP8_K * 4), *w = mt_malloc(FP8_N * FP8_K * 4);
+    picture p = picture_open(folder, "18-fp8", "Grids of fp8, and errors of products by recipe", 900, 330);
+    text(&p, 20, 28, START, "All positive values of e4m3 and e5m2 (dark: powers of two); two to the power of");
+    draw_codes(&p, 66, "e4m3", MT_F8_E4M3, fills[ORANGE]);
+    draw_codes(&p, 98, "e5m2", MT_F8_E5M2, fills[BLUE]);
+    for (int power = -16; power <= 16; power += 4) text(&p, 120 + 22 * (power + 17), 116, MIDDLE, "%d", power);
+    text(&p, 20, 156, START,
+         "Relative error of a token's row of x w^T, K = %d, operands in bf16 or e4m3; mean of %d tokens", FP8_K, FP8_T);
+    fill_operand(w, FP8_N, EVEN, 1);
+    for (int kind = 0; kind < NUM_OPERAND_KINDS; kind++) {
+        double left = 100 + 300 * kind;
+        fill_operand(x, FP8_T, (operand_kind)kind, 2);
+        text(&p, left, 188, START, "%s", titles[kind]);
+        draw_error(&p, left, 200, "bf16", bf16_error(x, w), GRID);
+        for (int recipe = 0; recipe < 4; recipe++)
+            draw_error(&p, left, 222 + 22 * recipe, recipes[recipe], recipe_error(x, w, (mt_fp8_recipe)recipe),
+                       fills[recipe]);
+    }
+    picture_close(&p);
+    free(x), free(w);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -1670,5 +1789,6 @@ int main(int argc, char **argv) {
     draw_routers(argv[1]);
     draw_folding(argv[1]);
     draw_recomputation(argv[1]);
+    draw_fp8(argv[1]);
     return 0;
 }

@@ -4,6 +4,7 @@
  *   usage: bench_train [OPTIONS OF train, such as --bf16 or another --hf-config]
  */
 #include "../data/options.h"
+#include "../data/profile.h"
 
 #include <stdlib.h>
 

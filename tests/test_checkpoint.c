@@ -803,6 +803,186 @@ static void the_average_of_the_loss_is_part_of_a_checkpoint(void **state) {
     close_family(&again);
 }
 
+/* ---- delayed scaling of fp8 */
+
+#define DELAYED " --fp8-format hybrid --fp8-amax-compute-algo max --fp8-amax-history-len "
+
+static fixture open_fp8(const char *family, bool bf16, const char *words) {
+    more_options = words;
+    fixture f = open_family(family, 4, 1, bf16);
+    more_options = "";
+    create_model(&f, &mt_grid_of_one);
+    return f;
+}
+
+static void assert_same_scales(fixture *a, fixture *b) {
+    mt_fp8_state x = mt_train_fp8_state(a->model), y = mt_train_fp8_state(b->model);
+    int64_t n = x.num_linears * MT_NUM_FP8_OPERANDS;
+    assert_int_equal(x.num_linears, y.num_linears);
+    assert_true(n > 0);
+    assert_memory_equal(x.scale, y.scale, (size_t)n * 4);
+    assert_memory_equal(x.history, y.history, (size_t)(n * x.history_length) * 4);
+    mt_fp8_state_free(&x);
+    mt_fp8_state_free(&y);
+}
+
+/* Loads; the lines on standard error must have `words`, or be none (NULL). */
+static void load_says(fixture *f, mt_run_state *run, const char *folder, const char *words) {
+    char text[1024] = {0};
+    fflush(stderr);
+    int before = dup(2);
+    assert_non_null(freopen(at("stderr"), "w", stderr));
+    load(f, run, folder);
+    fflush(stderr);
+    dup2(before, 2);
+    close(before);
+    FILE *file = fopen(at("stderr"), "r");
+    size_t length = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    if (words ? !strstr(text, words) || strchr(text, '\n') != text + length - 1 : length > 0)
+        fail_msg("\"%s\" is not one line with \"%s\"", text, words ? words : "");
+}
+
+static void the_scales_of_fp8_continue_bit_for_bit(void **state) {
+    (void)state;
+    static const char *const of[] = {"llama", "gpt2", "mixtral", "deepseek_v3"};
+    for (int k = 0; k < 8; k++) {
+        const char *words = k % 3 == 0 ? DELAYED "1" : DELAYED "4";
+        fixture f = open_fp8(of[k / 2], k % 2, words), again = open_fp8(of[k / 2], k % 2, words);
+        mt_run_state run = {0}, resumed = {0};
+        double loss;
+        mt_error error;
+        train_steps(&f, &run, 0, 3);
+        source from = {&f, 7, SEQUENCES, 0, SEQUENCES};
+        assert_int_equal(mt_evaluate(f.model, 1, next_micro_batch, &from, &f.batch, &loss, &error), 0);
+        save(&f, &run, at("out"));
+        load_says(&again, &resumed, at("out"), NULL);
+        assert_same_scales(&f, &again);
+        train_steps(&f, &run, 3, 3);
+        train_steps(&again, &resumed, 3, 3);
+        assert_same_model(&f, &again);
+        assert_same_scales(&f, &again);
+        load_says(&f, &run, at("out/iter_0000003"), NULL); // back, as after a bad step
+        train_steps(&f, &run, 3, 3);
+        assert_same_model(&f, &again);
+        assert_same_scales(&f, &again);
+        assert_false(exists(at("out/fp8.safetensors"))); // no link for other loaders
+        close_family(&f);
+        close_family(&again);
+    }
+}
+
+/* Entry `age` steps back of operand k of linear i; NAN: the history is shorter. */
+static float amax_at(const mt_fp8_state *s, int64_t age, int64_t i, int64_t k) {
+    if (age >= s->history_length) return NAN;
+    return s->history[((s->history_length - age) * s->num_linears + i) * MT_NUM_FP8_OPERANDS + k];
+}
+
+static void another_history_or_recipe_says_what_happens(void **state) {
+    (void)state;
+    static const struct {
+        const char *words, *says;
+        bool keeps; // scales and the newest entries
+    } cases[] = {
+        {DELAYED "4", NULL, true},
+        {DELAYED "2", "the run's --fp8-amax-history-len was 4; now, with 2, the histories are cut to the newest", true},
+        {DELAYED "9", "the run's --fp8-amax-history-len was 4; now, with 9, the histories are longer", true},
+        {"--fp8-format hybrid --fp8-recipe tensorwise", "its fp8 scales are left aside", false},
+        {"", "its fp8 scales are left aside", false},
+        {"--finetune" DELAYED "4", NULL, false},
+        {"--no-load-optim" DELAYED "4", NULL, true},
+    };
+    fixture f = open_fp8("llama", false, DELAYED "4");
+    mt_run_state run = {0};
+    train_steps(&f, &run, 0, 5);
+    save(&f, &run, at("out"));
+    mt_fp8_state saved = mt_train_fp8_state(f.model);
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        fixture again = open_fp8("llama", false, cases[c].words);
+        load_says(&again, &run, at("out"), cases[c].says);
+        mt_fp8_state loaded = mt_train_fp8_state(again.model);
+        for (int64_t i = 0; i < loaded.num_linears; i++)
+            for (int64_t k = 0; k < MT_NUM_FP8_OPERANDS; k++) {
+                assert_true(loaded.scale[i * 3 + k] == (cases[c].keeps ? saved.scale[i * 3 + k] : 1));
+                for (int64_t age = 1; age < loaded.history_length; age++) {
+                    float amax = amax_at(&saved, age, i, k);
+                    assert_true(amax_at(&loaded, age, i, k) == (cases[c].keeps && amax == amax ? amax : 0));
+                    assert_true(amax != amax || amax > 0); // five steps filled the history
+                }
+            }
+        mt_fp8_state_free(&loaded);
+        close_family(&again);
+    }
+    mt_fp8_state_free(&saved);
+    close_family(&f);
+}
+
+/* Scales of e5m2 become those of e4m3: the largest number is 128 times smaller. */
+static void scales_follow_the_format(void **state) {
+    (void)state;
+    fixture f = open_fp8("llama", false, DELAYED "4");
+    fixture again = open_fp8("llama", false, "--fp8-format e4m3 --fp8-amax-history-len 4");
+    mt_run_state run = {0};
+    train_steps(&f, &run, 0, 2);
+    save(&f, &run, at("out"));
+    load_says(&again, &run, at("out"), NULL);
+    mt_fp8_state saved = mt_train_fp8_state(f.model), loaded = mt_train_fp8_state(again.model);
+    for (int64_t i = 0; i < saved.num_linears * MT_NUM_FP8_OPERANDS; i++)
+        assert_true(loaded.scale[i] == (i % 3 == MT_FP8_DY ? saved.scale[i] / 128 : saved.scale[i]));
+    mt_fp8_state_free(&saved);
+    mt_fp8_state_free(&loaded);
+    close_family(&f);
+    close_family(&again);
+}
+
+static void a_checkpoint_without_scales_begins_with_fresh_ones(void **state) {
+    (void)state;
+    fixture plain = open_fp8("llama", false, ""), f = open_fp8("llama", false, DELAYED "4");
+    fixture some = open_fp8("llama", false, DELAYED "4 --first-last-layers-bf16");
+    mt_run_state run = {0};
+    train_steps(&plain, &run, 0, 1);
+    save(&plain, &run, at("plain"));
+    train_steps(&f, &run, 1, 1);
+    load_says(&f, &run, at("plain"), "has no fp8 scales; those of --fp8-recipe delayed begin at 1");
+    mt_fp8_state fresh = mt_train_fp8_state(f.model);
+    for (int64_t i = 0; i < fresh.num_linears * MT_NUM_FP8_OPERANDS; i++) assert_true(fresh.scale[i] == 1);
+    mt_fp8_state_free(&fresh);
+    train_steps(&some, &run, 1, 1);
+    save(&some, &run, at("some"));
+    load_says(&f, &run, at("some"), "lacks linears that are in fp8 now; their scales begin at 1");
+    close_family(&plain);
+    close_family(&some);
+    close_family(&f);
+}
+
+/* A byte of the file that differs is found by the checksums, or without these by its value. */
+static void damaged_scales_are_refused(void **state) {
+    (void)state;
+    fixture f = open_fp8("llama", false, DELAYED "4");
+    mt_run_state run = {0};
+    train_steps(&f, &run, 0, 2);
+    save(&f, &run, at("out"));
+    const char *path = at("out/iter_0000002/fp8.safetensors");
+    mt_safetensors *set;
+    mt_error error;
+    assert_int_equal(mt_safetensors_open(&set, path, &error), 0);
+    const mt_tensor_info *scale = mt_safetensors_find(set, "layers.2.down.scale");
+    assert_non_null(scale);
+    assert_int_equal(scale->num_dims, 2);
+    int64_t place = (const unsigned char *)scale->data - mt_safetensors_get_file(set, 0)->base;
+    mt_safetensors_close(set);
+    FILE *file = fopen(path, "r+b");
+    const float negative = -2;
+    assert_non_null(file);
+    assert_int_equal(fseek(file, (long)place, SEEK_SET), 0);
+    assert_int_equal(fwrite(&negative, 4, 1, file), 1);
+    fclose(file);
+    assert_load_fails(&f, at("out/iter_0000002"), "fp8.safetensors: damaged");
+    make_older(at("out/iter_0000002"));
+    assert_load_fails(&f, at("out/iter_0000002"), "tensor \"layers.2.down.scale\" has the value -2");
+    close_family(&f);
+}
+
 static void an_optimizer_without_a_tensor_is_refused(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, false), tied = open_family("llama3_rope_tied", 4, 1, false);
@@ -975,6 +1155,11 @@ int main(void) {
         ROOT_TEST(a_second_run_in_a_folder_is_refused_and_names_the_first),
         ROOT_TEST(checkpoints_of_another_run_are_not_saved_over),
         ROOT_TEST(the_average_of_the_loss_is_part_of_a_checkpoint),
+        ROOT_TEST(the_scales_of_fp8_continue_bit_for_bit),
+        ROOT_TEST(another_history_or_recipe_says_what_happens),
+        ROOT_TEST(scales_follow_the_format),
+        ROOT_TEST(a_checkpoint_without_scales_begins_with_fresh_ones),
+        ROOT_TEST(damaged_scales_are_refused),
         ROOT_TEST(an_optimizer_without_a_tensor_is_refused),
         ROOT_TEST(a_cut_checkpoint_never_loads),
         cmocka_unit_test(sums_are_crc32c),

@@ -1,4 +1,5 @@
 /* test_data_parallel_mpi.c: data parallelism with every sharding strategy trains like one rank. Run by mpirun. */
+#include "../data/report.h"
 #include "golden.h"
 
 #include <mpi.h>
@@ -633,7 +634,7 @@ static double plan_bytes(const mt_model *model, const char *row) {
     size_t length;
     double mebibytes, bytes = 0;
     FILE *file = open_memstream(&text, &length);
-    mt_model_print_plan(model, file);
+    mt_report_plan(model, file);
     fclose(file);
     if ((at = strstr(text, row))) assert_int_equal(sscanf(at + strlen(row), "%lf %lf", &mebibytes, &bytes), 2);
     free(text);

@@ -49,6 +49,14 @@ scores_as_transformers() {
     done
 }
 
+# A folder in fp8 with a scale for each block of 32 x 32; $1 $2: tensor- and pipeline-parallel ranks.
+scores_fp8_folder() {
+    folder=tests/golden/tune/fp8
+    set -- "$@" --load $folder --score $folder/tokens.i32 --seq-length 32 --device cpu --out "$work/logprobs"
+    if [ "$1$2" = 11 ]; then shift 2 && "$infer" "$@" 2>"$work/err"; else shared "$@" 2>"$work/err"; fi &&
+        close "$work/logprobs" $folder/logprobs.f32 5e-6
+}
+
 scores_whole_file() {
     "$infer" --load $golden/llama --score $golden/llama/tokens.i32 --seq-length 32 --out "$work/all" 2>"$work/err" &&
         [ "$(wc -c <"$work/all")" = $((10 * 4 * 32 * 4)) ]
@@ -244,6 +252,7 @@ shows_tokens_that_the_tokenizer_lacks() {
 
 check greedy_continuations_equal_transformers continues_as_transformers
 check scores_entropies_and_logits_equal_transformers scores_as_transformers
+check a_folder_in_fp8_scores_as_transformers scores_fp8_folder 1 1
 check score_takes_the_whole_file_by_default scores_whole_file
 check bf16_weights_generate runs_in_bf16
 check a_seed_repeats_a_text repeats_by_seed
@@ -257,6 +266,8 @@ check a_full_disk_is_reported_and_keeps_the_old_file reports_a_full_disk
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check ranks_continue_as_transformers_and_one_rank ranks_continue_as_one
     check ranks_score_as_one_rank ranks_score_as_one
+    check two_tensor_parallel_ranks_score_a_folder_in_fp8 scores_fp8_folder 2 1
+    check two_pipeline_stages_score_a_folder_in_fp8 scores_fp8_folder 1 2
     check lines_of_standard_input_reach_every_rank ranks_answer_lines
     check ranks_refuse_with_one_error ranks_refuse_together
     [ -r "$story/config.json" ] && check ranks_generate_the_same_story ranks_generate_the_story

@@ -229,12 +229,14 @@ static void a_run_with_multi_token_prediction_continues_from_any_layout_on_any_o
     }
 }
 
-static void the_same_layout_continues_bit_for_bit(void **state) {
-    (void)state;
+#define DELAYED "--fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
+
+/* Trains, saves and continues; a second model loads and gives the same losses. `words` of even and odd layouts. */
+static void every_layout_continues_bit_for_bit(const char *even, const char *odd) {
     char folder[512];
     in_root(folder, "run");
     for (int i = 0; i < NUM_LAYOUTS; i++) {
-        const char *words = i % 2 ? "--bf16" : "";
+        const char *words = i % 2 ? odd : even;
         trainee first, second;
         if (is_in_layout(&layouts[i])) {
             double losses[RESUMED_STEPS], resumed[RESUMED_STEPS];
@@ -254,6 +256,16 @@ static void the_same_layout_continues_bit_for_bit(void **state) {
         }
         rank_0_runs("rm -r '%s'%s", folder, "");
     }
+}
+
+static void the_same_layout_continues_bit_for_bit(void **state) {
+    (void)state;
+    every_layout_continues_bit_for_bit("", "--bf16");
+}
+
+static void the_same_layout_continues_bit_for_bit_in_fp8(void **state) {
+    (void)state;
+    every_layout_continues_bit_for_bit(DELAYED " --tp-only-amax-red", DELAYED " --bf16");
 }
 
 /* ---- the bytes of the files */
@@ -288,6 +300,41 @@ static void every_layout_saves_the_same_bytes(const char *family, const char *wo
 static void every_layout_saves_the_bytes_of_one_rank(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++) every_layout_saves_the_same_bytes(families[k], k % 2 ? "--bf16" : "");
+}
+
+/* Scales of fp8 too. */
+static void every_layout_saves_the_scales_of_one_rank(void **state) {
+    (void)state;
+    every_layout_saves_the_same_bytes("llama", DELAYED);
+    every_layout_saves_the_same_bytes("deepseek_v3", DELAYED " --bf16");
+}
+
+/* Opens a llama and loads the folder in fp8, whose blocks are 32 x 32. */
+static void open_fp8_folder(trainee *t, const layout *l) {
+    open_trainee(t, "llama", l, "");
+    t->f.options.weight_block_size[0] = t->f.options.weight_block_size[1] = 32;
+    load(t, "tests/golden/tune/fp8");
+}
+
+/* Ranks load parts of blocks: rows or columns that begin within one, and shards. */
+static void a_folder_in_fp8_loads_on_every_layout_as_on_one_rank(void **state) {
+    (void)state;
+    char reference[512], folder[512];
+    trainee t;
+    in_root(reference, "reference"), in_root(folder, "again");
+    for (int i = 0; i < NUM_LAYOUTS; i++) {
+        if (is_in_layout(&layouts[i])) {
+            open_fp8_folder(&t, &layouts[i]);
+            save(&t, i == 0 ? reference : folder);
+            close_trainee(&t);
+        }
+        mt_barrier(&world.world);
+        if (i == 0) continue;
+        rank_0_runs("diff -r -x trainer.json -x checksums.json '%s' '%s'", reference, folder);
+        rank_0_runs("rm -r '%s'%s", folder, "");
+    }
+    rank_0_runs("! grep -q quantization_config '%s'/latest/config.json%s", reference, "");
+    rank_0_runs("rm -r '%s'%s", reference, "");
 }
 
 /* Files so small that some ranks have nothing to write. */
@@ -540,6 +587,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_run_with_multi_token_prediction_continues_from_any_layout_on_any_other),
         cmocka_unit_test(the_same_layout_continues_bit_for_bit),
         cmocka_unit_test(every_layout_saves_the_bytes_of_one_rank),
+        cmocka_unit_test(the_same_layout_continues_bit_for_bit_in_fp8),
+        cmocka_unit_test(every_layout_saves_the_scales_of_one_rank),
+        cmocka_unit_test(a_folder_in_fp8_loads_on_every_layout_as_on_one_rank),
         cmocka_unit_test(small_files_have_the_same_bytes),
         cmocka_unit_test(a_missing_tensor_is_an_error_on_every_rank),
         cmocka_unit_test(a_failed_write_is_an_error_on_every_rank),

@@ -3,6 +3,7 @@
 #include "../data/file.h"
 #include "../data/host_memory.h"
 #include "../data/options.h"
+#include "../data/report.h"
 #include "folder.h"
 
 #include <math.h>
@@ -22,7 +23,7 @@ static double planned(const mt_model *model, const char *row) {
     size_t bytes;
     double mebibytes = 0;
     FILE *file = open_memstream(&text, &bytes);
-    mt_model_print_plan(model, file);
+    mt_report_plan(model, file);
     fclose(file);
     const char *found = strstr(text, row);
     if (found) assert_int_equal(sscanf(found + strlen(row), "%lf", &mebibytes), 1);

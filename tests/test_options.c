@@ -2,6 +2,7 @@
 #include "../data/megatron_names.h"
 #include "../data/option_table.h"
 #include "../data/options.h"
+#include "../data/report.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -1319,6 +1320,77 @@ static void layers_without_an_mlp_do_not_split_its_width(void **state) {
 }
 
 /* Defaults and refusals are Megatron's; full recomputation without a method is uniform, one layer a unit. */
+static void fp8_follows_megatron(void **state) {
+    (void)state;
+    static const char *const refused[][2] = {
+        {"--fp8-recipe tensorwise", "--fp8-recipe needs --fp8-format"},
+        {"--fp8-format hybrid --fp8-recipe current", "--fp8-recipe expects delayed|tensorwise|blockwise|mxfp8"},
+        {"--fp8-format e5m2", "--fp8-format expects none|e4m3|hybrid"},
+        {"--fp8-margin 1", "--fp8-margin needs --fp8-format"},
+        {"--fp8-amax-history-len 2", "--fp8-amax-history-len needs --fp8-format"},
+        {"--fp8-amax-compute-algo max", "--fp8-amax-compute-algo needs --fp8-format"},
+        {"--tp-only-amax-red", "--tp-only-amax-red needs --fp8-format"},
+        {"--fp8-format hybrid --fp8-margin 17", "--fp8-margin must be in [0,16], got 17"},
+        {"--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 1", "--fp8-margin needs --fp8-recipe delayed"},
+        {"--fp8-format e4m3 --fp8-recipe blockwise --fp8-amax-history-len 4", "needs --fp8-recipe delayed"},
+        {"--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-amax-compute-algo max", "needs --fp8-recipe delayed"},
+        {"--fp8-format e4m3 --fp8-recipe tensorwise --tp-only-amax-red", "needs --fp8-recipe delayed"},
+        {"--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len must be in [1,65536], got 0"},
+        {"--no-fp8-wgrad", "--no-fp8-wgrad needs --fp8-format"},
+        {"--first-last-layers-bf16", "--first-last-layers-bf16 needs --fp8-format"},
+        {"--fp8-format hybrid --num-layers-at-start-in-bf16 2",
+         "--num-layers-at-start-in-bf16 needs --first-last-layers-bf16"},
+        {"--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",
+         "leave no layer of 2 in fp8; lower them or leave out --first-last-layers-bf16"},
+        {"--fp8-format hybrid --num-experts 4 --no-moe-grouped-gemm",
+         "--fp8-format and --no-moe-grouped-gemm exclude each other"},
+        {"--fp8-format hybrid --fp8-param-gather",
+         "fp8 outside the linears of layers or as the stored type of weights"},
+        {"--fp8-param", "is not supported (fp4, and fp8 outside the linears"},
+        {"--fp4 e2m1", "is not supported (fp4,"},
+        {"--fp8-dot-product-attention", "is not supported"},
+        {"--fp8-output-proj", "is not supported"},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        char line[512];
+        snprintf(line, sizeof line, RUN "%s", refused[i][0]);
+        expect_error(line, refused[i][1]);
+    }
+    mt_options o;
+    expect_good(&o, RUN "--fp8-format hybrid");
+    assert_int_equal(o.fp8_format, MT_FP8_HYBRID);
+    assert_int_equal(o.fp8_recipe, MT_FP8_DELAYED);
+    assert_int_equal(o.fp8_amax_history_len, 1);
+    assert_int_equal(o.fp8_amax_compute_algo, MT_AMAX_MOST_RECENT);
+    assert_int_equal(o.fp8_margin, 0);
+    assert_true(o.fp8_wgrad && !o.tp_only_amax_red && !o.first_last_layers_bf16);
+    mt_options_free(&o);
+    expect_good(&o, RUN "--fp8 e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad"); // Megatron's other name
+    assert_int_equal(o.fp8_format, MT_FP8_E4M3);
+    assert_int_equal(o.fp8_recipe, MT_FP8_MXFP8);
+    assert_false(o.fp8_wgrad);
+    mt_options_free(&o);
+    expect_good(&o, RUN "");
+    assert_int_equal(o.fp8_format, MT_FP8_OFF);
+    mt_options_free(&o);
+}
+
+static void fp8_needs_a_gpu_that_has_it(void **state) {
+    (void)state;
+    mt_options o;
+    mt_error error;
+    const mt_limits no_mxfp8 = {.no_mxfp8 = true}, no_fp8 = {.no_fp8 = true};
+    expect_good(&o, RUN "");
+    assert_int_equal(mt_options_check_limits(&o, &no_fp8, &error), 0);
+    mt_options_free(&o);
+    expect_good(&o, RUN "--fp8-format e4m3 --fp8-recipe mxfp8");
+    assert_int_equal(mt_options_check_limits(&o, &no_mxfp8, &error), -1);
+    assert_non_null(strstr(error.text, "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0"));
+    assert_int_equal(mt_options_check_limits(&o, &no_fp8, &error), -1);
+    assert_non_null(strstr(error.text, "--fp8-format needs a GPU of compute capability 8.9"));
+    mt_options_free(&o);
+}
+
 static void recomputation_follows_megatron(void **state) {
     (void)state;
     static const char *const refused[][2] = {
@@ -1648,6 +1720,18 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"hidden_act\": \"relu\" is not supported; silu|swish is");
     expect_config_error(LLAMA ", \"tie_word_embeddings\": 1}", "must be true or false");
     expect_config_error(LLAMA ", \"quantization_config\": {}}", "quantized weights");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"awq\", \"bits\": 4}}",
+                        "of \"quant_method\" awq, \"fmt\" e4m3 are not supported, only fp8 and e4m3; load the fp32");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e5m2\"}}",
+                        "\"fmt\" e5m2 are not supported");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\"}}", "\"weight_block_size\" of");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\", \"weight_block_size\": [128]}}",
+                        "must be two whole numbers");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\", \"weight_block_size\": [0, 1]}}",
+                        "must be two whole numbers");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\", \"activation_scheme\": "
+                              "\"static\", \"weight_block_size\": [128, 128]}}",
+                        "\"activation_scheme\" of \"quantization_config\" is static");
     expect_config_error(LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor");
     expect_config_error(LLAMA ", \"head_dim\": 15}", "must be even");
     expect_config_error(LLAMA ", \"eos_token_id\": \"x\"}", "\"eos_token_id\" must be a token");
@@ -2018,6 +2102,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(own_checkpoints_accept_the_options_that_made_them),
     cmocka_unit_test(a_conversion_needs_no_sequence_length),
     cmocka_unit_test(recomputation_follows_megatron),
+    cmocka_unit_test(fp8_follows_megatron),
+    cmocka_unit_test(fp8_needs_a_gpu_that_has_it),
     cmocka_unit_test(offloading_follows_megatron),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),

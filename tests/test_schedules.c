@@ -2,6 +2,7 @@
  * results.
  */
 #include "../data/options.h"
+#include "../data/report.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -1,0 +1,540 @@
+/* option_rules.c: derives the option values that were left open, and checks the rules between values that need
+ * arithmetic; the option table (option_table.c) has the ranges, and the options that one needs or excludes. Needs
+ * megatron.c alone. Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be
+ * called again. */
+#include "options.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
+
+/* `a` must be a multiple of `b`; messages show both with their names. */
+typedef struct mt_multiple {
+    const char *a_name;
+    int64_t a;
+    const char *b_name;
+    int64_t b;
+} mt_multiple;
+
+static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
+    for (size_t i = 0; i < count; i++)
+        if (rows[i].a % rows[i].b != 0)
+            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
+                                rows[i].b_name, (long long)rows[i].b);
+    return 0;
+}
+
+#define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
+
+/* ---- sizes, positions, lengths */
+
+bool mt_options_converts(const mt_options *o) {
+    return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
+}
+
+void mt_options_derive_sizes(mt_options *o) {
+    bool gated = mt_activation_rows[mt_options_activation(o)].gated;
+    if (o->ffn_hidden_size == 0) o->ffn_hidden_size = gated ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
+    bool one_group = o->group_query_attention && !MT_GIVEN(o, num_query_groups);
+    if (o->num_query_groups == 0) o->num_query_groups = one_group ? 1 : o->num_attention_heads;
+    if (o->multi_latent_attention) {
+        o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
+        o->qk_layernorm = true;
+    }
+    if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
+}
+
+/* Sizes and biases of the model. */
+static int mt_options_derive_model(mt_options *o, mt_error *error) {
+    int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
+    const mt_constraint before[] = {
+        {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
+        {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
+        {MT_GIVEN(o, group_query_attention) && !o->group_query_attention && groups > 0 && groups != heads,
+         "--num-query-groups %lld needs --group-query-attention, which is false",
+         {groups}},
+    };
+    if (MT_CHECK_CONSTRAINTS(before, error)) return -1;
+    const mt_multiple multiples[] = {
+        {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
+         o->kv_channels == 0 && !o->multi_latent_attention ? heads : 1},
+        {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
+        {"--num-query-groups", groups,
+         "--num-attention-heads (for --multi-latent-attention) =", o->multi_latent_attention ? heads : 1},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    mt_options_derive_sizes(o);
+    if (o->add_bias_linear) {
+        o->attention_output_bias = o->mlp_bias = true;
+        o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
+    }
+    if (o->ffn_hidden_size == 0)
+        return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
+                            (long long)C);
+    double attention = (double)heads * (double)o->kv_channels, mlp = (double)o->ffn_hidden_size;
+    double parameters = (double)o->num_layers * (double)C * (4 * attention + 3 * mlp);
+    if (parameters <= 1e15) return 0;
+    return mt_error_set(error,
+                        "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
+                        "make %.3g parameters; at most 1e15 are supported",
+                        parameters);
+}
+
+/* RoPE: its channels, and the numbers of its scaling. */
+static int mt_options_derive_rope(mt_options *o, mt_error *error) {
+    bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
+    int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
+    if (o->multi_latent_attention) channels = latent;
+    if (o->multi_latent_attention && latent % 2 != 0)
+        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)latent);
+    if (channels < 2 || channels % 2 != 0)
+        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for RoPE",
+                            (long long)o->kv_channels, o->rotary_percent);
+    if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
+    if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
+    if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
+        return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
+                            o->rope_low_freq_factor, o->rope_high_freq_factor);
+    if (yarn && o->yarn_attention_factor == 0) {
+        bool both = o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0;
+        o->yarn_attention_factor = mt_yarn_mscale(o->rope_scaling_factor, both ? o->yarn_mscale : 1);
+        if (both) o->yarn_attention_factor /= mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
+    }
+    return 0;
+}
+
+/* Multi-token prediction; generation and scoring do without it. */
+static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *error) {
+    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
+    if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
+    return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
+                        (long long)o->mtp_num_layers, (long long)o->seq_length);
+}
+
+/* Recomputation: defaults are Megatron's, except that full recomputation without a method is uniform. */
+static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
+    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL, distributes = o->distribute_saved_activations;
+    const mt_multiple multiples[] = {{"--distribute-saved-activations: --hidden-size", distributes ? o->hidden_size : 0,
+                                      "--tensor-model-parallel-size", o->tensor_model_parallel_size}};
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    bool selective = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE;
+    if (selective && o->recompute_modules == 0) o->recompute_modules = MT_MODULE_CORE_ATTN;
+    if (full && o->recompute_method == MT_RECOMPUTE_DEFAULT) o->recompute_method = MT_RECOMPUTE_UNIFORM;
+    if (full && o->recompute_num_layers == 0) o->recompute_num_layers = 1;
+    return 0;
+}
+
+/* --first-last-layers-bf16 leaves a layer for fp8. */
+static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
+    int64_t start = o->num_layers_at_start_in_bf16, end = o->num_layers_at_end_in_bf16;
+    if (!o->first_last_layers_bf16 || start + end < o->num_layers) return 0;
+    return mt_error_set(error,
+                        "--num-layers-at-start-in-bf16 %lld and --num-layers-at-end-in-bf16 %lld leave no layer of "
+                        "%lld in fp8; lower them or leave out --first-last-layers-bf16",
+                        (long long)start, (long long)end, (long long)o->num_layers);
+}
+
+/* Vocabulary, positions and sequence length. */
+static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
+    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
+    bool converts = mt_options_converts(o);
+    int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
+    const mt_constraint rules[] = {
+        {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
+        {o->seq_length == 0 && o->score, "--seq-length is missing: --score needs it"},
+        {o->seq_length == 0 && trains && !converts, "--seq-length is missing"},
+    };
+    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
+    if (o->seq_length == 0 && converts) { // a few tokens, which the context ranks can split
+        o->seq_length = 2 * o->tensor_model_parallel_size * o->context_parallel_size * (1 + o->mtp_num_layers);
+        if (o->max_position_embeddings > 0) o->seq_length = mt_min(o->seq_length, o->max_position_embeddings);
+    }
+    if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
+    if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
+    if (o->seq_length > o->max_position_embeddings && (learned || trains))
+        return mt_error_set(error, "--seq-length %lld is more than --max-position-embeddings %lld; %s",
+                            (long long)o->seq_length, (long long)o->max_position_embeddings,
+                            learned && o->load ? "the weights have no more" : "lower the one or raise the other");
+    return 0;
+}
+
+/* ---- ranks and experts: how ranks split the model, sequences and the batch */
+
+/* Everything that ranks split evenly. */
+static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
+    int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
+    const char *tensor = "--tensor-model-parallel-size";
+    const mt_multiple rows[] = {
+        {"--num-attention-heads", o->num_attention_heads, tensor, tp},
+        {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
+        {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
+        {"--seq-length", o->seq_length,
+         "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
+         o->sequence_parallel ? tp * cp : 1},
+        {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
+        {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
+        {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
+        {"the world size", world_size,
+         "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
+         o->num_experts > 0 ? ep * etp * pp : 1},
+    };
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
+/* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
+static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
+    int64_t model = tp * pp * cp, groups = o->num_query_groups;
+    const mt_constraint rules[] = {
+        {model > world_size || world_size % model != 0,
+         "--tensor-model-parallel-size %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are "
+         "%lld ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
+         {tp, pp, cp, model, world_size}},
+    };
+    if (MT_CHECK_CONSTRAINTS(rules, error) || mt_options_check_multiples(o, world_size, error)) return -1;
+    o->data_parallel_size = world_size / model;
+    if (groups % tp == 0 || tp % groups == 0) return 0;
+    return mt_error_set(error,
+                        "--num-query-groups %lld must be a multiple or a divisor of --tensor-model-parallel-size %lld",
+                        (long long)groups, (long long)tp);
+}
+
+/* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
+static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
+    if (o->moe_router_load_balancing_type != MT_BALANCING_SINKHORN) return 0;
+    const mt_constraint rules[] = {
+        {o->moe_router_topk == 1 && o->moe_router_score_function != MT_SCORE_SIGMOID,
+         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk 1 needs --moe-router-score-function "
+         "sigmoid"},
+        {o->moe_router_topk > 1 && !o->moe_router_pre_softmax,
+         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk %lld needs --moe-router-pre-softmax",
+         {o->moe_router_topk}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* How the router chooses experts. */
+static int mt_options_check_router(const mt_options *o, mt_error *error) {
+    int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
+    int64_t group_topk = o->moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
+    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
+    const mt_constraint rules[] = {
+        {o->moe_shared_expert_intermediate_size > 0 && (o->mlp_bias || o->add_bias_linear),
+         "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases"},
+        {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
+        {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
+                                             "chosen expert is 1 and teaches nothing"},
+        {groups > 0 && (E % groups != 0 || group_topk > groups || group_topk > k),
+         "--moe-router-num-groups %lld must divide --num-experts %lld and be at least --moe-router-group-topk %lld, "
+         "which must be at most --moe-router-topk %lld",
+         {groups, E, group_topk, k}},
+        {groups > 0 && k > choice,
+         "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld groups; raise it or "
+         "lower --moe-router-num-groups",
+         {k, choice, group_topk}},
+    };
+    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    return mt_options_check_sinkhorn(o, error);
+}
+
+/* Experts. */
+static int mt_options_derive_experts(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size,
+            others = o->expert_model_parallel_size * o->pipeline_model_parallel_size;
+    if (o->num_experts == 0) return 0;
+    if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->expert_tensor_parallel_size == 0) // split as the layer is, where the experts' widths and the ranks allow it
+        o->expert_tensor_parallel_size = o->moe_ffn_hidden_size % tp || world_size % (tp * others) ? 1 : tp;
+    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
+    return mt_options_check_router(o, error);
+}
+
+/* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
+ * context rank --cp-comm-type has no effect, as in Megatron. */
+static int mt_options_derive_context(mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
+    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
+    const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
+    bool hierarchical = o->cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);
+    int64_t a2a = hierarchical ? sizes->items[0] : o->cp_comm_type == MT_CP_A2A ? cp : 1;
+    if (hierarchical && (sizes->count != 2 || a2a < 1 || a2a > cp || a2a * sizes->items[1] != cp))
+        return mt_error_set(error,
+                            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
+                            "whose product is --context-parallel-size %lld",
+                            (long long)cp);
+    if (heads % a2a != 0 || groups % a2a != 0)
+        return mt_error_set(error,
+                            "--cp-comm-type %s splits the heads of a rank over %lld ranks: %lld query heads and %lld "
+                            "key and value heads (--num-attention-heads and --num-query-groups divided by "
+                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
+                            hierarchical ? "a2a+p2p" : "a2a", (long long)a2a, (long long)heads, (long long)groups);
+    if (o->window_size > 0 && cp > a2a && o->cp_comm_type != MT_CP_ALL_GATHER)
+        return mt_error_set(error,
+                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
+                            "apart; take all_gather or a2a",
+                            (long long)o->window_size, hierarchical ? "a2a+p2p" : "p2p");
+    o->context_a2a_size = a2a;
+    return 0;
+}
+
+/* ---- stages, batches, schedules */
+
+/* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
+static int mt_options_derive_stages(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
+    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
+    int64_t layers = o->num_layers + extra, *vp = &o->num_virtual_stages_per_pipeline_rank;
+    int64_t stages = o->pipeline_letters ? mt_pipeline_layout_count(o->pipeline_letters) : pp;
+    const mt_multiple multiples[] = {
+        {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
+        {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
+         "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
+         o->pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    if (o->pipeline_letters)
+        *vp = stages / pp;
+    else if (per_stage > 0)
+        *vp = layers / (pp * per_stage);
+    else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
+        *vp = 1;
+    if (pp * *vp <= 1000000) return 0;
+    return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks", (long long)*vp,
+                        (long long)pp);
+}
+
+/* The schedule, which must fit the number of virtual stages. */
+static int mt_options_derive_order(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
+    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
+        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
+    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
+    mt_schedule_kind kind = o->pipeline_schedule;
+    const mt_constraint rules[] = {
+        {kind == MT_SCHEDULE_INTERLEAVED && vp == 1,
+         "--pipeline-schedule interleaved needs several virtual stages: give --num-virtual-stages-per-pipeline-rank"},
+        {kind != MT_SCHEDULE_INTERLEAVED && vp > 1,
+         "--pipeline-schedule 1f1b or zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
+         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
+         {vp}},
+        {vp == 1 && *group > 0, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: give "
+                                "--num-virtual-stages-per-pipeline-rank"},
+        {vp > 1 && *group < pp,
+         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least --pipeline-model-parallel-size %lld",
+         {*group, pp}},
+        {*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS, // messages in flight; each end holds half of them
+         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than --pipeline-model-parallel-size "
+         "%lld + %lld: more messages would be in flight than fit",
+         {*group, pp, 2 * MT_CHANNEL_TICKETS - 1}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* Interleaved groups of micro-batches must be full, or the last one long enough to fill the pipeline. */
+static int mt_options_check_micro_batches(const mt_options *o, int64_t batch, mt_error *error) {
+    int64_t micro_batches = batch / (o->micro_batch_size * o->data_parallel_size);
+    int64_t pp = o->pipeline_model_parallel_size, group = o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (o->num_virtual_stages_per_pipeline_rank == 1) return 0;
+    int64_t rest = micro_batches % group;
+    const mt_constraint rules[] = {
+        {micro_batches < group,
+         "a batch of %lld sequences is %lld micro-batches, fewer than the %lld of "
+         "--microbatch-group-size-per-virtual-pipeline-stage (default: --pipeline-model-parallel-size); raise the "
+         "batch",
+         {batch, micro_batches, group}},
+        {rest != 0 && rest < pp,
+         "a batch of %lld sequences is %lld micro-batches; groups of %lld leave %lld over, fewer than "
+         "--pipeline-model-parallel-size %lld: change the batch or --microbatch-group-size-per-virtual-pipeline-stage",
+         {batch, micro_batches, group, rest, pp}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* A batch of `value` sequences must split into micro-batches for every data-parallel rank. */
+static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
+    int64_t unit = o->micro_batch_size * o->data_parallel_size, less = value / unit * unit;
+    char other[64] = "";
+    if (value > 0 && value % unit == 0) return 0;
+    if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
+    return mt_error_set(error,
+                        "%s %lld must be a multiple of --micro-batch-size %lld times the data-parallel size %lld; "
+                        "try %s%lld",
+                        name, (long long)value, (long long)o->micro_batch_size, (long long)o->data_parallel_size, other,
+                        (long long)(less + unit));
+}
+
+static int mt_options_derive_batches(mt_options *o, mt_error *error) {
+    const int64_t *ramp = o->rampup_batch_size.items;
+    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
+    if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
+    if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
+    if (o->rampup_batch_size.count == 0) return 0;
+    bool good = o->rampup_batch_size.count == 3;
+    for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
+    if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
+    if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
+        return mt_error_set(error,
+                            "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the "
+                            "difference must be a multiple of the increment",
+                            (long long)ramp[0], (long long)ramp[1], (long long)o->global_batch_size);
+    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
+    if (mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error)) return -1;
+    for (int64_t size = ramp[0]; o->num_virtual_stages_per_pipeline_rank > 1 && size < o->global_batch_size;
+         size += ramp[1])
+        if (mt_options_check_micro_batches(o, size, error)) return -1;
+    return 0;
+}
+
+/* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
+static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
+    if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
+    int64_t stages = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
+    mt_stage *unused = mt_calloc(stages * (int64_t)sizeof *unused);
+    int status = mt_pipeline_layout_build(unused, o, error);
+    free(unused);
+    return status ? status : mt_options_derive_batches(o, error);
+}
+
+/* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
+static int64_t mt_options_count_iterations(const mt_options *o) {
+    if (o->train_samples == 0) return o->train_iters;
+    if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
+    int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->train_samples);
+    while (consumed <= end) {
+        int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
+        while (low < high) { // bisect for the step at which the batch grows; it never shrinks
+            int64_t middle = low + (high - low + 1) / 2;
+            if (mt_global_batch_size(o, consumed + (middle - 1) * batch) == batch)
+                low = middle;
+            else
+                high = middle - 1;
+        }
+        iterations += low, consumed += low * batch;
+    }
+    if (o->train_samples > consumed) iterations += (o->train_samples - consumed) / o->global_batch_size;
+    return iterations;
+}
+
+/* Weight decay starts and ends at --weight-decay unless it has a schedule. */
+static int mt_options_derive_weight_decay(mt_options *o, mt_error *error) {
+    bool constant = o->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT;
+    bool start = MT_GIVEN(o, start_weight_decay), end = MT_GIVEN(o, end_weight_decay);
+    const mt_constraint rules[] = {
+        {constant && (start || end),
+         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"},
+        {!constant && (!start || !end || o->start_weight_decay > o->end_weight_decay),
+         "--weight-decay-incr-style linear and cosine need --start-weight-decay and --end-weight-decay, the first at "
+         "most the second"},
+    };
+    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    if (constant) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
+    return 0;
+}
+
+/* The length of training, and the schedules of learning rate and weight decay. */
+static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
+    bool wsd = o->lr_decay_style == MT_LR_WSD;
+    o->num_iterations = 0;
+    if (mt_options_converts(o)) return 0;
+    if ((o->train_iters > 0) == (o->train_samples > 0))
+        return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
+    o->num_iterations = mt_options_count_iterations(o);
+    if (o->num_iterations == 0)
+        return mt_error_set(error, "--train-samples %lld is less than one --global-batch-size %lld",
+                            (long long)o->train_samples, (long long)o->global_batch_size);
+    if (o->lr == 0) return mt_error_set(error, "--lr is missing");
+    if (o->min_lr > o->lr) return mt_error_set(error, "--min-lr %g must be at most --lr %g", o->min_lr, o->lr);
+    if (o->lr_warmup_init > o->lr)
+        return mt_error_set(error, "--lr-warmup-init %g must be at most --lr %g", o->lr_warmup_init, o->lr);
+    mt_durations d = mt_options_durations(o);
+    const char *unit = o->train_samples > 0 ? "samples" : "iters";
+    if (d.warmup >= d.decay)
+        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
+                            unit);
+    if (wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
+        return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
+    return mt_options_derive_weight_decay(o, error);
+}
+
+/* cuDNN's attention takes sequences of whole tiles of tokens and heads of at most this many channels; more only for
+ * latent attention of DeepSeek-V3's sizes. */
+enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
+
+/* Limits of cuDNN's attention; the CPU has one implementation. */
+static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
+    int64_t D = o->kv_channels, Dv = o->v_head_dim;
+    bool cudnn = o->attention_backend == MT_ATTENTION_CUDNN, latent = o->multi_latent_attention;
+    bool trains = program != MT_PROGRAM_INFER,
+         deepseek = latent && D == MT_CUDNN_LATENT_CHANNELS && Dv == MT_CUDNN_CHANNELS;
+    const mt_constraint rules[] = {
+        {cudnn && latent && Dv != D && !deepseek,
+         "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
+         "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
+         {MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, Dv, D}},
+        {cudnn && (D % 8 != 0 || (D > MT_CUDNN_CHANNELS && !deepseek)),
+         "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
+         "use flash",
+         {MT_CUDNN_CHANNELS, D}},
+        {cudnn && trains && o->seq_length % MT_CUDNN_TOKENS != 0,
+         "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
+         {MT_CUDNN_TOKENS, o->seq_length}},
+        {cudnn && trains && o->deterministic_mode,
+         "--attention-backend cudnn, whose backward does not repeat bit for bit, and --deterministic-mode exclude each "
+         "other; leave one out"},
+#ifndef MT_HAVE_CUDNN
+        {cudnn, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
+#endif
+    };
+    if (cudnn && trains && o->attention_dropout > 0)
+        return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
+                            o->attention_dropout);
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */
+static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, model = o->tensor_model_parallel_size * pp * o->context_parallel_size;
+    if (world_size > 1 && world_size % model != 0)
+        return mt_error_set(error, "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                            (long long)pp, (long long)world_size);
+    o->data_parallel_size = mt_max(world_size / model, 1);
+    return mt_options_derive_pipeline(o, error);
+}
+
+/* The limit of the start is also that of a step, unless a step has its own. A save may take at least as long. */
+static void mt_options_derive_timeouts(mt_options *o) {
+    if (MT_GIVEN(o, distributed_timeout_minutes) && !MT_GIVEN(o, distributed_timeout_seconds))
+        o->distributed_timeout_seconds = (int64_t)ceil(60 * o->distributed_timeout_minutes);
+    if (!MT_GIVEN(o, save_timeout_seconds))
+        o->save_timeout_seconds = mt_max(o->save_timeout_seconds, o->distributed_timeout_seconds);
+}
+
+int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+    MT_CHECK(world_size >= 1);
+    if (o->num_layers == 0)
+        return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
+                                   "--load");
+    o->data_parallel_size = world_size;
+    mt_options_derive_timeouts(o);
+    if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
+    if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
+    if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
+    if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
+    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
+    if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
+    if (mt_options_derive_pipeline(o, error)) return -1;
+    if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1)
+        return mt_error_set(error,
+                            "infer runs one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
+                            "--pipeline-model-parallel-size %lld; start fewer ranks, or raise a size",
+                            (long long)world_size, (long long)o->tensor_model_parallel_size,
+                            (long long)o->pipeline_model_parallel_size);
+    if (program == MT_PROGRAM_INFER) return 0;
+    return mt_options_derive_schedules(o, error);
+}
