@@ -7182,6 +7182,59 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
+/* Index of the first value outside [0, limit) whose weight is not 0 (weights NULL: of any); n: there is none. */
+static int64_t mt_find_outside(const int32_t *values, const float *weights, int64_t n, int64_t limit) {
+    int64_t i = 0;
+    while (i < n && ((values[i] >= 0 && values[i] < limit) || (weights && weights[i] == 0))) i++;
+    return i;
+}
+
+static bool mt_range_inside(int64_t start, int64_t length, int64_t T) {
+    return start >= 0 && length >= 1 && length <= T && start <= T - length;
+}
+
+/* Positions index the rotary tables or the learned embedding. */
+static int64_t mt_num_positions(const mt_model *m) {
+    if (m->rotary_dim > 0) return m->plan.max_position;
+    bool learned = m->options->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
+    return learned ? m->options->max_position_embeddings : INT32_MAX;
+}
+
+int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
+    int64_t T = batch->num_tokens, cp = m->grid->context.size, V = m->options->vocab_size, t;
+    int64_t room = cp * mt_min(m->plan.max_tokens, m->plan.max_logits), positions = mt_num_positions(m);
+    int64_t parts = m->tp.sequence_parallel ? m->grid->tensor.size : 1;
+    if (T < 1 || T > room)
+        return mt_error_set(error, "%lld tokens, and the model is planned for 1 to %lld", (long long)T,
+                            (long long)room);
+    if (batch->num_spans < 1 || batch->num_spans > T)
+        return mt_error_set(error, "%lld spans for %lld tokens; give 1 to %lld", (long long)batch->num_spans,
+                            (long long)T, (long long)T);
+    for (int64_t s = 0; s < batch->num_spans; s++) {
+        const mt_span *span = &batch->spans[s];
+        if (!mt_range_inside(span->q_start, span->q_len, T) || !mt_range_inside(span->k_start, span->k_len, T))
+            return mt_error_set(error,
+                                "span %lld, %lld queries from %lld and %lld keys from %lld, is outside %lld tokens",
+                                (long long)s, (long long)span->q_len, (long long)span->q_start, (long long)span->k_len,
+                                (long long)span->k_start, (long long)T);
+    }
+    if ((t = mt_find_outside(batch->tokens, NULL, T, V)) < T)
+        return mt_error_set(error, "token %lld is %d, outside the vocabulary of %lld", (long long)t, batch->tokens[t],
+                            (long long)V);
+    if ((t = mt_find_outside(batch->labels, batch->loss_mask, T, V)) < T)
+        return mt_error_set(error,
+                            "the label of token %lld is %d, outside the vocabulary of %lld; set its loss_mask to 0 to "
+                            "leave it out",
+                            (long long)t, batch->labels[t], (long long)V);
+    if ((t = mt_find_outside(batch->positions, NULL, T, positions)) < T)
+        return mt_error_set(error, "the position of token %lld is %d, and the model has positions 0 to %lld",
+                            (long long)t, batch->positions[t], (long long)(positions - 1));
+    if (cp > 1 && mt_batch_check_context(batch, cp, error) != 0) return -1;
+    if (T % (cp * parts) == 0) return 0;
+    return mt_error_set(error, "%lld tokens do not divide by %lld, as --sequence-parallel requires", (long long)T,
+                        (long long)(cp * parts));
+}
+
 /* A pass over a micro-batch on the device. The caller sets training, replay, decode, halves and last. */
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
@@ -8758,11 +8811,12 @@ static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action)
 
 static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
     mt_micro_batch *mb = mt_micro_batch_free(m, action->chunk);
-    int64_t cp = m->grid->context.size;
+    mt_error cause;
     double begin = mt_time();
     if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->trainer->data_seconds += mt_time() - begin;
-    if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
+    if (mt_batch_check(m, from->batch, &cause) != 0)
+        return mt_error_set(error, "micro-batch %lld: %s", (long long)action->micro_batch, cause.text);
     if (action->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_pass p = mt_load_batch(m, mb, from->batch, from->training);
     p.message_rows = m->max_rows;

@@ -1960,9 +1960,14 @@ int64_t mt_model_bytes(const mt_model *model); // bytes of device memory in its 
  * stream waits for its present work before it changes them. NULL: nothing reads any more. */
 void mt_model_set_reader(mt_model *model, mt_stream *reader);
 
-/* Forward over a batch, through the loss; adds to the step's loss sums. `training` enables dropout. With context
- * parallelism `batch` is the whole batch, which mt_batch_context_shard must accept, and results are those of this
- * rank's shard. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs the schedule. */
+/* Checks a batch of a training step, an evaluation or mt_model_forward against the model: the number of tokens, spans
+ * inside them, tokens and positions in range, labels in range where loss_mask is not 0; with context parallelism also
+ * the rules of mt_batch_context_shard. The error names index, value and limit. */
+int mt_batch_check(const mt_model *model, const mt_batch *batch, mt_error *error);
+
+/* Forward over a batch that passes mt_batch_check, through the loss; adds to the step's loss sums. `training` enables
+ * dropout. With context parallelism `batch` is the whole batch, and results are those of this rank's shard. Every rank
+ * of a pipeline calls it, and none with `training`: mt_train_step runs the schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
 /* Repeats the last forward of a model on one pipeline rank, between that forward and its backward: writes the same
@@ -2138,7 +2143,8 @@ typedef struct mt_metrics {
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step. Calls come in the order of this rank's schedule, one for each of
- * its virtual stages. Ranks of one model replica fill in the same batch. Returns 0, or -1 with error. */
+ * its virtual stages. Ranks of one model replica fill in the same batch, which must pass mt_batch_check. Returns 0, or
+ * -1 with error. */
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
 
 /* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule,
