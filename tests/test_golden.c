@@ -186,6 +186,96 @@ static void a_non_finite_loss_is_reported_with_its_step_within_two_steps(void **
     }
 }
 
+typedef struct bad_batch {
+    const char *family;
+    void (*damage)(mt_batch *batch);
+    const char *message;
+} bad_batch;
+
+typedef struct damaged_source {
+    source from;
+    const bad_batch *bad;
+} damaged_source;
+
+static int damaged_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    damaged_source *d = context;
+    int status = next_micro_batch(&d->from, index, batch, error);
+    if (index == 1) d->bad->damage(batch);
+    return status;
+}
+
+static void longer_than_planned(mt_batch *b) {
+    b->num_tokens = TOKENS + 1;
+}
+static void label_outside(mt_batch *b) {
+    b->labels[5] = 1 << 20;
+}
+static void label_below(mt_batch *b) {
+    b->labels[6] = -100;
+}
+static void token_outside(mt_batch *b) {
+    b->tokens[0] = 1 << 20;
+}
+static void position_outside(mt_batch *b) {
+    b->positions[3] = SEQ_LENGTH;
+}
+static void learned_position_outside(mt_batch *b) {
+    b->positions[4] = 1 << 20;
+}
+static void span_outside(mt_batch *b) {
+    b->spans[0].k_start = 1;
+}
+static void without_spans(mt_batch *b) {
+    b->num_spans = 0;
+}
+
+/* A caller's mistake in one micro-batch ends the step with an error that names it. */
+static void a_bad_batch_is_refused(void **state) {
+    static const bad_batch cases[] = {
+        {"llama", longer_than_planned, "micro-batch 1: 129 tokens, and the model is planned for 1 to 128"},
+        {"llama", label_outside, "micro-batch 1: the label of token 5 is 1048576, outside the vocabulary of"},
+        {"llama", label_below, "micro-batch 1: the label of token 6 is -100, outside the vocabulary of"},
+        {"llama", token_outside, "micro-batch 1: token 0 is 1048576, outside the vocabulary of"},
+        {"llama", position_outside,
+         "micro-batch 1: the position of token 3 is 32, and the model has positions 0 to 31"},
+        {"gpt2", learned_position_outside, "micro-batch 1: the position of token 4 is 1048576"},
+        {"llama", span_outside, "micro-batch 1: span 0, 32 queries from 0 and 32 keys from 1, is outside 32 tokens"},
+        {"llama", without_spans, "micro-batch 1: 0 spans for 32 tokens"},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        fixture f = open_family(cases[i].family, 1, 1, false);
+        create_model(&f, &mt_grid_of_one);
+        mt_run_state run = {0};
+        mt_error error = {{0}};
+        damaged_source from = {{&f, 0, 1, 0, 1}, &cases[i]};
+        assert_int_equal(mt_train_step(f.model, &run, SEQUENCES, damaged_micro_batch, &from, &f.batch, NULL, &error),
+                         -1);
+        if (!strstr(error.text, cases[i].message)) fail_msg("'%s' instead of '%s'", error.text, cases[i].message);
+        close_family(&f);
+    }
+}
+
+static void mask_sixth_label(mt_batch *b) {
+    b->labels[6] = -100, b->loss_mask[6] = 0;
+}
+
+/* -100, PyTorch's index of an ignored label. */
+static void a_masked_label_may_be_outside_the_vocabulary(void **state) {
+    static const bad_batch masked = {"llama", mask_sixth_label, ""};
+    (void)state;
+    fixture f = open_family(masked.family, 1, 1, false);
+    create_model(&f, &mt_grid_of_one);
+    mt_run_state run = {0};
+    mt_error error;
+    mt_metrics metrics;
+    damaged_source from = {{&f, 0, 1, 0, 1}, &masked};
+    if (mt_train_step(f.model, &run, SEQUENCES, damaged_micro_batch, &from, &f.batch, &metrics, &error) != 0)
+        fail_msg("%s", error.text);
+    assert_true(isfinite(metrics.loss) && metrics.tokens == TOKENS && isfinite(metrics.grad_norm));
+    close_family(&f);
+}
+
 static void without_a_gpu(void **state) {
     (void)state;
     mt_error error;
@@ -203,6 +293,8 @@ int main(void) {
         cmocka_unit_test(two_runs_repeat_bit_for_bit),
         cmocka_unit_test(unread_metrics_change_nothing),
         cmocka_unit_test(a_non_finite_loss_is_reported_with_its_step_within_two_steps),
+        cmocka_unit_test(a_bad_batch_is_refused),
+        cmocka_unit_test(a_masked_label_may_be_outside_the_vocabulary),
     };
     const struct CMUnitTest none[] = {cmocka_unit_test(without_a_gpu)};
     mt_error error;
