@@ -362,7 +362,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
  * calling thread. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"  // OpenMP's pragmas, in a build without OpenMP
-#pragma GCC diagnostic ignored "-Wunused-parameter" // streams: operations on the CPU are complete when they return
+#pragma GCC diagnostic ignored "-Wunused-parameter" // streams of the CPU; without MPI, messages to other ranks
 #ifdef __clang__
 #pragma GCC diagnostic ignored "-Wpass-failed" // a loop that was not vectorized is slower, not wrong
 #endif
@@ -920,7 +920,7 @@ static int64_t mt_fp8_block_columns(mt_fp8_blocks blocks) {
 }
 
 int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks) {
-    int64_t multiple = blocks == MT_FP8_TENSOR ? 16 : mt_fp8_block_columns(blocks);
+    int64_t multiple = blocks == MT_FP8_TENSOR ? MT_FP8_WIDTH : mt_fp8_block_columns(blocks);
     return mt_divide_up(C, multiple) * multiple;
 }
 
@@ -1022,7 +1022,8 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
             const float *row = mt_row_load(scratch, a->x, i * n + r * C, C, dtype);
             amax = mt_amax_merge(amax, mt_amax(row, C));
         }
-    if (one_scale && a->amax) *a->amax = a->scale ? mt_amax_merge(*a->amax, amax) : amax;
+    bool raises = a->scale || !(a->rows.data || a->columns.data);
+    if (one_scale && a->amax) *a->amax = raises ? mt_amax_merge(*a->amax, amax) : amax;
     scale = a->scale ? *a->scale : mt_fp8_scale(amax, (a->rows.data ? a->rows : a->columns).format, false);
     for (int64_t i = 0; i < a->count; i++) {
         mt_matrix x = mt_matrix_load(scratch, a->x, i * n, R, C, C, dtype);
@@ -1032,6 +1033,19 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
         mt_transpose_segments(transposed, stride, x.data, R, C, a->offsets, a->num_experts);
         mt_quantize_matrix(&columns, transposed, C, 0, C, stride, stride, one_scale ? &scale : NULL);
     }
+}
+
+static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
+    (void)stream;
+    int64_t R = a->R, C = a->C, rows = a->rows.stride, columns = a->columns.stride;
+    a->rows.inverse_scales[0] = a->columns.inverse_scales[0] = 1.0f / a->scale[0];
+    memset(a->columns.data, 0, (size_t)(a->count * C * columns));
+#pragma omp parallel for collapse(2) if (a->count * R * C > MT_PARALLEL)
+    for (int64_t i = 0; i < a->count; i++)
+        for (int64_t c0 = 0; c0 < C; c0 += MT_COLUMNS) // whole cache lines of the rows
+            for (int64_t r = 0; r < R; r++)
+                for (int64_t c = c0; c < mt_min(c0 + MT_COLUMNS, C); c++)
+                    a->columns.data[(i * C + c) * columns + r] = a->rows.data[(i * R + r) * rows + c];
 }
 
 /* to[rows, C] = the values of rows [first, first + rows) of a matrix [R, ...], columns [c0, c0 + C). */
@@ -3481,7 +3495,7 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
     }
 }
 
-#pragma GCC diagnostic pop
+#pragma GCC diagnostic pop // pushed in §3
 
 /* ==== §6 conjugate regions ======================================================================================= */
 /* The borders of tensor parallelism (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
@@ -3724,7 +3738,7 @@ static void mt_fp8_quantize(const mt_tensor_parallel *tp, const mt_linear *l, mt
                             mt_quantize_args a) {
     const mt_fp8_linear *f = l->fp8;
     a.num_experts = l->num_experts;
-    if (f->scale) {
+    if (f->recipe->delayed) {
         a.scale = f->scale + operand;
         // a weight that an evaluation quantized serves the next step too
         a.amax = tp->training || operand == MT_FP8_W ? f->amax + operand : NULL;
@@ -3740,7 +3754,11 @@ static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear
     mt_quantize_args a = {.x = l->weight.w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
     if (f->recipe->keeps_weights) {
         a.rows = f->w, a.columns = f->w_transposed;
-        if (f->version != f->recipe->version) mt_fp8_quantize(tp, l, MT_FP8_W, a);
+        if (f->gathered) a.scale = f->scale + MT_FP8_W;
+        if (f->version != f->recipe->version && f->gathered)
+            tp->ops->fp8_transpose(&a, tp->stream);
+        else if (f->version != f->recipe->version)
+            mt_fp8_quantize(tp, l, MT_FP8_W, a);
         f->version = f->recipe->version;
     } else {
         mt_fp8_allocate_weight(&f->recipe->scratch, l, transposed ? NULL : &a.rows, transposed ? &a.columns : NULL);
@@ -7691,6 +7709,7 @@ typedef struct mt_bucket_buffer {
 typedef struct mt_bucket_progress {
     mt_bucket_kind kind;     // selects its buffers
     bool needs_gather;       // the optimizer's step changed the shards
+    int64_t fp8_version;     // --fp8-param-gather: of the gathered weights in fp8
     bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
     bool has_gradients;      // from earlier micro-batches of this step
     bool complete;           // the step adds nothing more to its gradients
@@ -7908,6 +7927,71 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 
 /* ---- parameters */
 
+/* The fp8 linear that begins with this parameter, or NULL. */
+static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
+    if (!m->fp8 || !param->is_linear || param->layer < 0 || param->continues) return NULL;
+    const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
+    return linear && linear->fp8 ? linear : NULL;
+}
+
+/* --fp8-param-gather: quantizes this rank's part of a linear's weight, elements [begin, end) of the bucket; `quantizes`
+ * false: records its largest value only. */
+static void mt_shard_quantize(mt_model *m, const mt_bucket *b, const mt_linear *l, int64_t begin, int64_t end,
+                              bool quantizes) {
+    const mt_fp8_linear *f = l->fp8;
+    int64_t width = MT_PARAM_ALIGNMENT * 64;
+    while (width > 1 && (end - begin) % width != 0) width /= 2;
+    if (begin >= end) return;
+    mt_quantize_args a = {.count = 1, .R = (end - begin) / width, .C = width, .amax = f->amax + MT_FP8_W};
+    a.x = (const char *)b->param_shard + (begin - b->shard_first) * mt_dtype_size(b->dtype);
+    if (quantizes) a.rows = f->w, a.scale = f->scale + MT_FP8_W;
+    if (quantizes) a.rows.data = b->fp8_params + begin, a.rows.stride = width;
+    if (quantizes && !f->recipe->delayed) a.amax = NULL;
+    m->ops->quantize(&a, b->dtype, m->sharding->param_stream);
+}
+
+/* Sums over the ranks the bf16 parameters [begin, end) of a bucket, zero on all ranks but their owner. */
+static void mt_bucket_gather_run(mt_model *m, const mt_bucket *b, int64_t begin, int64_t end) {
+    mt_stream *stream = m->sharding->param_stream;
+    int64_t size = mt_dtype_size(b->dtype), first = mt_min(mt_max(b->shard_first, begin), end);
+    int64_t last = mt_min(mt_max(b->shard_first + b->shard_count, begin), end);
+    char *params = b->params;
+    if (first > begin) m->ops->memory_zero(params + begin * size, (first - begin) * size, stream);
+    if (end > last) m->ops->memory_zero(params + last * size, (end - last) * size, stream);
+    m->ops->all_reduce(params + begin * size, end - begin, MT_SUM, b->dtype, b->group, stream);
+}
+
+/* --fp8-param-gather: gathers the weights of fp8 linears in fp8, the other parameters in bf16. With tensorwise scales
+ * the ranks first agree on the largest value of each weight. */
+static void mt_bucket_gather_fp8(mt_model *m, int64_t bucket) {
+    mt_sharding *s = m->sharding;
+    const mt_bucket *b = &m->buckets[bucket];
+    mt_fp8_model *f = m->fp8;
+    int64_t first = INT64_MAX, count = 0, shard_end = b->shard_first + b->shard_count;
+    if (s->progress[bucket].fp8_version == f->recipe.version) return;
+    s->progress[bucket].fp8_version = f->recipe.version;
+    mt_wait_stream(m, s->param_stream, m->stream);
+    for (int pass = f->recipe.delayed; pass < 2; pass++) {
+        int64_t rest = 0; // begin of the parameters that are not of fp8 linears
+        for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+            const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
+            if (!l) continue;
+            int64_t begin = m->params[i].offset, end = begin + mt_max(l->num_experts, 1) * l->N * l->K;
+            mt_shard_quantize(m, b, l, mt_max(begin, b->shard_first), mt_min(end, shard_end), pass == 1);
+            first = mt_min(first, (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS), count += pass == 0;
+            if (pass == 1 && begin > rest) mt_bucket_gather_run(m, b, rest, begin);
+            rest = end;
+        }
+        if (pass == 1 && b->count > rest) mt_bucket_gather_run(m, b, rest, b->count);
+        if (pass == 1) continue;
+        mt_fp8_scale_args a = {.n = count * MT_NUM_FP8_OPERANDS, .length = 1, .scale = f->scale + first};
+        a.history = f->history + first, a.largest = a.guard = f->largest + first;
+        m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, b->group, s->param_stream);
+        m->ops->fp8_scale_step(&a, s->param_stream);
+    }
+    m->ops->all_gather(b->fp8_params, b->fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
+}
+
 /* Starts the all-gather of a bucket's parameters, unless they are current or already on their way. */
 static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
@@ -7922,6 +8006,14 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     }
     s->progress[bucket].needs_gather = false;
     m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
+}
+
+/* The same for products, which read the weights of fp8 linears in fp8. */
+static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
+    if (m->buckets[bucket].fp8_params)
+        mt_bucket_gather_fp8(m, bucket);
+    else
+        mt_bucket_gather(m, bucket);
 }
 
 /* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
@@ -7941,7 +8033,7 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     if (s->strategy == MT_NO_SHARD) return;
     mt_strategy strategy = m->buckets[bucket].strategy;
-    if (strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
+    if (strategy != MT_NO_SHARD) mt_bucket_gather_products(m, bucket);
     mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below: waits for this bucket only
     if (strategy == MT_SHARD_PARAMS) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
@@ -7951,7 +8043,7 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     }
     int64_t next = mt_bucket_next(s, bucket, m->num_trained_buckets);
     if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
-    if (mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather(m, next);
+    if (m->buckets[next].fp8_params || mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
@@ -8174,7 +8266,9 @@ static void mt_params_finish(mt_model *m) {
     if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
     for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].needs_gather = m->buckets[i].strategy != MT_NO_SHARD;
     mt_wait_stream(m, s->param_stream, m->stream);
-    if (!s->prefetches) mt_params_gather_all(m);
+    for (int64_t i = 0; i < m->num_buckets && !s->prefetches; i++)
+        if (m->buckets[i].strategy != MT_NO_SHARD) mt_bucket_gather_products(m, i);
+    if (!s->prefetches) mt_wait_stream(m, m->stream, s->param_stream);
 }
 
 /* The type of a trained parameter's state. */
@@ -9439,22 +9533,40 @@ static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
                                  mt_fp8_fields[i % MT_NUM_FP8_FIELDS].offset);
 }
 
+/* --fp8-param-gather: the weights of a sharded bucket in fp8, at the places of its bf16 parameters. */
+static void mt_plan_fp8_params(mt_model *m, mt_arena *arena) {
+    const mt_bucket *last = NULL; // with fp8 weights
+    for (int64_t i = 0; i < m->num_params; i++) {
+        mt_bucket *b = &m->buckets[m->params[i].bucket];
+        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
+        if (!l || !m->options->fp8_param_gather || b->strategy == MT_NO_SHARD) continue;
+        mt_fp8_linear *f = l->fp8;
+        if (last != b) b->fp8_params = mt_arena_alloc(arena, b->count);
+        last = b, f->gathered = true;
+        f->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe->format, .blocks = f->recipe->weight_blocks};
+        f->w.data = mt_offset_pointer(b->fp8_params, m->params[i].offset);
+        f->w.inverse_scales = mt_arena_alloc(arena, 4);
+    }
+}
+
 /* fp8: quantized weights and the state of delayed scaling; the operands of the largest call in scratch of their own. */
 static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     mt_fp8_model *f = m->fp8;
     int64_t start = arena->used, operands = f->num_linears * MT_NUM_FP8_OPERANDS;
-    bool delayed = m->options->fp8_recipe == MT_FP8_DELAYED;
-    f->scale = mt_arena_alloc(arena, delayed ? operands * 4 : 0);
-    f->history = mt_arena_alloc(arena, delayed ? f->history_length * operands * 4 : 0);
-    f->largest = mt_arena_alloc(arena, delayed ? operands * 4 : 0);
+    if (!f->recipe.delayed && !m->options->fp8_param_gather) operands = 0;
+    f->scale = mt_arena_alloc(arena, operands * 4);
+    f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
+    f->largest = mt_arena_alloc(arena, operands * 4);
+    mt_plan_fp8_params(m, arena);
     for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
         const mt_linear *l = mt_fp8_field(m, i);
         if (!l->fp8) continue;
         int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
         int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
-        l->fp8->scale = delayed && f->scale ? f->scale + operand : NULL;
-        l->fp8->amax = delayed && f->history ? f->history + operand : NULL;
-        if (f->recipe.keeps_weights) mt_fp8_allocate_weight(arena, l, &l->fp8->w, &l->fp8->w_transposed);
+        l->fp8->scale = operands > 0 && f->scale ? f->scale + operand : NULL;
+        l->fp8->amax = operands > 0 && f->history ? f->history + operand : NULL;
+        if (f->recipe.keeps_weights)
+            mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
         f->recipe.scratch.capacity = mt_max(f->recipe.scratch.capacity, mt_fp8_scratch_bytes(l, rows, pieces));
     }
     m->bytes[MT_PLAN_FP8] = arena->used - start + f->recipe.scratch.capacity;
@@ -9684,6 +9796,8 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     static const mt_fp8_blocks blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_VECTOR_128, MT_FP8_VECTOR_32};
     static const mt_fp8_blocks weight_blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_BLOCK_128, MT_FP8_VECTOR_32};
     f->recipe = (mt_fp8){.format = MT_F8_E4M3, .wgrad = o->fp8_wgrad, .version = 1};
+    f->recipe.delayed = o->fp8_recipe == MT_FP8_DELAYED;
+    if (o->fp8_param_gather) multiple = MT_FP8_WIDTH;
     f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
     f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
@@ -9714,7 +9828,7 @@ static void mt_fp8_start(mt_model *m) {
     mt_fp8_model *f = m->fp8;
     int64_t operands = f->num_linears * MT_NUM_FP8_OPERANDS;
     f->recipe.scratch.base = m->ops->memory_alloc_ordered(f->recipe.scratch.capacity, m->stream);
-    if (m->options->fp8_recipe != MT_FP8_DELAYED) return;
+    if (!f->recipe.delayed && !m->options->fp8_param_gather) return;
     float *values = mt_malloc(2 * operands * 4);
     for (int64_t i = 0; i < operands; i++) {
         bool is_gradient = i % MT_NUM_FP8_OPERANDS == MT_FP8_DY;

@@ -424,7 +424,7 @@ typedef struct mt_options {
     mt_fp8_recipe fp8_recipe;
     mt_fp8_amax_algo fp8_amax_compute_algo;
     int64_t fp8_margin, fp8_amax_history_len;
-    bool fp8_wgrad, tp_only_amax_red, first_last_layers_bf16;
+    bool fp8_wgrad, fp8_param_gather, tp_only_amax_red, first_last_layers_bf16;
     int64_t num_layers_at_start_in_bf16, num_layers_at_end_in_bf16;
     /* offloading */
     bool fine_grained_activation_offloading;
@@ -619,8 +619,9 @@ typedef struct mt_fp8_matrix {
 int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks);
 int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks);
 
-/* Rows per expert in a transposed copy are rounded up to this, so that no block spans two experts. */
-enum { MT_FP8_EXPERT_ROWS = 128 };
+/* Rows per expert in a transposed copy are rounded up to MT_FP8_EXPERT_ROWS, so that no block spans two experts. Rows
+ * of a matrix in fp8 are multiples of MT_FP8_WIDTH wide. */
+enum { MT_FP8_EXPERT_ROWS = 128, MT_FP8_WIDTH = 16 };
 
 /* The operands of quantize. x[count, R, C] is `count` matrices in succession, which with MT_FP8_TENSOR share one
  * scale. A scale is the format's largest number / the largest absolute value of the block; 1 if that is 0 or not
@@ -628,7 +629,7 @@ enum { MT_FP8_EXPERT_ROWS = 128 };
 typedef struct mt_quantize_args {
     const void *x;
     int64_t count, R, C;
-    mt_fp8_matrix rows;    // [count, R, C]; either copy may be absent
+    mt_fp8_matrix rows;    // [count, R, C]; either copy may be absent. Without both, only amax is raised
     mt_fp8_matrix columns; // [count, C, R]: the transposes
     const float *scale;    // [1]: the scale of both copies, MT_FP8_TENSOR only (delayed scaling); NULL: computed from x
     float *amax;           // [1]: the largest |x|. With `scale`: raised to it (NULL: not wanted); else scratch, written
@@ -677,6 +678,9 @@ typedef struct mt_fp8_scale_args {
                      MT_U8),                                                                                           \
        (a, dtype, stream), const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream)                               \
     OP(fp8_product, mt_work_product(a->M, a->N, a->K), (a, stream), const mt_fp8_product_args *a, mt_stream *stream)   \
+    /* columns = the transposes of `rows`, MT_FP8_TENSOR with scale[0]; writes the inverse scales of both. */          \
+    OP(fp8_transpose, mt_work_bytes(2 * a->count * a->R * a->C, MT_U8), (a, stream), const mt_quantize_args *a,        \
+       mt_stream *stream)                                                                                              \
     /* column_sums: sums[C] += the sums over the rows of x[R, C]: a bias's gradient. */                                \
     OP(column_sums, mt_work_bytes(R *C, dtype), (sums, x, R, C, dtype, stream), float *sums, const void *x, int64_t R, \
        int64_t C, mt_dtype dtype, mt_stream *stream)                                                                   \
@@ -1596,6 +1600,7 @@ typedef enum mt_linear_kind {
 typedef struct mt_fp8 {
     mt_dtype format, gradient_format;    // of x and w; of dy
     mt_fp8_blocks blocks, weight_blocks; // of x and dy; of w
+    bool delayed;                        // scales of earlier steps; else of the operand itself
     bool wgrad;                          // also the weights' gradients
     bool keeps_weights;                  // quantized weights are kept until the weights change
     int64_t version;                     // number of changes of the weights
@@ -1607,9 +1612,10 @@ typedef struct mt_fp8 {
 typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
 typedef struct mt_fp8_linear {
     mt_fp8 *recipe;
-    float *scale, *amax;           // [MT_NUM_FP8_OPERANDS]; NULL: scales are computed from the operand itself
+    float *scale, *amax;           // [MT_NUM_FP8_OPERANDS]: delayed scaling's; `gathered`: of w
     mt_fp8_matrix w, w_transposed; // keeps_weights only
     int64_t version;               // of the weights that these are
+    bool gathered;                 // --fp8-param-gather: w arrives in fp8, quantized with `scale`
 } mt_fp8_linear;
 
 /* y = x w^T + bias. N and K are this rank's sizes. */
@@ -1790,6 +1796,7 @@ typedef struct mt_bucket {
     mt_strategy strategy;  // MT_NO_SHARD for a group of one
     const mt_group *group; // the ranks with the same parameters, which add their gradients
     mt_dtype dtype;        // of params
+    uint8_t *fp8_params;   // [count] the weights of linears in fp8, with --fp8-param-gather; else NULL
     mt_dtype grad_dtype;   // of main_grads and grad_shard: --main-grads-dtype
     bool on_host;          // master, m and v are in host memory, and AdamW runs there: --optimizer-cpu-offload
     bool trained;          // false: no gradients, no moments, MT_F32

@@ -348,11 +348,12 @@ template <class T> static void quantize(const mt_quantize_args *a, mt_stream *st
     if (a->columns.data) task.column_scales = mt_fp8_num_scales(a->C, a->columns.stride, one.blocks);
     if (one.blocks == MT_FP8_TENSOR && !a->scale) {
         const int64_t n = a->count * a->R * a->C, most = mt_cuda_device()->multiProcessorCount * (2048 / THREADS);
-        MT_CUDA(cudaMemsetAsync(a->amax, 0, sizeof *a->amax, mt_cuda_stream(stream)));
+        if (one.data) MT_CUDA(cudaMemsetAsync(a->amax, 0, sizeof *a->amax, mt_cuda_stream(stream)));
         largest_magnitude<<<(unsigned)mt_max(1, mt_min(most, mt_divide_up(n, THREADS * SIDE * LOADS))), THREADS, 0,
                             mt_cuda_stream(stream)>>>(task, n);
         MT_CUDA_LAUNCHED();
     }
+    if (!one.data) return; // amax alone
     if (one.blocks == MT_FP8_TENSOR) launch_tiles<T, MT_FP8_TENSOR>(task, a->count, one.format, stream);
     if (one.blocks == MT_FP8_VECTOR_128) launch_tiles<T, MT_FP8_VECTOR_128>(task, a->count, one.format, stream);
     if (one.blocks == MT_FP8_BLOCK_128) launch_tiles<T, MT_FP8_BLOCK_128>(task, a->count, one.format, stream);
@@ -360,7 +361,8 @@ template <class T> static void quantize(const mt_quantize_args *a, mt_stream *st
 
 extern "C" void mt_cuda_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
     const mt_fp8_matrix *rows = &a->rows, *columns = &a->columns, *one = rows->data ? rows : columns;
-    if (!one->data || a->count * a->C == 0) return;
+    if (a->count * a->R * a->C == 0 && !one->data) return;
+    if (a->count * a->C == 0) return;
     MT_CHECK(!rows->data || !columns->data || (rows->blocks == columns->blocks && rows->format == columns->format));
     MT_CHECK(one->blocks != MT_FP8_VECTOR_32 && !(one->blocks == MT_FP8_BLOCK_128 && a->offsets));
     MT_CHECK(!a->offsets || a->count == 1);
@@ -369,6 +371,52 @@ extern "C" void mt_cuda_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_s
     MT_CHECK(one->blocks == MT_FP8_TENSOR || mt_wide(MT_F32, {rows->inverse_scales, columns->inverse_scales}, {}));
     MT_CHECK((!rows->data || rows->stride % 16 == 0) && (!columns->data || columns->stride % 16 == 0));
     MT_CUDA_DISPATCH(dtype, quantize, a, stream);
+}
+
+/* ---- transpose --------------------------------------------------------------------------------------------------- */
+
+/* columns[C, R] = rows[R, C], bytes. A block takes 128 x 128; a word of shared memory holds 4 columns of a row. The
+ * words of row r are stored at w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. */
+static __global__ void __launch_bounds__(THREADS)
+    transpose_tiles(mt_fp8_matrix rows, mt_fp8_matrix columns, int64_t R, int64_t C, const float *scale) {
+    __shared__ uint32_t tile[TILE][TILE / 4];
+    const int64_t row = (int64_t)blockIdx.y * TILE, column = (int64_t)blockIdx.x * TILE;
+    const uint8_t *from = rows.data + blockIdx.z * R * rows.stride;
+    uint8_t *to = columns.data + blockIdx.z * C * columns.stride;
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0)
+        *rows.inverse_scales = *columns.inverse_scales = 1 / *scale;
+#pragma unroll
+    for (int k = 0; k < TILE * TILE / 16 / THREADS; k++) {
+        const int r = k * (THREADS / 8) + threadIdx.x / 8, place = threadIdx.x % 8;
+        const bool exists = row + r < R && column + place * 16 < C;
+        *(uint4 *)&tile[r][(place ^ r / 16) * 4] =
+            exists ? *(const uint4 *)(from + (row + r) * rows.stride + column + place * 16) : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    const int group = threadIdx.x % 8, word = threadIdx.x / 8;
+    uint32_t x[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] = tile[group * 16 + i][word ^ group * 4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        uint32_t bytes[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t low = __byte_perm(x[4 * i], x[4 * i + 1], j | (4 + j) << 4);
+            bytes[i] = __byte_perm(low, __byte_perm(x[4 * i + 2], x[4 * i + 3], j | (4 + j) << 4), 0x5410);
+        }
+        const int64_t c = column + word * 4 + j, r = row + group * 16;
+        if (c < C && r < columns.stride)
+            *(uint4 *)(to + c * columns.stride + r) = make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]);
+    }
+}
+
+extern "C" void mt_cuda_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
+    const dim3 blocks(mt_grid_size(a->C, TILE), mt_grid_size(mt_max(a->R, a->columns.stride), TILE),
+                      (unsigned)a->count);
+    MT_CHECK(a->C % MT_CUDA_FP8_MULTIPLE == 0 && mt_wide(MT_U8, {a->rows.data, a->columns.data}, {}));
+    transpose_tiles<<<blocks, THREADS, 0, mt_cuda_stream(stream)>>>(a->rows, a->columns, a->R, a->C, a->scale);
+    MT_CUDA_LAUNCHED();
 }
 
 /* ---- products on any GPU ----------------------------------------------------------------------------------------- */
@@ -497,8 +545,8 @@ extern "C" bool mt_fp8_definition(const mt_fp8_product_args *p, mt_stream *strea
     return true;
 }
 
-extern "C" const mt_fp8_rung mt_fp8_rungs[MT_NUM_FP8_RUNGS] = {{"definition", mt_fp8_definition},
-                                                               {"cublaslt", mt_fp8_cublaslt}};
+extern "C" const mt_fp8_rung mt_fp8_rungs[MT_NUM_FP8_RUNGS] = {
+    {"definition", mt_fp8_definition}, {"cublaslt", mt_fp8_cublaslt}, {"hopper", mt_fp8_hopper}};
 
 extern "C" void mt_cuda_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) {
     MT_CHECK(p->a.blocks != MT_FP8_VECTOR_32 && p->b.blocks != MT_FP8_VECTOR_32);

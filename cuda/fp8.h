@@ -22,8 +22,10 @@ typedef struct mt_fp8_rung {
 mt_fp8_product_rung mt_fp8_definition;
 /* Products without experts through cuBLASLt. */
 mt_fp8_product_rung mt_fp8_cublaslt;
+/* Products with experts on Hopper. b in e4m3; scales of tensors, or those of MT_FP8_BLOCKWISE. */
+mt_fp8_product_rung mt_fp8_hopper;
 
-enum { MT_NUM_FP8_RUNGS = 2 };
+enum { MT_NUM_FP8_RUNGS = 3 };
 extern const mt_fp8_rung mt_fp8_rungs[MT_NUM_FP8_RUNGS];
 
 #ifdef __cplusplus

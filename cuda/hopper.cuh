@@ -237,6 +237,51 @@ __device__ __forceinline__ void mt_wgmma(float (&c)[32][4], uint64_t a, uint64_t
                  : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
 }
 
+/* The same in fp8: c[64, N] = a[64, 32] b[N, 32]^T. Both operands are K-major, and 32 channels are 32 bytes; b is e4m3.
+ * The sums keep 14 bits of fraction. */
+template <bool A_E5M2>
+__device__ __forceinline__ void mt_wgmma_fp8(float (&c)[16][4], uint64_t a, uint64_t b, bool add) {
+    if constexpr (A_E5M2)
+        asm volatile("{\n"
+                     ".reg .pred add;\n"
+                     "setp.ne.b32 add, %66, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3 {" MT_WGMMA_NAMES_64
+                     "}, %64, %65, add, 1, 1;\n"
+                     "}"
+                     : MT_WGMMA_BLOCKS_16(0)
+                     : "l"(a), "l"(b), "r"((int)add));
+    else
+        asm volatile("{\n"
+                     ".reg .pred add;\n"
+                     "setp.ne.b32 add, %66, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" MT_WGMMA_NAMES_64
+                     "}, %64, %65, add, 1, 1;\n"
+                     "}"
+                     : MT_WGMMA_BLOCKS_16(0)
+                     : "l"(a), "l"(b), "r"((int)add));
+}
+template <bool A_E5M2>
+__device__ __forceinline__ void mt_wgmma_fp8(float (&c)[32][4], uint64_t a, uint64_t b, bool add) {
+    if constexpr (A_E5M2)
+        asm volatile("{\n"
+                     ".reg .pred add;\n"
+                     "setp.ne.b32 add, %130, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n256k32.f32.e5m2.e4m3 {" MT_WGMMA_NAMES_128
+                     "}, %128, %129, add, 1, 1;\n"
+                     "}"
+                     : MT_WGMMA_BLOCKS_16(0), MT_WGMMA_BLOCKS_16(16)
+                     : "l"(a), "l"(b), "r"((int)add));
+    else
+        asm volatile("{\n"
+                     ".reg .pred add;\n"
+                     "setp.ne.b32 add, %130, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" MT_WGMMA_NAMES_128
+                     "}, %128, %129, add, 1, 1;\n"
+                     "}"
+                     : MT_WGMMA_BLOCKS_16(0), MT_WGMMA_BLOCKS_16(16)
+                     : "l"(a), "l"(b), "r"((int)add));
+}
+
 /* The same with a in registers, distributed as in mt_mma, and b[16, N] transposed: the sum is over its rows. */
 __device__ __forceinline__ void mt_wgmma(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
     asm volatile("{\n"
@@ -287,22 +332,38 @@ static inline mt_encode_map_fn *mt_tensor_map_encoder(void) {
     return (mt_encode_map_fn *)encode;
 }
 
-/* The tensor map of x[slices, rows, cols], bf16 or fp32. Strides are in elements. A box has `box_slices` slices,
- * `box_rows` rows and 128 bytes of columns. */
-static inline CUtensorMap mt_tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols,
-                                        int64_t slice_stride, int64_t row_stride, int box_slices, int box_rows) {
+/* The tensor map of x[slices, rows, cols]. Strides are in elements. A box has `box_slices` slices, `box_rows` rows and
+ * `box_cols` columns. */
+static inline CUtensorMap mt_tensor_map_of(const void *x, CUtensorMapDataType type, int64_t size, int64_t slices,
+                                           int64_t rows, int64_t cols, int64_t slice_stride, int64_t row_stride,
+                                           int box_slices, int box_rows, int box_cols, CUtensorMapSwizzle swizzle) {
     CUtensorMap map;
-    const cuuint64_t size = (cuuint64_t)mt_dtype_size(dtype);
     const cuuint64_t sizes[] = {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)slices};
-    const cuuint64_t bytes[] = {(cuuint64_t)row_stride * size, (cuuint64_t)slice_stride * size};
-    const cuuint32_t box[] = {(cuuint32_t)(128 / size), (cuuint32_t)box_rows, (cuuint32_t)box_slices};
+    const cuuint64_t bytes[] = {(cuuint64_t)(row_stride * size), (cuuint64_t)(slice_stride * size)};
+    const cuuint32_t box[] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows, (cuuint32_t)box_slices};
     const cuuint32_t ones[] = {1, 1, 1};
-    CUresult result = mt_tensor_map_encoder()(
-        &map, dtype == MT_F32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)x, sizes,
-        bytes, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult result =
+        mt_tensor_map_encoder()(&map, type, 3, (void *)x, sizes, bytes, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     MT_CHECK(result == CUDA_SUCCESS);
     return map;
+}
+
+/* The same with the 128-byte swizzle, in fp32, bf16 or fp8; a box has 128 bytes of columns. */
+static inline CUtensorMap mt_tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols,
+                                        int64_t slice_stride, int64_t row_stride, int box_slices, int box_rows) {
+    const int64_t size = mt_dtype_size(dtype);
+    const CUtensorMapDataType type = dtype == MT_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : dtype == MT_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                        : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    return mt_tensor_map_of(x, type, size, slices, rows, cols, slice_stride, row_stride, box_slices, box_rows,
+                            (int)(128 / size), CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+/* The tensor map of a matrix of scales [rows, cols]. A box is `box` scales of a row, without swizzle. */
+static inline CUtensorMap mt_scales_map(const float *scales, int64_t rows, int64_t cols, int box) {
+    return mt_tensor_map_of(scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, 1, rows, cols, rows * cols, cols, 1, 1, box,
+                            CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 #endif

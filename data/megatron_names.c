@@ -199,8 +199,8 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "fp4, and fp8 outside the linears of layers or as the stored type of weights",
      "activation-func-fp8-input-store disable-parameter-transpose-cache fp4 fp4-param "
      "fp4-param-gather fp4-quantizer-factory fp4-recipe "
-     "fp8-dot-product-attention fp8-interval fp8-multi-head-attention fp8-output-proj fp8-param "
-     "fp8-param-gather fp8-quantizer-factory keep-fp8-transpose-cache "
+     "fp8-dot-product-attention fp8-interval fp8-multi-head-attention fp8-output-proj "
+     "fp8-quantizer-factory keep-fp8-transpose-cache "
      "kitchen-attention-backend kitchen-config-file kitchen-recipe-number moe-combine-bwd-dtype "
      "moe-dispatch-fwd-dtype moe-router-padding-for-fp8 moe-router-padding-for-quantization "
      "reuse-grad-buf-for-mxfp8-param-ag "

@@ -303,6 +303,17 @@ static double allowed_error(const problem *p, const char *rung) {
     return rounding + (p->exact || p->a_blocks != MT_FP8_TENSOR ? 5e-4 : 1e-2);
 }
 
+/* Makes the rows of no expert NaN, and the scales of their vectors. */
+static void spoil_other_rows(const problem *p, mt_fp8_matrix *rows) {
+    int64_t width = mt_divide_up(p->M, 4) * 4;
+    for (int64_t m = 0; m < p->M; m++) {
+        if (m >= p->offsets[0] && m < p->offsets[p->num_experts]) continue;
+        memset(rows->data + m * rows->stride, 0x7F, (size_t)rows->stride);
+        for (int64_t block = 0; rows->blocks == MT_FP8_VECTOR_128 && block < rows->stride / 128; block++)
+            rows->inverse_scales[block * width + m] = NAN;
+    }
+}
+
 /* All rungs, and the table. Returns the number of rungs that served. */
 static int check_product(const problem *p) {
     int64_t outs = p->num_experts && p->sums_rows ? p->num_experts : 1, n = outs * p->M * p->N + 16, bytes[2],
@@ -312,9 +323,7 @@ static int check_product(const problem *p) {
     a.accumulate = p->accumulate, a.sums_rows = p->sums_rows, a.num_experts = p->num_experts;
     a.a = random_matrices(p, 1, p->M, p->K, p->a_format, p->a_blocks, &bytes[0], &scales[0]);
     a.b = random_matrices(p, weights, p->N, p->K, p->b_format, p->b_blocks, &bytes[1], &scales[1]);
-    for (int64_t m = 0; p->num_experts && !p->sums_rows && m < p->M; m++) // rows of no expert
-        if (m < p->offsets[0] || m >= p->offsets[p->num_experts])
-            memset(a.a.data + m * a.a.stride, 0x7F, (size_t)a.a.stride);
+    if (p->num_experts && !p->sums_rows) spoil_other_rows(p, &a.a);
     float *floats = mt_malloc((n + p->N) * 4);
     for (int64_t i = 0; i < n + p->N; i++) floats[i] = 3 * random_float();
     void *before = as_dtype(floats, n, p->out_dtype), *bias = as_dtype(floats + n, p->N, p->out_dtype);
@@ -350,7 +359,28 @@ static int check_product(const problem *p) {
 static const mt_fp8_blocks kinds_of_blocks[][2] = {
     {MT_FP8_TENSOR, MT_FP8_TENSOR}, {MT_FP8_VECTOR_128, MT_FP8_BLOCK_128}, {MT_FP8_VECTOR_128, MT_FP8_VECTOR_128}};
 
-/* All types of the result, blocks and formats. `least`: rungs that must serve where a GPU multiplies in fp8. */
+static bool is_hopper(void) {
+    int major = 0, minor = 0;
+    assert_int_equal(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
+    assert_int_equal(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), cudaSuccess);
+    assert_int_equal(gpu->limits.no_fp8, major * 10 + minor < 89);
+    return major == 9;
+}
+
+/* True if the rung "hopper" has to serve. */
+static bool is_for_hopper(const problem *p) {
+#ifndef MT_HAVE_SM90A
+    return false;
+#endif
+    mt_fp8_blocks b_blocks = p->a_blocks == MT_FP8_TENSOR ? MT_FP8_TENSOR
+                             : p->sums_rows               ? MT_FP8_VECTOR_128
+                                                          : MT_FP8_BLOCK_128;
+    return is_hopper() && p->num_experts > 0 && p->b_format == MT_F8_E4M3 && p->b_blocks == b_blocks &&
+           (p->sums_rows ? p->out_dtype == MT_F32 : !p->accumulate);
+}
+
+/* All types of the result, blocks and formats. `least`: rungs that must serve where a GPU multiplies in fp8; the one
+ * for Hopper's products of experts is added. */
 static void check_product_all(problem p, int least) {
     static const mt_dtype formats[][2] = {{MT_F8_E4M3, MT_F8_E4M3}, {MT_F8_E5M2, MT_F8_E4M3}, {MT_F8_E4M3, MT_F8_E5M2}};
     for (int i = 0; i < 3 * 3 * 2 * 3; i++) {
@@ -363,20 +393,12 @@ static void check_product_all(problem p, int least) {
         for (int wide = result == 2; wide < 2; wide++) {
             p.out_dtype = wide ? MT_F32 : MT_BF16;
             int served = check_product(&p);
-            if (served < least)
+            if (served < least + is_for_hopper(&p))
                 fail_msg("%d rungs served, M %lld N %lld K %lld, formats %d %d, blocks %d %d, out %d", served,
                          (long long)p.M, (long long)p.N, (long long)p.K, p.a_format, p.b_format, p.a_blocks, p.b_blocks,
                          p.out_dtype);
         }
     }
-}
-
-static bool multiplies_in_fp8(void) {
-    int major = 0, minor = 0;
-    assert_int_equal(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
-    assert_int_equal(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), cudaSuccess);
-    assert_int_equal(gpu->limits.no_fp8, major * 10 + minor < 89);
-    return major == 9;
 }
 
 static void products_match_the_cpu(void **state) {
@@ -385,7 +407,7 @@ static void products_match_the_cpu(void **state) {
     static const int64_t sizes[][3] = {{128, 128, 128}, {256, 384, 512},   {8, 16, 16},
                                        {200, 48, 272},  {520, 1040, 1168}, {64, 272, 640}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        check_product_all((problem){.M = sizes[i][0], .N = sizes[i][1], .K = sizes[i][2]}, multiplies_in_fp8() ? 2 : 1);
+        check_product_all((problem){.M = sizes[i][0], .N = sizes[i][1], .K = sizes[i][2]}, is_hopper() ? 2 : 1);
 }
 
 /* Sums over rows of activations, whose number is any; results with rows and columns in any number. */
@@ -397,23 +419,77 @@ static void products_of_any_size_match_the_cpu(void **state) {
         check_product_all((problem){.M = sizes[i][0], .N = sizes[i][1], .K = sizes[i][2]}, 1);
 }
 
+/* Products of N x K matrices for the given rows of experts, `before` and `after` which are rows of no expert, and the
+ * gradients of these matrices. */
+static void check_experts(const int64_t *rows, int64_t E, int64_t before, int64_t after, int64_t N, int64_t K) {
+    problem p = {.N = N, .K = K, .num_experts = E};
+    p.M = set_offsets(p.offsets, rows, E, before) + after;
+    check_product_all(p, 1);
+    problem of_weight = {.M = N, .N = K, .K = p.M, .num_experts = E, .sums_rows = true};
+    memcpy(of_weight.offsets, p.offsets, sizeof p.offsets);
+    check_product_all(of_weight, 1);
+}
+
 static void products_of_experts_match_the_cpu(void **state) {
     (void)state;
     if (!gpu) skip();
     static const int64_t rows[][8] = {{100, 0, 128, 129, 1, 0, 300, 17}, {0, 0, 0, 0, 0, 0, 0, 5}, {256, 128}};
-    static const int64_t experts[] = {8, 8, 2};
+    static const int64_t experts[] = {8, 8, 2}, none[3] = {0};
     for (int i = 0; i < 3; i++)
-        for (int around = 0; around < 2; around++) {
-            problem p = {.N = 144, .K = 272, .num_experts = experts[i]};
-            p.M = set_offsets(p.offsets, rows[i], experts[i], around * 9) + around * 70;
-            check_product_all(p, 1);
-            problem of_weight = {.M = 208, .N = 144, .K = p.M, .num_experts = experts[i], .sums_rows = true};
-            memcpy(of_weight.offsets, p.offsets, sizeof p.offsets);
-            check_product_all(of_weight, 1);
-        }
+        for (int around = 0; around < 2; around++)
+            check_experts(rows[i], experts[i], around * 9, around * 70, 144, 272);
+    check_experts(none, 3, 9, 70, 144, 272);
+}
+
+/* More tiles than a GPU has multiprocessors; sums longer and shorter than a kernel's buffers; several tiles of rows and
+ * columns per expert, the last ones partial. */
+static void products_of_many_experts_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const int64_t few[] = {127, 0, 900, 128, 1, 1500, 640, 513};
+    int64_t many[MAX_EXPERTS];
+    check_experts(few, 8, 3, 2, 1040, 528);
+    for (int e = 0; e < MAX_EXPERTS; e++) many[e] = random_below(4) ? random_below(60) : 0;
+    many[5] = 127, many[6] = 260, many[MAX_EXPERTS - 1] = 0;
+    check_experts(many, MAX_EXPERTS, 1, 1, 784, 48);
 }
 
 /* ==== delayed scaling ============================================================================================= */
+
+/* The transposes of quantized matrices, and the largest value alone. */
+static void transposes_match_bit_for_bit(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const int64_t sizes[][3] = {{1, 128, 128}, {1, 16, 16}, {3, 144, 272}, {2, 1040, 400}};
+    for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
+        int64_t count = sizes[k][0], R = sizes[k][1], C = sizes[k][2], stride = mt_fp8_stride(R, MT_FP8_TENSOR);
+        uint8_t *from = mt_malloc(count * R * C), *to = mt_malloc(count * C * stride);
+        float *x = mt_malloc(R * C * 4), scale = 3, inverse[2], amax = 0.25f, largest = amax;
+        for (int64_t i = 0; i < count * R * C; i++) from[i] = (uint8_t)random_word();
+        for (int64_t i = 0; i < R * C; i++) x[i] = random_float(), largest = fmaxf(largest, fabsf(x[i]));
+        mt_quantize_args a = {.count = count, .R = R, .C = C, .scale = to_gpu(&scale, 4)};
+        a.rows = (mt_fp8_matrix){to_gpu(from, count * R * C), gpu->memory_alloc(4), C, MT_F8_E4M3, MT_FP8_TENSOR};
+        a.columns = (mt_fp8_matrix){gpu->memory_alloc(count * C * stride), gpu->memory_alloc(4), stride, MT_F8_E4M3,
+                                    MT_FP8_TENSOR};
+        gpu->fp8_transpose(&a, stream);
+        from_gpu(to, a.columns.data, count * C * stride);
+        from_gpu(inverse, a.rows.inverse_scales, 4), from_gpu(inverse + 1, a.columns.inverse_scales, 4);
+        assert_true(inverse[0] == 1.0f / 3 && inverse[1] == 1.0f / 3);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t c = 0; c < C; c++)
+                for (int64_t r = 0; r < stride; r++)
+                    assert_int_equal(to[(i * C + c) * stride + r], r < R ? from[(i * R + r) * C + c] : 0);
+        mt_quantize_args alone = {.x = to_gpu(x, R * C * 4), .count = 1, .R = R, .C = C, .amax = to_gpu(&amax, 4)};
+        gpu->quantize(&alone, MT_F32, stream);
+        from_gpu(&amax, alone.amax, 4);
+        assert_true(amax == largest);
+        void *memory[] = {
+            (void *)(uintptr_t)a.scale, a.rows.data, a.rows.inverse_scales, a.columns.data, a.columns.inverse_scales,
+            (void *)(uintptr_t)alone.x, alone.amax};
+        for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) gpu->memory_free(memory[i]);
+        free(from), free(to), free(x);
+    }
+}
 
 static void scales_of_delayed_scaling_match_the_cpu_bit_for_bit(void **state) {
     (void)state;
@@ -448,6 +524,8 @@ int main(void) {
         cmocka_unit_test(products_match_the_cpu),
         cmocka_unit_test(products_of_any_size_match_the_cpu),
         cmocka_unit_test(products_of_experts_match_the_cpu),
+        cmocka_unit_test(products_of_many_experts_match_the_cpu),
+        cmocka_unit_test(transposes_match_bit_for_bit),
         cmocka_unit_test(scales_of_delayed_scaling_match_the_cpu_bit_for_bit),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);

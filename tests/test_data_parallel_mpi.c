@@ -75,7 +75,7 @@ static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
 /* The sizes leave gaps between parameters, and shards end inside parameters. The large epsilon: AdamW would divide the
  * gradient of the biases of k, which is zero except for rounding, by its own magnitude. */
 static void trainee_options(mt_options *options, int64_t ranks, const char *words) {
-    char line[1024], *arguments[64];
+    char line[2048], *arguments[128];
     int count = 0;
     mt_error error = {{0}};
     snprintf(line, sizeof line,
@@ -94,7 +94,7 @@ static const char untied[] = "--untie-embeddings-and-output-weights --swiglu --n
                              "--position-embedding-type rope --disable-bias-linear --hidden-dropout 0";
 
 static void trainee_open(trainee *t, const mt_grid *ranks, const char *words, int strategy, bool overlaps) {
-    char all[512];
+    char all[1024];
     mt_error error = {{0}};
     snprintf(all, sizeof all, "%s --attention-dropout 0 --data-parallel-sharding-strategy %s%s%s", words,
              strategies[strategy], overlaps ? " --overlap-grad-reduce" : "",
@@ -484,6 +484,46 @@ static void streams_wait_for_the_host(void **state) {
     }
 }
 
+/* ---- weights gathered in fp8 */
+
+static int64_t gathered_bytes[2]; // by the data-parallel ranks: in fp8, in the model's type
+
+static void counted_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                               mt_stream *stream) {
+    gathered_bytes[dtype != MT_U8] += count * mt_dtype_size(dtype);
+    mt_cpu_ops.all_gather(out, in, count, dtype, group, stream);
+}
+
+/* Shards end inside weights; the ranks agree on the largest value of each. */
+static void weights_gathered_in_fp8_change_no_bit(void **state) {
+    (void)state;
+    static const char *const models[] = {tied, untied, experts};
+    static const char *const recipes[] = {"delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max", "tensorwise"};
+    mt_ops counted = mt_cpu_ops;
+    counted.all_gather = counted_all_gather;
+    for (int variant = 0; variant < 12; variant++) {
+        int strategy = 1 + variant % 2;
+        bool overlaps = variant % 4 < 2, is_sharded = grid.world.size > 1;
+        char words[800], all[900];
+        snprintf(words, sizeof words, "%s --hidden-size 32 --ffn-hidden-size 48 --fp8-format hybrid --fp8-recipe %s",
+                 models[variant % 3], recipes[variant / 6]);
+        snprintf(all, sizeof all, "%s --fp8-param-gather", words);
+        backend = &counted;
+        memset(gathered_bytes, 0, sizeof gathered_bytes);
+        outcome expected = ten_steps(&grid, words, strategy, overlaps, 2);
+        int64_t whole_bytes = gathered_bytes[1];
+        assert_int_equal(gathered_bytes[0], 0);
+        memset(gathered_bytes, 0, sizeof gathered_bytes);
+        outcome o = ten_steps(&grid, all, strategy, overlaps, 2);
+        backend = &mt_cpu_ops;
+        // most weights are those of layers, and whole_state gathers all of them once more
+        if (is_sharded) assert_true(gathered_bytes[0] > 0 && gathered_bytes[1] < whole_bytes / 2);
+        assert_same_outcome(&o, &expected, 0, all);
+        assert_memory_equal(o.weights, expected.weights, (size_t)o.count * 4);
+        free(o.weights), free(expected.weights);
+    }
+}
+
 /* ---- the golden families */
 
 static void set_strategy(mt_options *options, int strategy) {
@@ -837,6 +877,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_strategy_rounds_gradients_and_moments_like_one_rank),
         cmocka_unit_test(streams_wait_for_their_inputs),
         cmocka_unit_test(streams_wait_for_rounded_gradients),
+        cmocka_unit_test(weights_gathered_in_fp8_change_no_bit),
         cmocka_unit_test(an_optimizer_on_the_host_changes_no_bit),
         cmocka_unit_test(streams_wait_for_the_host),
         cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),

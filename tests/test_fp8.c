@@ -84,6 +84,7 @@ static void *fetch(const fixture *f, const void *from, int64_t bytes) {
 
 static fixture open_linear(const mt_ops *ops, const recipe *r) {
     fixture f = {.ops = ops, .fp8 = r->fp8};
+    f.fp8.delayed = r->delayed;
     int64_t bytes = ops->workspace_bytes(T, N, 1, 1);
     f.workspace = ops->memory_alloc(bytes);
     f.stream = ops->stream_create(f.workspace, bytes, false);
