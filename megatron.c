@@ -6884,7 +6884,7 @@ static void mt_nll_forward(const mt_ops *ops, const mt_loss_args *a, mt_stream *
     ops->nll_loss(a->sums, a->dlogp, a->tokens->logp, a->weights, a->tokens->T, stream);
 }
 
-const mt_loss mt_nll = {"nll", false, mt_nll_forward};
+const mt_loss mt_nll = {.forward = mt_nll_forward};
 
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,

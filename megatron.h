@@ -253,16 +253,21 @@ enum {
     MT_OFFLOAD_MOE_ACT = 64,    // the same, before the activation
     MT_OFFLOAD_MLP = 128        // of layers without experts: the MLP's input, and its values around the activation
 };
-/* Modules of selective recomputation, a set of bits. */
-enum {
-    MT_MODULE_CORE_ATTN = 1,   // nothing: attention never keeps its probabilities
-    MT_MODULE_MOE_ACT = 2,     // the activation of the experts
-    MT_MODULE_LAYERNORM = 4,   // the norms before attention and MLP
-    MT_MODULE_MLA_UP_PROJ = 8, // queries, keys and values of latent attention, from the latents
-    MT_MODULE_MLP = 16,        // MLPs of layers without experts
-    MT_MODULE_MOE = 32,        // router, experts and shared expert
-    MT_MODULE_SHARED_EXPERTS = 64
-};
+/* Modules of selective recomputation, one row each: the name and the choice of --recompute-modules. The values of a
+ * module are the slots (mt_slot) that name it. */
+#define MT_RECOMPUTE_MODULES(X)                                                                                        \
+    X(CORE_ATTN, "core_attn")     /* nothing: attention never keeps its probabilities */                               \
+    X(MOE_ACT, "moe_act")         /* the activation of the experts */                                                  \
+    X(LAYERNORM, "layernorm")     /* the norms before attention and MLP */                                             \
+    X(MLA_UP_PROJ, "mla_up_proj") /* queries, keys and values of latent attention, from the latents */                 \
+    X(MLP, "mlp")                 /* MLPs of layers without experts */                                                 \
+    X(MOE, "moe")                 /* router, experts and shared expert */                                              \
+    X(SHARED_EXPERTS, "shared_experts")
+/* A set of bits, MT_MODULE_<name>. */
+#define MT_MODULE_NUMBER(name, choice) MT_MODULE_NUMBER_##name,
+#define MT_MODULE_BIT(name, choice)    MT_MODULE_##name = 1 << MT_MODULE_NUMBER_##name,
+enum { MT_RECOMPUTE_MODULES(MT_MODULE_NUMBER) MT_NUM_RECOMPUTE_MODULES };
+enum { MT_RECOMPUTE_MODULES(MT_MODULE_BIT) };
 /* Products of layers in fp8. HYBRID: e4m3 for activations and weights, e5m2 for gradients. */
 typedef enum mt_fp8_format { MT_FP8_OFF, MT_FP8_E4M3, MT_FP8_HYBRID } mt_fp8_format;
 typedef enum mt_fp8_recipe {
@@ -1900,7 +1905,6 @@ typedef struct mt_loss_args {
 } mt_loss_args;
 
 typedef struct mt_loss {
-    const char *name;
     bool uses_entropy;
     void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
 } mt_loss;

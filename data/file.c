@@ -469,11 +469,24 @@ int mt_folder_lock(const char *folder, const char *name, const char *option, mt_
 
 /* ---- JSON */
 
+/* After the caller's name of the line. */
+static void mt_json_describe_line(bool parsed, const json_error_t *detail, mt_error *error) {
+    if (parsed)
+        mt_error_set(error, "is not a JSON object; correct or remove the line");
+    else if (json_error_code(detail) == json_error_premature_end_of_input)
+        mt_error_set(error, "is cut short (%s); correct or remove the line", detail->text);
+    else
+        mt_error_set(error, "is not valid JSON at column %d: %s; correct or remove the line", detail->column,
+                     detail->text);
+}
+
 json_t *mt_json_parse(const char *text, int64_t bytes, size_t flags, const char *path, mt_error *error) {
     json_error_t detail;
     json_t *json = json_loadb(text, (size_t)bytes, flags, &detail);
     if (json && json_is_object(json)) return json;
-    if (json)
+    if (!path)
+        mt_json_describe_line(json, &detail, error);
+    else if (json)
         mt_error_set(error, "%s: not a JSON object, between { and }; get the file again", path);
     else
         mt_error_set(error, "%s:%d: not JSON, or damaged: %s; get the file again", path, detail.line, detail.text);

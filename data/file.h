@@ -132,8 +132,9 @@ int mt_folder_lock(const char *folder, const char *name, const char *option, mt_
 
 /* ---- JSON */
 
-/* Parses JSON that must be an object; NULL with error, which names the file and line. `flags` are jansson's: with
- * JSON_REJECT_DUPLICATES a key may not come twice, as readers would disagree on its value. */
+/* Parses JSON that must be an object; NULL with error, which names the file and line. `path` NULL: a line of a file;
+ * the caller puts its name before the error. `flags` are jansson's: with JSON_REJECT_DUPLICATES a key may not come
+ * twice, as readers would disagree on its value. */
 json_t *mt_json_parse(const char *text, int64_t bytes, size_t flags, const char *path, mt_error *error);
 
 /* The same, with JSON_REJECT_DUPLICATES, for a file of at most 100,000,000 bytes. */

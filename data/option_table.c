@@ -11,6 +11,8 @@
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rows need and exclude nothing
 
+#define MT_MODULE_CHOICE(name, choice) "|" choice
+
 const mt_option mt_option_table[] = {
     {.help = "model"},
     {"num-layers", MT_INT, MT_AT(num_layers), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,10000]", "transformer layers"},
@@ -328,7 +330,7 @@ const mt_option mt_option_table[] = {
      "uniform: layers of a unit; block: recomputed layers of a stage (default: 1)",
      .needs = "any: recompute-granularity full"},
     {"recompute-modules", MT_SET, MT_AT(recompute_modules), MT_TRAIN, MT_OF_RUN, NULL,
-     "core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts",
+     &MT_RECOMPUTE_MODULES(MT_MODULE_CHOICE)[1], // without the first |
      "modules of selective recomputation (default: core_attn, which is free: attention keeps no probabilities)",
      .needs = "any: recompute-granularity selective, mla_up_proj: multi-latent-attention",
      .excludes = "moe_act: no-moe-grouped-gemm"},
@@ -456,7 +458,7 @@ const mt_option mt_option_table[] = {
     {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
      "stop: end the run; skip: make no update; rewind: return to the last checkpoint and skip the step if it is bad "
      "again",
-     .own = true},
+     .needs = "rewind: save", .own = true},
     {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
      "end the run after more consecutive bad steps than this", .needs = "bad-step-policy skip|rewind", .own = true},
     {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
@@ -480,7 +482,8 @@ const mt_option mt_option_table[] = {
      "int32 [iterations, global batch, seq + 1], read in order",
      .excludes = "reset-position-ids, reset-attention-mask, eod-mask-loss, dataloader-type", .own = true},
     {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, "auto", MT_TOKENIZER_TYPES,
-     "type of tokenizer; auto: the one in the --load folder"},
+     "type of tokenizer; auto: the one in the --load folder",
+     .needs = "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer: tokenizer-model"},
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH",
      "the tokenizer's file or folder, or ORG/NAME in the cache of Hugging Face",
      .needs = "tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer"},

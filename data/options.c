@@ -735,15 +735,7 @@ static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
     if (!checks && (!stops || reruns))
         return mt_error_set(error, "--%s has no effect with --no-check-for-nan-in-loss-and-grad; leave one out",
                             stops ? "rerun-mode" : "bad-step-policy");
-    if (o->bad_step_policy == MT_BAD_STEP_REWIND && !o->save)
-        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to return to");
     return 0;
-}
-
-static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
-    bool has_model = o->tokenizer_type != MT_TOKENIZER_AUTO && o->tokenizer_type != MT_TOKENIZER_BYTE_LEVEL;
-    if (!has_model || o->tokenizer_model) return 0;
-    return mt_error_set(error, "--tokenizer-type needs --tokenizer-model unless it is ByteLevel");
 }
 
 /* A word of --data-path is the prefix of X.bin and X.idx; people give one of these files, or their text. */
@@ -915,7 +907,6 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, error)) return -1;
     if (options->print_schedule) return mt_options_derive(options, program, world_size, error);
-    if (mt_options_check_tokenizer(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;

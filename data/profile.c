@@ -290,7 +290,7 @@ const mt_ops *mt_profile_open(const mt_ops *ops) {
 #undef MT_PROFILE_ROW
     mt_profiler.ops = ops;
     mt_profiler.timed = mt_profile_timed_ops(ops);
-    mt_profiler.on_gpu = strcmp(ops->name, "cuda") == 0;
+    mt_profiler.on_gpu = ops->on_device;
     mt_profiler.recording = mt_profiler.warm = false;
     return &mt_profiler.timed;
 }

@@ -262,7 +262,7 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
     report->world_size = world->size;
     report->prints = world->rank == 0;
 #ifdef MT_HAVE_CUDA
-    if (strcmp(mt_model_ops(model)->name, "cuda") == 0) {
+    if (mt_model_ops(model)->on_device) {
         report->device_bytes = mt_model_bytes(model);
         report->peak_flops = mt_cuda_peak_flops(mt_model_dtype(model));
     }
@@ -577,7 +577,7 @@ static void print_model(const mt_options *o, FILE *file) {
 
 /* "CPU in fp32, 4 ranks with 1 thread each: TP 2 x PP 2 x CP 1 x DP 1". EP divides the ranks of a stage anew. */
 static void print_device(const mt_options *o, const mt_ops *ops, const mt_grid *grid, FILE *file) {
-    bool cuda = strcmp(ops->name, "cuda") == 0;
+    bool cuda = ops->on_device;
     int ranks = grid->world.size, threads = 1;
     mt_grid_shape shape = mt_grid_shape_of(o, ranks);
 #ifdef MT_HAVE_OPENMP

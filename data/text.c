@@ -1,6 +1,8 @@
 /* text.c: splits text files into documents. */
 #include "text.h"
 
+#include "file.h"
+
 #include <jansson.h>
 #include <string.h>
 
@@ -36,13 +38,6 @@ const char *mt_text_document_end(mt_text_format format, const char *text, const 
     return format == MT_TEXT_PARAGRAPHS ? paragraph_end(text, end) : line_end(text, end);
 }
 
-static int invalid_json(const json_error_t *detail, mt_error *error) {
-    if (json_error_code(detail) == json_error_premature_end_of_input)
-        return mt_error_set(error, "is cut short (%s); correct or remove the line", detail->text);
-    return mt_error_set(error, "is not valid JSON at column %d: %s; correct or remove the line", detail->column,
-                        detail->text);
-}
-
 /* Visits a string, or the strings of a list. */
 static int visit_field(const json_t *field, int64_t key, const char *name, mt_jsonl_visit *visit, void *context,
                        mt_error *error) {
@@ -58,7 +53,6 @@ static int visit_field(const json_t *field, int64_t key, const char *name, mt_js
 
 static int visit_object(const json_t *object, const mt_strings *keys, mt_jsonl_visit *visit, void *context,
                         mt_error *error) {
-    if (!json_is_object(object)) return mt_error_set(error, "is not a JSON object; correct or remove the line");
     for (int64_t key = 0; key < keys->count; key++) {
         const char *name = keys->items[key];
         const json_t *field = json_object_get(object, name);
@@ -72,10 +66,8 @@ int mt_jsonl_read(const char *line, int64_t bytes, const mt_strings *keys, mt_js
                   mt_error *error) {
     if (mt_text_is_blank(line, bytes)) return 0;
     // Numbers are unused; reading them as reals accepts integers of any size. NUL is an ordinary character.
-    json_error_t json_error;
-    json_t *root =
-        json_loadb(line, (size_t)bytes, JSON_DECODE_ANY | JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL, &json_error);
-    if (!root) return invalid_json(&json_error, error);
+    json_t *root = mt_json_parse(line, bytes, JSON_DECODE_ANY | JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL, NULL, error);
+    if (!root) return -1;
     int result = visit_object(root, keys, visit, context, error);
     json_decref(root);
     return result;

@@ -52,7 +52,7 @@ static void forward_with_entropy(const mt_ops *ops, const mt_loss_args *a, mt_st
     }
 }
 
-static const mt_loss with_entropy = {"entropy bonus", true, forward_with_entropy};
+static const mt_loss with_entropy = {.uses_entropy = true, .forward = forward_with_entropy};
 static const mt_loss *the_loss; // of models that subject_open opens; NULL: the default
 
 static void subject_open(subject *s, const char *words) {
