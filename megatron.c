@@ -1712,30 +1712,30 @@ static float mt_merge_head(float *out, const float *part, float lse, float part_
     return total;
 }
 
-static void mt_cpu_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
-                                   const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
-                                   mt_stream *stream) {
+static void mt_cpu_attention_merge(const mt_merge_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t H = a->H, Dv = a->Dv;
     mt_scratch scratch = mt_scratch_reserve(Dv);
-    for (int64_t s = 0; s < spans->count; s++) {
-        const mt_span *span = &spans->host[s];
+    for (int64_t s = 0; s < a->spans->count; s++) {
+        const mt_span *span = &a->spans->host[s];
 #pragma omp parallel for if (span->q_len * H * Dv > MT_PARALLEL)
         for (int64_t i = span->q_start * H; i < (span->q_start + span->q_len) * H; i++) {
-            const float *row = mt_row_load(mt_scratch_slice(scratch), part, i * Dv, Dv, dtype);
-            lse[i] = mt_merge_head(out + i * Dv, row, lse[i], part_lse[i], Dv, first);
+            const float *row = mt_row_load(mt_scratch_slice(scratch), a->part, i * Dv, Dv, dtype);
+            a->lse[i] = mt_merge_head(a->out + i * Dv, row, a->lse[i], a->part_lse[i], Dv, a->first);
         }
     }
 }
 
-static void mt_cpu_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
-                                   int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_accumulate_rows(const mt_accumulate_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t width = a->width;
+    bool first = a->first;
     mt_scratch scratch = mt_scratch_reserve(width);
-    for (int64_t s = 0; s < spans->count; s++) {
-        const mt_span *span = &spans->host[s];
-        int64_t start = of_keys ? span->k_start : span->q_start, length = of_keys ? span->k_len : span->q_len;
+    for (int64_t s = 0; s < a->spans->count; s++) {
+        const mt_span *span = &a->spans->host[s];
+        int64_t start = a->of_keys ? span->k_start : span->q_start, length = a->of_keys ? span->k_len : span->q_len;
 #pragma omp parallel for if (length * width > MT_PARALLEL)
         for (int64_t t = start; t < start + length; t++) {
-            const float *row = mt_row_load(mt_scratch_slice(scratch), x, t * x_stride, width, dtype);
-            float *to = sum + t * width;
+            const float *row = mt_row_load(mt_scratch_slice(scratch), a->x, t * a->x_stride, width, dtype);
+            float *to = a->sum + t * width;
 #pragma omp simd
             for (int64_t c = 0; c < width; c++) to[c] = (first ? 0.0f : to[c]) + row[c];
         }
@@ -5257,18 +5257,18 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
 }
 
 /* For backends without qk_forward. */
-static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
+static void mt_qk_forward_unfused(const mt_model *m, const mt_pass *p, const mt_qk_args *a) {
     void *heads[] = {a->qk, mt_at(m, a->qk, a->H * a->D)};
     for (int i = 0; i < 2; i++) {
         mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .eps = a->eps, .y = heads[i]};
         norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.w = i ? a->k_w : a->q_w;
         norm.rstd = i ? a->k_rstd : a->q_rstd, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
-        if (norm.w) m->ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+        if (norm.w) m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
     }
     for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
         mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
         rope.x_stride = rope.y_stride = a->qk_stride, rope.rotation = a->rotation;
-        m->ops->rope_forward(&rope, m->dtype, m->stream);
+        m->ops->rope_forward(&rope, m->dtype, p->stream);
     }
 }
 
@@ -5281,23 +5281,23 @@ static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w
     if (m->ops->qk_forward)
         m->ops->qk_forward(&qk, m->dtype, p->stream);
     else
-        mt_qk_forward_unfused(m, &qk);
+        mt_qk_forward_unfused(m, p, &qk);
 }
 
 /* For backends without qk_backward. */
-static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
+static void mt_qk_backward_unfused(const mt_model *m, const mt_pass *p, const mt_qk_args *a) {
     void *heads[] = {a->dqk, mt_at(m, a->dqk, a->H * a->D)};
     for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
         mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
         rope.x_stride = rope.y_stride = a->dqk_stride, rope.rotation = a->rotation;
-        m->ops->rope_backward(&rope, m->dtype, m->stream);
+        m->ops->rope_backward(&rope, m->dtype, p->stream);
     }
     for (int i = 0; i < 2; i++) {
         mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .dy = heads[i]};
         norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.dx = mt_at(m, a->dqkv, i * a->H * a->D);
         norm.w = i ? a->k_w : a->q_w, norm.dw = i ? a->dk_w : a->dq_w, norm.rstd = i ? a->k_rstd : a->q_rstd;
         norm.x_stride = a->qkv_stride, norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
-        if (norm.w) m->ops->rmsnorm_backward(&norm, m->dtype, m->stream);
+        if (norm.w) m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
     }
 }
 
@@ -5310,7 +5310,7 @@ static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, con
     if (m->ops->qk_backward)
         m->ops->qk_backward(&qk, m->dtype, p->stream);
     else
-        mt_qk_backward_unfused(m, &qk);
+        mt_qk_backward_unfused(m, p, &qk);
 }
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): a down-projection maps hidden states to a query
@@ -6613,7 +6613,8 @@ static void mt_ring_forward(mt_context *c, const mt_attention *call, mt_stream *
         if (i + 1 < P)
             mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * step.k_stride, dtype, stream);
         c->ops->attention_forward(&step, dtype, stream);
-        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, &step.spans, H, Dv, i == 0, dtype, stream);
+        mt_merge_args merge = {&step.spans, H, Dv, sum, call->lse, c->part, c->part_lse, .first = i == 0};
+        c->ops->attention_merge(&merge, dtype, stream);
         if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
     if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, stream);
@@ -6633,9 +6634,11 @@ static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream 
         step.dk = c->dkv_part, step.dv = mt_context_at(c, c->dkv_part, call->num_groups * call->head_size);
         if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * kv, dtype, stream);
         c->ops->attention_backward(&step, dtype, stream);
-        c->ops->accumulate_rows(c->sum, call->dq, &step.spans, false, q_width, call->q_stride, i == 0, dtype, stream);
+        mt_accumulate_args dq = {&step.spans, false, c->sum, call->dq, q_width, call->q_stride, .first = i == 0};
+        mt_accumulate_args dk_dv = {&step.spans, true, dkv, c->dkv_part, kv, kv, .first = i == 0};
+        c->ops->accumulate_rows(&dq, dtype, stream);
         if (i > 0) mt_ring_shift_end(c, &c->sum_shift, stream);
-        c->ops->accumulate_rows(dkv, c->dkv_part, &step.spans, true, kv, kv, i == 0, dtype, stream);
+        c->ops->accumulate_rows(&dk_dv, dtype, stream);
         mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * kv, MT_F32, stream);
         if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }

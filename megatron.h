@@ -830,6 +830,26 @@ typedef struct mt_attention {
     const int64_t *q_index, *k_index; // [Tq], [Tk]: global token numbers for dropout; NULL without it
 } mt_attention;
 
+/* The operands of attention_merge. */
+typedef struct mt_merge_args {
+    const mt_spans *spans;
+    int64_t H, Dv;
+    float *out, *lse;      // [Tq, H, Dv], [Tq, H]
+    const void *part;      // [Tq, H, Dv] of `dtype`
+    const float *part_lse; // [Tq, H]
+    bool first;
+} mt_merge_args;
+
+/* The operands of accumulate_rows. */
+typedef struct mt_accumulate_args {
+    const mt_spans *spans;
+    bool of_keys;  // the key rows of the spans; false: the query rows
+    float *sum;    // [T, width]
+    const void *x; // [T, width] of `dtype`
+    int64_t width, x_stride;
+    bool first;
+} mt_accumulate_args;
+
 #define MT_ATTENTION_OPERATIONS(OP)                                                                                    \
     /* out = softmax(scale q k^T) v per head, and lse. A query row of a span that sees no key gets out = 0 and lse =   \
      * -inf. */                                                                                                        \
@@ -842,20 +862,17 @@ typedef struct mt_attention {
     /* Context parallelism attends to blocks of keys one after another. Merges attention to some keys, out and lse,    \
      * with attention of the same queries to others, part and part_lse: with s = log(exp(lse) + exp(part_lse)), out =  \
      * exp(lse - s) out + exp(part_lse - s) part and lse = s; when `first`, out = part and lse = part_lse. For the     \
-     * query rows of `spans`; out[Tq, H, Dv] is fp32, part[Tq, H, Dv] of `dtype` (Liu et al., "Ring attention with     \
-     * blockwise transformers"). */                                                                                    \
+     * query rows of `spans` (Liu et al., "Ring attention with blockwise transformers"). */                            \
     OP(attention_merge,                                                                                                \
-       mt_work_bytes(((first ? 4 : 8) + mt_dtype_size(dtype)) * mt_span_rows(spans, false) * H * Dv, MT_U8),           \
-       (out, lse, part, part_lse, spans, H, Dv, first, dtype, stream), float *out, float *lse, const void *part,       \
-       const float *part_lse, const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,                \
-       mt_stream *stream)                                                                                              \
-    /* sum[t] += x[t], or = when `first`, for rows of `width` elements: the key rows of `spans`, or their query rows.  \
-     * A key row is in one span only. sum[T, width] is fp32. */                                                        \
+       mt_work_bytes(((a->first ? 4 : 8) + mt_dtype_size(dtype)) * mt_span_rows(a->spans, false) * a->H * a->Dv,       \
+                     MT_U8),                                                                                           \
+       (a, dtype, stream), const mt_merge_args *a, mt_dtype dtype, mt_stream *stream)                                  \
+    /* sum[t] += x[t], or = when `first`, for the key rows of `spans`, or their query rows. A key row is in one span   \
+     * only. */                                                                                                        \
     OP(accumulate_rows,                                                                                                \
-       mt_work_bytes(((first ? 4 : 8) + mt_dtype_size(dtype)) * mt_span_rows(spans, of_keys) * width, MT_U8),          \
-       (sum, x, spans, of_keys, width, x_stride, first, dtype, stream), float *sum, const void *x,                     \
-       const mt_spans *spans, bool of_keys, int64_t width, int64_t x_stride, bool first, mt_dtype dtype,               \
-       mt_stream *stream)
+       mt_work_bytes(((a->first ? 4 : 8) + mt_dtype_size(dtype)) * mt_span_rows(a->spans, a->of_keys) * a->width,      \
+                     MT_U8),                                                                                           \
+       (a, dtype, stream), const mt_accumulate_args *a, mt_dtype dtype, mt_stream *stream)
 
 /* ---- activations */
 

@@ -59,30 +59,27 @@ static dim3 grid_of(const mt_spans *spans, bool of_keys, int64_t work_a_row, int
     return dim3((unsigned)spans->count, (unsigned)(blocks < MERGE_BLOCKS ? blocks : MERGE_BLOCKS));
 }
 
-extern "C" void mt_cuda_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
-                                        const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
-                                        mt_stream *stream) {
-    if (spans->count == 0) return;
-    bool wide = mt_wide(dtype, {out, part}, {Dv});
+extern "C" void mt_cuda_attention_merge(const mt_merge_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->spans->count == 0) return;
+    bool wide = mt_wide(dtype, {a->out, a->part}, {a->Dv});
     mt_by_type(dtype, wide, [&](auto type, auto pack) {
         using E = decltype(type);
         constexpr int N = decltype(pack)::value;
-        merge<E, N><<<grid_of(spans, false, H, MERGE_WARPS), MERGE_THREADS, 0, mt_cuda_stream(stream)>>>(
-            out, lse, (const E *)part, part_lse, spans->device, (int)H, (int)Dv, first);
+        merge<E, N><<<grid_of(a->spans, false, a->H, MERGE_WARPS), MERGE_THREADS, 0, mt_cuda_stream(stream)>>>(
+            a->out, a->lse, (const E *)a->part, a->part_lse, a->spans->device, (int)a->H, (int)a->Dv, a->first);
         MT_CUDA_LAUNCHED();
     });
 }
 
-extern "C" void mt_cuda_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
-                                        int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
-    if (spans->count == 0) return;
-    bool wide = mt_wide(dtype, {sum, x}, {width, x_stride});
+extern "C" void mt_cuda_accumulate_rows(const mt_accumulate_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->spans->count == 0) return;
+    bool wide = mt_wide(dtype, {a->sum, a->x}, {a->width, a->x_stride});
     mt_by_type(dtype, wide, [&](auto type, auto pack) {
         using E = decltype(type);
         constexpr int N = decltype(pack)::value;
-        dim3 grid = grid_of(spans, of_keys, mt_divide_up(width, N), 4 * MERGE_THREADS);
-        accumulate<E, N><<<grid, MERGE_THREADS, 0, mt_cuda_stream(stream)>>>(sum, (const E *)x, spans->device, of_keys,
-                                                                             (int)width, x_stride, first);
+        dim3 grid = grid_of(a->spans, a->of_keys, mt_divide_up(a->width, N), 4 * MERGE_THREADS);
+        accumulate<E, N><<<grid, MERGE_THREADS, 0, mt_cuda_stream(stream)>>>(
+            a->sum, (const E *)a->x, a->spans->device, a->of_keys, (int)a->width, a->x_stride, a->first);
         MT_CUDA_LAUNCHED();
     });
 }

@@ -843,7 +843,8 @@ static void attention_merge(run *r, const int64_t *n) {
     float *out = float_changed(r, rows * n[1] * n[4], NORMAL), *lse = float_changed(r, rows * n[1], NORMAL);
     void *part = input(r, rows * n[1] * n[4]);
     float *part_lse = float_input(r, rows * n[1], NORMAL);
-    r->ops->attention_merge(out, lse, part, part_lse, &spans, n[1], n[4], n[2] != 0, r->dtype, r->stream);
+    const mt_merge_args a = {&spans, n[1], n[4], out, lse, part, part_lse, .first = n[2] != 0};
+    r->ops->attention_merge(&a, r->dtype, r->stream);
 }
 
 static void accumulate_rows(run *r, const int64_t *n) {
@@ -852,7 +853,8 @@ static void accumulate_rows(run *r, const int64_t *n) {
     mt_spans spans = upload_spans(r, n, host, &rows);
     float *sum = float_changed(r, rows * width, NORMAL);
     void *x = input(r, rows * stride);
-    r->ops->accumulate_rows(sum, x, &spans, n[3] != 0, width, stride, n[2] != 0, r->dtype, r->stream);
+    const mt_accumulate_args a = {&spans, n[3] != 0, sum, x, width, stride, .first = n[2] != 0};
+    r->ops->accumulate_rows(&a, r->dtype, r->stream);
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */

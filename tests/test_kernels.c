@@ -835,8 +835,15 @@ static void attention_merge_matches_float64(void **state) {
         matrix part_lse_m = matrix_from(part_lse, MERGE_ROWS, MERGE_HEADS, MERGE_HEADS, MT_F32);
         for (int64_t i = 0; i < MERGE_ALL; i++)
             lse[i] = ((float *)lse_m.data)[i], part_lse[i] = ((float *)part_lse_m.data)[i];
-        ops->attention_merge((float *)out_m.data, (float *)lse_m.data, part_m.data, (float *)part_lse_m.data, &spans,
-                             MERGE_HEADS, MERGE_VALUES, first, dtype, NULL);
+        const mt_merge_args a = {.spans = &spans,
+                                 .H = MERGE_HEADS,
+                                 .Dv = MERGE_VALUES,
+                                 .out = (float *)out_m.data,
+                                 .lse = (float *)lse_m.data,
+                                 .part = part_m.data,
+                                 .part_lse = (float *)part_lse_m.data,
+                                 .first = first};
+        ops->attention_merge(&a, dtype, NULL);
         for (int64_t s = 0; s < spans.count; s++)
             for (int64_t t = list[s].q_start; t < list[s].q_start + list[s].q_len; t++) in_span[t] = true;
         for (int64_t i = 0; i < MERGE_ALL; i++)
@@ -863,7 +870,14 @@ static void accumulate_rows_adds_the_rows_of_the_spans_alone(void **state) {
         bool first = k / 2 % 2, of_keys = k / 4;
         double *sum = random_values(ROWS * WIDTH), *x = random_values(ROWS * WIDTH), *got = zeros(ROWS * WIDTH);
         matrix sum_m = matrix_from(sum, ROWS, WIDTH, WIDTH, MT_F32), x_m = matrix_from(x, ROWS, WIDTH, STRIDE, dtype);
-        ops->accumulate_rows((float *)sum_m.data, x_m.data, &spans, of_keys, WIDTH, STRIDE, first, dtype, NULL);
+        const mt_accumulate_args a = {.spans = &spans,
+                                      .of_keys = of_keys,
+                                      .sum = (float *)sum_m.data,
+                                      .x = x_m.data,
+                                      .width = WIDTH,
+                                      .x_stride = STRIDE,
+                                      .first = first};
+        ops->accumulate_rows(&a, dtype, NULL);
         for (int s = 0; s < 2; s++) {
             int64_t start = of_keys ? list[s].k_start : list[s].q_start, n = of_keys ? list[s].k_len : list[s].q_len;
             for (int64_t i = start * WIDTH; i < (start + n) * WIDTH; i++) sum[i] = (first ? 0 : sum[i]) + x[i];
