@@ -1475,13 +1475,13 @@ static const family_layout families_on_layouts[] = {
 
 /* In fp8; stages compute what one rank does. */
 static const layout in_fp8_stages[] = {
-    {2, DELAYED, PP "2" ZB},      {2, TENSORWISE, PP "2" VP "2"}, {2, BLOCKWISE, PP "2" ZB},
-    {2, MXFP8, PP "2"},           {2, DELAYED_BIASED, PP "2"},    {2, DELAYED_EXPERTS, PP "2"},
-    {2, MXFP8_LATENT, PP "2" ZB}, {4, TENSORWISE, PP "4" ZB},
+    {2, DELAYED, PP "2" ZB},      {2, TENSORWISE, PP "2" VP "2"}, {2, BLOCKWISE, PP "2" ZB},  {2, MXFP8, PP "2"},
+    {2, DELAYED_EXPERTS, PP "2"}, {2, MXFP8_LATENT, PP "2" ZB},   {4, TENSORWISE, PP "4" ZB},
 };
 
-/* Sums in another order, and tensorwise scales of a part instead of the whole. */
+/* Sums in another order (of a tied embedding's two parts too), and tensorwise scales of a part instead of the whole. */
 static const layout in_fp8_parts[] = {
+    {2, DELAYED_BIASED, PP "2"},
     {2, DELAYED, SHARD "optim" PREFETCH},
     {2, TENSORWISE, SHARD "optim_grads_params" PREFETCH},
     {2, BLOCKWISE, SHARD "optim_grads_params"},
