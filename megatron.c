@@ -4123,7 +4123,7 @@ typedef struct mt_layer {
     int64_t moe_index;      // among this rank's layers with experts
     int64_t F;              // width here of the MLP or the shared expert; 0: none
     struct mt_slots *slots; // saved by its forward
-    int64_t unit;           // index in its chunk of the first layer of its unit, see mt_layers_forward
+    int64_t recompute_unit; // index in its chunk of the first layer of its unit of recomputation: mt_layers_forward
     bool recomputed;        // full recomputation: of a unit only the input is kept
     int64_t offload_bytes;  // of its offloaded slots
     int offload_buffer;     // that they lie in
@@ -4972,7 +4972,7 @@ typedef struct mt_recompute_buffer {
 } mt_recompute_buffer;
 
 static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_layer *w) {
-    return &m->recompute_buffers[w->recomputed ? w->index - w->unit : 0];
+    return &m->recompute_buffers[w->recomputed ? w->index - w->recompute_unit : 0];
 }
 
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
@@ -5159,7 +5159,7 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
 
 /* A recomputed unit keeps its first layer's input, or this rank's part of it. */
 static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    bool starts_unit = w && w->recomputed && w->index == w->unit,
+    bool starts_unit = w && w->recomputed && w->index == w->recompute_unit,
          splits_input = m->options->distribute_saved_activations;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
     mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype), *kept = input;
@@ -5646,7 +5646,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
 }
 
-/* That number. */
+/* Rows that the experts of this rank receive if each destination gets an equal share of the choices. */
 static int64_t mt_expert_rows_received(const mt_experts *e) {
     int64_t size = e->group->size;
     return size == 1 ? e->num_choices : e->num_choices / e->num_destinations * e->num_local * size;
@@ -6946,7 +6946,7 @@ static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, b
 }
 
 /* With --distribute-saved-activations a rank keeps its part of a unit's input; a replay gathers the whole. */
-static void mt_unit_input(mt_model *m, const mt_pass *p, mt_activations *a) {
+static void mt_recompute_unit_input(mt_model *m, const mt_pass *p, mt_activations *a) {
     const mt_group *tensor = &m->grid->tensor;
     int64_t count = p->rows * m->C / tensor->size;
     if (!a->input_part) return;
@@ -6969,7 +6969,7 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         mt_next_norm next = output_norm;
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
-            mt_unit_input(m, p, a);
+            mt_recompute_unit_input(m, p, a);
             mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
@@ -6985,7 +6985,7 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
 }
 
 /* Full recomputation of the unit [begin, end), unless the buffers still hold its values. */
-static void mt_unit_replay(mt_model *m, const mt_pass *p, int64_t begin, int64_t end) {
+static void mt_recompute_unit_replay(mt_model *m, const mt_pass *p, int64_t begin, int64_t end) {
     mt_pass replay = *p;
     replay.replay = true;
     if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
@@ -7003,7 +7003,7 @@ static void mt_offload_prefetch(const mt_model *m, const mt_pass *p, int64_t end
  * unit has offloaded values in its first layer only, and its replay reads them. */
 static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer) {
     const mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
-    int64_t i = layers[layer].recomputed ? layers[layer].unit : layer;
+    int64_t i = layers[layer].recomputed ? layers[layer].recompute_unit : layer;
     if (!m->offload) return;
     mt_offload_load(m, p, &layers[i], &p->mb->layers[i]);
     if (layers[i].offload_bytes > 0) mt_offload_wait(m, p, &layers[i]);
@@ -7159,7 +7159,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
-        mt_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
+        mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)]);
         mt_mtp_join_backward(m, p, k);
         mt_layer_release(m, p, w, true, true);
@@ -7366,10 +7366,10 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
 }
 
 /* The end of the unit of a chunk's layer: of the layers that one replay restores, or of all. */
-static int64_t mt_unit_end(const mt_model *m, int64_t chunk, int64_t layer) {
+static int64_t mt_recompute_unit_end(const mt_model *m, int64_t chunk, int64_t layer) {
     const mt_layer *layers = m->layers + m->first_local[chunk];
     int64_t end = layer;
-    while (end < m->stages[chunk].num_layers && layers[end].unit == layers[layer].unit) end++;
+    while (end < m->stages[chunk].num_layers && layers[end].recompute_unit == layers[layer].recompute_unit) end++;
     return end;
 }
 
@@ -7383,7 +7383,7 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
     for (int64_t begin = 0, end; begin < stage->num_layers; begin = end) {
-        end = mt_unit_end(m, p->mb->chunk, begin);
+        end = mt_recompute_unit_end(m, p->mb->chunk, begin);
         void *output = end < stage->num_layers ? p->mb->layers[end].input : p->mb->outputs[0].hidden;
         mt_layers_forward(m, p, begin, end, output, (mt_next_norm){0});
     }
@@ -7395,7 +7395,8 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
         mt_offload_fetch(m, p, i);
-        if (i + 1 == mt_unit_end(m, p->mb->chunk, i)) mt_unit_replay(m, p, w->unit, i + 1);
+        if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
+            mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         mt_layer_backward(m, p, w, &p->mb->layers[i]);
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
@@ -8493,7 +8494,7 @@ static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
                            .grad_dtype = b->grad_dtype};
 }
 
-/* Its elements [first, first + n). */
+/* Elements [first, first + n) of `whole`. */
 static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, int64_t n) {
     mt_adamw_args a = *whole;
     a.n = n;
@@ -9536,7 +9537,7 @@ static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
                                  mt_fp8_fields[i % MT_NUM_FP8_FIELDS].offset);
 }
 
-/* --fp8-param-gather: the weights of a sharded bucket in fp8, at the places of its bf16 parameters. */
+/* --fp8-param-gather: the weights of a sharded bucket in fp8, at the offsets of its bf16 parameters. */
 static void mt_plan_fp8_params(mt_model *m, mt_arena *arena) {
     const mt_bucket *last = NULL; // with fp8 weights
     for (int64_t i = 0; i < m->num_params; i++) {
@@ -9865,7 +9866,7 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
             bool is_module = i >= m->stages[chunk].num_layers;
             w->index = i;
             w->recomputed = full && (by_unit || (i < number && !is_module));
-            w->unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
+            w->recompute_unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
             w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
             mt_layer_slots(m, w->slots, w);
         }

@@ -1,10 +1,10 @@
-/* checkpoint_save.c: writes checkpoints. The whole model's parameter table gives the place of every byte before the
- * first one is written, so every rank knows it: rank 0 writes the headers, each rank its own share at computed offsets,
- * and no rank waits for another. Data passes through host memory, from which threads write it: a small ring while
- * training waits, or room for the whole share, so that training continues during the writes and, on a GPU, during the
- * copies. The threads call no MPI; of the device they only wait for the copies. A checkpoint is written into a folder
- * with a temporary name beside its place, brought to the disk, and renamed. Invariant: nothing half-written ever
- * replaces something whole. */
+/* checkpoint_save.c: writes checkpoints. The whole model's parameter table gives the file position of every byte before
+ * the first one is written, so every rank knows it: rank 0 writes the headers, each rank its own share at computed
+ * offsets, and no rank waits for another. Data passes through host memory, from which threads write it: a small ring
+ * while training waits, or room for the whole share, so that training continues during the writes and, on a GPU, during
+ * the copies. The threads call no MPI; of the device they only wait for the copies. A checkpoint is written into a
+ * folder with a temporary name beside its final one, brought to the disk, and renamed. Invariant: nothing half-written
+ * ever replaces something whole. */
 #include "checkpoint_internal.h"
 
 #include "watchdog.h"
@@ -422,7 +422,7 @@ typedef struct mt_transposed {
     int64_t bytes;
 } mt_transposed;
 
-/* A place in it that is aligned like `offset` in the file. */
+/* An address in it that is aligned like `offset` in the file. */
 static char *mt_transposed_at(mt_transposed *room, int64_t bytes, int64_t offset) {
     if (room->bytes < bytes) {
         free(room->memory);
@@ -772,12 +772,12 @@ static int mt_folder_exchange(const char *a, const char *b) {
     return status;
 }
 
-/* Moves the whole folder `fresh` to its place; then removes the folder that was there. */
-static int mt_folder_place(const char *fresh, const char *place, mt_error *error) {
-    int watched = mt_watch_file_begin(place, MT_FILE_SAVE);
-    bool exists = access(place, F_OK) == 0;
-    int status = exists ? mt_folder_exchange(fresh, place) : rename(fresh, place);
-    if (status != 0) mt_file_write_error(error, place, "--save");
+/* Renames the whole folder `fresh` to `path`; then removes the folder that had this name. */
+static int mt_folder_rename(const char *fresh, const char *path, mt_error *error) {
+    int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
+    bool exists = access(path, F_OK) == 0;
+    int status = exists ? mt_folder_exchange(fresh, path) : rename(fresh, path);
+    if (status != 0) mt_file_write_error(error, path, "--save");
     mt_watch_file_end(watched);
     if (status != 0) return -1;
     if (exists) mt_folder_remove(fresh);
@@ -1040,9 +1040,9 @@ struct mt_saver {
     mt_loss_average loss_average;
     char *fp8; // contents of MT_FP8_FILE, on rank 0; NULL: none
     int64_t fp8_bytes;
-    int64_t in_place; // the iteration of the last checkpoint that took its place, or -1
-    bool places;      // rank 0's thread: false: writes headers and small files; true: puts the folder in its place
-    bool worked;      // that thread is at its end, with
+    int64_t published; // the iteration of the last whole checkpoint with its final name, or -1
+    bool publishes;    // rank 0's thread: false: writes headers and small files; true: gives the folder its final name
+    bool worked;       // that thread is at its end, with
     int work_status;
     mt_error work_error;
     pthread_t worker;
@@ -1058,7 +1058,7 @@ void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoin
     static const char *const stems[] = {"model", "optimizer"};
     const int64_t max_shard_bytes = 5000000000; // the default of transformers' save_pretrained before version 5
     mt_saver *s = mt_calloc(sizeof *s);
-    *s = (mt_saver){.folder = folder, .extra = extra, .context = context, .async = async, .in_place = -1};
+    *s = (mt_saver){.folder = folder, .extra = extra, .context = context, .async = async, .published = -1};
     mt_save_open(&s->save, m, stems, mt_saves_optimizer(m) ? 2 : 1, max_shard_bytes, async);
     pthread_mutex_init(&s->lock, NULL);
     *out = s;
@@ -1141,32 +1141,33 @@ static int mt_checksums_compare(const void *a, const void *b) {
     return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
 }
 
-/* Rank 0's thread after all tensors are written: sums, sync, the folder's place, the latest, what is removed. */
-static void *mt_saver_place(void *context) {
+/* Rank 0's thread after all tensors are written: writes the checksums, syncs the folder, renames it, updates the
+ * tracker, and removes old checkpoints. */
+static void *mt_saver_publish(void *context) {
     mt_saver *s = context;
     const mt_options *o = mt_model_options(s->save.model);
     mt_error *error = &s->work_error;
     mt_checksums *sums = &s->save.writer.sums;
-    char *place = mt_path_join(s->folder, s->name);
+    char *path = mt_path_join(s->folder, s->name);
     int status = mt_folder_visit(s->temporary, mt_saver_add_sums, s);
     qsort(sums->files, (size_t)sums->count, sizeof *sums->files, mt_checksums_compare);
     char *text = mt_checksums_print(sums);
     if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);
     if (status == 0) status = mt_folder_visit(s->temporary, mt_sync_entry, error);
     if (status == 0) status = mt_file_sync(s->temporary, "--save", error);
-    if (status == 0) status = mt_folder_place(s->temporary, place, error);
+    if (status == 0) status = mt_folder_rename(s->temporary, path, error);
     if (status == 0) status = mt_file_sync(s->folder, "--save", error); // the tracker must not reach the disk first
     if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
-    if (status == 0) mt_checkpoint_retain(o, s->folder, s->state.iteration, o->overwrite && s->in_place < 0);
+    if (status == 0) mt_checkpoint_retain(o, s->folder, s->state.iteration, o->overwrite && s->published < 0);
     free(text);
-    free(place);
+    free(path);
     return mt_saver_worked(s, status);
 }
 
 /* Starts rank 0's thread. */
-static void mt_saver_work(mt_saver *s, bool places, void *(*work)(void *)) {
+static void mt_saver_work(mt_saver *s, bool publishes, void *(*work)(void *)) {
     bool works = mt_saver_world(s)->rank == 0;
-    s->places = places, s->worked = !works, s->work_status = 0;
+    s->publishes = publishes, s->worked = !works, s->work_status = 0;
     if (works && pthread_create(&s->worker, NULL, work, s) != 0) mt_die("cannot start a thread; raise ulimit -u");
 }
 
@@ -1174,7 +1175,7 @@ static void mt_saver_work(mt_saver *s, bool places, void *(*work)(void *)) {
 static int mt_saver_end(mt_saver *s, int status) {
     mt_model_set_reader(s->save.model, NULL);
     if (status != 0 && mt_saver_world(s)->rank == 0) mt_folder_remove(s->temporary);
-    if (status == 0) s->in_place = s->state.iteration;
+    if (status == 0) s->published = s->state.iteration;
     free(s->temporary);
     free(s->fp8);
     s->temporary = s->fp8 = NULL;
@@ -1193,9 +1194,9 @@ static int mt_saver_wait(mt_saver *s, mt_error *error) {
 /* Waits for the threads and takes the save's next step: placing the folder, then the end. */
 static int mt_saver_advance(mt_saver *s, mt_error *error) {
     int status = mt_saver_wait(s, error);
-    if (status != 0 || s->places) return mt_saver_end(s, status);
+    if (status != 0 || s->publishes) return mt_saver_end(s, status);
     mt_saver_collect_sums(s);
-    mt_saver_work(s, true, mt_saver_place);
+    mt_saver_work(s, true, mt_saver_publish);
     return 0;
 }
 
@@ -1209,7 +1210,7 @@ int mt_saver_poll(mt_saver *s, mt_error *error) {
 }
 
 int64_t mt_saver_in_place(const mt_saver *s) {
-    return s ? s->in_place : -1;
+    return s ? s->published : -1;
 }
 
 int mt_saver_finish(mt_saver *s, mt_error *error) {

@@ -423,7 +423,7 @@ static int refuse_blend(const mt_strings *words, const char *option, mt_error *e
     return mt_error_set(error, "%s: %s", option, advice);
 }
 
-/* Megatron's rule: an even number of words with a number in every first place is a list of weights and paths. */
+/* Megatron's rule: an even number of words with a number first in every pair is a list of weights and paths. */
 int mt_blend_parse(mt_blend *blend, const mt_strings *words, const char *option, mt_error *error) {
     *blend = (mt_blend){0};
     int64_t pairs = words->count / 2, numbers = 0, weights = 0;

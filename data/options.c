@@ -20,7 +20,7 @@
 
 enum { MT_CONFIG_BYTES = 1 << 22 }; // limit of config.json and of a YAML file
 
-/* ---- the command line and YAML: both find a row and a text, and call mt_option_set with the place for messages */
+/* ---- names of options that resemble a typed one */
 
 int mt_edit_distance(const char *a, size_t a_length, const char *b) {
     enum { LONGEST = 64 };
@@ -56,7 +56,7 @@ static const mt_option *mt_option_nearest(const char *name, size_t length, int p
 
 /* A name that was refused. */
 typedef struct mt_refusal {
-    char place[300]; // in a file ("run.yaml:3: "), or "" for the command line
+    char position[300]; // in a file ("run.yaml:3: "), or "" for the command line
     char name[112];
     char reason[300];  // reads after the name; "": unknown
     char nearest[112]; // the option with the nearest name, or ""
@@ -105,16 +105,16 @@ static const char *mt_setting_metavar(const mt_setting *setting) {
 }
 
 /* Records a name that was refused; `value` is its value, or NULL. A feature that is not supported may be off. */
-static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *place,
+static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
                                     const char *name, size_t length, const char *value) {
-    const char *dashes = *place ? "" : "--", *text = setting->megatron.text;
+    const char *dashes = *position ? "" : "--", *text = setting->megatron.text;
     bool is_on, infers = reader->program == MT_PROGRAM_INFER;
     mt_name_kind kind = setting->megatron.kind;
     if (kind == MT_NAME_UNSUPPORTED && value && mt_parse_bool(value, &is_on) && !is_on) return;
     reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
     mt_refusal *refusal = &reader->refused[reader->num_refused++];
     *refusal = (mt_refusal){0};
-    snprintf(refusal->place, sizeof refusal->place, "%s", place);
+    snprintf(refusal->position, sizeof refusal->position, "%s", position);
     snprintf(refusal->name, sizeof refusal->name, "%s%.*s", dashes, length < 100 ? (int)length : 100, name);
     size_t room = sizeof refusal->reason;
     if (setting->row)
@@ -130,7 +130,7 @@ static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *
     char key[80];
     if (!nearest) return;
     mt_option_key(key, nearest);
-    snprintf(refusal->nearest, sizeof refusal->nearest, "%s%s", dashes, *place ? key : nearest->name);
+    snprintf(refusal->nearest, sizeof refusal->nearest, "%s%s", dashes, *position ? key : nearest->name);
 }
 
 /* Appends the names that were refused for the reason of `first`. */
@@ -138,7 +138,7 @@ static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refu
     fprintf(file, "\n  %s: ", *first->reason ? first->reason : "is unknown");
     for (const mt_refusal *r = first; r < end; r++) {
         if (strcmp(r->reason, first->reason) != 0) continue;
-        fprintf(file, r > first ? ", %s%s" : "%s%s", r->place, r->name);
+        fprintf(file, r > first ? ", %s%s" : "%s%s", r->position, r->name);
         if (*r->nearest) fprintf(file, " (did you mean %s?)", r->nearest);
     }
 }
@@ -148,11 +148,12 @@ static int mt_option_reader_report(const mt_option_reader *reader, mt_error *err
     if (reader->num_refused == 0) return 0;
     const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
     if (end == first + 1 && *first->reason)
-        return mt_error_set(error, "%s%s %s", first->place, first->name, first->reason);
+        return mt_error_set(error, "%s%s %s", first->position, first->name, first->reason);
     if (end == first + 1 && *first->nearest)
-        return mt_error_set(error, "%sunknown option %s; did you mean %s?", first->place, first->name, first->nearest);
+        return mt_error_set(error, "%sunknown option %s; did you mean %s?", first->position, first->name,
+                            first->nearest);
     if (end == first + 1)
-        return mt_error_set(error, "%sunknown option %s; --help lists them all", first->place, first->name);
+        return mt_error_set(error, "%sunknown option %s; --help lists them all", first->position, first->name);
     char *text = NULL;
     size_t size;
     FILE *file = open_memstream(&text, &size);
@@ -278,7 +279,7 @@ int mt_options_set(mt_options *options, const char *name, const char *value, mt_
     return status;
 }
 
-/* ---- the command line and YAML: both find a setting, a text, and a place for messages, and call mt_setting_set */
+/* ---- the command line and YAML: both find a setting, a text, and a position for messages, and call mt_setting_set */
 
 static bool mt_is_name(const char *argument) {
     return strncmp(argument, "--", 2) == 0;
@@ -426,8 +427,8 @@ static int mt_yaml_skip_sequence(mt_yaml *yaml) {
     return 0;
 }
 
-/* Reads the option `name`, whose value is the current event; `place` is its place in the file. */
-static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
+/* Reads the option `name`, whose value is the current event; `position` is the file and line. */
+static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *position) {
     char where[400];
     const char *text;
     mt_setting setting = mt_setting_find(name, strlen(name));
@@ -435,10 +436,10 @@ static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *plac
     if (!mt_setting_is_accepted(&setting, yaml->reader->program)) {
         if (is_scalar && mt_yaml_scalar(yaml, &text)) return -1;
         if (!is_null || setting.megatron.kind == MT_NAME_UNKNOWN)
-            mt_option_reader_refuse(yaml->reader, &setting, place, name, strlen(name), is_scalar ? text : NULL);
+            mt_option_reader_refuse(yaml->reader, &setting, position, name, strlen(name), is_scalar ? text : NULL);
         return is_scalar ? 0 : mt_yaml_skip_sequence(yaml);
     }
-    snprintf(where, sizeof where, "%s%.80s", place, name);
+    snprintf(where, sizeof where, "%s%.80s", position, name);
     if (yaml->event.type == YAML_MAPPING_START_EVENT)
         return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_setting_metavar(&setting));
     if (setting.row && !setting.megatron.value) {
@@ -453,19 +454,20 @@ static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *plac
 /* Reads a key, the current event, and its value, whose last event is current afterwards. If the value is a section,
  * increments `depth` instead; the names of sections have no meaning. */
 static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
-    char place[300];
+    char position[300];
     const char *key;
     long long line = (long long)yaml->event.start_mark.line + 1;
     if (yaml->event.type != YAML_SCALAR_EVENT)
         return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
     if (mt_yaml_scalar(yaml, &key)) return -1;
     char *name = mt_strdup(key); // the next event frees this one
-    snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
+    snprintf(position, sizeof position, "%.250s:%lld: ", yaml->path, line);
     int result = mt_yaml_next(yaml);
     bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
-    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, place);
+    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, position);
     if (!result && is_section && ++*depth > MT_YAML_DEPTH)
-        result = mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", place, name, MT_YAML_DEPTH);
+        result =
+            mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", position, name, MT_YAML_DEPTH);
     free(name);
     return result;
 }
