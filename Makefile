@@ -15,6 +15,7 @@
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
 ## make fuzz-layouts  train random models on random layouts, compare with one rank; SECONDS=600 SEED=1 NUMBER=n
 ## make lint          check the project's rules;  make format: format the code;  make format-check: check its format
+## make sizes         print the lines of every source file, and the number and length of its functions
 ## make probe         look for libraries again
 ## make clean         remove what was built
 ##
@@ -76,7 +77,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: fuzz-programs fuzz-layouts plot pictures demo deps deps-dev probe lint format format-check clean FORCE
+.PHONY: fuzz-programs fuzz-layouts plot pictures demo deps deps-dev probe lint sizes format format-check clean FORCE
 all:
 
 # Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they
@@ -91,7 +92,7 @@ else
 
 # ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
 
-COMPILES := $(filter-out help clean deps deps-dev lint format format-check plot probe fuzz uninstall,\
+COMPILES := $(filter-out help clean deps deps-dev lint sizes format format-check plot probe fuzz uninstall,\
 	$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
@@ -303,6 +304,8 @@ CLANG_FORMAT ?= clang-format
 
 lint:
 	@tests/lint
+sizes:
+	@tests/lint --sizes
 format:
 	$(CLANG_FORMAT) -i $(FORMATTED)
 format-check:

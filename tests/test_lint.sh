@@ -139,3 +139,10 @@ echo 'int odd_one; // the odd one' >data/thing.c
 echo 'banned-words data/thing.c odd_one the name of a paper' >tests/lint_exceptions
 if output=$("$lint" . 2>&1); then echo "ok exception_excuses_words"; else echo "not ok exception_excuses_words: $output"; fi
 write_good
+
+sizes=$("$lint" --sizes . | tr -s ' ')
+if echo "$sizes" | grep -qx 'megatron.c [0-9]* 1 60.0 60 a_long_name' && echo "$sizes" | grep -qx 'megatron.h 18 1 3.0 3 mt_third'; then
+    echo "ok sizes_are_printed"
+else
+    echo "not ok sizes_are_printed: $sizes"
+fi
