@@ -266,7 +266,7 @@ enum {
 /* A set of bits, MT_MODULE_<name>. */
 #define MT_MODULE_NUMBER(name, choice) MT_MODULE_NUMBER_##name,
 #define MT_MODULE_BIT(name, choice)    MT_MODULE_##name = 1 << MT_MODULE_NUMBER_##name,
-enum { MT_RECOMPUTE_MODULES(MT_MODULE_NUMBER) MT_NUM_RECOMPUTE_MODULES };
+enum { MT_RECOMPUTE_MODULES(MT_MODULE_NUMBER) };
 enum { MT_RECOMPUTE_MODULES(MT_MODULE_BIT) };
 /* Products of layers in fp8. HYBRID: e4m3 for activations and weights, e5m2 for gradients. */
 typedef enum mt_fp8_format { MT_FP8_OFF, MT_FP8_E4M3, MT_FP8_HYBRID } mt_fp8_format;

@@ -667,9 +667,10 @@ static bool mt_option_rule_holds(const mt_options *options, const mt_option *row
 /* A rule that is broken: names both options, with the choices that it has for them. */
 static int mt_option_rule_fail(const mt_options *options, const mt_option *row, const mt_option_rule *rule, bool needs,
                                mt_error *error) {
-    char name[200], other[200], *value = mt_option_text(options, rule->other);
+    char name[200], other[200], *value = mt_option_text(options, rule->other), *own = mt_option_text(options, row);
     bool any = !rule->condition || strcmp(rule->condition, "any") == 0;
-    snprintf(name, sizeof name, "--%s%s%s", row->name, any ? "" : " ", any ? "" : rule->condition);
+    const char *choice = any ? "" : row->type == MT_CHOICE ? own : rule->condition;
+    snprintf(name, sizeof name, "--%s%s%s", row->name, any ? "" : " ", choice);
     snprintf(other, sizeof other, "--%s%s%s", rule->other->name, rule->choices ? " " : "",
              rule->choices ? rule->choices : "");
     if (needs)
@@ -678,6 +679,7 @@ static int mt_option_rule_fail(const mt_options *options, const mt_option *row, 
     else
         mt_error_set(error, "%s and %s exclude each other; leave one out", name, other);
     free(value);
+    free(own);
     return -1;
 }
 

@@ -679,7 +679,7 @@ static void infer_is_checked_too(void **state) {
         {"--prompt-tokens 1,,2", "--prompt-tokens expects numbers"},
         {"--prompt-tokens 1,160", "160 is outside the vocabulary of 160"},
         {"--prompt-tokens 99999999999999999999", "outside the vocabulary"},
-        {"--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"},
+        {"--tokenizer-type GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer needs --tokenizer-model"},
         {"--lr 3", "--lr is an option of train, not of infer"},
     };
     expect_error_of(MT_PROGRAM_INFER, 1, "--prompt a", "--load is missing");
