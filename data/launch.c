@@ -19,7 +19,8 @@ static int mt_launch_variable(const char *name, int missing) {
 
 int mt_launch_check(char **argv, mt_error *error) {
     int size = mt_launch_variable("WORLD_SIZE", 1), here = mt_launch_variable("LOCAL_WORLD_SIZE", size);
-    if (mt_launched_by_mpi() || size <= 1 || !getenv("RANK") || !getenv("MASTER_ADDR")) return 0;
+    bool torchrun = getenv("TORCHELASTIC_RUN_ID") != NULL; // under srun, its ranks inherit PMIX_RANK or PMI_RANK
+    if ((mt_launched_by_mpi() && !torchrun) || size <= 1 || !getenv("RANK") || !getenv("MASTER_ADDR")) return 0;
     signal(SIGTERM, SIG_DFL);
     if (mt_launch_variable("RANK", 0) > 0) sleep(2); // rank 0 prints the error; its exit ends the others
     return mt_error_set(error,

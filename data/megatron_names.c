@@ -158,7 +158,7 @@ static const struct {
     {MT_NAME_UNSUPPORTED,
      "a checkpoint is a Hugging Face folder; examples/conversion/convert_checkpoints.py of Megatron Bridge imports it "
      "into torch_dist, and exports torch_dist to it",
-     "ckpt-format dist-ckpt-format"},
+     "ckpt-format dist-ckpt-format", "fsdp_dtensor"},
     {MT_NAME_NO_MEANING, "a checkpoint is a Hugging Face folder, and one thread writes it",
      "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy "
      "ckpt-assume-constant-structure ckpt-convert-format ckpt-convert-save "

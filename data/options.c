@@ -58,8 +58,9 @@ static const mt_option *mt_option_nearest(const char *name, size_t length, int p
 typedef struct mt_refusal {
     char position[300]; // in a file ("run.yaml:3: "), or "" for the command line
     char name[112];
-    char reason[300];  // reads after the name; "": unknown
-    char nearest[112]; // the option with the nearest name, or ""
+    char reason[300];    // reads after the name; "": unknown
+    char nearest[112];   // the option with the nearest name, or ""
+    bool unless_sharded; // accepted without effect when the data-parallel ranks shard, as --use-megatron-fsdp sets
 } mt_refusal;
 
 /* A pass over a file and the command line. */
@@ -114,6 +115,8 @@ static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *
     reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
     mt_refusal *refusal = &reader->refused[reader->num_refused++];
     *refusal = (mt_refusal){0};
+    refusal->unless_sharded =
+        kind == MT_NAME_UNSUPPORTED && value && setting->megatron.value && strcmp(value, setting->megatron.value) == 0;
     snprintf(refusal->position, sizeof refusal->position, "%s", position);
     snprintf(refusal->name, sizeof refusal->name, "%s%.*s", dashes, length < 100 ? (int)length : 100, name);
     size_t room = sizeof refusal->reason;
@@ -131,6 +134,22 @@ static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *
     if (!nearest) return;
     mt_option_key(key, nearest);
     snprintf(refusal->nearest, sizeof refusal->nearest, "%s%s", dashes, *position ? key : nearest->name);
+}
+
+/* Once all options are read: accepts the names that have no effect when the data-parallel ranks shard. */
+static void mt_option_reader_accept_sharded(mt_option_reader *reader) {
+    int64_t kept = 0;
+    char where[sizeof reader->refused->position + sizeof reader->refused->name];
+    if (reader->options->data_parallel_sharding_strategy == MT_NO_SHARD) return;
+    for (int64_t i = 0; i < reader->num_refused; i++) {
+        const mt_refusal *refusal = &reader->refused[i];
+        snprintf(where, sizeof where, "%s%s", refusal->position, refusal->name);
+        if (refusal->unless_sharded)
+            mt_strings_add(&reader->always, where);
+        else
+            reader->refused[kept++] = *refusal;
+    }
+    reader->num_refused = kept;
 }
 
 /* Appends the names that were refused for the reason of `first`. */
@@ -295,7 +314,10 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
     mt_setting setting = mt_setting_find(name, length);
     const mt_option *row = setting.row;
     if (!mt_setting_is_accepted(&setting, reader->program)) {
-        mt_option_reader_refuse(reader, &setting, "", name, length, equals ? equals + 1 : NULL);
+        const char *value = equals ? equals + 1 : NULL;
+        if (!value && setting.megatron.value && index < count && !mt_is_name(arguments[index]))
+            value = arguments[index];
+        mt_option_reader_refuse(reader, &setting, "", name, length, value);
         while (index < count && !mt_is_name(arguments[index])) index++;
         return index;
     }
@@ -633,6 +655,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     int status = mt_options_find_config(&config, argc, argv, error);
     if (!status && config) status = mt_options_read_config(&reader, config, error); // later settings win
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
+    if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) mt_option_reader_print_always(&reader);
     mt_option_reader_free(&reader);

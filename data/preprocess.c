@@ -27,7 +27,7 @@
 typedef struct settings {
     char *input, *output_prefix, *tokenizer_type, *tokenizer_model, *vocab_file, *merge_file, *documents, *workers;
     mt_strings json_keys;
-    bool append_eod, encode, decode, help;
+    bool append_eod, encode, decode, help, version;
     mt_text_format format;
     int64_t num_workers;
 } settings;
@@ -67,6 +67,7 @@ static const option options[] = {
      "print the ids of standard input, without BOS and EOD; write no files"},
     {"--decode", NULL, OPTION_FLAG, offsetof(settings, decode), "print the text of the ids on standard input"},
     {"--help", NULL, OPTION_FLAG, offsetof(settings, help), "print this help"},
+    {"--version", NULL, OPTION_FLAG, offsetof(settings, version), "print the version"},
 };
 #define NUM_OPTIONS ((int64_t)(sizeof options / sizeof *options))
 
@@ -208,7 +209,7 @@ static int check_settings(settings *s, mt_error *error) {
 static int parse_settings(settings *s, int argc, char **argv, mt_error *error) {
     for (int next = 1; next < argc;)
         if (parse_option(s, argc, argv, &next, error) != 0) return -1;
-    return s->help ? 0 : check_settings(s, error);
+    return s->help || s->version ? 0 : check_settings(s, error);
 }
 
 static int open_tokenizer(mt_tokenizer **tokenizer, const settings *s, mt_error *error) {
@@ -695,6 +696,8 @@ int main(int argc, char **argv) {
     int result = parse_settings(&s, argc, argv, &error);
     if (result == 0 && s.help)
         print_help();
+    else if (result == 0 && s.version)
+        printf("preprocess (megatron.c) %s\n", mt_version());
     else if (result == 0)
         result = run(&s, &error);
     if (result != 0) fprintf(stderr, "error: %s\n", error.text);

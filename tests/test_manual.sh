@@ -40,7 +40,9 @@ completes() {
 
 version_is_the_header_s() {
     number=$(sed -n 's/^#define MT_VERSION *"\(.*\)"/\1/p' megatron.h)
-    [ "$("$MT_BIN/train" --version)" = "train (megatron.c) $number" ]
+    for program in train infer data/preprocess; do
+        [ "$("$MT_BIN/$program" --version)" = "${program#data/} (megatron.c) $number" ] || return 1
+    done
 }
 
 # One option is looked up in all the ways that people write it.

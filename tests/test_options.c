@@ -852,6 +852,12 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
     expect_error(RUN "--accumulate-allreduce-grads-in-fp32=False", "can only be true here: gradients are accumulated");
     expect_error(RUN "--calculate-per-token-loss=false", "can only be true here: the loss is the sum over the tokens");
     expect_error(RUN "--no-gradient-accumulation-fusion=false", "can only be true here");
+    expect_good(&options, RUN "--ckpt-format fsdp_dtensor --use-megatron-fsdp --dist-ckpt-format=fsdp_dtensor");
+    assert_int_equal(options.data_parallel_sharding_strategy, MT_SHARD_PARAMS);
+    mt_options_free(&options);
+    expect_error(RUN "--ckpt-format fsdp_dtensor", "--ckpt-format is not supported (a checkpoint is a Hugging Face");
+    expect_error(RUN "--use-megatron-fsdp --ckpt-format torch_dist", "--ckpt-format is not supported");
+    expect_error(RUN "--use-megatron-fsdp --ckpt-format", "--ckpt-format is not supported");
     expect_error(RUN "--optimizer muon", "--optimizer can only be adam here");
     expect_error(RUN "--attention-softmax-in-fp32=1", "expects true or false, got '1'");
     expect_error(RUN "--optimizer", "--optimizer expects adam, got nothing");

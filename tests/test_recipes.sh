@@ -15,6 +15,11 @@ torchrun_is_answered_with_the_command_to_use() {
         RANK=0 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8 MASTER_ADDR=host refused 'mpirun -np 16 --hostfile HOSTS ' \
             "$program" --load none || return 1
     done
+    for variable in PMIX_RANK PMI_RANK; do # which srun gives torchrun, and torchrun each of its ranks
+        # shellcheck disable=SC2086
+        refused 'torchrun.*; use: mpirun -np 2 ' env RANK=0 WORLD_SIZE=2 MASTER_ADDR=host $variable=0 \
+            TORCHELASTIC_RUN_ID=none "$train" $small --train-iters 1 || return 1
+    done
     # one process is a run of its own, and so is a shell with a part of these variables
     for setting in 'RANK=0 WORLD_SIZE=1 MASTER_ADDR=host' 'RANK=1 WORLD_SIZE=4'; do
         # shellcheck disable=SC2086
