@@ -226,11 +226,12 @@ metrics_of_the_loaded_run_stay_when_another_begins_there() {
     small_run --train-iters 6 --save "$work/loaded" --save-interval 3 --metrics "$work/m.jsonl" &&
         cp "$work/m.jsonl" "$work/want.jsonl" || return 1
     # shellcheck disable=SC2086
-    refuses 'm.jsonl: holds metrics up to iteration 6, and this run, which does not load from its own --save, starts' \
-        $small --train-iters 7 --load "$work/loaded/iter_0000003" --save "$work/other" --metrics "$work/m.jsonl" &&
+    refuses 'm.jsonl: holds metrics up to iteration 6, and this run, which does not load from its own' $small \
+        --train-iters 7 --load "$work/loaded/iter_0000003" --save "$work/other" --metrics "$work/m.jsonl" &&
         cmp "$work/m.jsonl" "$work/want.jsonl" || return 1
     # --overwrite of later checkpoints keeps the records before them
-    small_run --train-iters 4 --load "$work/loaded/iter_0000003" --save "$work/loaded" --overwrite --metrics "$work/m.jsonl" &&
+    small_run --train-iters 4 --load "$work/loaded/iter_0000003" --save "$work/loaded" --overwrite \
+        --metrics "$work/m.jsonl" &&
         [ "$(iterations "$work/m.jsonl")" = '1 2 3 4 ' ] || return 1
     printf 'release\n' >"$work/loaded/latest_checkpointed_iteration.txt" && rm -r "$work"/loaded/iter_* || return 1
     # shellcheck disable=SC2086
