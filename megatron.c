@@ -3727,6 +3727,7 @@ static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const
     mt_arena *scratch = &l->fp8->recipe->scratch;
     int64_t bytes = io->offsets ? mt_fp8_scratch_bytes(l, io->num_rows, 1) : 0;
     scratch->used = 0;
+    if (!l->fp8->recipe->keeps_weights) l->fp8->w.data = l->fp8->w_transposed.data = NULL;
     if (bytes <= scratch->capacity) return;
     if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
     scratch->capacity = bytes * 9 / 8;
@@ -3760,11 +3761,12 @@ static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear
         else if (f->version != f->recipe->version)
             mt_fp8_quantize(tp, l, MT_FP8_W, a);
         f->version = f->recipe->version;
-    } else {
+    } else if (!(transposed ? f->w_transposed : f->w).data) { // the first product of this call
         mt_fp8_allocate_weight(&f->recipe->scratch, l, transposed ? NULL : &a.rows, transposed ? &a.columns : NULL);
         mt_fp8_quantize(tp, l, MT_FP8_W, a);
+        *(transposed ? &f->w_transposed : &f->w) = transposed ? a.columns : a.rows;
     }
-    return transposed ? a.columns : a.rows;
+    return transposed ? f->w_transposed : f->w;
 }
 
 /* Quantizes T rows of dy for the products of the selected halves of the backward. */
@@ -7975,6 +7977,7 @@ static void mt_bucket_gather_fp8(mt_model *m, int64_t bucket) {
     if (s->progress[bucket].fp8_version == f->recipe.version) return;
     s->progress[bucket].fp8_version = f->recipe.version;
     mt_wait_stream(m, s->param_stream, m->stream);
+    if (m->reader) mt_wait_stream(m, s->param_stream, m->reader); // the sums below write this rank's parameters again
     for (int pass = f->recipe.delayed; pass < 2; pass++) {
         int64_t rest = 0; // begin of the parameters that are not of fp8 linears
         for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
@@ -8067,7 +8070,7 @@ static void mt_params_gather_all(mt_model *m) {
 }
 
 /* Call before parameters or optimizer state are written (always on m->stream): waits for the reader's stream. A gather
- * needs no such wait: it leaves this rank's own shard unchanged. */
+ * in the model's type needs no such wait: it leaves this rank's own shard unchanged. */
 static void mt_wait_reader(mt_model *m) {
     if (m->reader) mt_wait_stream(m, m->stream, m->reader);
     m->reader = NULL;
@@ -8745,6 +8748,13 @@ static void mt_experts_update_biases(mt_model *m) {
     }
 }
 
+/* Before a step runs again: discards the largest values that it recorded, and quantizes the weights again. */
+static void mt_fp8_discard_step(mt_model *m) {
+    if (!m->fp8 || !m->fp8->recipe.delayed) return;
+    m->ops->memory_zero(m->fp8->history, m->fp8->num_linears * MT_NUM_FP8_OPERANDS * 4, m->stream);
+    m->fp8->recipe.version++;
+}
+
 /* Delayed scaling: the ranks agree on the largest values of the step, which set the scales of the next one; a bad step
  * leaves them unchanged. */
 static void mt_fp8_update_scales(mt_model *m) {
@@ -9180,6 +9190,7 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
     mt_step_numbers first = mt_step_numbers_read(m), second;
     if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
     *tokens = 0;
+    mt_fp8_discard_step(m);
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_check_gradients(m);
     second = mt_step_numbers_read(m);

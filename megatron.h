@@ -1630,7 +1630,7 @@ typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS
 typedef struct mt_fp8_linear {
     mt_fp8 *recipe;
     float *scale, *amax;           // [MT_NUM_FP8_OPERANDS]: delayed scaling's; `gathered`: of w
-    mt_fp8_matrix w, w_transposed; // keeps_weights only
+    mt_fp8_matrix w, w_transposed; // with keeps_weights until the weights change, else for one call
     int64_t version;               // of the weights that these are
     bool gathered;                 // --fp8-param-gather: w arrives in fp8, quantized with `scale`
 } mt_fp8_linear;

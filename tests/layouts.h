@@ -1510,6 +1510,7 @@ static const layout in_fp8_parts[] = {
     {4, DELAYED, CP "2" SHARD "optim_grads_params" PREFETCH},
     {4, TENSORWISE, TP "2" SP SHARD "optim_grads_params" PREFETCH},
     {4, BLOCKWISE, TP "4" STEPWISE},
+    {4, TENSORWISE, TP "2" STEPWISE SHARD "optim_grads_params"},
 };
 
 /* After a step the largest values are those of one rank: bit for bit where no operand is cut. */

@@ -1337,6 +1337,8 @@ static void fp8_follows_megatron(void **state) {
         {"--fp8-format hybrid --fp8-param-gather",
          "--fp8-param-gather needs --data-parallel-sharding-strategy optim|optim_grads"},
         {"--fp8-param --use-distributed-optimizer", "needs --fp8-format"},
+        {"--fp8-format hybrid --fp8-param-gather --use-distributed-optimizer --tp-only-amax-red",
+         "--fp8-param-gather and --tp-only-amax-red exclude each other"},
         {"--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer",
          "--fp8-param-gather needs --fp8-recipe delayed|tensorwise"},
         {"--fp4 e2m1", "is not supported (fp4,"},
