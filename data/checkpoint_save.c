@@ -880,10 +880,9 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
                         folder, bytes / 1e6, room / 1e6);
 }
 
-/* True if the run loads from its own --save: from the folder, or from a checkpoint in it. */
-static bool mt_options_continue(const mt_options *o) {
+bool mt_checkpoint_continues(const mt_options *o) {
     if (o->auto_resume || mt_options_falls_back(o)) return true;
-    char *parent = o->load ? mt_path_join(o->load, "..") : NULL;
+    char *parent = o->load && o->save ? mt_path_join(o->load, "..") : NULL;
     bool continues = parent && mt_path_same(parent, o->save);
     free(parent);
     return continues;
@@ -902,7 +901,13 @@ static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
     mt_iterations found = mt_iterations_list(o->save);
     int64_t latest = found.count > 0 ? found.numbers[0] : -1;
     free(found.numbers);
-    if (latest >= 0 && !o->overwrite && !mt_options_continue(o))
+    bool is_another = !o->overwrite && !mt_checkpoint_continues(o);
+    if (latest < 0 && is_another && mt_folder_has(o->save, "latest_checkpointed_iteration.txt"))
+        return mt_error_set(error,
+                            "%s: its latest_checkpointed_iteration.txt names a checkpoint that --save did not write; "
+                            "choose another --save, or replace it by --overwrite",
+                            o->save);
+    if (latest >= 0 && is_another)
         return mt_error_set(error,
                             "%s: holds checkpoints of another run, up to iteration %lld; continue that run by --load "
                             "%s, replace it by --overwrite, or choose another --save",

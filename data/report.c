@@ -1,6 +1,7 @@
 /* report.c: reports of a training run: lines on the terminal, a metrics file, event files for TensorBoard. */
 #include "report.h"
 
+#include "checkpoint.h"
 #include "file.h"
 #include "options.h"
 #include "profile.h"
@@ -93,10 +94,11 @@ static int64_t record_iteration(const char *record) {
     return *end == ',' || *end == '}' ? iteration : -1;
 }
 
-/* Keeps the whole records of iterations up to `last` in a metrics file of `size` bytes. */
-static int metrics_keep(mt_report_file *file, int64_t size, int64_t last, mt_error *error) {
+/* Keeps the whole records of iterations up to `last` in a metrics file of `size` bytes. Unless the file is the run's
+ * own, it must end with iteration `last`: another run's records stay. */
+static int metrics_keep(mt_report_file *file, int64_t size, int64_t last, bool is_own, mt_error *error) {
     char *text = mt_malloc(size + 1), *end;
-    int64_t kept = 0, unchanged = 0, number = 1; // of the line
+    int64_t kept = 0, unchanged = 0, number = 1, latest = 0; // number: of the line
     int status = mt_file_read_at(file->descriptor, text, size, 0);
     if (status != 0) mt_file_read_error(error, file->path);
     text[size] = '\0';
@@ -108,11 +110,18 @@ static int metrics_keep(mt_report_file *file, int64_t size, int64_t last, mt_err
                                   "%s: line %lld is no record of --metrics; choose another --metrics, or replace it by "
                                   "--overwrite",
                                   file->path, (long long)number);
+        latest = mt_max(latest, iteration);
         if (iteration < 0 || iteration > last) continue;
         if (record == text + kept) unchanged += bytes;
         memmove(text + kept, record, (size_t)bytes);
         kept += bytes;
     }
+    if (status == 0 && !is_own && latest != last)
+        status = mt_error_set(error,
+                              "%s: holds metrics up to iteration %lld, and this run, which does not load from its own "
+                              "--save, starts after iteration %lld; choose another --metrics, or replace it by "
+                              "--overwrite",
+                              file->path, (long long)latest, (long long)last);
     if (status == 0 && unchanged < size) {
         if (ftruncate(file->descriptor, unchanged) != 0)
             status = mt_file_write_error(error, file->path, "--metrics");
@@ -145,8 +154,9 @@ static int metrics_open(mt_report *report, const mt_run_state *state, mt_error *
     if (report_file_open(&report->metrics, o->metrics, "--metrics", O_RDWR, error) != 0) return -1;
     int descriptor = report->metrics.descriptor;
     if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size == 0) return 0;
-    if (state->iteration > 0 && !o->overwrite)
-        return metrics_keep(&report->metrics, status.st_size, state->iteration, error);
+    bool is_own = !o->save || mt_checkpoint_continues(o); // without --save: the run that is loaded
+    if (state->iteration > 0 && (is_own || !o->overwrite))
+        return metrics_keep(&report->metrics, status.st_size, state->iteration, is_own, error);
     if (!o->auto_resume && !o->overwrite)
         return mt_error_set(error,
                             "%s: holds the metrics of another run; choose another --metrics, replace it by "

@@ -226,25 +226,25 @@ a_folder_in_use_is_refused() {
 # The lock of another host, which a shared disk passes on: the lock is held here, and the file names that host. A lock
 # dies with its holder, so that the name alone, left by a host that is gone, stops no run.
 a_lock_of_another_host_is_named_and_a_stale_one_is_taken() {
-    mkdir -p "$work/l"
+    mkdir -p "$work/node"
     # shellcheck disable=SC2086
-    setsid "$train" $small --train-iters 1000000 --save "$work/l" --save-interval 5 --keep-checkpoints 2 \
+    setsid "$train" $small --train-iters 1000000 --save "$work/node" --save-interval 5 --keep-checkpoints 2 \
         >"$work/first" 2>&1 </dev/null &
     job=$!
-    until [ -e "$work/l/latest_checkpointed_iteration.txt" ]; do
+    until [ -e "$work/node/latest_checkpointed_iteration.txt" ]; do
         kill -0 $job || return 1
         sleep 0.1
     done
-    echo 'process 4711 on host node7' >"$work/l/.lock"
-    refuses 'l: is in use by another run, process 4711 on host node7; wait for its end' --train-iters 5 \
-        --save "$work/l" --auto-resume
+    echo 'process 4711 on host node7' >"$work/node/.lock"
+    refuses 'node: is in use by another run, process 4711 on host node7; wait for its end' --train-iters 5 \
+        --save "$work/node" --auto-resume
     status=$?
     kill -KILL $job
     wait $job 2>/dev/null
-    iteration=$(cat "$work/l/latest_checkpointed_iteration.txt")
-    [ $status = 0 ] && [ "$(cat "$work/l/.lock")" = 'process 4711 on host node7' ] &&
-        run --train-iters $((iteration + 1)) --save "$work/l" --auto-resume &&
-        says "process [0-9]* on host $(uname -n)\$" "$work/l/.lock"
+    iteration=$(cat "$work/node/latest_checkpointed_iteration.txt")
+    [ $status = 0 ] && [ "$(cat "$work/node/.lock")" = 'process 4711 on host node7' ] &&
+        run --train-iters $((iteration + 1)) --save "$work/node" --auto-resume &&
+        says "process [0-9]* on host $(uname -n)\$" "$work/node/.lock"
 }
 
 a_missing_checkpoint_begins_anew_or_ends_the_run() {

@@ -221,6 +221,24 @@ metrics_of_another_run_stay_and_those_of_this_run_continue() {
         [ "$(metric "$work/m.jsonl" lm_loss | wc -l)" = 2 ]
 }
 
+# A run that saves elsewhere than it loads from is another run: it cuts no records and leaves no gap between them.
+metrics_of_the_loaded_run_stay_when_another_begins_there() {
+    small_run --train-iters 6 --save "$work/loaded" --save-interval 3 --metrics "$work/m.jsonl" &&
+        cp "$work/m.jsonl" "$work/want.jsonl" || return 1
+    # shellcheck disable=SC2086
+    refuses 'm.jsonl: holds metrics up to iteration 6, and this run, which does not load from its own' $small \
+        --train-iters 7 --load "$work/loaded/iter_0000003" --save "$work/other" --metrics "$work/m.jsonl" &&
+        cmp "$work/m.jsonl" "$work/want.jsonl" || return 1
+    # --overwrite of later checkpoints keeps the records before them
+    small_run --train-iters 4 --load "$work/loaded/iter_0000003" --save "$work/loaded" --overwrite \
+        --metrics "$work/m.jsonl" &&
+        [ "$(iterations "$work/m.jsonl")" = '1 2 3 4 ' ] || return 1
+    printf 'release\n' >"$work/loaded/latest_checkpointed_iteration.txt" && rm -r "$work"/loaded/iter_* || return 1
+    # shellcheck disable=SC2086
+    refuses 'loaded: its latest_checkpointed_iteration.txt names a checkpoint that --save did not write' $small \
+        --train-iters 2 --save "$work/loaded"
+}
+
 # iterations FILE: prints the iterations of the steps' records.
 iterations() {
     sed -n 's/^{"iteration": \([0-9]*\), "lm_loss".*/\1/p' "$1" | tr '\n' ' '
@@ -377,6 +395,7 @@ check the_loss_falls_on_mock_data the_loss_falls_on_mock_data
 check a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
 check a_full_disk_is_reported_once_and_training_goes_on a_full_disk_is_reported_once_and_training_goes_on
 check metrics_of_another_run_stay metrics_of_another_run_stay_and_those_of_this_run_continue
+check metrics_of_the_loaded_run_stay metrics_of_the_loaded_run_stay_when_another_begins_there
 check a_resumed_run_removes_the_metrics_that_it_repeats a_resumed_run_removes_the_metrics_that_it_repeats
 check a_run_that_starts_below_saved_iterations_is_refused a_run_that_starts_below_saved_iterations_is_refused
 check many_short_parts_do_not_run_out_of_validation_data many_short_parts_do_not_run_out_of_validation_data
