@@ -420,10 +420,34 @@ static bool mt_yaml_is_null(const yaml_event_t *event) {
     return false;
 }
 
+/* Reads a list of zeros and ones, one for each layer, as the text "[0,1,1]". The current event begins the list. */
+static int mt_yaml_read_layers(mt_yaml *yaml, const mt_setting *setting, const char *where) {
+    char *list = NULL;
+    size_t size;
+    int64_t count = 0;
+    FILE *file = open_memstream(&list, &size);
+    MT_CHECK(file);
+    int status = mt_yaml_next(yaml);
+    for (; !status && yaml->event.type != YAML_SEQUENCE_END_EVENT; status = mt_yaml_next(yaml)) {
+        const char *text = yaml->event.type == YAML_SCALAR_EVENT ? (const char *)yaml->event.data.scalar.value : "";
+        status = strcmp(text, "0") != 0 && strcmp(text, "1") != 0;
+        if (status) mt_error_set(yaml->error, "%s expects 0 or 1 for each layer in its list", where);
+        if (status) break;
+        fprintf(file, "%c%s", count++ > 0 ? ',' : '[', text);
+    }
+    fputs(count > 0 ? "]" : "[]", file);
+    MT_CHECK(fclose(file) == 0);
+    if (!status) status = mt_setting_set(yaml->reader, setting, list, where, yaml->error);
+    free(list);
+    return status ? -1 : 0;
+}
+
 /* Reads the value of a setting: the current event is a scalar or begins a sequence. */
 static int mt_yaml_read_value(mt_yaml *yaml, const mt_setting *setting, const char *where) {
     const char *text;
     bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
+    if (is_sequence && setting->row && setting->row->offset == MT_AT(moe_layer_freq))
+        return mt_yaml_read_layers(yaml, setting, where);
     if (is_sequence && (!setting->row || !mt_option_is_list(setting->row)))
         return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
     if (setting->row && !setting->megatron.value) mt_option_clear(yaml->reader->options, setting->row);
@@ -967,6 +991,7 @@ typedef struct mt_idle_option {
 
 static void mt_options_warn_idle(const mt_options *o, FILE *file) {
     bool one = o->data_parallel_size * o->context_parallel_size == 1, cpu = o->device == MT_DEVICE_CPU;
+    bool warms_up = o->lr_warmup_iters > 0 || o->lr_warmup_samples > 0 || o->lr_warmup_fraction > 0;
     bool constant = o->lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
     unsigned modules = o->recompute_modules, offloaded = o->offload_modules;
     unsigned expert_inputs = offloaded & (MT_OFFLOAD_EXPERT_FC1 | MT_OFFLOAD_MOE_ACT);
@@ -975,6 +1000,8 @@ static void mt_options_warn_idle(const mt_options *o, FILE *file) {
     bool all_recomputed = o->recompute_granularity == MT_RECOMPUTE_FULL && o->recompute_method == MT_RECOMPUTE_UNIFORM;
     bool experts = mt_num_expert_layers(o) > 0, mlps = mt_num_expert_layers(o) < o->num_layers;
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
+    bool unwatched = !mt_launched_by_mpi();
+    const char *no_watch = "without mpirun, no time limits are watched";
     const mt_idle_option options[] = {
         {one && o->overlap_grad_reduce, "overlap-grad-reduce", alone},
         {one && o->overlap_param_gather, "overlap-param-gather", alone},
@@ -992,6 +1019,13 @@ static void mt_options_warn_idle(const mt_options *o, FILE *file) {
          "with --multi-latent-attention, the latents always have norms"},
         {constant && MT_GIVEN(o, min_lr), "min-lr", "--lr-decay-style is constant"},
         {constant && MT_GIVEN(o, lr_decay_iters), "lr-decay-iters", "--lr-decay-style is constant"},
+        {!warms_up && MT_GIVEN(o, lr_warmup_init), "lr-warmup-init", "there is no warm-up"},
+        {cpu && o->optimizer_cpu_offload, "optimizer-cpu-offload",
+         "on the CPU, the optimizer is in host memory already; only its order of work is simulated"},
+        {o->overwrite && !o->save && !o->metrics, "overwrite", "neither --save nor --metrics is given"},
+        {unwatched && MT_GIVEN(o, distributed_timeout_minutes), "distributed-timeout-minutes", no_watch},
+        {unwatched && MT_GIVEN(o, distributed_timeout_seconds), "distributed-timeout-seconds", no_watch},
+        {unwatched && MT_GIVEN(o, save_timeout_seconds), "save-timeout-seconds", no_watch},
         {o->eval_iters == 0 && MT_GIVEN(o, eval_interval), "eval-interval", "--eval-iters is 0"},
         {o->load && MT_GIVEN(o, init_method_std), "init-method-std", "the weights are loaded"},
         {o->exit_on_missing_checkpoint && !resumes, "exit-on-missing-checkpoint", "the run does not resume"},

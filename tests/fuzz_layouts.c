@@ -160,6 +160,14 @@ static const row layout_rows[] = {
     {10, "", "", "--rerun-mode validate_results"},
     {10, "", "", "--profile;--log-straggler;--profile --log-straggler"},
     {20, "--save", "", "--async-save"},
+    {25, "", "", "--ddp-bucket-size 1000;--ddp-bucket-size 10000;--ddp-bucket-size 1000000"},
+    {20, "", "",
+     "--optimizer-cpu-offload;--optimizer-cpu-offload --optimizer-offload-fraction 0.5;--optimizer-cpu-offload "
+     "--optimizer-offload-fraction 0.3 --overlap-cpu-optimizer-d2h-h2d"},
+    {15, "", "",
+     "--use-precision-aware-optimizer;--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 "
+     "--exp-avg-sq-dtype fp32"},
+    {40, "--fp8-format&sharding-strategy optim", "blockwise&mxfp8&optim_grads_params", "--fp8-param-gather"},
     {40, "", "", "OMPI_MCA_btl_vader_eager_limit=256"}, // longer messages wait for their receiver
 };
 

@@ -975,6 +975,19 @@ static void yaml_has_the_booleans_of_yaml_1_1(void **state) {
     }
 }
 
+static void yaml_lists_the_layers_with_experts(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error = {""};
+    const char *text = "num_layers: 3\nmoe_layer_freq: [0, 1, 1]\nnum_moe_experts: 2\n";
+    mt_options_default(&options);
+    if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", &error) != 0)
+        fail_msg("%s", error.text);
+    assert_string_equal(options.moe_layer_freq, "[0,1,1]");
+    assert_int_equal(options.num_experts, 2);
+    mt_options_free(&options);
+}
+
 static void expect_yaml_error(const char *text, const char *expected) {
     mt_options options;
     mt_error error = {""};
@@ -1001,6 +1014,9 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     expect_yaml_error("lr: {a: 1}\n", "lr expects a number, not a section");
     expect_yaml_error("bf16: y\n", "bf16 expects true or false, got 'y'");
     expect_yaml_error("bf16: 1\n", "bf16 expects true or false");
+    expect_yaml_error("moe_layer_freq: [0, 2]\n", "moe_layer_freq expects 0 or 1 for each layer in its list");
+    expect_yaml_error("moe_layer_freq: [[0]]\n", "moe_layer_freq expects 0 or 1 for each layer in its list");
+    expect_yaml_error("moe_layer_freq: [0\n", "is not YAML");
     expect_yaml_error("data_path: [[a]]\n", "expects plain values in its list");
     expect_yaml_error("- lr\n", "expects lines such as");
     expect_yaml_error("lr\n", "expects lines such as");
@@ -2101,6 +2117,7 @@ static const struct CMUnitTest tests[] = {
 #ifdef MT_HAVE_YAML
     cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
     cmocka_unit_test(yaml_has_the_booleans_of_yaml_1_1),
+    cmocka_unit_test(yaml_lists_the_layers_with_experts),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
     cmocka_unit_test(huge_yaml_is_refused),
     cmocka_unit_test(an_empty_yaml_sets_nothing),

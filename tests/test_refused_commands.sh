@@ -114,6 +114,23 @@ check half_a_dataset_is_answered_with_its_prefix refused "expects the prefix of 
 check overlap_on_one_rank_says_so prints '--overlap-grad-reduce has no effect: there is one data-parallel rank' \
     --overlap-grad-reduce
 check a_constant_rate_has_no_minimum prints '--min-lr has no effect' --lr-decay-style constant --min-lr 1e-4
+check nothing_to_overwrite_says_so prints '--overwrite has no effect: neither --save nor --metrics is given' --overwrite
+check no_warm_up_has_no_first_rate prints '--lr-warmup-init has no effect: there is no warm-up' --lr-warmup-init 1e-5
+check the_optimizer_is_on_the_cpu_already prints '--optimizer-cpu-offload has no effect: on the CPU' \
+    --optimizer-cpu-offload
+limits_without_mpirun_say_so() {
+    prints '--distributed-timeout-minutes has no effect: without mpirun' --distributed-timeout-minutes 5 \
+        --distributed-timeout-seconds-after-init 60 --save-timeout-seconds 70 &&
+        says '--distributed-timeout-seconds has no effect: without mpirun' "$work/out" &&
+        says '--save-timeout-seconds has no effect: without mpirun' "$work/out"
+}
+check limits_without_mpirun_say_so limits_without_mpirun_say_so
+options_with_an_effect_say_nothing() {
+    # shellcheck disable=SC2086
+    "$train" $small --lr-warmup-init 1e-5 --lr-warmup-fraction 0.5 --metrics "$work/over.jsonl" --overwrite \
+        >"$work/out" 2>"$work/err" && ! grep 'no effect' "$work/out"
+}
+check options_with_an_effect_say_nothing options_with_an_effect_say_nothing
 modules_without_a_layer_say_so() {
     selective='--recompute-granularity selective --recompute-modules'
     prints '^--recompute-modules core_attn has no effect: attention never keeps its probabilities$' \
