@@ -94,8 +94,8 @@ static const char *const layouts[] = {
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads --bf16",
     "--context-parallel-size 2 --pipeline-model-parallel-size 2",
-    "--data-parallel-sharding-strategy optim_grads --bf16 --optimizer-cpu-offload --use-precision-aware-optimizer "
-    "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    ("--data-parallel-sharding-strategy optim_grads --bf16 --optimizer-cpu-offload --use-precision-aware-optimizer "
+     "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
     "--pipeline-model-parallel-size 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
 };
 enum { NUM_LAYOUTS = sizeof layouts / sizeof *layouts };
