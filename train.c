@@ -17,15 +17,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Where micro-batches come from: a split of the data, from a number of consumed samples on. */
-typedef struct feed {
-    mt_loader *loader;
-    int64_t consumed, stride; // samples; all ranks' samples of one micro-batch
-    int status;               // of reading on this rank, with its first error
-    mt_error error;
-    uint64_t print; // of the micro-batches that this rank has read, in any order
-} feed;
-
 typedef struct run {
     mt_options options;
     mt_grid grid;
@@ -63,26 +54,6 @@ static void fail(run *r, int status, mt_error *error) {
 /* Ends the program if a function failed, whose status is the same on every rank. */
 static void check(run *r, int status, mt_error *error) {
     if (status != 0) fail(r, status, error);
-}
-
-/* A rank that cannot read its data takes part in the step, with a placeholder: the others would wait for it. At the end
- * of the step, check_data ends the program on all ranks. */
-static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
-    feed *from = context;
-    int watched = mt_watch_file_begin("data", MT_FILE_READ);
-    int status = from->status;
-    if (status == 0) status = mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
-    mt_watch_file_end(watched);
-    if (status == 0) {
-        uint64_t prints[] = {mt_contents_fingerprint(batch->tokens, batch->num_tokens * 4, true),
-                             mt_contents_fingerprint(batch->labels, batch->num_tokens * 4, true), (uint64_t)index};
-        from->print += mt_contents_fingerprint(prints, sizeof prints, true);
-        return 0;
-    }
-    if (from->status == 0) from->error = *error;
-    from->status = status;
-    mt_loader_fill_placeholder(from->loader, batch);
-    return 0;
 }
 
 /* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
@@ -230,36 +201,6 @@ static bool should_stop(const run *r) {
     return stop > 0;
 }
 
-/* Ends the program with the rank that read other data than the first rank of its model replica. */
-static void refuse_data(run *r, double print) {
-    const mt_group *world = &r->grid.world;
-    mt_error error;
-    int first = 0;
-    double *prints = mt_calloc(2 * world->size * 8), *replicas = prints + world->size;
-    prints[world->rank] = print, replicas[world->rank] = r->grid.data.rank;
-    mt_all_reduce_sum(world, prints, 2 * world->size, MT_F64);
-    while (replicas[first] != r->grid.data.rank) first++;
-    bool differs = prints[first] != print;
-    if (differs)
-        mt_error_set(&error, "iteration %lld: rank %d read other data than rank %d; give every rank the same files",
-                     (long long)r->state.iteration, world->rank, first);
-    free(prints);
-    fail(r, differs ? -1 : 0, &error);
-}
-
-/* Ends the program if a rank could not read the data of a step, or if ranks of one model replica read different data:
- * the fingerprints at the start leave out parts of large files. In each replica the prints that the sum weights with
- * n - 1 and, n - 1 times, with -1 cancel, exactly: they are whole numbers below 2^32. */
-static void check_data(run *r, feed *from) {
-    const mt_grid *g = &r->grid;
-    bool is_first = g->tensor.rank == 0 && g->context.rank == 0 && g->pipeline.rank == 0;
-    double print = (uint32_t)(from->print ^ from->print >> 32), others = g->world.size / g->data.size - 1;
-    double sums[2] = {from->status != 0, is_first ? print * others : -print};
-    mt_all_reduce_sum(&g->world, sums, 2, MT_F64);
-    if (sums[0] > 0) fail(r, from->status, &from->error);
-    if (sums[1] != 0) refuse_data(r, print);
-}
-
 /* Samples of an evaluation of a split: --eval-iters batches. */
 static int64_t evaluated_samples(const run *r, mt_split split) {
     return r->loaders[split] ? r->options.eval_iters * r->options.global_batch_size : 0;
@@ -267,16 +208,15 @@ static int64_t evaluated_samples(const run *r, mt_split split) {
 
 /* Mean loss over the batches of a split from a sample on. */
 static void evaluate(run *r, mt_split split, const char *name, int64_t first) {
-    const mt_options *o = &r->options;
     mt_error error;
     double loss;
     if (evaluated_samples(r, split) == 0) return;
     check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return;
-    feed from = {.loader = r->loaders[split], .consumed = first, .stride = o->micro_batch_size * r->grid.data.size};
-    int64_t micro_batches = evaluated_samples(r, split) / from.stride;
-    check(r, mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
-    check_data(r, &from);
+    mt_feed feed = mt_feed_begin(r->loaders[split], first, &r->grid);
+    int64_t micro_batches = evaluated_samples(r, split) / feed.stride;
+    check(r, mt_evaluate(r->model, micro_batches, mt_feed_batch, &feed, &r->batch, &loss, &error), &error);
+    check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
     mt_report_evaluation(&r->report, &r->state, name, loss);
 }
 
@@ -292,15 +232,13 @@ static bool step(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     mt_metrics metrics;
-    feed from = {.loader = r->loaders[MT_SPLIT_TRAIN],
-                 .consumed = r->state.consumed_train_samples,
-                 .stride = o->micro_batch_size * r->grid.data.size};
-    int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
+    mt_feed feed = mt_feed_begin(r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples, &r->grid);
+    int64_t micro_batches = mt_global_batch_size(o, feed.consumed) / feed.stride;
     bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
     bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);
     bool reported = timed || due; // then the device is idle when the step ends
     if (timed) mt_profile_step_begin();
-    int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
+    int status = mt_train_step(r->model, &r->state, micro_batches, mt_feed_batch, &feed, &r->batch,
                                reported ? &metrics : NULL, &error);
     if (timed) mt_profile_step_end();
     if (traced) mt_trace_step_end();
@@ -310,7 +248,7 @@ static bool step(run *r) {
         return false;
     }
     check(r, status, &error);
-    check_data(r, &from);
+    check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
     if (mt_trace_is_complete()) write_trace(r);
     if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
     if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);

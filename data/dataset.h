@@ -232,8 +232,25 @@ int mt_loader_sample(mt_loader *loader, int64_t consumed_samples, int64_t row, i
  * dp_size. */
 int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch, mt_error *error);
 
-/* Fills `batch` with sequences of one token, in place of data that cannot be read: the step's result is not used. */
-void mt_loader_fill_placeholder(mt_loader *loader, mt_batch *batch);
+/* The micro-batches of one training step or evaluation. */
+typedef struct mt_feed {
+    mt_loader *loader;
+    int64_t consumed, stride; // samples before the step; samples of one micro-batch over all data-parallel ranks
+    bool shared;              // other ranks read the same samples: those of one model replica
+    int status;               // of reading on this rank, with its first error
+    mt_error error;
+    uint64_t print; // sum of the fingerprints of the micro-batches that this rank has read
+} mt_feed;
+
+mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, const mt_grid *grid);
+
+/* The mt_batch_source of mt_train_step and mt_evaluate; `feed` is an mt_feed. If a read fails, the batch has masked
+ * tokens and the call succeeds, because other ranks wait for this rank's part of the step; mt_feed_check reports it. */
+int mt_feed_batch(void *feed, int64_t index, mt_batch *batch, mt_error *error);
+
+/* After the step. Errors, the same on every rank: a rank could not read its data; a rank read other data than the first
+ * rank of its model replica (the fingerprints at the start leave out parts of large files). Every rank calls it. */
+int mt_feed_check(const mt_feed *feed, const mt_grid *grid, int64_t iteration, mt_error *error);
 
 #ifdef __cplusplus
 }

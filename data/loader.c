@@ -4,6 +4,8 @@
  */
 #include "dataset.h"
 
+#include "watchdog.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -146,10 +148,68 @@ int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch,
     return 0;
 }
 
-void mt_loader_fill_placeholder(mt_loader *loader, mt_batch *batch) {
+/* Fills `batch` with masked tokens, which add nothing to the loss and the gradients. */
+static void fill_masked(mt_loader *loader, mt_batch *batch) {
     int64_t seq_length = loader->dataset->seq_length;
     for (int64_t i = 0; i <= seq_length; i++) loader->sample[i] = loader->config->eod_id == 0; // no end of document
     batch->num_tokens = batch->num_spans = 0;
     for (int64_t row = 0; row < loader->micro_batch_size; row++)
         append_sequence(batch, loader->sample, row, seq_length, loader->config);
+    memset(batch->loss_mask, 0, (size_t)batch->num_tokens * sizeof *batch->loss_mask);
+}
+
+/* ---- feeds ------------------------------------------------------------------------------------------------------- */
+
+mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, const mt_grid *grid) {
+    return (mt_feed){.loader = loader,
+                     .consumed = consumed_samples,
+                     .stride = loader->micro_batch_size * loader->dp_size,
+                     .shared = grid->world.size > grid->data.size};
+}
+
+int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    mt_feed *feed = context;
+    int watched = mt_watch_file_begin("data", MT_FILE_READ);
+    int status = feed->status;
+    if (status == 0) status = mt_loader_fill(feed->loader, feed->consumed + index * feed->stride, batch, error);
+    mt_watch_file_end(watched);
+    if (status != 0 && feed->status == 0) feed->status = status, feed->error = *error;
+    if (status != 0) fill_masked(feed->loader, batch);
+    if (status != 0 || !feed->shared) return 0;
+    uint64_t prints[] = {mt_contents_fingerprint(batch->tokens, batch->num_tokens * 4, true),
+                         mt_contents_fingerprint(batch->labels, batch->num_tokens * 4, true), (uint64_t)index};
+    feed->print += mt_contents_fingerprint(prints, sizeof prints, true); // ranks read in different orders
+    return 0;
+}
+
+/* Names the rank that read other data than the first rank of its replica. */
+static int refuse_difference(const mt_grid *grid, double print, int64_t iteration, mt_error *error) {
+    const mt_group *world = &grid->world;
+    int first = 0;
+    double *prints = mt_calloc(2 * world->size * 8), *replicas = prints + world->size;
+    prints[world->rank] = print, replicas[world->rank] = grid->data.rank;
+    mt_all_reduce_sum(world, prints, 2 * world->size, MT_F64);
+    while (replicas[first] != grid->data.rank) first++;
+    bool differs = prints[first] != print;
+    if (differs)
+        mt_error_set(error, "iteration %lld: rank %d read other data than rank %d; give every rank the same files",
+                     (long long)iteration, world->rank, first);
+    free(prints);
+    return mt_agree(world, differs, error);
+}
+
+int mt_feed_check(const mt_feed *feed, const mt_grid *grid, int64_t iteration, mt_error *error) {
+    int64_t replicas = feed->shared ? grid->data.size : 0, differences = 0;
+    double print = (uint32_t)(feed->print ^ feed->print >> 32);
+    double *greatest = mt_malloc((1 + 2 * replicas) * 8); // a rank failed; print and -print of each replica
+    for (int64_t i = 0; i < 2 * replicas; i++) greatest[1 + i] = -1e300;
+    greatest[0] = feed->status != 0;
+    if (replicas > 0) greatest[1 + 2 * grid->data.rank] = print, greatest[2 + 2 * grid->data.rank] = -print;
+    mt_all_reduce_max(&grid->world, greatest, 1 + 2 * replicas, MT_F64);
+    for (int64_t i = 0; i < replicas; i++) differences += greatest[1 + 2 * i] != -greatest[2 + 2 * i];
+    bool failed = greatest[0] > 0;
+    free(greatest);
+    *error = feed->error;
+    if (failed) return mt_agree(&grid->world, feed->status != 0, error);
+    return differences > 0 ? refuse_difference(grid, print, iteration, error) : 0;
 }
