@@ -3852,8 +3852,7 @@ static bool mt_weight_accumulates(const mt_weight *weight) {
 static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                        int64_t T, bool accumulate) {
     const mt_ops *ops = tp->ops;
-    bool in_fp8 = io->dy_transposed.data;
-    if (in_fp8) {
+    if (io->dy_transposed.data) { // in fp8
         mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
         x.columns = mt_fp8_allocate_columns(&l->fp8->recipe->scratch, l, T, l->K, l->fp8->recipe->format);
         mt_fp8_quantize(tp, l, MT_FP8_X, x);
@@ -4626,8 +4625,7 @@ typedef struct mt_fp8_model {
     mt_fp8_linear *linears; // [num_linears]
     mt_fp8_key *keys;       // [num_linears]
     int64_t num_linears, history_length;
-    float *scale, *history,
-        *largest; // delayed: [operands], [history_length, operands], [operands], as mt_fp8_scale_args
+    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands; delayed scaling or gathered weights
 } mt_fp8_model;
 
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
@@ -7940,20 +7938,35 @@ static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) 
     return linear && linear->fp8 ? linear : NULL;
 }
 
-/* --fp8-param-gather: quantizes this rank's part of a linear's weight, elements [begin, end) of the bucket; `quantizes`
- * false: records its largest value only. */
-static void mt_shard_quantize(mt_model *m, const mt_bucket *b, const mt_linear *l, int64_t begin, int64_t end,
-                              bool quantizes) {
-    const mt_fp8_linear *f = l->fp8;
-    int64_t width = MT_PARAM_ALIGNMENT * 64;
-    while (width > 1 && (end - begin) % width != 0) width /= 2;
-    if (begin >= end) return;
-    mt_quantize_args a = {.count = 1, .R = (end - begin) / width, .C = width, .amax = f->amax + MT_FP8_W};
-    a.x = (const char *)b->param_shard + (begin - b->shard_first) * mt_dtype_size(b->dtype);
-    if (quantizes) a.rows = f->w, a.scale = f->scale + MT_FP8_W;
-    if (quantizes) a.rows.data = b->fp8_params + begin, a.rows.stride = width;
-    if (quantizes && !f->recipe->delayed) a.amax = NULL;
+/* --fp8-param-gather: quantizes this rank's part of a linear's weight, which begins at element `at` of the bucket, into
+ * the bucket's fp8 weights; or without `scale` raises amax only. */
+static void mt_shard_quantize(mt_model *m, const mt_bucket *b, const mt_linear *l, int64_t at, const float *scale,
+                              float *amax) {
+    int64_t end = at + mt_max(l->num_experts, 1) * l->N * l->K, width = MT_PARAM_ALIGNMENT * 64;
+    int64_t first = mt_max(at, b->shard_first), n = mt_min(end, b->shard_first + b->shard_count) - first;
+    if (n <= 0) return;
+    while (n % width != 0) width /= 2;
+    mt_quantize_args a = {.count = 1, .R = n / width, .C = width, .scale = scale, .amax = amax};
+    a.x = (const char *)b->param_shard + (first - b->shard_first) * mt_dtype_size(b->dtype);
+    if (scale) a.rows = l->fp8->w, a.rows.data = b->fp8_params + first, a.rows.stride = width;
     m->ops->quantize(&a, b->dtype, m->sharding->param_stream);
+}
+
+/* Tensorwise scales of a bucket's weights: the ranks agree on the largest value of each. */
+static void mt_bucket_agree_scales(mt_model *m, const mt_bucket *b) {
+    mt_fp8_model *f = m->fp8;
+    int64_t first = f->num_linears, count = 0; // the bucket's linears are neighbours
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
+        if (!l) continue;
+        mt_shard_quantize(m, b, l, m->params[i].offset, NULL, l->fp8->amax + MT_FP8_W);
+        first = mt_min(first, l->fp8 - f->linears), count++;
+    }
+    mt_fp8_scale_args a = {.n = count * MT_NUM_FP8_OPERANDS, .length = 1};
+    a.scale = f->scale + first * MT_NUM_FP8_OPERANDS, a.history = f->history + first * MT_NUM_FP8_OPERANDS;
+    a.largest = a.guard = f->largest; // any number that is not negative: the update is not conditional
+    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, b->group, m->sharding->param_stream);
+    m->ops->fp8_scale_step(&a, m->sharding->param_stream);
 }
 
 /* Sums over the ranks the bf16 parameters [begin, end) of a bucket, zero on all ranks but their owner. */
@@ -7967,35 +7980,26 @@ static void mt_bucket_gather_run(mt_model *m, const mt_bucket *b, int64_t begin,
     m->ops->all_reduce(params + begin * size, end - begin, MT_SUM, b->dtype, b->group, stream);
 }
 
-/* --fp8-param-gather: gathers the weights of fp8 linears in fp8, the other parameters in bf16. With tensorwise scales
- * the ranks first agree on the largest value of each weight. */
+/* --fp8-param-gather: gathers the weights of fp8 linears in fp8, the other parameters in bf16. */
 static void mt_bucket_gather_fp8(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     const mt_bucket *b = &m->buckets[bucket];
-    mt_fp8_model *f = m->fp8;
-    int64_t first = INT64_MAX, count = 0, shard_end = b->shard_first + b->shard_count;
-    if (s->progress[bucket].fp8_version == f->recipe.version) return;
-    s->progress[bucket].fp8_version = f->recipe.version;
+    int64_t rest = 0; // begin of the parameters after the last fp8 linear
+    bool delayed = m->fp8->recipe.delayed;
+    if (s->progress[bucket].fp8_version == m->fp8->recipe.version) return;
+    s->progress[bucket].fp8_version = m->fp8->recipe.version;
     mt_wait_stream(m, s->param_stream, m->stream);
     if (m->reader) mt_wait_stream(m, s->param_stream, m->reader); // the sums below write this rank's parameters again
-    for (int pass = f->recipe.delayed; pass < 2; pass++) {
-        int64_t rest = 0; // begin of the parameters that are not of fp8 linears
-        for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-            const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
-            if (!l) continue;
-            int64_t begin = m->params[i].offset, end = begin + mt_max(l->num_experts, 1) * l->N * l->K;
-            mt_shard_quantize(m, b, l, mt_max(begin, b->shard_first), mt_min(end, shard_end), pass == 1);
-            first = mt_min(first, (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS), count += pass == 0;
-            if (pass == 1 && begin > rest) mt_bucket_gather_run(m, b, rest, begin);
-            rest = end;
-        }
-        if (pass == 1 && b->count > rest) mt_bucket_gather_run(m, b, rest, b->count);
-        if (pass == 1) continue;
-        mt_fp8_scale_args a = {.n = count * MT_NUM_FP8_OPERANDS, .length = 1, .scale = f->scale + first};
-        a.history = f->history + first, a.largest = a.guard = f->largest + first;
-        m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, b->group, s->param_stream);
-        m->ops->fp8_scale_step(&a, s->param_stream);
+    if (!delayed) mt_bucket_agree_scales(m, b);
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
+        int64_t at = m->params[i].offset;
+        if (!l) continue;
+        mt_shard_quantize(m, b, l, at, l->fp8->scale + MT_FP8_W, delayed ? l->fp8->amax + MT_FP8_W : NULL);
+        if (at > rest) mt_bucket_gather_run(m, b, rest, at);
+        rest = at + mt_max(l->num_experts, 1) * l->N * l->K;
     }
+    if (b->count > rest) mt_bucket_gather_run(m, b, rest, b->count);
     m->ops->all_gather(b->fp8_params, b->fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
 }
 
