@@ -41,6 +41,11 @@ static void faulty_backward_weight(float *dw, float *dbias, const void *dy, cons
     if (is_faulty(fault.gradient)) dw[K / 2] = fault.value;
 }
 
+static void faulty_fp8_product(const mt_fp8_product_args *a, mt_stream *stream) {
+    mt_cpu_ops.fp8_product(a, stream);
+    if (is_faulty(fault.gradient)) *(float *)a->out = fault.value;
+}
+
 static void faulty_nll_loss(double *sums, float *dlogp, const float *logp, const float *weights, int64_t T,
                             mt_stream *stream) {
     mt_cpu_ops.nll_loss(sums, dlogp, logp, weights, T, stream);
@@ -573,8 +578,8 @@ static void a_transient_fault_is_repaired_and_its_rank_named(void **state) {
     (void)state;
     static const char *const shared[] = {
         "", "--data-parallel-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather",
-        "--data-parallel-sharding-strategy optim_grads_params"};
-    for (int k = 0; k < 3; k++)
+        "--data-parallel-sharding-strategy optim_grads_params", "--fp8-format hybrid --fp8-recipe delayed"};
+    for (int k = 0; k < 4; k++)
         for (int loss = 0; loss < 2; loss++) {
             trainee t;
             mt_error error;
@@ -625,7 +630,7 @@ static void a_repeatable_fault_is_reported_and_left_to_the_policy(void **state) 
 
 int main(int argc, char **argv) {
     ops = mt_cpu_ops;
-    ops.linear_backward_weight = faulty_backward_weight;
+    ops.linear_backward_weight = faulty_backward_weight, ops.fp8_product = faulty_fp8_product;
     ops.nll_loss = faulty_nll_loss;
     ops.adamw_step = faulty_adamw_step, ops.stream_call_host = faulty_call_host;
     mt_grid_start(&grid, &argc, &argv);
