@@ -201,17 +201,22 @@ a_lost_file_does_not_restart_the_run() {
         --finetune
 }
 
-# A run that stays in the folder until it is killed, and others that must not touch it.
-a_folder_in_use_is_refused() {
-    rm -rf "$work/u"
+# hold FOLDER: starts a run, $job, that saves there until it is killed, and waits for its first checkpoint.
+hold() {
+    rm -rf "$1"
     # shellcheck disable=SC2086
-    setsid $launch "$train" $small --train-iters 1000000 --save "$work/u" --save-interval 5 --keep-checkpoints 2 \
+    setsid $launch "$train" $small --train-iters 1000000 --save "$1" --save-interval 5 --keep-checkpoints 2 \
         >"$work/first" 2>&1 </dev/null &
     job=$!
-    until [ -e "$work/u/latest_checkpointed_iteration.txt" ]; do
+    until [ -e "$1/latest_checkpointed_iteration.txt" ]; do
         kill -0 $job || return 1
         sleep 0.1
     done
+}
+
+# A run that stays in the folder until it is killed, and others that must not touch it.
+a_folder_in_use_is_refused() {
+    hold "$work/u" || return 1
     refuses 'u: holds checkpoints of another run' --train-iters 5 --save "$work/u" &&
         refuses 'u: is in use by another run, process [0-9]* on host .*; wait for its end' --train-iters 5 \
             --save "$work/u" --overwrite &&
@@ -226,21 +231,12 @@ a_folder_in_use_is_refused() {
 # The lock of another host, which a shared disk passes on: the lock is held here, and the file names that host. A lock
 # dies with its holder, so that the name alone, left by a host that is gone, stops no run.
 a_lock_of_another_host_is_named_and_a_stale_one_is_taken() {
-    mkdir -p "$work/node"
-    # shellcheck disable=SC2086
-    setsid "$train" $small --train-iters 1000000 --save "$work/node" --save-interval 5 --keep-checkpoints 2 \
-        >"$work/first" 2>&1 </dev/null &
-    job=$!
-    until [ -e "$work/node/latest_checkpointed_iteration.txt" ]; do
-        kill -0 $job || return 1
-        sleep 0.1
-    done
+    hold "$work/node" || return 1
     echo 'process 4711 on host node7' >"$work/node/.lock"
     refuses 'node: is in use by another run, process 4711 on host node7; wait for its end' --train-iters 5 \
         --save "$work/node" --auto-resume
     status=$?
-    kill -KILL $job
-    wait $job 2>/dev/null
+    kill_job
     iteration=$(cat "$work/node/latest_checkpointed_iteration.txt")
     [ $status = 0 ] && [ "$(cat "$work/node/.lock")" = 'process 4711 on host node7' ] &&
         run --train-iters $((iteration + 1)) --save "$work/node" --auto-resume &&
