@@ -1009,6 +1009,7 @@ static void mt_options_warn_idle(const mt_options *o, FILE *file) {
         {one && MT_GIVEN(o, data_parallel_sharding_strategy) && o->data_parallel_sharding_strategy != MT_NO_SHARD,
          "data-parallel-sharding-strategy", alone},
         {one && o->ddp_bucket_size > 0, "ddp-bucket-size", alone},
+        {one && o->fp8_param_gather, "fp8-param-gather", alone},
         {!one && o->ddp_bucket_size > 0 && o->data_parallel_sharding_strategy >= MT_SHARD_GRADS, "ddp-bucket-size",
          "a layer's gradients are sharded before the next layer's are computed"},
         {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},
