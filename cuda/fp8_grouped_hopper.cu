@@ -265,15 +265,11 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-static CUtensorMap map_of(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols, int box) {
-    return mt_tensor_map(x, dtype, slices, rows, cols, rows * cols, cols, 1, box);
-}
-
 template <bool SUMS_ROWS, fp8_sums SUMS> static fp8_maps maps_of(const mt_fp8_product_args *p) {
     const int64_t matrices = SUMS_ROWS ? 1 : p->num_experts, results = SUMS_ROWS ? p->num_experts : 1;
-    fp8_maps maps = {map_of(p->a.data, p->a.format, 1, p->M, p->a.stride, ROWS),
-                     map_of(p->b.data, p->b.format, matrices, p->N, p->b.stride, COLS),
-                     map_of(p->out, p->out_dtype, results, p->M, p->N, 16)};
+    fp8_maps maps = {tensor_map(p->a.data, p->a.format, 1, p->M, p->a.stride, ROWS),
+                     tensor_map(p->b.data, p->b.format, matrices, p->N, p->b.stride, COLS),
+                     tensor_map(p->out, p->out_dtype, results, p->M, p->N, 16)};
     if (tile_size<SUMS_ROWS, SUMS>::HAS_VECTOR)
         maps.a_scales = mt_scales_map(p->a.inverse_scales, p->a.stride / DEPTH, mt_divide_up(p->M, 4) * 4, ROWS),
         maps.b_scales = mt_scales_map(p->b.inverse_scales, p->b.stride / DEPTH, mt_divide_up(p->N, 4) * 4, COLS);

@@ -193,11 +193,6 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-/* The tensor map of x[slices, rows, cols] with boxes of `box` rows and 128 bytes. */
-static CUtensorMap tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols, int box) {
-    return mt_tensor_map(x, dtype, slices, rows, cols, rows * cols, cols, 1, box);
-}
-
 template <mt_grouped_kind KIND, int COLS> static product_maps maps_of(const mt_grouped_call *call) {
     using size = tile_size<KIND, COLS>;
     const int64_t M = call->M, N = call->N, K = call->K, E = call->E;

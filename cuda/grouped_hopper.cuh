@@ -228,4 +228,9 @@ template <int STAGES> __device__ __forceinline__ void stagger_warpgroups(int gro
     if (group == 1 && step == 0) mt_named_barrier_wait(3, CONSUMERS * WARPGROUP);
 }
 
+/* The tensor map of x[slices, rows, cols] with boxes of `box` rows and 128 bytes. */
+static CUtensorMap tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols, int box) {
+    return mt_tensor_map(x, dtype, slices, rows, cols, rows * cols, cols, 1, box);
+}
+
 #endif
