@@ -242,6 +242,7 @@ typedef struct mt_feed {
     uint64_t print; // sum of the fingerprints of the micro-batches that this rank has read
 } mt_feed;
 
+/* A feed of `loader` from a number of consumed samples on. */
 mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, const mt_grid *grid);
 
 /* The mt_batch_source of mt_train_step and mt_evaluate; `feed` is an mt_feed. If a read fails, the batch has masked
