@@ -1253,6 +1253,7 @@ typedef struct mt_channel {
     int from, to, id;                  // ranks of the group; a number that is unique between them
     mt_stream *stream;                 // of the messages, for timing; NULL on the CPU
     int64_t next;                      // ticket of the next message
+    int64_t finished;                  // of the caller: messages that it has waited for, if it waits in order
     int64_t bytes[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
 } mt_channel;
 
