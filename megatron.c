@@ -4252,7 +4252,7 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
 /* The columns of tensor names, and each family's. */
 enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
 
-#define MT_HF_FAMILY_NAMES(family, model_type, class, names, ...) MT_NAMES_##names,
+#define MT_HF_FAMILY_NAMES(family, model_type, class, names) MT_NAMES_##names,
 static const int mt_names_of[MT_NUM_HF_FAMILIES] = {MT_NAMES_LLAMA, MT_HF_FAMILIES(MT_HF_FAMILY_NAMES)};
 
 /* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.

@@ -305,26 +305,20 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
-/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, the column of tensor
- * names in the parameter table, and the properties of a model (data/hf_config.c) that the family requires and excludes.
- * A model belongs to the first family that fits; MEGATRON, which fits always: transformers has no class for it. */
+/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, and the column of tensor
+ * names in the parameter table; data/hf_config.c has the keys of config.json. A model belongs to the first family whose
+ * file can hold it; MEGATRON, for which transformers has no class, holds every model. */
 #define MT_HF_FAMILIES(X)                                                                                              \
-    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2, LAYERNORM | LEARNED | QKV_BIAS | OUT_BIAS | MLP_BIAS,                     \
-      LATENT | GROUPS | FREE_HEADS | GATED | QK_NORM | WINDOW | EXPERTS)                                               \
-    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA, BLOCK, OTHER | EXPERTS | QK_NORM | ODD_BIAS | WINDOW)                 \
-    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA, BLOCK,                                                          \
-      OTHER | EXPERTS | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                                                      \
-    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA, BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS)    \
-    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA, BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS)               \
-    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL, BLOCK | EXPERTS,                                              \
-      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                          \
-    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, BLOCK | EXPERTS | SHARED | GATE,                       \
-      OTHER | QK_NORM | OUT_BIAS | MLP_BIAS)                                                                           \
-    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM,                                 \
-      OTHER | SHARED | ODD_BIAS | MLP_BIAS)                                                                            \
-    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA, BLOCK | LATENT,                                      \
-      LAYERNORM | OUT_BIAS | MLP_BIAS | WINDOW | NOT_DEEPSEEK)                                                         \
-    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, 0, 0)
+    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2)                                                                           \
+    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA)                                                                       \
+    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA)                                                                 \
+    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA)                                                                       \
+    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA)                                                                       \
+    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL)                                                               \
+    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE)                                                        \
+    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA)                                                            \
+    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA)                                                      \
+    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
 

@@ -45,6 +45,12 @@ void mt_options_derive_sizes(mt_options *o) {
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
+void mt_options_derive_biases(mt_options *o) {
+    if (!o->add_bias_linear) return;
+    o->attention_output_bias = o->mlp_bias = true;
+    o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
+}
+
 /* Sizes and biases of the model. */
 static int mt_options_derive_model(mt_options *o, mt_error *error) {
     int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
@@ -65,10 +71,7 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     mt_options_derive_sizes(o);
-    if (o->add_bias_linear) {
-        o->attention_output_bias = o->mlp_bias = true;
-        o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
-    }
+    mt_options_derive_biases(o);
     if (o->ffn_hidden_size == 0)
         return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
                             (long long)C);

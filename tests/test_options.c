@@ -1847,6 +1847,8 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     }
     expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_dense/config.json " LENGTHS, "deepseek_v3");
     expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_no_q_latent/config.json " LENGTHS, "deepseek_v3");
+    expect_round_trip("--hf-config tests/golden/hf/deepseek_v3/config.json --moe-aux-loss-coeff 0.01 " LENGTHS,
+                      "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--q-lora-rank 24", "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--rotary-interleaved", "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--window-size 4", "megatron");
