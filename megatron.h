@@ -444,6 +444,7 @@ typedef struct mt_options {
     int64_t top_k, max_new_tokens, max_sequences;
     uint64_t given[28];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
+    mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
     /* not options: derived by mt_options_finish, or read from config.json */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none

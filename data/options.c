@@ -206,8 +206,10 @@ static void mt_option_reader_free(mt_option_reader *reader) {
 /* Adds the words of a blend in one text, "0.7 a 0.3 b", or else one prefix, which may have blanks. */
 static int mt_option_add_paths(mt_options *options, const mt_option *row, const char *text, const char *where,
                                mt_error *error) {
-    char *end, *words = mt_strdup(text), *rest = NULL;
+    char *end, *words, *rest = NULL;
+    if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
     (void)strtod(text, &end);
+    words = mt_strdup(text);
     bool is_blend = end > text && *end == ' ';
     int status = is_blend ? 0 : mt_option_set(options, row, text, where, error);
     for (char *word = is_blend ? strtok_r(words, " ", &rest) : NULL; word && !status; word = strtok_r(NULL, " ", &rest))
@@ -276,23 +278,43 @@ static int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, c
     return mt_option_set(reader->options, row, value + weak, where, error);
 }
 
+/* The name of an option for messages, as the command line spells it. */
+static void mt_option_print_name(char where[112], const char *name, size_t length) {
+    snprintf(where, 112, "--%.*s", length < 100 ? (int)length : 100, name);
+    for (char *c = where; *c; c++)
+        if (*c == '_') *c = '-';
+}
+
+/* Gives a list the words of a text; if it has none, the text itself. */
+static int mt_setting_set_words(mt_option_reader *reader, const mt_setting *setting, const char *text,
+                                const char *where, mt_error *error) {
+    int status = 0;
+    char *words = mt_strdup(text), *rest = NULL, *word = strtok_r(words, " ", &rest);
+    mt_option_clear(reader->options, setting->row);
+    if (!word) status = mt_setting_set(reader, setting, text, where, error);
+    for (; word && !status; word = strtok_r(NULL, " ", &rest))
+        status = mt_setting_set(reader, setting, word, where, error);
+    free(words);
+    return status;
+}
+
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error) {
     char where[112];
     mt_option_reader reader = {.options = options, .program = MT_PROGRAM_LIBRARY};
     mt_setting setting = mt_setting_find(name, strlen(name));
     int status = 0;
-    snprintf(where, sizeof where, "--%.100s", setting.megatron.kind || !setting.row ? name : setting.row->name);
+    mt_option_print_name(where, name, strlen(name));
+    if (setting.row && setting.row->offset == MT_AT(config))
+        return mt_error_set(error, "%s is for a command line; read the file by mt_options_read_yaml", where);
     if (!mt_setting_is_accepted(&setting, reader.program)) {
         mt_option_reader_refuse(&reader, &setting, "", name, strlen(name), value);
-        status = mt_option_reader_report(&reader, error);
-    } else if (!setting.row || !mt_option_is_list(setting.row)) {
-        status = mt_setting_set(&reader, &setting, value, where, error);
+        bool waits = reader.num_refused > 0 && reader.refused->unless_sharded;
+        if (waits) mt_strings_add(&options->sharded_names, where);
+        status = waits ? 0 : mt_option_reader_report(&reader, error);
+    } else if (setting.row && mt_option_is_list(setting.row)) {
+        status = mt_setting_set_words(&reader, &setting, value, where, error);
     } else {
-        mt_option_clear(options, setting.row);
-        char *words = mt_strdup(value), *rest = NULL;
-        for (char *word = strtok_r(words, " ", &rest); word && !status; word = strtok_r(NULL, " ", &rest))
-            status = mt_option_set(options, setting.row, word, where, error);
-        free(words);
+        status = mt_setting_set(&reader, &setting, value, where, error);
     }
     mt_option_reader_free(&reader);
     return status;
@@ -322,9 +344,7 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
         return index;
     }
     char where[112];
-    snprintf(where, sizeof where, "--%.*s", length < 100 ? (int)length : 100, name);
-    for (char *c = where; *c; c++)
-        if (*c == '_') *c = '-';
+    mt_option_print_name(where, name, length);
     bool is_list = row && mt_option_is_list(row), is_weak = setting.megatron.value != NULL;
     if (row && !is_weak) mt_option_clear(reader->options, row); // the last one wins
     if (equals) return mt_setting_set(reader, &setting, equals + 1, where, error) ? -1 : index;
@@ -953,7 +973,17 @@ static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error
     return 0;
 }
 
+/* Names that mt_options_set took on condition that the data-parallel ranks shard. The command line refused them. */
+static int mt_options_check_sharded_names(mt_options *o, mt_error *error) {
+    if (o->data_parallel_sharding_strategy != MT_NO_SHARD) mt_strings_free(&o->sharded_names);
+    if (o->sharded_names.count == 0) return 0;
+    const char *name = o->sharded_names.items[0];
+    return mt_error_set(error, "%s is not supported (%s)", name,
+                        mt_megatron_name_find(name + 2, strlen(name + 2)).text);
+}
+
 static int mt_options_complete(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+    if (mt_options_check_sharded_names(options, error)) return -1;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error)) return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, error)) return -1;

@@ -36,8 +36,9 @@ void mt_options_derive_sizes(mt_options *options);
 /* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
 bool mt_options_converts(const mt_options *options);
 
-/* Sets one option by its name ("lr", "micro_batch_size"), with the messages of the command line. `value` is one word,
- * the words of a list with blanks between them, or "true" or "false" for a flag. */
+/* Sets one option by its name ("lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the same
+ * messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
+ * blanks between them, or "true" or "false" for a flag. */
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
 
 /* The Levenshtein distance of two names, for "did you mean": '_' in `a` equals '-'; names are cut after 64 letters. */

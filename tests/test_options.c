@@ -4,6 +4,7 @@
 #include "../data/options.h"
 #include "../data/report.h"
 
+#include <fcntl.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -765,6 +766,76 @@ static void every_name_of_megatron_has_one_answer(void **state) {
     fclose(list);
     assert_int_equal(count, 970);
     assert_true(accepted > 190);
+}
+
+/* Compares what mt_options_set and the command line answer to --NAME=VALUE. */
+static void expect_one_answer(const char *name, const char *value) {
+    mt_options line, set;
+    mt_error first = {""}, second = {""};
+    char argument[300], *words[] = {"program", argument};
+    snprintf(argument, sizeof argument, "--%s=%s", name, value);
+    fflush(stdout);
+    int output = dup(STDOUT_FILENO), nothing = open("/dev/null", O_WRONLY);
+    dup2(nothing, STDOUT_FILENO); // "always so here"
+    int read = mt_options_parse(&line, MT_PROGRAM_LIBRARY, 2, words, &first);
+    fflush(stdout);
+    dup2(output, STDOUT_FILENO);
+    close(output), close(nothing);
+    mt_options_default(&set);
+    int status = mt_options_set(&set, name, value, &second);
+    if (status == 0) status = mt_options_read_shape(&set, &second);
+    if (status == 0 && set.sharded_names.count > 0) status = mt_options_finish(&set, MT_PROGRAM_LIBRARY, 1, &second);
+    if (read != status || strcmp(first.text, second.text) != 0)
+        fail_msg("%s: the command line: %s; mt_options_set: %s", argument, read ? first.text : "accepted",
+                 status ? second.text : "accepted");
+    for (const mt_option *row = mt_option_table; row->help && status == 0; row++) {
+        if (!row->name) continue;
+        char *a = mt_option_text(&line, row), *b = mt_option_text(&set, row);
+        if (strcmp(a, b) != 0) fail_msg("%s: --%s is '%s' and '%s'", argument, row->name, a, b);
+        free(a), free(b);
+    }
+    mt_options_free(&line);
+    mt_options_free(&set);
+}
+
+/* Every option, and every name of Megatron-LM. --config FILE is for command lines alone. */
+static void set_by_name_and_the_command_line_give_one_answer(void **state) {
+    (void)state;
+    static const char *const values[] = {"true", "False", "1",     "-1",           "0.5",      "none", "fp32",
+                                         "adam", "vp",    "optim", "fsdp_dtensor", "no_shard", "x",    ""};
+    char line[1000];
+    FILE *list = fopen("tests/megatron-arguments.tsv", "r");
+    assert_non_null(list);
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+        rewind(list);
+        for (char *name; (name = next_megatron_name(list, line));)
+            if (strcmp(name, "yaml-cfg") != 0) expect_one_answer(name, values[i]);
+        for (const mt_option *row = mt_option_table; row->help; row++)
+            if (row->name && strcmp(row->name, "config") != 0) expect_one_answer(row->name, values[i]);
+        expect_one_answer("num_moe_experts", values[i]);
+    }
+    fclose(list);
+}
+
+/* In either order of the two. */
+static void a_name_for_sharded_runs_waits_for_the_other_options(void **state) {
+    (void)state;
+    mt_options o;
+    mt_error error;
+    static const char *const words[][2] = {
+        {"num-layers", "2"},  {"hidden-size", "64"},          {"num-attention-heads", "4"},
+        {"vocab-size", "99"}, {"seq-length", "16"},           {"train-iters", "10"},
+        {"lr", "1e-3"},       {"ckpt-format", "fsdp_dtensor"}};
+    mt_options_default(&o);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        assert_int_equal(mt_options_set(&o, words[i][0], words[i][1], &error), 0);
+    assert_int_equal(mt_options_finish(&o, MT_PROGRAM_LIBRARY, 1, &error), -1);
+    assert_non_null(strstr(error.text, "--ckpt-format is not supported (a checkpoint is a Hugging Face folder"));
+    assert_int_equal(mt_options_set(&o, "use-megatron-fsdp", "true", &error), 0);
+    if (mt_options_finish(&o, MT_PROGRAM_LIBRARY, 1, &error)) fail_msg("%s", error.text);
+    assert_int_equal(mt_options_set(&o, "config", "run.yaml", &error), -1);
+    assert_non_null(strstr(error.text, "--config is for a command line; read the file by mt_options_read_yaml"));
+    mt_options_free(&o);
 }
 
 /* --no-X and --disable-X are forms of Megatron's X and add-X. */
@@ -2089,6 +2160,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(vocabulary_may_come_from_the_tokenizer_after_parsing),
     cmocka_unit_test(the_table_of_options_is_sound),
     cmocka_unit_test(options_are_set_by_name),
+    cmocka_unit_test(set_by_name_and_the_command_line_give_one_answer),
+    cmocka_unit_test(a_name_for_sharded_runs_waits_for_the_other_options),
     cmocka_unit_test(a_program_with_its_own_data_needs_no_option_of_data),
     cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
     cmocka_unit_test(values_out_of_range_are_refused),
