@@ -1785,6 +1785,7 @@ typedef struct mt_param {
     int64_t bucket, offset; // of its first element in the bucket
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
+    const char *field_name; // private: its name there
     int shard_dim;          // dimension that tensor parallelism shards: 0 rows, 1 columns, -1 none
     mt_gradient gradient;
     bool counted; // in the global norm and in checkpoints: exactly one rank's copy of every element is
@@ -1837,6 +1838,10 @@ typedef struct mt_partition {
  * layer on a rank without the embedding; final norm and output layer; untrained parameters. The word embedding has a
  * bucket of its own so that its two copies are sharded alike. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
+
+/* The Hugging Face name of a parameter outside the layers; with `repeated`, that of its copies, behind the layer's
+ * prefix: DeepSeek's files hold the embedding and the output layer again in every module of multi-token prediction. */
+const char *mt_role_name(const mt_options *options, mt_role role, bool repeated);
 
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
@@ -2215,8 +2220,8 @@ void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 /* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The
  * functions wait for the device. */
 typedef struct mt_fp8_key {
-    int64_t layer;      // number in the whole model
-    const char *linear; // "qkv", "down", ...
+    int64_t layer;   // number in the whole model
+    char linear[16]; // "qkv", "down", ...
 } mt_fp8_key;
 typedef struct mt_fp8_state {
     int64_t num_linears, history_length; // history_length 0: the model has no delayed scaling

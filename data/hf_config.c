@@ -1,5 +1,5 @@
 /* hf_config.c: config.json of Hugging Face, read and written from one table: the options of the model that each
- * family's file holds, under which key, and the values of those that it does not hold. A model belongs to a family if
+ * family's file holds, with their keys, and the values that all its models share. A model belongs to a family if
  * its file, written and read again, gives the same model. A model that no family of transformers computes is written as
  * "megatron", under the names of this program's options. */
 #include "file.h"
@@ -746,7 +746,7 @@ char *mt_options_write_hf_config(const mt_options *o) {
 /* Options of the model that stand for others: activation, biases and groups are compared as such. */
 static bool mt_option_stands_for_others(const mt_option *row) {
     for (int i = 0; i < MT_NUM_ACTIVATIONS; i++)
-        if (row->offset == mt_activation_rows[i].field) return true;
+        if (mt_activation_rows[i].field > 0 && row->offset == mt_activation_rows[i].field) return true;
     return row->offset == MT_AT(add_bias_linear) || row->offset == MT_AT(group_query_attention);
 }
 
