@@ -1,6 +1,6 @@
 /* sft.h: samples for fine-tuning, sequences of any length in memory.
  *
- *   sft.c       JSON Lines of conversations, prompts with responses, or instructions -> tokens, and which of them to train
+ *   sft.c       JSON Lines of conversations, prompts with responses, or instructions -> tokens to train on
  *   packing.c   samples -> rows of at most --seq-length tokens; rows -> micro-batches with even work
  */
 #ifndef MT_SFT_H
