@@ -4249,10 +4249,11 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
-/* The columns of tensor names, and each family's. */
-enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
+/* The columns of tensor names, and each family's. REPEATED: of the copy that DeepSeek's files have in each module of
+ * multi-token prediction. */
+enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NAMES_REPEATED, MT_NUM_NAMES };
 
-#define MT_HF_FAMILY_NAMES(family, model_type, class, names, ...) MT_NAMES_##names,
+#define MT_HF_FAMILY_NAMES(family, model_type, class, names) MT_NAMES_##names,
 static const int mt_names_of[MT_NUM_HF_FAMILIES] = {MT_NAMES_LLAMA, MT_HF_FAMILIES(MT_HF_FAMILY_NAMES)};
 
 /* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
@@ -4299,7 +4300,8 @@ typedef struct mt_role_row {
     mt_role role;
     mt_unit unit;
     mt_param_kind kind;
-    mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    mt_dimension rows, cols; // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    const char *field_name;
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
     unsigned when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
@@ -4309,22 +4311,23 @@ typedef struct mt_role_row {
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
  */
 #define MT_HAS(name) (1u << MT_CONDITION_##name)
-#define MT_ANY_ROLE(role, unit, kind, rows, cols, field, when, unless, fused, ...)                                     \
+#define MT_ANY_ROLE(owner, role, unit, kind, rows, cols, field, when, unless, fused, ...)                              \
     {                                                                                                                  \
-        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, field, when, unless, fused, {              \
+        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, #field, offsetof(owner, field), when,      \
+            unless, fused, {                                                                                           \
             __VA_ARGS__                                                                                                \
         }                                                                                                              \
     }
 #define MT_ROLE(role, unit, kind, rows, cols, field, when, unless, ...)                                                \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, false, __VA_ARGS__)
+    MT_ANY_ROLE(mt_layer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 #define MT_FUSED(role, unit, kind, rows, cols, field, when, unless, ...)                                               \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, true, __VA_ARGS__)
+    MT_ANY_ROLE(mt_layer, role, unit, kind, rows, cols, field, when, unless, true, __VA_ARGS__)
 #define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
+    MT_ANY_ROLE(mt_outer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
-               "transformer.wte.weight"),
+               "transformer.wte.weight", NULL, NULL, "embed_tokens.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", "transformer.wpe.weight"),
     /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
@@ -4398,7 +4401,8 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
             "mlp.experts.#.down_proj.bias"),
     /* output */
-    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight", NULL, NULL,
+               NULL, "shared_head.head.weight"),
     MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
                "transformer.ln_f.weight"),
     MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
@@ -4417,9 +4421,18 @@ typedef struct mt_param_table {
     mt_partition partition;
 } mt_param_table;
 
+static const char *mt_role_row_name(const mt_role_row *row, int names) {
+    return row->names[names] ? row->names[names] : row->names[MT_NAMES_LLAMA];
+}
+
+const char *mt_role_name(const mt_options *options, mt_role role, bool repeated) {
+    const mt_role_row *row = mt_role_rows;
+    while (row->role != role) row++;
+    return repeated ? row->names[MT_NAMES_REPEATED] : mt_role_row_name(row, mt_names_of[options->hf_family]);
+}
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
-    const char *name = row->names[table->names] ? row->names[table->names] : row->names[MT_NAMES_LLAMA];
-    const char *number = strchr(name, '#');
+    const char *name = mt_role_row_name(row, table->names), *number = strchr(name, '#');
     char layer[64] = "", expert[32] = "";
     if (param->layer >= 0)
         snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
@@ -4484,7 +4497,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
         if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
     param->bucket = table->bucket;
     param->continues = continues;
-    param->field = row->field;
+    param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
     mt_param_join_tensor(table);
@@ -7934,11 +7947,18 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 
 /* ---- parameters */
 
+/* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
+ * router and the projection of a module of multi-token prediction. */
+static bool mt_param_takes_fp8(const mt_param *param) {
+    return param->is_linear && param->layer >= 0 && !param->continues && param->linear != MT_LINEAR_ROUTER &&
+           param->role != MT_MTP_PROJECTION;
+}
+
 /* The fp8 linear that begins with this parameter, or NULL. */
 static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
-    if (!m->fp8 || !param->is_linear || param->layer < 0 || param->continues) return NULL;
+    if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
     const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
-    return linear && linear->fp8 ? linear : NULL;
+    return linear->fp8 ? linear : NULL;
 }
 
 /* --fp8-param-gather: quantizes this rank's part of a linear's weight, which begins at element `at` of the bucket, into
@@ -9532,29 +9552,6 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     }
 }
 
-/* The linears of a layer whose products --fp8-format computes in fp8. */
-static const struct {
-    const char *name; // in checkpoints
-    size_t offset;
-} mt_fp8_fields[] = {
-    {"qkv", offsetof(mt_layer, qkv)},
-    {"latent", offsetof(mt_layer, latent)},
-    {"q_b", offsetof(mt_layer, q_b)},
-    {"kv_b", offsetof(mt_layer, kv_b)},
-    {"o", offsetof(mt_layer, o)},
-    {"fc1", offsetof(mt_layer, fc1)},
-    {"down", offsetof(mt_layer, down)},
-    {"expert_fc1", offsetof(mt_layer, expert_fc1)},
-    {"expert_down", offsetof(mt_layer, expert_down)},
-};
-enum { MT_NUM_FP8_FIELDS = sizeof mt_fp8_fields / sizeof *mt_fp8_fields };
-
-/* Linear i of all layers' fields above; without it in that layer, N is 0. */
-static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
-    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] +
-                                 mt_fp8_fields[i % MT_NUM_FP8_FIELDS].offset);
-}
-
 /* --fp8-param-gather: the weights of a sharded bucket in fp8, at the offsets of its bf16 parameters. */
 static void mt_plan_fp8_params(mt_model *m, mt_arena *arena) {
     const mt_bucket *last = NULL; // with fp8 weights
@@ -9580,9 +9577,9 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
     f->largest = mt_arena_alloc(arena, operands * 4);
     mt_plan_fp8_params(m, arena);
-    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
-        const mt_linear *l = mt_fp8_field(m, i);
-        if (!l->fp8) continue;
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
+        if (!l) continue;
         int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
         int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
         l->fp8->scale = operands > 0 && f->scale ? f->scale + operand : NULL;
@@ -9824,15 +9821,18 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
     f->history_length = o->fp8_amax_history_len;
-    f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->linears);
-    f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->keys);
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
-    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
-        mt_linear *l = mt_fp8_field(m, i);
-        int64_t number = m->layers[i / MT_NUM_FP8_FIELDS].number;
-        if (l->N == 0 || number < first || number >= end) continue;
-        f->keys[f->num_linears] = (mt_fp8_key){number, mt_fp8_fields[i % MT_NUM_FP8_FIELDS].name};
+    f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
+    f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        int64_t number = param->layer;
+        if (!mt_param_takes_fp8(param) || number < first || number >= end) continue;
+        mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+        mt_fp8_key *key = &f->keys[f->num_linears];
+        key->layer = number;
+        snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++];
         l->fp8->recipe = &f->recipe;
         if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
