@@ -3116,9 +3116,12 @@ void mt_grid_stop(mt_grid *grid) {
 /* Message tags of collectives, mt_send, and channels. */
 enum { MT_TAG_COLLECTIVE, MT_TAG_HOST, MT_TAG_CHANNEL, MT_TAGS = 32768 };
 
-/* ---- messages */
+/* ---- messages: mt_send, collectives, channels and mailboxes start and wait for their messages here; MPI's own
+ * collectives do a barrier, a broadcast and the all-gather of few elements. Without MPI no group has another rank. */
 
 #ifdef MT_HAVE_MPI
+typedef MPI_Request mt_message; // under way
+
 static void mt_mpi_check(int status, const char *call, const mt_group *group) {
     if (status != MPI_SUCCESS) mt_die("%s failed in group %s on its rank %d", call, group->name, group->rank);
 }
@@ -3152,49 +3155,54 @@ static MPI_Comm mt_mpi_comm(const mt_group *group) {
     return *(MPI_Comm *)group->comm;
 }
 
-static void mt_mpi_start_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag,
-                              MPI_Request *request) {
+#else
+typedef int mt_message;
+#endif
+
+/* Starts to send `out` to rank `peer`, or to receive `in` from it (the other is NULL). The buffer is in use until
+ * mt_message_wait. */
+static void mt_message_start(mt_message *message, const mt_group *group, int tag, const void *out, void *in,
+                             int64_t bytes, int peer) {
+#ifdef MT_HAVE_MPI
     mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
-    mt_mpi_check(MPI_Isend(buffer, length.count, length.type, to, tag, mt_mpi_comm(group), request), "MPI_Isend",
-                 group);
+    MPI_Comm comm = mt_mpi_comm(group);
+    if (in)
+        mt_mpi_check(MPI_Irecv(in, length.count, length.type, peer, tag, comm, message), "MPI_Irecv", group);
+    else
+        mt_mpi_check(MPI_Isend(out, length.count, length.type, peer, tag, comm, message), "MPI_Isend", group);
     mt_mpi_bytes_free(&length);
+#endif
 }
 
-static void mt_mpi_start_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag,
-                                 MPI_Request *request) {
-    mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
-    mt_mpi_check(MPI_Irecv(buffer, length.count, length.type, from, tag, mt_mpi_comm(group), request), "MPI_Irecv",
-                 group);
-    mt_mpi_bytes_free(&length);
+/* May be called again. */
+static void mt_message_wait(mt_message *message, const mt_group *group) {
+#ifdef MT_HAVE_MPI
+    mt_mpi_check(MPI_Wait(message, MPI_STATUS_IGNORE), "MPI_Wait", group);
+#endif
 }
 
 /* Sends to one rank while it receives from another. 0 bytes: no message. */
-static void mt_mpi_exchange(const mt_group *group, int tag, const void *out, int64_t out_bytes, int to, void *in,
-                            int64_t in_bytes, int from) {
-    MPI_Request requests[2] = {MPI_REQUEST_NULL, MPI_REQUEST_NULL};
-    if (in_bytes > 0) mt_mpi_start_receive(group, in, in_bytes, from, tag, &requests[0]);
-    if (out_bytes > 0) mt_mpi_start_send(group, out, out_bytes, to, tag, &requests[1]);
-    mt_mpi_check(MPI_Waitall(2, requests, MPI_STATUSES_IGNORE), "MPI_Waitall", group);
-}
-#endif
-
-/* The same from the host, for mt_send and mt_receive. Without MPI no group has another rank. */
-static void mt_host_message(const char *operation, const mt_group *group, const void *out, int64_t out_bytes, void *in,
-                            int64_t in_bytes, int peer) {
-    MT_CHECK(peer != group->rank && peer >= 0 && peer < group->size);
-#ifdef MT_HAVE_MPI
-    mt_watch_begin(operation, group->name);
-    mt_mpi_exchange(group, MT_TAG_HOST, out, out_bytes, peer, in, in_bytes, peer);
-    mt_watch_end();
-#endif
+static void mt_message_exchange(const mt_group *group, int tag, const void *out, int64_t out_bytes, int to, void *in,
+                                int64_t in_bytes, int from) {
+    mt_message sent, received;
+    if (in_bytes > 0) mt_message_start(&received, group, tag, NULL, in, in_bytes, from);
+    if (out_bytes > 0) mt_message_start(&sent, group, tag, out, NULL, out_bytes, to);
+    if (in_bytes > 0) mt_message_wait(&received, group);
+    if (out_bytes > 0) mt_message_wait(&sent, group);
 }
 
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to) {
-    mt_host_message("send", group, buffer, bytes, NULL, 0, to);
+    MT_CHECK(to != group->rank && to >= 0 && to < group->size);
+    mt_watch_begin("send", group->name);
+    mt_message_exchange(group, MT_TAG_HOST, buffer, bytes, to, NULL, 0, to);
+    mt_watch_end();
 }
 
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from) {
-    mt_host_message("receive", group, NULL, 0, buffer, bytes, from);
+    MT_CHECK(from != group->rank && from >= 0 && from < group->size);
+    mt_watch_begin("receive", group->name);
+    mt_message_exchange(group, MT_TAG_HOST, NULL, 0, from, buffer, bytes, from);
+    mt_watch_end();
 }
 
 void mt_barrier(const mt_group *group) {
@@ -3265,8 +3273,8 @@ static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int6
     memcpy(rows + rank * n * width, in + rank * stride * width, (size_t)(own * width));
     for (int step = 1; step < size; step++) {
         int to = (rank + step) % size, from = (rank - step + size) % size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride * width, mt_clamp(end - to * stride, 0, n) * width,
-                        to, rows + from * n * width, own * width, from);
+        mt_message_exchange(group, MT_TAG_COLLECTIVE, in + to * stride * width,
+                            mt_clamp(end - to * stride, 0, n) * width, to, rows + from * n * width, own * width, from);
     }
     mt_reduce_rows(out, rows, size, n, own, reduction, dtype);
 }
@@ -3297,8 +3305,8 @@ static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reductio
         mt_mpi_reduce_slices(piece + rank * n * width, piece, n, n, end, group, reduction, dtype);
         for (int step = 1; step < size; step++) {
             int to = (rank + step) % size, from = (rank - step + size) % size;
-            mt_mpi_exchange(group, MT_TAG_COLLECTIVE, piece + rank * n * width, own * width, to,
-                            piece + from * n * width, mt_clamp(end - from * n, 0, n) * width, from);
+            mt_message_exchange(group, MT_TAG_COLLECTIVE, piece + rank * n * width, own * width, to,
+                                piece + from * n * width, mt_clamp(end - from * n, 0, n) * width, from);
         }
     }
 }
@@ -3352,14 +3360,12 @@ static void mt_cpu_exchange_all(const char *operation, char *out, const char *in
     int size = group->size, rank = group->rank;
     if (out + rank * bytes != in + rank * stride) memmove(out + rank * bytes, in + rank * stride, (size_t)bytes);
     if (size == 1 || bytes == 0) return;
-#ifdef MT_HAVE_MPI
     mt_watch_begin(operation, group->name);
     for (int step = 1; step < size; step++) {
         int to = (rank + step) % size, from = (rank - step + size) % size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, in + to * stride, bytes, to, out + from * bytes, bytes, from);
+        mt_message_exchange(group, MT_TAG_COLLECTIVE, in + to * stride, bytes, to, out + from * bytes, bytes, from);
     }
     mt_watch_end();
-#endif
 }
 
 static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
@@ -3388,16 +3394,14 @@ static void mt_cpu_all_to_all_v(void *out, const int64_t *out_counts, const void
         memmove((char *)out + mt_prefix_sum(out_counts, rank) * width,
                 (const char *)in + mt_prefix_sum(in_counts, rank) * width, (size_t)(in_counts[rank] * width));
     if (group->size == 1) return;
-#ifdef MT_HAVE_MPI
     mt_watch_begin("all_to_all_v", group->name);
     for (int step = 1; step < group->size; step++) {
         int to = (rank + step) % group->size, from = (rank - step + group->size) % group->size;
-        mt_mpi_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + mt_prefix_sum(in_counts, to) * width,
-                        in_counts[to] * width, to, (char *)out + mt_prefix_sum(out_counts, from) * width,
-                        out_counts[from] * width, from);
+        mt_message_exchange(group, MT_TAG_COLLECTIVE, (const char *)in + mt_prefix_sum(in_counts, to) * width,
+                            in_counts[to] * width, to, (char *)out + mt_prefix_sum(out_counts, from) * width,
+                            out_counts[from] * width, from);
     }
     mt_watch_end();
-#endif
 }
 
 void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root) {
@@ -3425,9 +3429,7 @@ static void mt_cpu_stream_wait_stream(mt_stream *stream, mt_stream *other) {
 
 typedef struct mt_cpu_channel {
     mt_channel head;
-#ifdef MT_HAVE_MPI
-    MPI_Request requests[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
-#endif
+    mt_message messages[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
 } mt_cpu_channel;
 
 static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, int id) {
@@ -3435,21 +3437,15 @@ static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, 
     if (group->rank != from && group->rank != to) return NULL;
     mt_cpu_channel *channel = mt_calloc(sizeof *channel);
     channel->head = (mt_channel){.group = group, .from = from, .to = to, .id = id};
-#ifdef MT_HAVE_MPI
-    for (int i = 0; i < MT_CHANNEL_TICKETS; i++) channel->requests[i] = MPI_REQUEST_NULL;
-#endif
     return &channel->head;
 }
 
 static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
     MT_CHECK(ticket >= 0 && ticket < channel->next);
-    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its request was reused, so the message is complete
-#ifdef MT_HAVE_MPI
-    MPI_Request *request = &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS];
+    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its place was reused, so the message is complete
     mt_watch_begin(channel->group->rank == channel->from ? "channel_send" : "channel_recv", channel->group->name);
-    mt_mpi_check(MPI_Wait(request, MPI_STATUS_IGNORE), "MPI_Wait", channel->group);
+    mt_message_wait(&((mt_cpu_channel *)channel)->messages[ticket % MT_CHANNEL_TICKETS], channel->group);
     mt_watch_end();
-#endif
 }
 
 /* Starts the next message: sends `out` or receives into `in` (the other is NULL). Returns its ticket. */
@@ -3458,14 +3454,8 @@ static int64_t mt_cpu_channel_start(mt_channel *channel, const void *out, void *
     if (ticket >= MT_CHANNEL_TICKETS) mt_cpu_channel_wait(channel, ticket - MT_CHANNEL_TICKETS, NULL);
     channel->bytes[slot] = bytes;
     channel->next++;
-#ifdef MT_HAVE_MPI
-    MPI_Request *request = &((mt_cpu_channel *)channel)->requests[slot];
-    int tag = MT_TAG_CHANNEL + channel->id;
-    if (channel->group->rank == channel->from)
-        mt_mpi_start_send(channel->group, out, bytes, channel->to, tag, request);
-    else
-        mt_mpi_start_receive(channel->group, in, bytes, channel->from, tag, request);
-#endif
+    mt_message_start(&((mt_cpu_channel *)channel)->messages[slot], channel->group, MT_TAG_CHANNEL + channel->id, out,
+                     in, bytes, in ? channel->from : channel->to);
     return ticket;
 }
 
@@ -3501,11 +3491,9 @@ static void mt_cpu_mailbox_exchange(mt_mailbox *mailbox, const void *in, int64_t
                                     mt_dtype dtype, int to, int from, mt_stream *stream) {
     int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
-#ifdef MT_HAVE_MPI
     mt_watch_begin("mailbox_exchange", mailbox->group->name);
-    mt_mpi_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
+    mt_message_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
     mt_watch_end();
-#endif
 }
 
 static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
@@ -3522,7 +3510,27 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error) {
     return -1;
 }
 
-/* ---- several channels */
+/* ---- messages of the stack: pipeline stages and the ring of context parallelism start them in one order and wait for
+ * them in the same order, so a channel's end needs no tickets. */
+
+/* Starts the end's next message of buffer[count]: sends it, or posts its receive. */
+static void mt_channel_start(const mt_ops *ops, mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype,
+                             mt_stream *stream) {
+    if (channel->group->rank == channel->from)
+        ops->channel_send(channel, buffer, count, dtype, stream);
+    else
+        ops->channel_recv(channel, buffer, count, dtype, stream);
+}
+
+/* Makes `stream` wait for the oldest message that it has not waited for; then its buffer is free, or filled. */
+static void mt_channel_finish(const mt_ops *ops, mt_channel *channel, mt_stream *stream) {
+    ops->channel_wait(channel, channel->finished++, stream);
+}
+
+/* Messages started and not waited for. */
+static int64_t mt_channel_pending(const mt_channel *channel) {
+    return channel->next - channel->finished;
+}
 
 /* Closes a rank's channels (some may be NULL) in the order of opening, which all ranks share: by id, then by sender. A
  * backend may wait for the other end; any other order could deadlock the ranks of a ring. */
@@ -4286,10 +4294,11 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
-/* The columns of tensor names, and each family's. */
-enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
+/* The columns of tensor names, and each family's. REPEATED: of the copy that DeepSeek's files have in each module of
+ * multi-token prediction. */
+enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NAMES_REPEATED, MT_NUM_NAMES };
 
-#define MT_HF_FAMILY_NAMES(family, model_type, class, names, ...) MT_NAMES_##names,
+#define MT_HF_FAMILY_NAMES(family, model_type, class, names) MT_NAMES_##names,
 static const int mt_names_of[MT_NUM_HF_FAMILIES] = {MT_NAMES_LLAMA, MT_HF_FAMILIES(MT_HF_FAMILY_NAMES)};
 
 /* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
@@ -4336,7 +4345,8 @@ typedef struct mt_role_row {
     mt_role role;
     mt_unit unit;
     mt_param_kind kind;
-    mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    mt_dimension rows, cols; // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    const char *field_name;
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
     unsigned when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
@@ -4346,22 +4356,23 @@ typedef struct mt_role_row {
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
  */
 #define MT_HAS(name) (1u << MT_CONDITION_##name)
-#define MT_ANY_ROLE(role, unit, kind, rows, cols, field, when, unless, fused, ...)                                     \
+#define MT_ANY_ROLE(owner, role, unit, kind, rows, cols, field, when, unless, fused, ...)                              \
     {                                                                                                                  \
-        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, field, when, unless, fused, {              \
+        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, #field, offsetof(owner, field), when,      \
+            unless, fused, {                                                                                           \
             __VA_ARGS__                                                                                                \
         }                                                                                                              \
     }
 #define MT_ROLE(role, unit, kind, rows, cols, field, when, unless, ...)                                                \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, false, __VA_ARGS__)
+    MT_ANY_ROLE(mt_layer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 #define MT_FUSED(role, unit, kind, rows, cols, field, when, unless, ...)                                               \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, true, __VA_ARGS__)
+    MT_ANY_ROLE(mt_layer, role, unit, kind, rows, cols, field, when, unless, true, __VA_ARGS__)
 #define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
+    MT_ANY_ROLE(mt_outer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
-               "transformer.wte.weight"),
+               "transformer.wte.weight", NULL, NULL, "embed_tokens.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", "transformer.wpe.weight"),
     /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
@@ -4435,7 +4446,8 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
             "mlp.experts.#.down_proj.bias"),
     /* output */
-    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight", NULL, NULL,
+               NULL, "shared_head.head.weight"),
     MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
                "transformer.ln_f.weight"),
     MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
@@ -4454,9 +4466,18 @@ typedef struct mt_param_table {
     mt_partition partition;
 } mt_param_table;
 
+static const char *mt_role_row_name(const mt_role_row *row, int names) {
+    return row->names[names] ? row->names[names] : row->names[MT_NAMES_LLAMA];
+}
+
+const char *mt_role_name(const mt_options *options, mt_role role, bool repeated) {
+    const mt_role_row *row = mt_role_rows;
+    while (row->role != role) row++;
+    return repeated ? row->names[MT_NAMES_REPEATED] : mt_role_row_name(row, mt_names_of[options->hf_family]);
+}
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
-    const char *name = row->names[table->names] ? row->names[table->names] : row->names[MT_NAMES_LLAMA];
-    const char *number = strchr(name, '#');
+    const char *name = mt_role_row_name(row, table->names), *number = strchr(name, '#');
     char layer[64] = "", expert[32] = "";
     if (param->layer >= 0)
         snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
@@ -4521,7 +4542,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
         if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
     param->bucket = table->bucket;
     param->continues = continues;
-    param->field = row->field;
+    param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
     mt_param_join_tensor(table);
@@ -4764,10 +4785,9 @@ struct mt_model {
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
-    float (
-        *state_amax)[3]; // [2, num_params] on the device: mt_adamw_args.amax and new_amax; NULL: no state has a scale
-    bool reruns;         // --rerun-mode validate_results
-    mt_stream *reader;   // mt_model_set_reader
+    float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_adamw_args; NULL: no state has a scale
+    bool reruns;            // --rerun-mode validate_results
+    mt_stream *reader;      // mt_model_set_reader
     mt_pass last_forward;
     /* context parallelism; NULL without */
     mt_context *context;
@@ -6382,7 +6402,6 @@ enum {
 /* One shift of the ring: a buffer is sent to the next rank while another arrives from the previous rank. */
 typedef struct mt_ring_shift {
     mt_channel *to, *from;
-    int64_t sent, received; // tickets
 } mt_ring_shift;
 
 struct mt_context {
@@ -6624,16 +6643,16 @@ static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, 
  * ring-flash-attention). In step i rank r holds the keys and values of rank r - i; the next ones arrive during the
  * computation. */
 
-static void mt_ring_shift_begin(const mt_context *c, mt_ring_shift *shift, void *coming, const void *going,
+static void mt_ring_shift_begin(const mt_context *c, const mt_ring_shift *shift, void *coming, void *going,
                                 int64_t count, mt_dtype dtype, mt_stream *stream) {
-    shift->received = c->ops->channel_recv(shift->from, coming, count, dtype, stream);
-    shift->sent = c->ops->channel_send(shift->to, going, count, dtype, stream);
+    mt_channel_start(c->ops, shift->from, coming, count, dtype, stream);
+    mt_channel_start(c->ops, shift->to, going, count, dtype, stream);
 }
 
 /* Waits for both transfers: the caller may reuse both buffers. */
 static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, mt_stream *stream) {
-    c->ops->channel_wait(shift->from, shift->received, stream);
-    c->ops->channel_wait(shift->to, shift->sent, stream);
+    mt_channel_finish(c->ops, shift->from, stream);
+    mt_channel_finish(c->ops, shift->to, stream);
 }
 
 /* The attention call of ring step i: its spans, with keys and values in kv[i % 2]. */
@@ -6658,7 +6677,7 @@ static void mt_ring_forward(mt_context *c, const mt_attention *call, mt_stream *
         mt_attention step = mt_ring_step(c, i, call);
         step.out = c->part, step.lse = c->part_lse;
         if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * step.k_stride, dtype, stream);
+            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], c->kv[i % 2], c->M * step.k_stride, dtype, stream);
         c->ops->attention_forward(&step, dtype, stream);
         mt_merge_args merge = {&step.spans, H, Dv, sum, call->lse, c->part, c->part_lse, .first = i == 0};
         c->ops->attention_merge(&merge, dtype, stream);
@@ -6679,7 +6698,7 @@ static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream 
         int64_t kv = step.k_stride;
         float *dkv = c->dkv_sum[i % 2];
         step.dk = c->dkv_part, step.dv = mt_context_at(c, c->dkv_part, call->num_groups * call->head_size);
-        if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * kv, dtype, stream);
+        if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], c->kv[i % 2], c->M * kv, dtype, stream);
         c->ops->attention_backward(&step, dtype, stream);
         mt_accumulate_args dq = {&step.spans, false, c->sum, call->dq, q_width, call->q_stride, .first = i == 0};
         mt_accumulate_args dk_dv = {&step.spans, true, dkv, c->dkv_part, kv, kv, .first = i == 0};
@@ -7466,37 +7485,33 @@ static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
 typedef struct mt_link {
     mt_channel *channel; // NULL: there is no such neighbour
     int64_t num_buffers;
-    void **buffers;            // [num_buffers] of [R, C]
-    int64_t *tickets;          // [num_buffers]
-    int64_t started, finished; // messages
+    void **buffers; // [num_buffers] of [R, C]; message i uses buffer i % num_buffers
 } mt_link;
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
 /* Posts the receive of a link's next message of `rows` rows; false if no buffer is free. */
-static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
-    int64_t k = link->started % link->num_buffers;
-    if (link->started - link->finished == link->num_buffers) return false;
-    link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], rows * m->C, m->dtype, m->stream);
-    link->started++;
+static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
+    if (mt_channel_pending(link->channel) == link->num_buffers) return false;
+    void *buffer = link->buffers[link->channel->next % link->num_buffers];
+    mt_channel_start(m->ops, link->channel, buffer, rows * m->C, m->dtype, m->stream);
     return true;
 }
 
 /* to[rows, C] = the oldest message not taken yet. */
 static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
-    if (link->started == link->finished) mt_link_start(m, link, p->message_rows);
-    int64_t k = link->finished++ % link->num_buffers;
-    m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
-    m->ops->memory_copy(to, link->buffers[k], p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, p->message_rows);
+    const void *buffer = link->buffers[link->channel->finished % link->num_buffers];
+    mt_channel_finish(m->ops, link->channel, p->stream);
+    m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
 }
 
 /* Sends a copy of from[rows, C]; the caller may overwrite `from` at once. */
 static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
-    int64_t k = link->started % link->num_buffers, count = p->message_rows * m->C;
-    if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
-    m->ops->memory_copy(link->buffers[k], from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
-    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], count, m->dtype, p->stream);
-    link->started++;
+    void *buffer = link->buffers[link->channel->next % link->num_buffers];
+    if (mt_channel_pending(link->channel) == link->num_buffers) mt_channel_finish(m->ops, link->channel, p->stream);
+    m->ops->memory_copy(buffer, from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    mt_channel_start(m->ops, link->channel, buffer, p->message_rows * m->C, m->dtype, p->stream);
 }
 
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
@@ -7978,11 +7993,18 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 
 /* ---- parameters */
 
+/* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
+ * router and the projection of a module of multi-token prediction. */
+static bool mt_param_takes_fp8(const mt_param *param) {
+    return param->is_linear && param->layer >= 0 && !param->continues && param->linear != MT_LINEAR_ROUTER &&
+           param->role != MT_MTP_PROJECTION;
+}
+
 /* The fp8 linear that begins with this parameter, or NULL. */
 static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
-    if (!m->fp8 || !param->is_linear || param->layer < 0 || param->continues) return NULL;
+    if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
     const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
-    return linear && linear->fp8 ? linear : NULL;
+    return linear->fp8 ? linear : NULL;
 }
 
 /* --fp8-param-gather: quantizes this rank's part of a linear's weight, which begins at element `at` of the bucket, into
@@ -8999,7 +9021,7 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || actions[*at].kind != kinds[direction]) continue;
-            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows)) break;
+            if (!mt_link_post(m, &m->links[links[direction]], m->max_rows)) break;
         }
 }
 
@@ -9637,29 +9659,6 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     }
 }
 
-/* The linears of a layer whose products --fp8-format computes in fp8. */
-static const struct {
-    const char *name; // in checkpoints
-    size_t offset;
-} mt_fp8_fields[] = {
-    {"qkv", offsetof(mt_layer, qkv)},
-    {"latent", offsetof(mt_layer, latent)},
-    {"q_b", offsetof(mt_layer, q_b)},
-    {"kv_b", offsetof(mt_layer, kv_b)},
-    {"o", offsetof(mt_layer, o)},
-    {"fc1", offsetof(mt_layer, fc1)},
-    {"down", offsetof(mt_layer, down)},
-    {"expert_fc1", offsetof(mt_layer, expert_fc1)},
-    {"expert_down", offsetof(mt_layer, expert_down)},
-};
-enum { MT_NUM_FP8_FIELDS = sizeof mt_fp8_fields / sizeof *mt_fp8_fields };
-
-/* Linear i of all layers' fields above; without it in that layer, N is 0. */
-static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
-    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] +
-                                 mt_fp8_fields[i % MT_NUM_FP8_FIELDS].offset);
-}
-
 /* --fp8-param-gather: the weights of a sharded bucket in fp8, at the offsets of its bf16 parameters. */
 static void mt_plan_fp8_params(mt_model *m, mt_arena *arena) {
     const mt_bucket *last = NULL; // with fp8 weights
@@ -9685,9 +9684,9 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
     f->largest = mt_arena_alloc(arena, operands * 4);
     mt_plan_fp8_params(m, arena);
-    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
-        const mt_linear *l = mt_fp8_field(m, i);
-        if (!l->fp8) continue;
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
+        if (!l) continue;
         int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
         int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
         l->fp8->scale = operands > 0 && f->scale ? f->scale + operand : NULL;
@@ -9929,15 +9928,18 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
     f->history_length = o->fp8_amax_history_len;
-    f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->linears);
-    f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->keys);
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
-    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
-        mt_linear *l = mt_fp8_field(m, i);
-        int64_t number = m->layers[i / MT_NUM_FP8_FIELDS].number;
-        if (l->N == 0 || number < first || number >= end) continue;
-        f->keys[f->num_linears] = (mt_fp8_key){number, mt_fp8_fields[i % MT_NUM_FP8_FIELDS].name};
+    f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
+    f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        int64_t number = param->layer;
+        if (!mt_param_takes_fp8(param) || number < first || number >= end) continue;
+        mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+        mt_fp8_key *key = &f->keys[f->num_linears];
+        key->layer = number;
+        snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++];
         l->fp8->recipe = &f->recipe;
         if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
@@ -10049,10 +10051,8 @@ static void mt_model_links(mt_model *m) {
             if (direction && !m->plan.train) continue;
             int kind = rank == from ? (direction ? MT_LINK_SEND_BACKWARD : MT_LINK_SEND_FORWARD)
                                     : (direction ? MT_LINK_RECV_BACKWARD : MT_LINK_RECV_FORWARD);
-            m->links[kind] = (mt_link){.channel = m->ops->channel_open(pipeline, from, to, direction)};
-            m->links[kind].num_buffers = buffers;
+            m->links[kind] = (mt_link){m->ops->channel_open(pipeline, from, to, direction), buffers, NULL};
             m->links[kind].buffers = mt_model_calloc(m, buffers * (int64_t)sizeof(void *));
-            m->links[kind].tickets = mt_model_calloc(m, buffers * 8);
         }
 }
 

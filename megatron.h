@@ -312,26 +312,20 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
-/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, the column of tensor
- * names in the parameter table, and the properties of a model (data/hf_config.c) that the family requires and excludes.
- * A model belongs to the first family that fits; MEGATRON, which fits always: transformers has no class for it. */
+/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, and the column of tensor
+ * names in the parameter table; data/hf_config.c has the keys of config.json. A model belongs to the first family whose
+ * file can hold it; MEGATRON, for which transformers has no class, holds every model. */
 #define MT_HF_FAMILIES(X)                                                                                              \
-    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2, LAYERNORM | LEARNED | QKV_BIAS | OUT_BIAS | MLP_BIAS,                     \
-      LATENT | GROUPS | FREE_HEADS | GATED | QK_NORM | WINDOW | EXPERTS)                                               \
-    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA, BLOCK, OTHER | EXPERTS | QK_NORM | ODD_BIAS | WINDOW)                 \
-    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA, BLOCK,                                                          \
-      OTHER | EXPERTS | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                                                      \
-    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA, BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS)    \
-    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA, BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS)               \
-    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL, BLOCK | EXPERTS,                                              \
-      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                          \
-    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, BLOCK | EXPERTS | SHARED | GATE,                       \
-      OTHER | QK_NORM | OUT_BIAS | MLP_BIAS)                                                                           \
-    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM,                                 \
-      OTHER | SHARED | ODD_BIAS | MLP_BIAS)                                                                            \
-    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA, BLOCK | LATENT,                                      \
-      LAYERNORM | OUT_BIAS | MLP_BIAS | WINDOW | NOT_DEEPSEEK)                                                         \
-    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, 0, 0)
+    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2)                                                                           \
+    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA)                                                                       \
+    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA)                                                                 \
+    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA)                                                                       \
+    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA)                                                                       \
+    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL)                                                               \
+    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE)                                                        \
+    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA)                                                            \
+    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA)                                                      \
+    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
 
@@ -458,6 +452,7 @@ typedef struct mt_options {
     int64_t top_k, max_new_tokens, max_sequences;
     uint64_t given[28];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
+    mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
     /* not options: derived by mt_options_finish, or read from config.json */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
@@ -1278,6 +1273,7 @@ typedef struct mt_channel {
     int from, to, id;                  // ranks of the group; a number that is unique between them
     mt_stream *stream;                 // of the messages, for timing; NULL on the CPU
     int64_t next;                      // ticket of the next message
+    int64_t finished;                  // of the caller: messages that it has waited for, if it waits in order
     int64_t bytes[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
 } mt_channel;
 
@@ -1815,6 +1811,7 @@ typedef struct mt_param {
     int64_t bucket, offset; // of its first element in the bucket
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
+    const char *field_name; // private: its name there
     int shard_dim;          // dimension that tensor parallelism shards: 0 rows, 1 columns, -1 none
     mt_gradient gradient;
     bool counted; // in the global norm and in checkpoints: exactly one rank's copy of every element is
@@ -1867,6 +1864,10 @@ typedef struct mt_partition {
  * layer on a rank without the embedding; final norm and output layer; untrained parameters. The word embedding has a
  * bucket of its own so that its two copies are sharded alike. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
+
+/* The Hugging Face name of a parameter outside the layers; with `repeated`, that of its copies, behind the layer's
+ * prefix: DeepSeek's files hold the embedding and the output layer again in every module of multi-token prediction. */
+const char *mt_role_name(const mt_options *options, mt_role role, bool repeated);
 
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
@@ -2255,8 +2256,8 @@ void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 /* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The
  * functions wait for the device. */
 typedef struct mt_fp8_key {
-    int64_t layer;      // number in the whole model
-    const char *linear; // "qkv", "down", ...
+    int64_t layer;   // number in the whole model
+    char linear[16]; // "qkv", "down", ...
 } mt_fp8_key;
 typedef struct mt_fp8_state {
     int64_t num_linears, history_length; // history_length 0: the model has no delayed scaling

@@ -196,9 +196,10 @@ static const char *mt_tensor_repeats(const mt_options *options, const char *name
     const char *rest;
     int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
     if (module < 0 || module >= options->mtp_num_layers) return NULL;
-    if (strcmp(rest, "embed_tokens.weight") == 0) return "model.embed_tokens.weight";
-    if (strcmp(rest, "shared_head.head.weight") != 0) return NULL;
-    return options->untie_embeddings_and_output_weights ? "lm_head.weight" : "model.embed_tokens.weight";
+    bool is_head = strcmp(rest, mt_role_name(options, MT_LM_HEAD, true)) == 0;
+    if (!is_head && strcmp(rest, mt_role_name(options, MT_WORD_EMBEDDING, true)) != 0) return NULL;
+    bool is_apart = is_head && options->untie_embeddings_and_output_weights;
+    return mt_role_name(options, is_apart ? MT_LM_HEAD : MT_WORD_EMBEDDING, false);
 }
 
 /* A repeated tensor must have the same values, or training would lose them. */
@@ -225,7 +226,7 @@ static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     if (mt_tensor_repeats(options, name)) return true;
     if (mt_text_ends_with(name, "rotary_emb.inv_freq") || mt_text_ends_with(name, ".attn.masked_bias")) return true;
     if (options->hf_family == MT_HF_GPT2 && mt_text_ends_with(name, ".attn.bias")) return true;
-    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
+    return !options->untie_embeddings_and_output_weights && strcmp(name, mt_role_name(options, MT_LM_HEAD, false)) == 0;
 }
 
 static int mt_tensor_pointer_compare(const void *a, const void *b) {

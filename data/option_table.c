@@ -870,6 +870,7 @@ void mt_options_free(mt_options *options) {
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
     mt_strings_free(&options->typed_names);
+    mt_strings_free(&options->sharded_names);
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }

@@ -36,8 +36,9 @@ void mt_options_derive_sizes(mt_options *options);
 /* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
 bool mt_options_converts(const mt_options *options);
 
-/* Sets one option by its name ("lr", "micro_batch_size"), with the messages of the command line. `value` is one word,
- * the words of a list with blanks between them, or "true" or "false" for a flag. */
+/* Sets one option by its name ("lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the same
+ * messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
+ * blanks between them, or "true" or "false" for a flag. */
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
 
 /* The Levenshtein distance of two names, for "did you mean": '_' in `a` equals '-'; names are cut after 64 letters. */
@@ -75,6 +76,13 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
 /* Prints a line for each option of a finished training run that has no effect, and for each layout that was chosen or
  * that could take less memory. */
 void mt_options_warn(const mt_options *options, FILE *file);
+
+/* Prints a message, or changes one, so that it names options as the user gave them: by another name of an option
+ * ("--num-moe-experts"), by its key in a file ("run.yaml:3: num_moe_experts"), or, for another form whose values
+ * differ, by both ("--data-parallel-sharding-strategy (by --use-megatron-fsdp)"). A second call changes nothing.
+ * mt_options_finish and mt_options_warn do this themselves. */
+void mt_options_print_typed(const mt_options *options, const char *text, FILE *file);
+void mt_options_name_typed(const mt_options *options, mt_error *error);
 
 /* If the options of a rank differ from rank 0's, all ranks return an error with that rank and option. Every rank calls
  * it, after mt_options_finish. */

@@ -183,7 +183,7 @@ the_place_of_the_optimizer_changes_no_loss() {
 }
 
 # Moments and master weights with scales: a run resumes bit for bit; its checkpoint has fp32 states, which a run with
-# other types takes, too. What has no place for scales is refused.
+# other types takes, too. Without bf16 weights, or with an optimizer on the host, scales are refused.
 states_with_scales_resume_bit_for_bit() {
     types='--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
     # shellcheck disable=SC2086
@@ -196,7 +196,8 @@ states_with_scales_resume_bit_for_bit() {
         refuses 'exp-avg-dtype fp8.*optimizer-cpu-offload' $types --train-iters 6 --optimizer-cpu-offload || return 1
     losses "$work/x.jsonl" | tail -n 3 >"$work/scaled-losses"
     losses "$work/x1.jsonl" | cmp - "$work/scaled-losses" || return 1
-    losses "$work/x2.jsonl" >"$work/part" && [ "$(wc -l <"$work/part")" = 3 ] && ! cmp -s "$work/part" "$work/scaled-losses"
+    losses "$work/x2.jsonl" >"$work/part" && [ "$(wc -l <"$work/part")" = 3 ] &&
+        ! cmp -s "$work/part" "$work/scaled-losses"
 }
 
 # Without a small file a run must not begin again at its first step.
