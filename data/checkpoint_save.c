@@ -75,6 +75,13 @@ static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count,
     }
 }
 
+/* The type in which a state is saved: one with scales as the fp32 values, as Transformer Engine saves it, because the
+ * scales belong to the parts of this run's ranks. */
+static mt_dtype mt_saved_dtype(const mt_model *m, mt_param_state state) {
+    mt_dtype dtype = mt_state_dtype(m, state);
+    return mt_state_has_scale(dtype) ? MT_F32 : dtype;
+}
+
 /* Finds this rank's rows of every tensor. */
 static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
     int64_t num_params;
@@ -128,7 +135,7 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
     for (int state = 0; state < MT_NUM_STATES; state++)
         if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
-            mt_saved_add(set, rows, count, (mt_param_state)state, mt_state_dtype(m, (mt_param_state)state));
+            mt_saved_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
     free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
@@ -627,11 +634,13 @@ static void mt_copies_make(mt_model *m, mt_writer *w) {
 }
 
 /* Copies elements [begin, end) of a parameter, which begin at `from`, to host memory and submits them as rectangles of
- * their tensor. Returns the host memory that this takes; without a writer it only counts. */
+ * their tensor. A state with scales is converted there at once. Returns the host memory that this takes; without a
+ * writer it only counts. */
 static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, const mt_saved_tensor *tensor,
                              int64_t file, const char *from, int64_t begin, int64_t end) {
     int64_t cols = param->cols, size = mt_dtype_size(tensor->dtype), taken = 0;
     int64_t most = mt_max(MT_PIECE_BYTES / (cols * size), 1);
+    bool has_scale = param->trained && mt_state_has_scale(mt_state_dtype(m, tensor->state));
     if (param->hf_transposed) most = mt_max(most, param->hf_rows_total); // whole lines, if all rows are on this rank
     while (begin < end) {
         int64_t row = begin / cols, col = begin % cols, rows = mt_min((end - begin) / cols, most), width = cols;
@@ -644,7 +653,10 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, c
                        (piece.transposed ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         if (w) {
             char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, w, to, from, bytes);
+            if (has_scale)
+                mt_state_read(m, param, tensor->state, begin, (float *)(void *)to, rows * width);
+            else
+                mt_copy_to_host(m, w, to, from, bytes);
             piece.data = to;
             mt_writer_submit(w, piece);
         }
@@ -871,7 +883,7 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
     double each = (double)mt_dtype_size(mt_model_dtype(m)), room = (double)disk.f_bavail * (double)disk.f_frsize;
     for (int state = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
          state < MT_NUM_STATES && mt_saves_optimizer(m); state++)
-        each += (double)mt_dtype_size(mt_state_dtype(m, (mt_param_state)state));
+        each += (double)mt_dtype_size(mt_saved_dtype(m, (mt_param_state)state));
     double bytes = (double)mt_num_parameters(mt_model_options(m)) * each;
     if (room >= bytes) return 0;
     return mt_error_set(error,
