@@ -10782,7 +10782,8 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     MT_CHECK(count <= g->max_sequences);
     for (int64_t s = 0; s < count; s++) {
         MT_CHECK(sequences[s].num_tokens > 0 && sequences[s].max_tokens <= g->rows_per_sequence);
-        if (sequences[s].num_cached == 0 && !sequences[s].finished) read += sequences[s].num_tokens;
+        int64_t uncached = sequences[s].num_tokens - sequences[s].num_cached;
+        if ((uncached > 1 || sequences[s].num_cached == 0) && !sequences[s].finished) read += uncached;
     }
     if (mt_generator_advance(g, sequences, count, error) != 0) return -1;
     mt_generator_totals *totals = &g->totals;

@@ -449,6 +449,7 @@ typedef struct mt_options {
     mt_tokenizer_type tokenizer_type;
     mt_dataloader_type dataloader_type;
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
+    mt_chat_template chat_template;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
@@ -458,6 +459,8 @@ typedef struct mt_options {
     int64_t trace_first_step, trace_last_step;
     /* inference */
     mt_strings prompt;
+    bool chat;
+    char *system_prompt;
     char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
     double temperature, top_p;
@@ -2348,7 +2351,8 @@ int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 typedef struct mt_generator mt_generator;
 
 /* A generator for a model that was created with mt_generator_plan(max_sequences, ...). Sequence s of each call owns the
- * s-th part of the cache; a new sequence (num_cached = 0) may take the place of a finished one. */
+ * s-th part of the cache. A new sequence may take the place of a finished one: with num_cached 0, or, less than
+ * num_prompt, the leading tokens that both have among the cached ones of the finished sequence. */
 mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
                                   const mt_stops *stops);
 void mt_generator_destroy(mt_generator *generator);

@@ -1,6 +1,7 @@
 /* option_table.c: the row of every option, and the value of an option as its row describes it. */
 #include "option_table.h"
 
+#include "chat.h"
 #include "tokenizer.h"
 
 #include <errno.h>
@@ -574,11 +575,19 @@ const mt_option mt_option_table[] = {
      "sample from the k most probable tokens; 0: from all", .own = true},
     {"top-p", MT_REAL, MT_AT(top_p), MT_INFER, MT_OF_RUN, "1", "(0,1]",
      "sample from the smallest set of most probable tokens with total probability p", .own = true},
+    {"chat", MT_FLAG, MT_AT(chat), MT_INFER, MT_OF_RUN, NULL, NULL,
+     "hold a conversation: each line is a message, the model responds until its template's end of a turn",
+     .excludes = "prompt, prompt-tokens", .own = true},
+    {"system-prompt", MT_STRING, MT_AT(system_prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
+     "begin the conversation with this system message", .needs = "chat", .own = true},
+    {"chat-template", MT_CHOICE, MT_AT(chat_template), MT_INFER, MT_OF_RUN, "auto", "auto|" MT_CHAT_TEMPLATES,
+     "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone", .needs = "chat",
+     .own = true},
 
     {.help = "scoring"},
     {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE.i32",
      "int32 [sequences, seq length + 1] to score, without a backward",
-     .excludes = "prompt, prompt-tokens, print-tokens, max-new-tokens, temperature, top-k, top-p", .own = true},
+     .excludes = "prompt, prompt-tokens, print-tokens, chat, max-new-tokens, temperature, top-k, top-p", .own = true},
     {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "write the log-probability of every label",
      .needs = "score", .own = true},
     {"entropy-out", MT_STRING, MT_AT(entropy_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32",
