@@ -437,6 +437,9 @@ typedef struct mt_options {
     mt_tokenizer_type tokenizer_type;
     mt_dataloader_type dataloader_type;
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
+    /* fine-tuning: samples of any length */
+    bool sft, sequence_packing, variable_seq_lengths;
+    int64_t train_epochs;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;

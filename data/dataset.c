@@ -1,5 +1,5 @@
 /* dataset.c: the splits of a run; mock data and token files. */
-#include "dataset.h"
+#include "sft.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -118,6 +118,7 @@ struct mt_data {
     int64_t num_indexed;
     mt_indexed_dataset **indexed; // the files of the splits
     const tokens_file_dataset *tokens_file;
+    mt_samples samples[MT_NUM_SPLITS]; // of datasets of rows
 };
 
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split) {
@@ -128,6 +129,7 @@ void mt_data_close(mt_data *data) {
     if (!data) return;
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_dataset_free(data->splits[split]);
     for (int64_t i = 0; i < data->num_indexed; i++) mt_indexed_dataset_close(data->indexed[i]);
+    for (int split = 0; split < MT_NUM_SPLITS; split++) mt_samples_free(&data->samples[split]);
     free(data->indexed);
     free(data);
 }
@@ -260,6 +262,19 @@ static int open_split_data_path(mt_data *data, mt_split split, const mt_data_con
     return result;
 }
 
+/* Samples of any length. An epoch of mock data has MOCK_SAMPLES of them. */
+static int open_samples(mt_data *data, const mt_data_config *config, mt_error *error) {
+    enum { MOCK_SAMPLES = 4096 };
+    if (!config->mock_data) return mt_error_set(error, "--sft reads no files yet; give --mock-data");
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        if (config->sizes[split] == 0) continue;
+        mt_samples_mock(&data->samples[split], MOCK_SAMPLES, config, split);
+        data->splits[split] = mt_row_dataset_create(&data->samples[split], 0, MOCK_SAMPLES, split, config);
+        data->splits[split]->num_documents = data->splits[split]->num_tokens = 0; // generated
+    }
+    return 0;
+}
+
 static int check_config(const mt_data_config *config, mt_error *error) {
     int64_t split_paths = 0;
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
@@ -281,6 +296,7 @@ static int check_config(const mt_data_config *config, mt_error *error) {
 }
 
 static int open_splits(mt_data *data, const mt_data_config *config, mt_error *error) {
+    if (config->sft) return open_samples(data, config, error);
     if (config->data_path.count > 0) return open_data_path(data, config, error);
     if (config->tokens_file) {
         if (tokens_file_create(&data->splits[MT_SPLIT_TRAIN], config, error) != 0) return -1;
@@ -294,6 +310,35 @@ static int open_splits(mt_data *data, const mt_data_config *config, mt_error *er
             return -1;
     }
     return 0;
+}
+
+mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
+    int64_t iterations = o->train_epochs > 0 ? 1 : o->num_iterations; // not known yet; rows never end
+    int64_t evaluations = o->eval_interval > 0 ? iterations / o->eval_interval + 1 : 0;
+    mt_data_config config = {.data_path = o->data_path,
+                             .split = o->split,
+                             .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
+                             .mock_data = o->mock_data,
+                             .tokens_file = o->tokens_file,
+                             .seq_length = o->seq_length,
+                             .seed = o->seed,
+                             .vocab_size = o->vocab_size,
+                             .eod_id = eod_id,
+                             .reset_position_ids = o->reset_position_ids,
+                             .reset_attention_mask = o->reset_attention_mask,
+                             .eod_mask_loss = o->eod_mask_loss,
+                             .dataloader_type = o->dataloader_type,
+                             .sft = o->sft,
+                             .sequence_packing = o->sequence_packing,
+                             .variable_seq_lengths = o->variable_seq_lengths,
+                             .train_epochs = o->train_epochs,
+                             .alignment =
+                                 o->context_parallel_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1),
+                             .work = mt_token_work_of(o)};
+    config.sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, iterations);
+    config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
+    config.sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
+    return config;
 }
 
 int mt_data_open(mt_data **out, const mt_data_config *config, mt_error *error) {
