@@ -105,6 +105,8 @@ static void open_data(run *r) {
     mt_options *o = &r->options;
     mt_data_config *config = &r->data_config;
     *config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
+    config->tokenizer = r->tokenizer;
+    config->log = r->grid.world.rank == 0 ? stdout : NULL;
     refuse(r, mt_data_open(&r->data, config, &error), &error);
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (o->train_epochs > 0) { // now their steps are known

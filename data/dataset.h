@@ -141,6 +141,9 @@ typedef struct mt_data_config {
     bool no_data_sharding;              // --no-data-sharding, for cyclic: ranks share one shuffle
 
     /* samples of any length, see sft.h */
+    const mt_options *options;            // how files are read
+    const struct mt_tokenizer *tokenizer; // of the files' text
+    FILE *log;                            // lines about the files; NULL: none
     bool sft, sequence_packing, variable_seq_lengths;
     int64_t train_epochs; // 0: no limit
     int64_t alignment;    // a micro-batch of variable length has a multiple of so many tokens; 0 means 1
@@ -188,7 +191,8 @@ int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error);
 /* NULL if the split has size 0 or was omitted. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
 
-/* Prints a warning and its remedy for every split that was omitted, and for every one shorter than a sequence. */
+/* Prints a warning and its remedy for every split that was omitted, and for every one that is shorter than a sequence
+ * or blends a path that is. */
 void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file);
 
 /* ---- the parts of mt_data_open, for callers that build datasets themselves ----------------------------------------
@@ -207,6 +211,12 @@ int mt_blended_dataset_create(mt_dataset **dataset, mt_dataset *const *sources, 
 
 /* The source of sample `index` of a blend, and the index of the sample in that source. */
 void mt_blended_dataset_locate(const mt_dataset *blend, int64_t index, int64_t *source, int64_t *source_index);
+
+/* Returns the number of sources of a blend and sets `sources` to them; 0 for any other dataset. */
+int64_t mt_blended_dataset_sources(const mt_dataset *dataset, mt_dataset *const **sources);
+
+/* The prefix of the indexed dataset that a dataset of mt_gpt_dataset_create samples; NULL for any other. */
+const char *mt_gpt_dataset_prefix(const mt_dataset *dataset);
 
 /* Samples that a source of normalized weight `weight` contributes to a blend of `size`; and the size to create its
  * dataset with: Megatron adds 0.5% so that rounding never exhausts it. */

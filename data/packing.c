@@ -9,11 +9,6 @@
 
 /* ---- samples ----------------------------------------------------------------------------------------------------- */
 
-void mt_samples_free(mt_samples *samples) {
-    free(samples->offsets), free(samples->tokens), free(samples->is_trained);
-    *samples = (mt_samples){0};
-}
-
 int64_t mt_sample_length(const mt_samples *samples, int64_t sample) {
     return samples->offsets[sample + 1] - samples->offsets[sample] - 1;
 }
