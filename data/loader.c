@@ -174,7 +174,7 @@ static void plan_rows(mt_step_plan *plan, const mt_loader *loader, int64_t consu
                            .micro_batch_size = loader->micro_batch_size,
                            .row_length = config->seq_length,
                            .pads = !config->variable_seq_lengths,
-                           .regroups = config->variable_seq_lengths && config->sequence_packing,
+                           .regroups = config->variable_seq_lengths,
                            .in_order = in_order,
                            .work = config->work};
     int64_t num_pieces = 0, room = 0;

@@ -393,25 +393,54 @@ static bool mt_pieces_spread(int64_t *bin_of, const mt_ranked *sorted, const mt_
     return i == count;
 }
 
+/* bundle_of[i] of piece sorted[i]: first its rank, then one of the rank's micro-batches, rank * num_slots + slot. False
+ * if the pieces of a rank do not fit. */
+static bool mt_pieces_place(int64_t *bundle_of, const mt_ranked *sorted, const mt_piece *pieces, int64_t count,
+                            int64_t num_ranks, int64_t num_slots, int64_t capacity) {
+    mt_ranked *mine = mt_malloc(count * (int64_t)sizeof *mine);
+    int64_t *place = mt_malloc(2 * count * 8), *slot_of = place + count;
+    bool fits = mt_pieces_spread(bundle_of, sorted, pieces, count, num_ranks, num_slots * capacity);
+    int64_t *first = mt_calloc((num_ranks + 2) * 8); // of each rank's pieces
+    for (int64_t i = 0; fits && i < count; i++) first[bundle_of[i] + 2]++;
+    for (int64_t r = 0; r < num_ranks; r++) first[r + 2] += first[r + 1];
+    for (int64_t i = 0; fits && i < count; i++) place[first[bundle_of[i] + 1]++] = i;
+    for (int64_t r = 0; fits && r < num_ranks; r++) {
+        int64_t here = first[r + 1] - first[r], *own = place + first[r];
+        for (int64_t i = 0; i < here; i++) mine[i] = sorted[own[i]];
+        fits = mt_pieces_spread(slot_of, mine, pieces, here, num_slots, capacity);
+        for (int64_t i = 0; fits && i < here; i++) bundle_of[own[i]] = r * num_slots + slot_of[i];
+    }
+    free(mine), free(place), free(first);
+    return fits;
+}
+
 /* Samples in micro-batches regardless of their rows. False if they do not fit; rows always do. */
 static bool mt_step_plan_regroup(mt_step_plan *plan, const mt_piece *pieces, const mt_plan_shape *shape) {
-    int64_t count = plan->num_pieces, num_bins = plan->num_slots * plan->num_ranks;
+    int64_t count = plan->num_pieces, slots = plan->num_slots, num_bundles = slots * plan->num_ranks;
+    int64_t capacity = shape->micro_batch_size * shape->row_length;
     mt_ranked *sorted = mt_malloc(count * (int64_t)sizeof *sorted);
-    int64_t *bin_of = mt_malloc(count * 8);
+    int64_t *bundle_of = mt_malloc(count * 8);
     for (int64_t i = 0; i < count; i++) sorted[i] = (mt_ranked){mt_piece_work(&pieces[i], &shape->work), i};
     mt_ranked_sort(sorted, count);
-    bool fits = mt_pieces_spread(bin_of, sorted, pieces, count, num_bins, shape->micro_batch_size * shape->row_length);
+    bool fits = mt_pieces_place(bundle_of, sorted, pieces, count, plan->num_ranks, slots, capacity);
     if (fits) {
-        mt_bundle *bundles = mt_calloc(num_bins * (int64_t)sizeof *bundles);
+        mt_bundle *bundles = mt_calloc(num_bundles * (int64_t)sizeof *bundles);
         mt_piece *grouped = mt_malloc(count * (int64_t)sizeof *grouped);
-        for (int64_t i = 0; i < count; i++) bundles[bin_of[i]].count++, bundles[bin_of[i]].work += sorted[i].by;
-        for (int64_t b = 1; b < num_bins; b++) bundles[b].first = bundles[b - 1].first + bundles[b - 1].count;
-        for (int64_t i = 0; i < count; i++) grouped[bundles[bin_of[i]].first++] = pieces[sorted[i].index];
-        for (int64_t b = 0; b < num_bins; b++) bundles[b].first -= bundles[b].count;
-        mt_step_plan_deal(plan, grouped, bundles, num_bins, 1, false);
-        free(bundles), free(grouped);
+        mt_ranked *own = mt_malloc(slots * (int64_t)sizeof *own);
+        int64_t *bundle_at = mt_malloc(num_bundles * 8);
+        for (int64_t i = 0; i < count; i++) bundles[bundle_of[i]].count++, bundles[bundle_of[i]].work += sorted[i].by;
+        for (int64_t b = 1; b < num_bundles; b++) bundles[b].first = bundles[b - 1].first + bundles[b - 1].count;
+        for (int64_t i = 0; i < count; i++) grouped[bundles[bundle_of[i]].first++] = pieces[sorted[i].index];
+        for (int64_t b = 0; b < num_bundles; b++) bundles[b].first -= bundles[b].count;
+        for (int64_t r = 0; r < plan->num_ranks; r++) {
+            for (int64_t s = 0; s < slots; s++) own[s] = (mt_ranked){bundles[r * slots + s].work, r * slots + s};
+            mt_ranked_sort(own, slots);
+            for (int64_t s = 0; s < slots; s++) bundle_at[s * plan->num_ranks + r] = own[s].index;
+        }
+        mt_step_plan_build(plan, grouped, bundles, bundle_at, 1);
+        free(bundles), free(grouped), free(own), free(bundle_at);
     }
-    free(sorted), free(bin_of);
+    free(sorted), free(bundle_of);
     return fits;
 }
 

@@ -196,7 +196,7 @@ static void a_step_has_every_sample_once_and_even_work(void **state) {
         for (int64_t ranks = 1; ranks <= 16; ranks *= 2)
             for (int64_t each = 1; each <= 3; each++)
                 for (int variable = 0; variable < 2; variable++) {
-                    mt_plan_shape shape = {ranks, each, ROW, !variable, variable && packs, true, config.work};
+                    mt_plan_shape shape = {ranks, each, ROW, !variable, variable, true, config.work};
                     mt_step_plan before, after;
                     mt_step_plan_balance(&before, pieces, first, ROWS, &shape);
                     shape.in_order = false;
