@@ -46,7 +46,8 @@ typedef struct row {
 
 #define LATENT  "--multi-latent-attention --normalization RMSNorm --position-embedding-type rope --kv-lora-rank "
 #define EXPERTS "--num-experts"
-#define WIDE    "--ffn-hidden-size 64" // marks models whose widths are multiples of 64: --fp8-param-gather needs 16 a rank
+// Marks models whose widths are multiples of 64: --fp8-param-gather needs multiples of 16 on each rank.
+#define WIDE    "--ffn-hidden-size 64"
 #define STAGES  "--pipeline-model-parallel-size"
 #define DROPOUT "--hidden-dropout 0 --attention-dropout 0;--hidden-dropout 0.1 --attention-dropout 0.1"
 
