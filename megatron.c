@@ -902,11 +902,12 @@ uint8_t mt_f32_to_f8(float value, mt_dtype format) {
 
 float mt_f8_to_f32(uint8_t bits, mt_dtype format) {
     bool e4m3 = format == MT_F8_E4M3;
-    int width = e4m3 ? 3 : 2, exponent = (bits & 0x7F) >> width, mantissa = bits & ((1 << width) - 1);
-    float value = ldexpf((float)(mantissa + (exponent > 0 ? 1 << width : 0)),
-                         (exponent > 0 ? exponent : 1) - (e4m3 ? 7 : 15) - width);
-    if (e4m3 && (bits & 0x7F) == 0x7F) value = NAN;
-    if (!e4m3 && exponent == 31) value = mantissa > 0 ? NAN : INFINITY;
+    uint32_t size = bits & 0x7F, word = size << (e4m3 ? 20 : 21);
+    float value;
+    memcpy(&value, &word, sizeof value);
+    value *= e4m3 ? 0x1p120f : 0x1p112f; // the difference of the biases; this also normalises subnormal numbers
+    if (e4m3 ? size == 0x7F : size > 0x7C) value = NAN;
+    if (!e4m3 && size == 0x7C) value = INFINITY;
     return bits & 0x80 ? -value : value;
 }
 
@@ -2659,21 +2660,51 @@ static inline float mt_fma(float a, float b, float c) {
 #endif
 }
 
-static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
-    if (a->scale[0] < 0) return;
+float mt_state_scale(float amax, mt_dtype dtype) {
+    float scale = amax / (dtype == MT_F16 ? 32752.0f : 448.0f);
+    uint32_t bits;
+    if (!isfinite(scale)) return NAN;
+    memcpy(&bits, &scale, sizeof bits);
+    bits = (bits + 0x7ff) & ~0x7ffu; // rounded up
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
+/* row[n] = elements of a state from `first` on. amax: of a type with a scale. */
+static void mt_state_load(float *row, const void *x, int64_t first, int64_t n, mt_dtype dtype, float amax) {
+    float scale = mt_state_scale(amax, dtype);
+    if (dtype == MT_F32) memcpy(row, (const float *)x + first, (size_t)n * sizeof *row);
+    if (dtype == MT_BF16) mt_row_load(row, x, first, n, dtype);
+    for (int64_t i = 0; i < n && dtype == MT_F16; i++) row[i] = mt_f16_to_f32(((const uint16_t *)x)[first + i]) * scale;
+    for (int64_t i = 0; i < n && dtype == MT_F8_E4M3; i++)
+        row[i] = mt_f8_to_f32(((const uint8_t *)x)[first + i], dtype) * scale;
+}
+
+static void mt_state_store(void *x, int64_t first, const float *row, int64_t n, mt_dtype dtype, float amax) {
+    float scale = mt_state_scale(amax, dtype);
+    if (dtype == MT_F32) memcpy((float *)x + first, row, (size_t)n * sizeof *row);
+    if (dtype == MT_BF16) mt_row_close(x, first, row, n, dtype);
+    for (int64_t i = 0; i < n && mt_state_has_scale(dtype); i++) {
+        float code = scale == 0 ? 0 : row[i] / scale;
+        if (dtype == MT_F16) ((uint16_t *)x)[first + i] = mt_f32_to_f16(code);
+        if (dtype == MT_F8_E4M3) ((uint8_t *)x)[first + i] = mt_f8_encode(code, true);
+    }
+}
+
+/* A step of AdamW; if it does not store, only the largest absolute values that states with scales would have. */
+static void mt_adamw_run(const mt_adamw_args *a, const mt_adamw *adamw, bool stores) {
     float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = a->scale[0];
     float step = adamw->lr / adamw->bias_correction1, shrink = mt_fma(-adamw->lr, adamw->weight_decay, 1.0f);
     float root = 1.0f / sqrtf(adamw->bias_correction2);
-    float *weights = a->master ? a->master : a->param;
+    void *const states[3] = {a->master ? a->master : a->param, a->m, a->v};
+    const mt_dtype dtypes[3] = {a->master ? a->master_dtype : a->dtype, a->m_dtype, a->v_dtype};
 #pragma omp parallel for if (a->n > MT_PARALLEL)
     for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float scratch[3][MT_BLOCK], *w = weights + block;
+        float rows[4][MT_BLOCK], *w = rows[0], *m = rows[1], *v = rows[2];
         int64_t count = mt_min(MT_BLOCK, a->n - block);
-        const float *grad = mt_row_load(scratch[0], a->grad, block, count, a->grad_dtype);
-        float *m = mt_row_open(scratch[1], a->m, block, a->m_dtype),
-              *v = mt_row_open(scratch[2], a->v, block, a->v_dtype);
-        mt_row_load(m, a->m, block, count, a->m_dtype);
-        mt_row_load(v, a->v, block, count, a->v_dtype);
+        const float *grad = mt_row_load(rows[3], a->grad, block, count, a->grad_dtype);
+        for (int k = 0; k < 3; k++)
+            mt_state_load(rows[k], states[k], block, count, dtypes[k], a->amax ? a->amax[k] : 0);
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) {
             float g = grad[i] * grad_scale;
@@ -2681,10 +2712,24 @@ static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_
             v[i] = mt_fma(beta2, v[i], (1.0f - beta2) * g * g);
             w[i] = mt_fma(w[i], shrink, -(step * m[i] / mt_fma(sqrtf(v[i]), root, eps)));
         }
-        mt_row_close(a->m, block, m, count, a->m_dtype);
-        mt_row_close(a->v, block, v, count, a->v_dtype);
-        mt_row_close(a->param, block, w, count, a->dtype);
+        for (int k = 0; k < 3; k++)
+            if (stores) {
+                mt_state_store(states[k], block, rows[k], count, dtypes[k], a->amax ? a->new_amax[k] : 0);
+            } else if (mt_state_has_scale(dtypes[k])) {
+#pragma omp critical(new_amax)
+                a->new_amax[k] = mt_amax_merge(a->new_amax[k], mt_amax(rows[k], count));
+            }
+        if (stores && a->master) mt_state_store(a->param, block, w, count, a->dtype, 0);
     }
+}
+
+static void mt_cpu_adamw_amax(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    for (int k = 0; k < 3 && a->scale[0] < 0; k++) a->new_amax[k] = mt_amax_merge(a->new_amax[k], a->amax[k]);
+    if (a->scale[0] >= 0) mt_adamw_run(a, adamw, false);
+}
+
+static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    if (a->scale[0] >= 0) mt_adamw_run(a, adamw, true);
 }
 
 /* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
@@ -4721,8 +4766,9 @@ struct mt_model {
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
-    bool reruns;       // --rerun-mode validate_results
-    mt_stream *reader; // mt_model_set_reader
+    float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_adamw_args; NULL: no state has a scale
+    bool reruns;            // --rerun-mode validate_results
+    mt_stream *reader;      // mt_model_set_reader
     mt_pass last_forward;
     /* context parallelism; NULL without */
     mt_context *context;
@@ -7713,7 +7759,7 @@ typedef enum mt_bucket_kind {
 } mt_bucket_kind;
 
 static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
-static const mt_dtype mt_optimizer_dtypes[] = {[MT_OPTIMIZER_FP32] = MT_F32, [MT_OPTIMIZER_BF16] = MT_BF16};
+static const mt_dtype mt_optimizer_dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3}; // of mt_optimizer_dtype
 enum { MT_NUM_BUFFERS = 5 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
@@ -8308,11 +8354,13 @@ static void mt_params_finish(mt_model *m) {
 mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     if (state == MT_STATE_EXP_AVG) return mt_optimizer_dtypes[m->options->exp_avg_dtype];
     if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
+    if (state == MT_STATE_MASTER && m->options->main_params_dtype == MT_MAIN_PARAMS_FP16) return MT_F16;
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
 /* Memory of all buckets on this rank: parameters and gradients, whole or sharded, and its part of AdamW's state. */
 static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
     int64_t start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
@@ -8339,10 +8387,14 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
         mt_arena *from = b->on_host ? &m->host : arena;
-        if (m->dtype != MT_F32) b->master = mt_arena_alloc(from, b->shard_count * 4);
+        if (m->dtype != MT_F32)
+            b->master = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_MASTER)));
         b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
         b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
+    if (o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
+        o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16)
+        m->state_amax = mt_arena_alloc(arena, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
     start = arena->used;
     mt_plan_bucket_buffers(m, arena);
@@ -8377,10 +8429,42 @@ void mt_shard_write(mt_model *m, const mt_shard *shard, int64_t at, const void *
         m->ops->memory_zero(to, (end - begin) * size, m->stream);
 }
 
+void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin, int64_t *end) {
+    *begin = mt_max(shard->first - param->offset, 0);
+    *end = mt_min(shard->first + shard->count - param->offset, param->rows * param->cols);
+}
+
+void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, const float *values) {
+    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    int64_t begin, end;
+    mt_param_part(param, &shard, &begin, &end);
+    float amax = mt_amax(values, end - begin);
+    void *codes = mt_malloc((end - begin) * mt_dtype_size(shard.dtype));
+    mt_state_store(codes, 0, values, end - begin, shard.dtype, amax);
+    mt_shard_write(m, &shard, param->offset + begin, codes, end - begin);
+    m->ops->memory_copy(&m->state_amax[param - m->params][state - MT_STATE_MASTER], &amax, sizeof amax, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    free(codes);
+}
+
+void mt_state_read(mt_model *m, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n) {
+    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    int64_t size = mt_dtype_size(shard.dtype), first = param->offset + at - shard.first;
+    float amax = 0, (*all)[3] = m->state_amax + (param - m->params);
+    void *codes = mt_malloc(n * size);
+    m->ops->memory_copy(codes, (const char *)shard.data + first * size, n * size, m->stream);
+    if (mt_state_has_scale(shard.dtype))
+        m->ops->memory_copy(&amax, &(*all)[state - MT_STATE_MASTER], sizeof amax, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    mt_state_load(values, codes, 0, n, shard.dtype, amax);
+    free(codes);
+}
+
 const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state state) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_shard shard = mt_bucket_shard(m, bucket, state);
+    MT_CHECK(!mt_state_has_scale(shard.dtype));
     if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
         if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
         mt_wait_stream(m, m->stream, s->param_stream);
@@ -8518,6 +8602,7 @@ static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
                            .grad = b->grad_shard,
                            .scale = &m->numbers->grad_scale,
                            .dtype = b->dtype,
+                           .master_dtype = mt_state_dtype(m, MT_STATE_MASTER),
                            .m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG),
                            .v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ),
                            .grad_dtype = b->grad_dtype};
@@ -8528,7 +8613,7 @@ static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, in
     mt_adamw_args a = *whole;
     a.n = n;
     a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
-    a.master = a.master ? a.master + first : NULL;
+    a.master = a.master ? (char *)a.master + first * mt_dtype_size(a.master_dtype) : NULL;
     a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype);
     a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
     a.grad = (const char *)a.grad + first * mt_dtype_size(a.grad_dtype);
@@ -8670,12 +8755,33 @@ static void mt_host_optimizer_finish(mt_model *m) {
     mt_wait_stream(m, m->stream, h->out);
 }
 
+/* AdamW where states have scales: one parameter at a time. */
+static void mt_optimizer_step_scaled(mt_model *m, mt_adamw *adamw, float weight_decay) {
+    int64_t bytes = m->num_params * (int64_t)sizeof *m->state_amax, begin, end;
+    float(*amax)[3] = m->state_amax, (*new_amax)[3] = amax + m->num_params;
+    m->ops->memory_zero(new_amax, bytes, m->stream);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        const mt_bucket *b = &m->buckets[param->bucket];
+        const mt_shard shard = {.first = b->shard_first, .count = b->shard_count};
+        mt_param_part(param, &shard, &begin, &end);
+        if (!b->trained || begin >= end) continue;
+        mt_adamw_args whole = mt_bucket_adamw(m, b);
+        mt_adamw_args a = mt_adamw_part(&whole, param->offset + begin - b->shard_first, end - begin);
+        a.amax = amax[i], a.new_amax = new_amax[i], adamw->weight_decay = param->weight_decay ? weight_decay : 0;
+        m->ops->adamw_amax(&a, adamw, m->stream);
+        m->ops->adamw_step(&a, adamw, m->stream);
+    }
+    m->ops->memory_copy(amax, new_amax, bytes, m->stream);
+}
+
 /* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
     mt_wait_reader(m);
     double step = (double)(state->optimizer_step + 1);
+    float weight_decay = (float)mt_weight_decay(o, state->consumed_train_samples);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
                       .beta2 = (float)o->adam_beta2,
@@ -8683,13 +8789,14 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
                       .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
                       .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
     if (m->host_optimizer) mt_host_optimizer_begin(m);
-    for (int64_t i = m->num_trained_buckets - 1; i >= 0; i--) { // the host's first
+    if (m->state_amax) mt_optimizer_step_scaled(m, &adamw, weight_decay);
+    for (int64_t i = m->num_trained_buckets - 1; !m->state_amax && i >= 0; i--) { // the host's first
         int64_t start[3];
         mt_adamw_args whole = mt_bucket_adamw(m, &m->buckets[i]);
         mt_bucket_decays(&m->buckets[i], start);
         for (int k = 0; k < 2; k++) {
             mt_adamw_args a = mt_adamw_part(&whole, start[k], start[k + 1] - start[k]);
-            adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
+            adamw.weight_decay = k == 0 ? weight_decay : 0;
             if (m->buckets[i].on_host)
                 mt_host_optimizer_update(m, &a, &adamw);
             else if (a.n > 0)
@@ -10213,14 +10320,27 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
                               first + row * param->whole_cols);
 }
 
+/* Master weights with a scale start as the weights, as in Transformer Engine. */
+static void mt_master_init_scaled(mt_model *m, const mt_param *param) {
+    mt_shard shard = mt_bucket_shard(m, param->bucket, MT_STATE_MASTER);
+    int64_t begin, end;
+    mt_param_part(param, &shard, &begin, &end);
+    if (!shard.data || !mt_state_has_scale(shard.dtype) || begin >= end) return;
+    float *values = mt_malloc((end - begin) * (int64_t)sizeof *values);
+    mt_state_read(m, param, MT_STATE_WEIGHTS, begin, values, end - begin);
+    mt_state_write(m, param, MT_STATE_MASTER, values);
+    free(values);
+}
+
 void mt_model_init(mt_model *m) {
     mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params; i++) {
         if (m->params[i].init == MT_INIT_ZEROS) continue;
         mt_param_init_state(m, &m->params[i], MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32) // drawn again: a copy of the weights would be rounded
-            mt_param_init_state(m, &m->params[i], MT_STATE_MASTER);
+        if (m->dtype != MT_F32 && !mt_state_has_scale(mt_state_dtype(m, MT_STATE_MASTER)))
+            mt_param_init_state(m, &m->params[i], MT_STATE_MASTER); // drawn again: a copy of the weights is rounded
     }
+    for (int64_t i = 0; i < m->num_params; i++) mt_master_init_scaled(m, &m->params[i]);
 }
 
 const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
