@@ -116,8 +116,8 @@ words() {
 
 # 5. Generation. The last line counts the generated words, without those of the prompts, that the text has, too.
 echo "5. generated text ($bin/infer --load $model --prompt TEXT writes more):"
-set -- 'The loss' 'Each rank' 'A checkpoint' 'The gradient' 'A pipeline'
-"$bin/infer" --load "$model" --prompt "$@" --max-new-tokens 100 --temperature 0.6 --top-p 0.95 --seed 1 \
+set -- 'The loss' 'Each rank' 'A checkpoint' 'The gradient of' 'A pipeline stage' 'The model' 'If the' 'All ranks'
+"$bin/infer" --load "$model" --prompt "$@" --max-new-tokens 100 --temperature 0.4 --top-p 0.9 --seed 1 \
     >"$model/data/generated" 2>>"$log" || { tail -n 20 "$log" >&2 && exit 1; }
 cat "$model/data/generated"
 words <"$corpus.txt" | sort -u >"$model/data/vocabulary"
