@@ -300,6 +300,18 @@ typedef enum mt_tokenizer_type {
     MT_TOKENIZER_GPT2_BPE,
     MT_TOKENIZER_BYTE_LEVEL
 } mt_tokenizer_type;
+typedef enum mt_chat_template {
+    MT_CHAT_AUTO, // that of the tokenizer's folder
+    MT_CHAT_CHATML,
+    MT_CHAT_QWEN2_5,
+    MT_CHAT_QWEN3,
+    MT_CHAT_LLAMA3,
+    MT_CHAT_MISTRAL,
+    MT_CHAT_DEEPSEEK3,
+    MT_CHAT_PLAIN
+} mt_chat_template;
+typedef enum mt_loss_on { MT_LOSS_ON_RESPONSES, MT_LOSS_ON_LAST, MT_LOSS_ON_ALL } mt_loss_on;
+typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
 
 /* Activations f of the MLP and of experts, one row each: the name; the functions of f in both backends; gated: the

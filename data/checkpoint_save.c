@@ -909,11 +909,17 @@ static int64_t mt_options_start(const mt_options *o) {
     return number >= 0 ? number : INT64_MAX;
 }
 
-static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
+/* An error if the folder of --save holds checkpoints that this run would not continue. */
+static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
     mt_iterations found = mt_iterations_list(o->save);
     int64_t latest = found.count > 0 ? found.numbers[0] : -1;
     free(found.numbers);
     bool is_another = !o->overwrite && !mt_checkpoint_continues(o);
+    if (o->auto_resume && !mt_options_falls_back(o) && mt_checkpoint_exists(o->save))
+        return mt_error_set(error,
+                            "%s: held no checkpoint when this run chose to start from the beginning, but another run "
+                            "has saved there since; give the same command again, which resumes",
+                            o->save);
     if (latest < 0 && is_another && mt_folder_has(o->save, "latest_checkpointed_iteration.txt"))
         return mt_error_set(error,
                             "%s: its latest_checkpointed_iteration.txt names a checkpoint that --save did not write; "
@@ -929,8 +935,15 @@ static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
                             "%s: holds checkpoints up to iteration %lld, but this run would start at iteration %lld; "
                             "replace those checkpoints by --overwrite, or choose another --save",
                             o->save, (long long)latest, (long long)mt_options_start(o));
+    return 0;
+}
+
+/* Checks the folder again under the lock: another run may have saved there since, and ended. */
+static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
+    if (mt_checkpoint_check_owner(o, error) != 0) return -1;
     if (mt_folder_create(o->save, "--save", error) != 0) return -1;
-    return mt_folder_lock(o->save, ".lock", "--save", error) < 0 ? -1 : 0; // open until the process ends
+    if (mt_folder_lock(o->save, ".lock", "--save", error) < 0) return -1; // open until the process ends
+    return mt_checkpoint_check_owner(o, error);
 }
 
 int mt_checkpoint_claim(const mt_options *o, const mt_group *world, mt_error *error) {

@@ -770,7 +770,10 @@ static void checkpoints_of_another_run_are_not_saved_over(void **state) {
         options.load = loads[i];
         assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
     }
-    options = (mt_options){.save = (char *)at("out"), .auto_resume = true};
+    options = (mt_options){.save = (char *)at("out"), .auto_resume = true}; // began anew: the folder was empty then
+    assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), -1);
+    assert_says(&error, "another run has saved there since");
+    options.load = (char *)at("out");
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
     options = (mt_options){.save = (char *)at("out"), .overwrite = true};
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);

@@ -31,8 +31,8 @@ counts() {
     return 1
 }
 
-# A layer has 4 C^2 + 3 C F + 2 C = 164096 parameters, of which a rank sends its half: 2 bytes each, or 1. The rest, of
-# --fp8-param-gather alone, are the two norms in bf16, and the largest values of 4 linears with 3 operands.
+# A layer has 4 C^2 + 3 C F + 2 C = 164096 parameters. A rank sends half of them, with 2 bytes each or 1. With
+# --fp8-param-gather the two norms follow in bf16, and for tensorwise scales the largest values of 4 linears.
 weights_are_gathered_in_8_bits() {
     device=$1
     trace 2 "$work/bf16" --device "$device" --fp8-recipe tensorwise --use-distributed-optimizer &&
@@ -45,7 +45,7 @@ weights_are_gathered_in_8_bits() {
     done
 }
 
-# The scales of 2 layers with 4 linears of 3 operands: 96 bytes, of which each of four ranks sends 3/4 twice, or each of
+# The scales of 2 layers with 4 linears of 3 operands are 96 bytes. Each of four ranks sends 3/4 of them twice; each of
 # two tensor-parallel ranks 1/2 twice.
 one_collective_for_all_scales() {
     shape='--device cpu --fp8-recipe delayed --tensor-model-parallel-size 2'

@@ -261,6 +261,20 @@ a_lock_of_another_host_is_named_and_a_stale_one_is_taken() {
         says "process [0-9]* on host $(uname -n)\$" "$work/node/.lock"
 }
 
+# Another run saves and ends after this run has found the folder empty and before it holds the lock.
+checkpoints_that_come_before_the_lock_are_seen() {
+    has_disk || return 0
+    run --train-iters 3 --save "$work/other" || return 1
+    for how in --auto-resume "--load $work/late" ''; do
+        rm -rf "$work/late"
+        # shellcheck disable=SC2086
+        LD_PRELOAD=$work/disk.so BEFORE_LOCK="cp -a $work/other/. $work/late" refuses 'late: h[eo]ld.*run' \
+            --train-iters 2 --save "$work/late" $how || return 1
+        [ "$(cat "$work/late/latest_checkpointed_iteration.txt")" = 3 ] || return 1
+    done
+    run --train-iters 4 --save "$work/late" --auto-resume && says '4/4 100%' "$work/out"
+}
+
 a_missing_checkpoint_begins_anew_or_ends_the_run() {
     refuses 'holds no checkpoint to resume from' --train-iters 3 --load "$work/n" --save "$work/n" \
         --exit-on-missing-checkpoint &&
@@ -410,6 +424,7 @@ check states_with_scales_resume_bit_for_bit states_with_scales_resume_bit_for_bi
 check a_lost_file_does_not_restart_the_run a_lost_file_does_not_restart_the_run
 check a_folder_in_use_is_refused a_folder_in_use_is_refused
 check a_lock_of_another_host_is_named a_lock_of_another_host_is_named_and_a_stale_one_is_taken
+check checkpoints_that_come_before_the_lock_are_seen checkpoints_that_come_before_the_lock_are_seen
 check a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
 check auto_resume_finetunes_once auto_resume_finetunes_once
 check checkpoints_stay_as_options_say checkpoints_stay_as_options_say
