@@ -7961,6 +7961,8 @@ static void mt_sharding_start(mt_model *m) {
         }
         mt_bucket_bind(m, i);
     }
+    int64_t amax_bytes = 2 * m->num_params * (int64_t)sizeof *m->state_amax;
+    if (m->state_amax) m->ops->memory_zero(m->state_amax, amax_bytes, m->stream);
 }
 
 static void mt_sharding_close(mt_model *m) {

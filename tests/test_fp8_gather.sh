@@ -20,7 +20,8 @@ trace() {
         cat "$work/err"
         return 1
     }
-    sed -n 's/.*"pid":0,.*"name":"\(all_gather\|all_reduce\)".*"bytes":\([0-9.]*\).*/\1 \2/p' "$work/trace.json" >"$file"
+    sed -n 's/.*"pid":0,.*"name":"\(all_gather\|all_reduce\)".*"bytes":\([0-9.]*\).*/\1 \2/p' "$work/trace.json" \
+        >"$file"
 }
 
 # counts NUMBER LINE FILE: the file has the line so many times.
