@@ -1513,6 +1513,7 @@ typedef enum mt_group_kind {
     MT_GROUP_EMBEDDING,
     MT_GROUP_MODEL,
     MT_GROUP_TENSOR_CONTEXT,
+    MT_GROUP_STAGE,
     MT_GROUP_EXPERT,
     MT_GROUP_EXPERT_TENSOR,
     MT_GROUP_EXPERT_DATA,
@@ -1533,6 +1534,7 @@ typedef struct mt_grid {
     mt_group embedding;      // first and last stage, which share tied embeddings; other stages: alone
     mt_group model;          // tp x pp: the ranks that hold one model
     mt_group tensor_context; // tp x cp
+    mt_group stage;          // tp x cp x dp: the ranks with the same layers
     mt_group expert, expert_tensor, expert_data;
     mt_group expert_exchange; // etp x ep: the ranks that hold a layer's experts and dispatch tokens to each other
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)

@@ -225,8 +225,9 @@ double mt_step_plan_imbalance(const mt_step_plan *plan) {
 }
 
 mt_token_work mt_token_work_of(const mt_options *options) {
-    const double flops_per_byte = 600e12 / 350e9; // an H200's matrix products in bf16; one direction of its NVLink
-    mt_options one = *options, many = *options;   // their strings are not used
+    // Measured on H200s: matrix products in bf16, and the exchange of a ring of four (notes/lab.md: 8% of a step).
+    const double flops_per_byte = 600e12 / 170e9;
+    mt_options one = *options, many = *options; // their strings are not used
     one.seq_length = 1, many.seq_length = 1 << 20;
     double length = (double)many.seq_length, short_rate = mt_flops(&one, 1), long_rate = mt_flops(&many, 1) / length;
     double width = (double)(options->num_query_groups * options->kv_channels);
@@ -342,52 +343,55 @@ static void mt_step_plan_deal(mt_step_plan *plan, const mt_piece *pieces, const 
     free(sorted), free(rank_of), free(bundle_at), free(next);
 }
 
-/* A bin in a heap with the least work at its root. */
+/* A bin in a heap. */
 typedef struct mt_bin {
     double work;
     int64_t index, room;
 } mt_bin;
 
-static bool mt_bin_precedes(const mt_bin *a, const mt_bin *b) {
+/* The order of a heap: the least work, or the most room. */
+static bool mt_bin_precedes(const mt_bin *a, const mt_bin *b, bool by_room) {
+    if (by_room) return a->room > b->room || (a->room == b->room && a->index < b->index);
     return a->work < b->work || (a->work == b->work && a->index < b->index);
 }
 
-/* Moves the bin at `at` down to its place. */
-static void mt_heap_sink(mt_bin *heap, int64_t count, int64_t at) {
-    for (int64_t child; (child = 2 * at + 1) < count; at = child) {
-        if (child + 1 < count && mt_bin_precedes(&heap[child + 1], &heap[child])) child++;
-        if (!mt_bin_precedes(&heap[child], &heap[at])) return;
+/* Moves the root down to its place. */
+static void mt_heap_sink(mt_bin *heap, int64_t count, bool by_room) {
+    for (int64_t at = 0, child; (child = 2 * at + 1) < count; at = child) {
+        if (child + 1 < count && mt_bin_precedes(&heap[child + 1], &heap[child], by_room)) child++;
+        if (!mt_bin_precedes(&heap[child], &heap[at], by_room)) return;
         mt_bin other = heap[at];
         heap[at] = heap[child], heap[child] = other;
     }
 }
 
-static void mt_heap_rise(mt_bin *heap, int64_t at) {
-    for (int64_t parent; at > 0 && mt_bin_precedes(&heap[at], &heap[parent = (at - 1) / 2]); at = parent) {
-        mt_bin other = heap[at];
-        heap[at] = heap[parent], heap[parent] = other;
+/* Moves the root of a heap to another one. */
+static void mt_heap_move(mt_bin *from, int64_t *from_count, bool from_by_room, mt_bin *to, int64_t *to_count) {
+    int64_t at = (*to_count)++;
+    to[at] = from[0];
+    from[0] = from[--*from_count];
+    mt_heap_sink(from, *from_count, from_by_room);
+    for (int64_t parent; at > 0 && mt_bin_precedes(&to[at], &to[parent = (at - 1) / 2], !from_by_room); at = parent) {
+        mt_bin other = to[at];
+        to[at] = to[parent], to[parent] = other;
     }
 }
 
-/* bin_of[i] of piece sorted[i]: the heaviest first, to the bin with the least work that has room. False if one finds no
- * room. */
+/* bin_of[i] of piece sorted[i], which do not grow: the heaviest first, to the bin with the least work that has room.
+ * Bins without room wait in a second heap until pieces are short enough. False if a piece finds no room. */
 static bool mt_pieces_spread(int64_t *bin_of, const mt_ranked *sorted, const mt_piece *pieces, int64_t count,
                              int64_t num_bins, int64_t capacity) {
-    mt_bin *heap = mt_malloc(2 * num_bins * (int64_t)sizeof *heap), *aside = heap + num_bins;
-    int64_t size = num_bins, i = 0;
+    mt_bin *heap = mt_malloc(2 * num_bins * (int64_t)sizeof *heap), *full = heap + num_bins;
+    int64_t size = num_bins, num_full = 0, i = 0;
     for (int64_t b = 0; b < num_bins; b++) heap[b] = (mt_bin){0, b, capacity};
     for (; i < count; i++) {
-        int64_t length = pieces[sorted[i].index].length, set_aside = 0;
-        while (size > 0 && heap[0].room < length) {
-            aside[set_aside++] = heap[0];
-            heap[0] = heap[--size];
-            mt_heap_sink(heap, size, 0);
-        }
+        int64_t length = pieces[sorted[i].index].length;
+        while (num_full > 0 && full[0].room >= length) mt_heap_move(full, &num_full, true, heap, &size);
+        while (size > 0 && heap[0].room < length) mt_heap_move(heap, &size, false, full, &num_full);
         if (size == 0) break;
         heap[0].work += sorted[i].by, heap[0].room -= length;
         bin_of[i] = heap[0].index;
-        mt_heap_sink(heap, size, 0);
-        while (set_aside > 0) heap[size] = aside[--set_aside], mt_heap_rise(heap, size++);
+        mt_heap_sink(heap, size, false);
     }
     free(heap);
     return i == count;
@@ -463,6 +467,238 @@ void mt_step_plan_balance(mt_step_plan *plan, const mt_piece *pieces, const int6
     }
     mt_step_plan_deal(plan, pieces, bundles, num_rows, each, shape->in_order);
     free(bundles);
+}
+
+/* ---- dynamic context parallelism. Pieces are sorted by length, and the size of a piece's block never decreases with
+ * its length: the pieces of each size are a range of the list, and sums over a range are differences of prefix sums. */
+
+double mt_shared_work(const mt_token_work *work, double tokens, double pairs, int64_t size) {
+    double ranks = (double)size, shared = work->per_token * tokens + work->per_pair * pairs;
+    return (shared + work->per_exchange * tokens * (ranks - 1)) / ranks;
+}
+
+double mt_step_plan_span(const mt_step_plan *plan, bool meets) {
+    double *end = mt_calloc(plan->num_ranks * 8), last = 0;
+    for (int64_t slot = 0; slot < plan->num_slots; slot++) {
+        for (int64_t rank = 0, size; rank < plan->num_ranks; rank += size) {
+            const mt_plan_batch *batch = &plan->batches[plan->batch_of[slot * plan->num_ranks + rank]];
+            double begin = meets ? last : 0;
+            size = mt_max(batch->context_size, 1);
+            for (int64_t i = 0; i < size; i++) begin = fmax(begin, end[rank + i]);
+            for (int64_t i = 0; i < size; i++) end[rank + i] = begin + batch->work;
+        }
+        for (int64_t rank = 0; rank < plan->num_ranks; rank++) last = fmax(last, end[rank]);
+    }
+    free(end);
+    return last;
+}
+
+enum { MT_MAX_SIZES = 24 };
+
+/* The pieces of a step by descending length, and for one candidate of a plan the blocks of each size 1 << k: pieces
+ * [from[k], to[k]) in bins[k] batches. */
+typedef struct mt_solver {
+    const mt_plan_shape *shape;
+    const mt_piece *pieces;
+    mt_ranked *sorted;
+    double *tokens, *pairs; // [count + 1] prefix sums of lengths and their squares
+    int64_t count, num_slots;
+    int64_t from[MT_MAX_SIZES], to[MT_MAX_SIZES], bins[MT_MAX_SIZES];
+    int64_t *bin_of; // [count]
+} mt_solver;
+
+/* The predicted work of a range of pieces, shared by `size` ranks. */
+static double mt_range_work(const mt_solver *v, int64_t from, int64_t to, int64_t size) {
+    return mt_shared_work(&v->shape->work, v->tokens[to] - v->tokens[from], v->pairs[to] - v->pairs[from], size);
+}
+
+/* True if a piece needs more than `size` ranks: for its memory, or to finish within `limit`. */
+static bool mt_piece_needs_more(const mt_solver *v, int64_t piece, int64_t size, double limit) {
+    double length = v->sorted[piece].by;
+    if (length > (double)(size * v->shape->rank_tokens)) return true;
+    double here = mt_shared_work(&v->shape->work, length, length * length, size);
+    return here > limit && mt_shared_work(&v->shape->work, length, length * length, 2 * size) < here;
+}
+
+/* Divides the pieces among sizes so that none takes longer than `limit` where more ranks help, and counts the batches
+ * that memory and `limit` ask for. False if the slots have fewer ranks than that; otherwise idle ranks get batches of
+ * the sizes with the most work in each. */
+static bool mt_solver_divide(mt_solver *v, double limit) {
+    int64_t left = v->num_slots * v->shape->num_ranks, begin = 0;
+    for (int64_t k = MT_MAX_SIZES - 1; k >= 0; k--) {
+        int64_t size = (int64_t)1 << k, low = begin, high = v->count;
+        v->from[k] = v->to[k] = v->bins[k] = 0;
+        if (size > v->shape->context_size || size < v->shape->min_context_size) continue;
+        while (low < high && size > v->shape->min_context_size) { // the first piece for which half the ranks suffice
+            int64_t middle = (low + high) / 2;
+            if (mt_piece_needs_more(v, middle, size / 2, limit))
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        v->from[k] = begin, v->to[k] = begin = high;
+        double room = (double)(size * v->shape->rank_tokens);
+        double memory = ceil((v->tokens[v->to[k]] - v->tokens[v->from[k]]) / room);
+        v->bins[k] = (int64_t)fmax(memory, ceil(mt_range_work(v, v->from[k], v->to[k], size) / limit));
+        left -= v->bins[k] * size;
+    }
+    while (left > 0) {
+        int64_t best = -1;
+        double most = 0;
+        for (int64_t k = 0; k < MT_MAX_SIZES; k++) {
+            if (v->bins[k] == 0 || (int64_t)1 << k > left || v->bins[k] >= v->to[k] - v->from[k]) continue;
+            double each = mt_range_work(v, v->from[k], v->to[k], (int64_t)1 << k) / (double)v->bins[k];
+            if (each > most) most = each, best = k;
+        }
+        if (best < 0) break;
+        v->bins[best]++, left -= (int64_t)1 << best;
+    }
+    return left >= 0;
+}
+
+/* Makes the batches of one size, evenly, from pieces that it appends to the plan. False if they do not fit. */
+static bool mt_solver_fill(mt_solver *v, mt_step_plan *plan, int64_t k) {
+    int64_t from = v->from[k], count = v->to[k] - from, size = (int64_t)1 << k, placed = plan->num_pieces;
+    mt_ranked *sorted = mt_malloc(count * (int64_t)sizeof *sorted);
+    for (int64_t i = 0; i < count; i++) {
+        double length = v->sorted[from + i].by;
+        sorted[i] =
+            (mt_ranked){mt_shared_work(&v->shape->work, length, length * length, size), v->sorted[from + i].index};
+    }
+    bool fits = mt_pieces_spread(v->bin_of, sorted, v->pieces, count, v->bins[k], size * v->shape->rank_tokens);
+    mt_plan_batch *batches = plan->batches + plan->num_batches;
+    for (int64_t b = 0; b < v->bins[k]; b++) batches[b] = (mt_plan_batch){.context_size = size};
+    for (int64_t i = 0; fits && i < count; i++) batches[v->bin_of[i]].count++;
+    for (int64_t b = 0; b < v->bins[k]; b++)
+        batches[b].first = placed, placed += batches[b].count, batches[b].count = 0;
+    for (int64_t i = 0; fits && i < count; i++) {
+        mt_plan_batch *batch = &batches[v->bin_of[i]];
+        const mt_piece *piece = &v->pieces[sorted[i].index];
+        plan->pieces[batch->first + batch->count++] = *piece;
+        batch->num_tokens += piece->length;
+        batch->work += (double)piece->length * (double)piece->length; // pairs, until the loop below
+    }
+    for (int64_t b = 0; b < v->bins[k]; b++)
+        batches[b].work = mt_shared_work(&v->shape->work, (double)batches[b].num_tokens, batches[b].work, size);
+    plan->num_pieces += count, plan->num_batches += v->bins[k];
+    free(sorted);
+    return fits;
+}
+
+static int mt_batch_compare(const void *a, const void *b) {
+    const mt_plan_batch *one = a, *other = b;
+    if (one->context_size != other->context_size) return one->context_size > other->context_size ? -1 : 1;
+    if (one->work != other->work) return one->work > other->work ? -1 : 1;
+    return (one->first > other->first) - (one->first < other->first);
+}
+
+/* Gives `count` batches of one size places in a slot: the one with the most work where the least was computed so far.
+ * end[rank]: work before this slot; -1: the rank has a batch here already. */
+static void mt_slot_place(mt_step_plan *plan, int64_t slot, int64_t first, int64_t count, double *end,
+                          mt_ranked *places) {
+    int64_t size = plan->batches[first].context_size, found = 0, *batch_of = plan->batch_of + slot * plan->num_ranks;
+    for (int64_t rank = 0; rank < plan->num_ranks; rank += size) {
+        double latest = 0;
+        if (batch_of[rank] >= 0) continue;
+        for (int64_t i = 0; i < size; i++) latest = fmax(latest, end[rank + i]);
+        places[found++] = (mt_ranked){-latest, rank};
+    }
+    MT_CHECK(found >= count);
+    mt_ranked_sort(places, found);
+    for (int64_t b = 0; b < count; b++)
+        for (int64_t i = 0; i < size; i++) {
+            batch_of[places[b].index + i] = first + b;
+            end[places[b].index + i] = plan->batches[first + b].work - places[b].by;
+        }
+}
+
+/* Lays the batches out over the slots: larger blocks first, so that every block is aligned, and of one size those with
+ * the most work first, so that the batches of a slot are alike. */
+static void mt_step_plan_tile(mt_step_plan *plan, bool meets) {
+    int64_t ranks = plan->num_ranks, at = 0;
+    double *end = mt_calloc(ranks * 8);
+    mt_ranked *places = mt_malloc(ranks * (int64_t)sizeof *places);
+    qsort(plan->batches, (size_t)plan->num_batches, sizeof *plan->batches, mt_batch_compare);
+    for (int64_t i = 0; i < plan->num_slots * ranks; i++) plan->batch_of[i] = -1;
+    for (int64_t b = 0, count; b < plan->num_batches; b += count) {
+        int64_t size = plan->batches[b].context_size, slot = at / ranks, room = (slot + 1) * ranks - at;
+        double latest = 0;
+        if (at % ranks == 0 && meets) {
+            for (int64_t r = 0; r < ranks; r++) latest = fmax(latest, end[r]);
+            for (int64_t r = 0; r < ranks; r++) end[r] = latest;
+        }
+        for (count = 0; b + count < plan->num_batches && plan->batches[b + count].context_size == size; count++)
+            if ((count + 1) * size > room) break;
+        mt_slot_place(plan, slot, b, count, end, places);
+        at += count * size;
+    }
+    MT_CHECK(at == plan->num_slots * ranks);
+    free(end), free(places);
+}
+
+/* The plan of the divided pieces; false if some do not fit. */
+static bool mt_solver_plan(mt_solver *v, mt_step_plan *plan) {
+    int64_t places = v->num_slots * v->shape->num_ranks, idle = places, size = v->shape->min_context_size;
+    *plan = (mt_step_plan){.num_slots = v->num_slots, .num_ranks = v->shape->num_ranks};
+    plan->pieces = mt_malloc(v->count * (int64_t)sizeof *plan->pieces);
+    plan->batches = mt_malloc(places * (int64_t)sizeof *plan->batches);
+    plan->batch_of = mt_malloc(places * 8);
+    bool fits = true;
+    for (int64_t k = MT_MAX_SIZES - 1; k >= 0; k--) {
+        if (v->bins[k] > 0) fits = mt_solver_fill(v, plan, k) && fits;
+        idle -= v->bins[k] << k;
+    }
+    for (; idle > 0; idle -= size)
+        plan->batches[plan->num_batches++] = (mt_plan_batch){.first = v->count, .context_size = size};
+    if (fits) mt_step_plan_tile(plan, v->shape->meets);
+    return fits;
+}
+
+/* True for a number of slots that the pipeline's schedule can run. */
+static bool mt_slots_are_valid(int64_t slots, const mt_plan_shape *shape) {
+    int64_t group = mt_max(shape->slot_group, 1), rest = slots % group;
+    return slots >= group && (rest == 0 || rest >= shape->slot_rest);
+}
+
+void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t count, const mt_plan_shape *shape) {
+    static const double tightness[] = {1.02, 1.1, 1.25, 1.6, 2.5, 1e300}; // of the limit to the mean work of a slot
+    enum { TRIED_SLOTS = 2 };
+    MT_CHECK(shape->num_ranks % shape->context_size == 0 && shape->context_size < (int64_t)1 << MT_MAX_SIZES);
+    mt_solver v = {.shape = shape, .pieces = pieces, .count = count};
+    v.sorted = mt_malloc(count * (int64_t)sizeof *v.sorted);
+    v.tokens = mt_calloc(2 * (count + 1) * 8), v.pairs = v.tokens + count + 1, v.bin_of = mt_malloc(count * 8);
+    for (int64_t i = 0; i < count; i++) {
+        MT_CHECK(pieces[i].length <= shape->context_size * shape->rank_tokens);
+        v.sorted[i] = (mt_ranked){(double)pieces[i].length, i};
+    }
+    mt_ranked_sort(v.sorted, count);
+    for (int64_t i = 0; i < count; i++) {
+        double length = v.sorted[i].by;
+        v.tokens[i + 1] = v.tokens[i] + length, v.pairs[i + 1] = v.pairs[i] + length * length;
+    }
+    double total = mt_shared_work(&shape->work, v.tokens[count], v.pairs[count], 1), best = INFINITY;
+    int64_t memory = (int64_t)ceil(v.tokens[count] / (double)(shape->num_ranks * shape->rank_tokens));
+    *plan = (mt_step_plan){0};
+    for (int64_t tried = 0, slots = mt_max(memory, 1); tried < TRIED_SLOTS; slots++) {
+        bool found = false;
+        int64_t before[MT_MAX_SIZES] = {-1};
+        if (!mt_slots_are_valid(slots, shape)) continue;
+        v.num_slots = slots;
+        for (size_t i = 0; i < sizeof tightness / sizeof *tightness; i++) {
+            mt_step_plan candidate;
+            if (!mt_solver_divide(&v, tightness[i] * fmax(total / (double)(slots * shape->num_ranks), 1))) continue;
+            if (memcmp(before, v.bins, sizeof before) == 0) continue; // the same plan
+            memcpy(before, v.bins, sizeof before);
+            bool fits = mt_solver_plan(&v, &candidate);
+            double span = fits ? mt_step_plan_span(&candidate, shape->meets) : INFINITY;
+            found = found || fits;
+            mt_step_plan *worse = span < best ? plan : &candidate, old = *worse;
+            if (span < best) best = span, *plan = candidate;
+            mt_step_plan_free(&old);
+        }
+        tried += found;
+    }
+    free(v.sorted), free(v.tokens), free(v.bin_of);
 }
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */

@@ -115,7 +115,7 @@ int64_t mt_packing_count(mt_packing *packing, int64_t epochs);
  */
 
 /* The predicted work of a model's tokens: the linear and the quadratic term of mt_flops (report.h), and the FLOPs that
- * an H200 computes while it exchanges a token's keys and values, forward and backward, over NVLink. */
+ * an H200 computes while it receives a token's keys and values, forward and backward, over NVLink. */
 mt_token_work mt_token_work_of(const mt_options *options);
 
 /* A sample in the run: sample number, positions, and token index (mt_batch) of its first position, which is row *
@@ -150,6 +150,12 @@ typedef struct mt_plan_shape {
     bool regroups;                       // micro-batches hold any samples that fit in their rows, not whole rows
     bool in_order;                       // rows are dealt in order, without regard to their work
     mt_token_work work;
+
+    /* dynamic context parallelism */
+    int64_t context_size, min_context_size; // ranks of the largest and the smallest block; powers of two
+    int64_t rank_tokens;                    // tokens of a micro-batch on each of its ranks, at most
+    bool meets;                             // all ranks wait for one another in each slot, as with experts
+    int64_t slot_group, slot_rest;          // slots are groups of slot_group, and at least slot_rest more or none
 } mt_plan_shape;
 
 /* Plans the step of `num_rows` rows, a multiple of num_ranks * micro_batch_size; row r has the `pieces`
@@ -157,6 +163,21 @@ typedef struct mt_plan_shape {
  * the plan. */
 void mt_step_plan_balance(mt_step_plan *plan, const mt_piece *pieces, const int64_t *first, int64_t num_rows,
                           const mt_plan_shape *shape);
+
+/* Dynamic context parallelism. Plans a step whose ranks are all num_ranks = data-parallel x context-parallel ranks,
+ * with context-parallel ranks as neighbours. In each slot the ranks are divided into aligned blocks of 2^k neighbours,
+ * and the ranks of a block share a batch. A sample gets the smallest block that has memory for it and computes it in
+ * about the time of the slot; blocks of one size have even work. `pieces` [count] fit in context_size * rank_tokens
+ * each. A pure function of the lengths. Free the plan. */
+void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t count, const mt_plan_shape *shape);
+
+/* Predicted work of each of `size` ranks that share samples of `tokens` tokens and `pairs` pairs (sums of lengths and
+ * of their squares): each computes its share, and receives the keys and values of all other ranks. */
+double mt_shared_work(const mt_token_work *work, double tokens, double pairs, int64_t size);
+
+/* The time of a plan in predicted work: blocks begin when their ranks have finished the slots before; with `meets`,
+ * when all ranks have. */
+double mt_step_plan_span(const mt_step_plan *plan, bool meets);
 
 /* Predicted work of the slowest rank divided by the mean of all ranks, minus 1. */
 double mt_step_plan_imbalance(const mt_step_plan *plan);

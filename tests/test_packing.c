@@ -196,7 +196,13 @@ static void a_step_has_every_sample_once_and_even_work(void **state) {
         for (int64_t ranks = 1; ranks <= 16; ranks *= 2)
             for (int64_t each = 1; each <= 3; each++)
                 for (int variable = 0; variable < 2; variable++) {
-                    mt_plan_shape shape = {ranks, each, ROW, !variable, variable, true, config.work};
+                    mt_plan_shape shape = {.num_ranks = ranks,
+                                           .micro_batch_size = each,
+                                           .row_length = ROW,
+                                           .pads = !variable,
+                                           .regroups = variable,
+                                           .in_order = true,
+                                           .work = config.work};
                     mt_step_plan before, after;
                     mt_step_plan_balance(&before, pieces, first, ROWS, &shape);
                     shape.in_order = false;
@@ -227,7 +233,7 @@ static void a_batch_restarts_positions_and_masks_prompts_and_padding(void **stat
     const mt_samples samples = {2, offsets, tokens, is_trained};
     const mt_piece pieces[] = {{0, 3, 100}, {1, 5, 103}};
     const int64_t first[] = {0, 2};
-    mt_plan_shape shape = {1, 1, 80, true, false, true, {1, 1, 0}};
+    mt_plan_shape shape = {.num_ranks = 1, .micro_batch_size = 1, .row_length = 80, .pads = true, .work = {1, 1, 0}};
     mt_step_plan plan;
     mt_batch batch;
     mt_batch_alloc(&batch, 80);
@@ -258,6 +264,118 @@ static void a_batch_restarts_positions_and_masks_prompts_and_padding(void **stat
     }
     mt_step_plan_free(&plan);
     mt_batch_free(&batch);
+}
+
+/* ---- dynamic context parallelism */
+
+/* Every piece is once in a plan; blocks are aligned, partition the ranks of each slot, and have memory. */
+static void check_blocks(const mt_step_plan *plan, int64_t count, const mt_plan_shape *shape) {
+    int64_t ranks = plan->num_ranks, batches = 0;
+    char *pieces = mt_calloc(count + 1), *seen = mt_calloc(plan->num_batches);
+    assert_int_equal(plan->num_pieces, count);
+    for (int64_t slot = 0; slot < plan->num_slots; slot++)
+        for (int64_t rank = 0, size; rank < ranks; rank += size) {
+            int64_t index = plan->batch_of[slot * ranks + rank], tokens = 0;
+            const mt_plan_batch *batch = &plan->batches[index];
+            size = batch->context_size;
+            assert_true(size >= shape->min_context_size && size <= shape->context_size && (size & (size - 1)) == 0);
+            assert_int_equal(rank % size, 0);
+            for (int64_t i = 0; i < size; i++) assert_int_equal(plan->batch_of[slot * ranks + rank + i], index);
+            assert_int_equal(seen[index]++, 0);
+            batches++;
+            for (int64_t i = batch->first; i < batch->first + batch->count; i++) {
+                tokens += plan->pieces[i].length;
+                assert_int_equal(pieces[plan->pieces[i].sample]++, 0);
+            }
+            assert_int_equal(tokens, batch->num_tokens);
+            assert_true(tokens <= size * shape->rank_tokens);
+        }
+    assert_int_equal(batches, plan->num_batches);
+    for (int64_t i = 0; i < count; i++) assert_int_equal(pieces[i], 1);
+    free(pieces);
+    free(seen);
+}
+
+/* Random lengths, ranks and limits. With many samples the predicted work of all ranks is even; the plan is the same for
+ * the same lengths. */
+static void blocks_are_aligned_and_even(void **state) {
+    (void)state;
+    for (uint64_t round = 0; round < 100; round++) {
+        uint32_t draw[4], more[4];
+        mt_philox(draw, 11, round, 0);
+        mt_philox(more, 11, round, 1);
+        int64_t context = (int64_t)1 << draw[0] % 5, data = 1 + draw[1] % 4, count = draw[2] % 600;
+        int64_t unit = 1 + draw[3] % 100, longest = context * unit * (1 + more[0] % 50);
+        mt_plan_shape shape = {.num_ranks = context * data,
+                               .context_size = context,
+                               .min_context_size = (int64_t)1 << more[1] % 5,
+                               .rank_tokens = longest / context,
+                               .meets = more[2] % 2,
+                               .slot_group = more[3] % 4,
+                               .slot_rest = more[3] % 4 / 2,
+                               .work = {6e9, 1e6 * (more[2] % 7), 1e9 * (more[2] % 3)}};
+        shape.min_context_size = mt_min(shape.min_context_size, context);
+        mt_piece *pieces = mt_calloc((count + 1) * (int64_t)sizeof *pieces);
+        for (int64_t i = 0; i < count; i++)
+            pieces[i] = (mt_piece){i, mt_lognormal_length(round, i, mt_max(longest / 32, 1), 1.3, longest), i};
+        mt_step_plan plan, again;
+        mt_step_plan_solve(&plan, pieces, count, &shape);
+        mt_step_plan_solve(&again, pieces, count, &shape);
+        check_blocks(&plan, count, &shape);
+        int64_t group = mt_max(shape.slot_group, 1), rest = plan.num_slots % group;
+        assert_true(plan.num_slots >= group && (rest == 0 || rest >= shape.slot_rest));
+        assert_int_equal(plan.num_slots, again.num_slots);
+        assert_memory_equal(plan.batch_of, again.batch_of, (size_t)(plan.num_slots * plan.num_ranks) * 8);
+        assert_memory_equal(plan.pieces, again.pieces, (size_t)count * sizeof *pieces);
+        mt_step_plan_free(&plan);
+        mt_step_plan_free(&again);
+        free(pieces);
+    }
+}
+
+/* A long-tailed step of 8 and of 64 ranks: even work, in less time than with every row on a whole context group. */
+static void dynamic_blocks_are_even_and_faster(void **state) {
+    (void)state;
+    enum { LONGEST = 65536, SAMPLES = 12000 };
+    const mt_token_work work = {5e10, 7e5, 1e10}; // of 8 billion parameters with as many key heads as query heads
+    int64_t *lengths = mt_malloc(SAMPLES * 8), first[129] = {0};
+    mt_piece *pieces = mt_calloc(SAMPLES * (int64_t)sizeof *pieces);
+    mt_rows rows;
+    for (int64_t i = 0; i < SAMPLES; i++) lengths[i] = mt_lognormal_length(5, i, 2048, 1.3, LONGEST);
+    mt_rows_pack(&rows, lengths, SAMPLES, LONGEST, 1024, 0, 0);
+    for (int64_t i = 0; i < rows.first[128]; i++) pieces[i] = (mt_piece){i, lengths[rows.order[i]], i};
+    for (int64_t r = 0; r <= 128; r++) first[r] = rows.first[r];
+    for (int64_t ranks = 8; ranks <= 64; ranks *= 8)
+        for (int meets = 0; meets < 2; meets++) {
+            mt_plan_shape shape = {.num_ranks = ranks,
+                                   .context_size = 8,
+                                   .min_context_size = 1,
+                                   .rank_tokens = LONGEST / 8,
+                                   .meets = meets,
+                                   .work = work};
+            mt_plan_shape fixed = {.num_ranks = ranks / 8, .micro_batch_size = 1, .row_length = LONGEST, .work = work};
+            mt_step_plan plan, whole;
+            int64_t num_rows = 2 * ranks;
+            mt_step_plan_solve(&plan, pieces, first[num_rows], &shape);
+            check_blocks(&plan, first[num_rows], &shape);
+            double off = mt_step_plan_imbalance(&plan), span = mt_step_plan_span(&plan, meets), sum = 0;
+            mt_step_plan_balance(&whole, pieces, first, num_rows, &fixed);
+            for (int64_t b = 0; b < whole.num_batches; b++) {
+                double pairs = 0, tokens = (double)whole.batches[b].num_tokens;
+                for (int64_t i = 0; i < whole.batches[b].count; i++) {
+                    double length = (double)whole.pieces[whole.batches[b].first + i].length;
+                    pairs += length * length;
+                }
+                sum += mt_shared_work(&work, tokens, pairs, 8) / (double)(ranks / 8); // perfectly even
+            }
+            if (off > 0.05 || span > 0.85 * sum)
+                fail_msg("%lld ranks, meets %d: off by %.3f, %.3f of static", (long long)ranks, meets, off, span / sum);
+            mt_step_plan_free(&plan);
+            mt_step_plan_free(&whole);
+        }
+    mt_rows_free(&rows);
+    free(lengths);
+    free(pieces);
 }
 
 /* ---- training */
@@ -361,6 +479,8 @@ int main(void) {
         cmocka_unit_test(epochs_end_with_their_last_row),
         cmocka_unit_test(a_step_has_every_sample_once_and_even_work),
         cmocka_unit_test(a_batch_restarts_positions_and_masks_prompts_and_padding),
+        cmocka_unit_test(blocks_are_aligned_and_even),
+        cmocka_unit_test(dynamic_blocks_are_even_and_faster),
         cmocka_unit_test(packed_samples_train_as_one_by_one),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
