@@ -2851,6 +2851,7 @@ static void mt_share_threads(const mt_group *world) {
     X(EMBEDDING, embedding, "embedding", 0, 0, 0, 0, 1)                                                                \
     X(MODEL, model, "model", 0, 1, 0, 0, 1)                                                                            \
     X(TENSOR_CONTEXT, tensor_context, "tensor-context", 0, 1, 1, 0, 0)                                                 \
+    X(STAGE, stage, "stage", 0, 1, 1, 1, 0)                                                                            \
     X(EXPERT, expert, "expert", 1, 0, 1, 0, 0)                                                                         \
     X(EXPERT_TENSOR, expert_tensor, "expert-tensor", 1, 1, 0, 0, 0)                                                    \
     X(EXPERT_DATA, expert_data, "expert-data", 1, 0, 0, 1, 0)                                                          \
@@ -7959,6 +7960,8 @@ static void mt_sharding_start(mt_model *m) {
         }
         mt_bucket_bind(m, i);
     }
+    int64_t amax_bytes = 2 * m->num_params * (int64_t)sizeof *m->state_amax;
+    if (m->state_amax) m->ops->memory_zero(m->state_amax, amax_bytes, m->stream);
 }
 
 static void mt_sharding_close(mt_model *m) {
@@ -8896,8 +8899,8 @@ static void mt_fp8_update_scales(mt_model *m) {
     a.scale = m->fp8->scale, a.history = m->fp8->history, a.largest = m->fp8->largest;
     a.margin = (float)m->options->fp8_margin, a.guard = &m->numbers->grad_scale;
     a.most_recent = m->options->fp8_amax_compute_algo == MT_AMAX_MOST_RECENT;
-    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, &m->grid->tensor_context, m->stream);
-    if (!m->options->tp_only_amax_red) m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, &m->grid->data, m->stream);
+    const mt_group *group = m->options->tp_only_amax_red ? &m->grid->tensor_context : &m->grid->stage;
+    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, group, m->stream);
     m->ops->fp8_scale_step(&a, m->stream);
 }
 

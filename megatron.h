@@ -943,12 +943,11 @@ typedef struct mt_dropout_add_args {
 } mt_dropout_add_args;
 
 #define MT_ROW_OPERATIONS(OP)                                                                                          \
-    /* out[T, C] = residual + dropout(x). With i = first_channel + c, element                                          \
-     * (t, c) is kept when word i % 4 of Philox at (token_index[t], i / 4) is at least p 2^32, and then scaled by      \
-     * 1 / (1 - p). */                                                                                                 \
+    /* out[T, C] = residual + dropout(x). With i = first_channel + c, element (t, c) is kept when word i % 4 of Philox \
+     * at (token_index[t], i / 4) is at least p 2^32, and then scaled by 1 / (1 - p). */                               \
     OP(dropout_add_forward, mt_work_bytes((a->residual ? 3 : 2) * a->T * a->C, dtype), (a, dtype, stream),             \
        const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream)                                                \
-    /* out, the gradient of x, = dropout(x), x the gradient of the sum, which is also that of the residual. */         \
+    /* out = dropout(x): x is the gradient of the sum and of the residual, out that of the forward's x. */             \
     OP(dropout_add_backward, mt_work_bytes(2 * a->T * a->C, dtype), (a, dtype, stream), const mt_dropout_add_args *a,  \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     /* y[n] = a[n] + b[n], in fp32 and rounded once; y may be a or b. */                                               \
@@ -1520,6 +1519,7 @@ typedef enum mt_group_kind {
     MT_GROUP_EMBEDDING,
     MT_GROUP_MODEL,
     MT_GROUP_TENSOR_CONTEXT,
+    MT_GROUP_STAGE,
     MT_GROUP_EXPERT,
     MT_GROUP_EXPERT_TENSOR,
     MT_GROUP_EXPERT_DATA,
@@ -1540,6 +1540,7 @@ typedef struct mt_grid {
     mt_group embedding;      // first and last stage, which share tied embeddings; other stages: alone
     mt_group model;          // tp x pp: the ranks that hold one model
     mt_group tensor_context; // tp x cp
+    mt_group stage;          // tp x cp x dp: the ranks with the same layers
     mt_group expert, expert_tensor, expert_data;
     mt_group expert_exchange; // etp x ep: the ranks that hold a layer's experts and dispatch tokens to each other
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
