@@ -6265,80 +6265,103 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
-/* Sequences are distributed over ranks. A sequence is cut into 2 cp chunks, and rank r owns chunks r and 2 cp - 1 - r:
- * under a causal mask all such pairs have equal work. Only attention needs rows of other ranks; --cp-comm-type selects
- * one of four ways to get them, built from two levels. Within the a2a group, ranks exchange tokens for heads: each gets
- * all tokens of the group and a share of the heads. Across the ring group, keys and values pass from rank to rank (p2p)
- * or are gathered (all_gather). The ranks of an a2a group are adjacent, and their chunks form two chunks of a coarser
- * zig-zag, so the levels compose. Invariants: local rows are in order of position within every sequence; partial sums
- * are fp32 and are added in a fixed order; the backward communicates again, so no more is saved than on one rank. */
+/* The tokens of a micro-batch are distributed over ranks, wherever its sequences begin and end: they are cut into 2 cp
+ * chunks, and rank r owns chunks r and 2 cp - 1 - r. All ranks own equally many tokens, and the chunks are chosen so that
+ * their queries see about equally many keys. Only attention needs rows of other ranks; --cp-comm-type selects one of
+ * four ways to get them, built from two levels. Within the a2a group, ranks exchange tokens for heads: each gets all
+ * tokens of the group and a share of the heads. Across the ring group, keys and values pass from rank to rank (p2p) or
+ * are gathered (all_gather). The chunks are those of the ring; the adjacent ranks of an a2a group share the tokens of
+ * their two chunks in equal consecutive parts. Invariants: local rows are in order of position; partial sums are fp32
+ * and are added in a fixed order; the backward communicates again, so no more is saved than on one rank. */
 
-/* Writes the rows of a batch that `rank` of `size` owns, in order; spans must cover the batch. Returns their number. */
-static int64_t mt_zigzag_rows(int32_t *rows, const mt_span *spans, int64_t num_spans, int64_t size, int64_t rank) {
-    int64_t count = 0;
-    for (int64_t s = 0; s < num_spans; s++) {
-        int64_t chunk = spans[s].q_len / (2 * size), owned[2] = {rank, 2 * size - 1 - rank};
-        for (int half = 0; half < 2; half++)
-            for (int64_t i = 0; i < chunk; i++) rows[count++] = (int32_t)(spans[s].q_start + owned[half] * chunk + i);
+/* Keys that the queries of tokens [begin, end) of a batch see; spans are adjacent causal sequences. */
+static int64_t mt_keys_seen(const mt_batch *batch, int64_t begin, int64_t end, int64_t window) {
+    int64_t keys = 0;
+    for (int64_t s = 0; s < batch->num_spans; s++) {
+        int64_t start = batch->spans[s].q_start, length = batch->spans[s].q_len, edges[2] = {begin, end};
+        for (int e = 0; e < 2; e++) {
+            int64_t n = mt_min(mt_max(edges[e] - start, 0), length);
+            int64_t full = window > 0 ? mt_min(n, window) : n; // queries that see all keys before them
+            int64_t before = full * (full + 1) / 2 + (n - full) * window;
+            keys += e == 0 ? -before : before;
+        }
     }
-    return count;
+    return keys;
 }
 
-/* Checks that the spans are adjacent whole causal sequences with lengths that are multiples of 2 cp. */
+/* The span of token t, searched from span s on. */
+static int64_t mt_span_of_token(const mt_batch *batch, int64_t s, int64_t t) {
+    while (t >= batch->spans[s].q_start + batch->spans[s].q_len) s++;
+    return s;
+}
+
+void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window) {
+    const mt_span *spans = whole->spans;
+    int64_t begin = 0, end = whole->num_tokens, T = end / ranks, keys = mt_keys_seen(whole, 0, end, window);
+    MT_CHECK(end % ranks == 0);
+    cuts[0] = begin, cuts[2 * ranks] = end;
+    for (int64_t r = 0; r < ranks; r++) { // the rank owns tokens at both ends of [begin, end): `left` and T - left
+        int64_t mine = mt_keys_seen(whole, end - T, end, window), best = 0, chosen = 0, left = 0;
+        int64_t first = mt_span_of_token(whole, 0, begin), last = mt_span_of_token(whole, first, end - T), least = INT64_MAX;
+        for (;; left++) {
+            int64_t error = mine * (ranks - r) - keys, from_middle = 2 * left > T ? 2 * left - T : T - 2 * left;
+            error = error < 0 ? -error : error;
+            if (error < least || (error == least && from_middle < (2 * best > T ? 2 * best - T : T - 2 * best)))
+                least = error, best = left, chosen = mine;
+            if (left == T) break;
+            first = mt_span_of_token(whole, first, begin + left), last = mt_span_of_token(whole, last, end - T + left);
+            int64_t gained = begin + left - spans[first].q_start + 1, lost = end - T + left - spans[last].q_start + 1;
+            mine += window > 0 ? mt_min(gained, window) - mt_min(lost, window) : gained - lost;
+        }
+        begin += best, end -= T - best, keys -= chosen;
+        cuts[r + 1] = begin, cuts[2 * ranks - 1 - r] = end;
+    }
+}
+
+void mt_context_rows(int32_t *rows, const int64_t *cuts, int64_t ranks, int64_t rank) {
+    int64_t owned[2] = {rank, 2 * ranks - 1 - rank};
+    for (int half = 0; half < 2; half++)
+        for (int64_t t = cuts[owned[half]]; t < cuts[owned[half] + 1]; t++) *rows++ = (int32_t)t;
+}
+
+void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, int64_t T) {
+    int64_t s = 0, of_span = -1;
+    part->num_tokens = T, part->num_spans = 0;
+    for (int64_t t = 0; t < T; t++) {
+        int64_t from = rows[t];
+        part->tokens[t] = whole->tokens[from];
+        part->labels[t] = whole->labels[from];
+        part->loss_mask[t] = whole->loss_mask[from];
+        part->positions[t] = whole->positions[from];
+        part->token_index[t] = whole->token_index[from];
+        s = mt_span_of_token(whole, s, from);
+        if (s != of_span) part->spans[part->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
+        of_span = s;
+        part->spans[part->num_spans - 1].q_len = ++part->spans[part->num_spans - 1].k_len;
+    }
+}
+
+/* Checks that the spans are adjacent whole causal sequences that cover the batch, and that the tokens divide. */
 static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *error) {
     int64_t end = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
         const mt_span *span = &batch->spans[s];
-        if (span->q_start != end || span->k_start != end || span->q_len != span->k_len || !span->causal)
+        if (!span->causal || span->q_start != end || span->k_start != end || span->q_len != span->k_len)
             return mt_error_set(error,
                                 "sequence %lld of the micro-batch is not a whole causal sequence adjacent to the "
-                                "previous one; --context-parallel-size %lld requires that",
+                                "previous one; --context-parallel-size %lld cannot distribute it",
                                 (long long)s, (long long)cp);
-        if (span->q_len % (2 * cp) != 0)
-            return mt_error_set(error,
-                                "a sequence of %lld tokens does not divide into the 2 x %lld chunks of "
-                                "--context-parallel-size; pad it to a multiple of %lld, or leave out what cuts samples "
-                                "into documents (--reset-attention-mask)",
-                                (long long)span->q_len, (long long)cp, (long long)(2 * cp));
         end += span->q_len;
     }
-    if (end == batch->num_tokens) return 0;
-    return mt_error_set(error,
-                        "%lld tokens of the micro-batch are in no sequence; --context-parallel-size %lld cannot "
-                        "distribute them",
-                        (long long)(batch->num_tokens - end), (long long)cp);
+    if (end != batch->num_tokens)
+        return mt_error_set(error,
+                            "%lld tokens of the micro-batch are in no sequence; --context-parallel-size %lld cannot "
+                            "distribute them",
+                            (long long)(batch->num_tokens - end), (long long)cp);
+    if (end % cp == 0) return 0;
+    return mt_error_set(error, "%lld tokens do not divide by --context-parallel-size %lld; pad them (mt_batch_pad)",
+                        (long long)end, (long long)cp);
 }
-
-int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error) {
-    MT_CHECK(cp >= 1 && rank >= 0 && rank < cp);
-    if (mt_batch_check_context(whole, cp, error)) return -1;
-    int64_t t = 0;
-    for (int64_t s = 0; s < whole->num_spans; s++) {
-        const mt_span *span = &whole->spans[s];
-        int64_t chunk = span->q_len / (2 * cp), owned[2] = {rank, 2 * cp - 1 - rank};
-        local->spans[s] = (mt_span){.q_start = t, .q_len = 2 * chunk, .k_start = t, .k_len = 2 * chunk, .causal = true};
-        for (int half = 0; half < 2; half++)
-            for (int64_t i = 0; i < chunk; i++, t++) {
-                int64_t from = span->q_start + owned[half] * chunk + i;
-                local->tokens[t] = whole->tokens[from];
-                local->labels[t] = whole->labels[from];
-                local->loss_mask[t] = whole->loss_mask[from];
-                local->positions[t] = whole->positions[from];
-                local->token_index[t] = whole->token_index[from];
-            }
-    }
-    local->num_tokens = t;
-    local->num_spans = whole->num_spans;
-    return 0;
-}
-
-/* Lists of spans for an attention call. */
-enum {
-    MT_CONTEXT_WHOLE,   // own keys, causal; with all_gather: both query chunks, all keys up to their ends
-    MT_CONTEXT_EARLIER, // keys of a lower rank: all queries attend to the first half of them
-    MT_CONTEXT_LATER,   // keys of a higher rank: the second half of the queries attends to all of them
-    MT_CONTEXT_LISTS
-};
 
 /* One shift of the ring: a buffer is sent to the next rank while another arrives from the previous rank. */
 typedef struct mt_ring_shift {
@@ -6351,16 +6374,16 @@ struct mt_context {
     /* the micro-batch */
     int64_t T, M, N;   // rows of this rank, of its a2a group, of the whole batch
     int32_t *identity; // [M] 0, 1, 2, ...
-    int32_t *rows;     // positions of received rows: [M] for a2a, [N] for all_gather
+    int32_t *rows;     // all_gather: positions [N] of received rows
     int64_t *index;    // token_index: [ring ranks, M]; with all_gather [N] in order of position
-    mt_span *spans;    // [MT_CONTEXT_LISTS] lists on the device, one after another
-    mt_spans lists[MT_CONTEXT_LISTS];
+    mt_span *spans;    // the lists on the device, one after another
+    mt_spans *lists;   // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
+    int64_t *cuts;     // [2 ring ranks + 1]: see mt_context_cut
     int32_t *host_rows; // [N]
     int64_t *host_index;
     mt_span *host_spans;
-    /* a2a: send and receive buffers [T, widest operand]; operands with all rows of the group and a share of the heads
-     */
-    void *send, *receive;
+    /* a2a: one operand [T, widest] by head; operands with all rows of the group and a share of the heads */
+    void *by_head;
     void *q, *k, *v, *out, *dout, *dq, *dk, *dv;
     /* ring: current and next keys and values [M, G (D + Dv)]; results of one block; sums */
     void *kv[2], *part, *dkv_part;
@@ -6410,8 +6433,7 @@ static void mt_context_plan_a2a(mt_context *c, mt_arena *arena) {
     const mt_context_plan *p = &c->plan;
     int64_t size = mt_dtype_size(p->dtype), T = p->max_tokens; // M rows of 1 / A of the heads are T rows of all
     int64_t D = p->head_size, Dv = p->value_size, H = p->num_heads, G = p->num_groups;
-    c->send = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
-    c->receive = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
+    c->by_head = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
     c->q = mt_arena_alloc(arena, T * H * D * size);
     c->k = mt_arena_alloc(arena, T * G * D * size);
     c->v = mt_arena_alloc(arena, T * G * Dv * size);
@@ -6423,15 +6445,18 @@ static void mt_context_plan_a2a(mt_context *c, mt_arena *arena) {
     c->dv = mt_arena_alloc(arena, T * G * Dv * size);
 }
 
+/* Lists of spans, each with at most one span for each of the M queries. */
+static int64_t mt_context_num_lists(const mt_context_plan *plan) {
+    return plan->comm_type == MT_CP_ALL_GATHER ? 1 : plan->ring->size;
+}
+
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
-    int64_t max_spans = c->plan.max_tokens / 2; // at least two tokens per span on a rank; one rank: one token
-    if (c->plan.a2a->size * c->plan.ring->size == 1) max_spans = c->plan.max_tokens;
     c->M = c->plan.max_tokens * c->plan.a2a->size;
     c->N = c->M * c->plan.ring->size;
     c->identity = mt_arena_alloc(arena, c->M * 4);
-    c->rows = mt_arena_alloc(arena, c->N * 4);
+    if (c->plan.comm_type == MT_CP_ALL_GATHER) c->rows = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
-    c->spans = mt_arena_alloc(arena, MT_CONTEXT_LISTS * max_spans * (int64_t)sizeof(mt_span));
+    c->spans = mt_arena_alloc(arena, mt_context_num_lists(&c->plan) * c->M * (int64_t)sizeof(mt_span));
     if (c->plan.ring->size > 1) mt_context_plan_ring(c, arena);
     if (c->plan.a2a->size > 1) mt_context_plan_a2a(c, arena);
 }
@@ -6466,7 +6491,9 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     mt_context_plan_memory(c, &arena);
     c->host_rows = mt_malloc(c->N * 4);
     c->host_index = mt_malloc(c->N * 8);
-    c->host_spans = mt_malloc(MT_CONTEXT_LISTS * plan->max_tokens * (int64_t)sizeof(mt_span));
+    c->host_spans = mt_malloc(mt_context_num_lists(plan) * c->M * (int64_t)sizeof(mt_span));
+    c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
+    c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
     for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
     ops->memory_copy(c->identity, c->host_rows, c->M * 4, stream);
     ops->stream_synchronize(stream);
@@ -6481,76 +6508,93 @@ void mt_context_destroy(mt_context *c) {
     free(c->host_rows);
     free(c->host_index);
     free(c->host_spans);
+    free(c->lists);
+    free(c->cuts);
     free(c);
 }
 
 /* ---- the micro-batch: spans, and positions of rows */
 
-/* A rank's spans with its own keys, with keys of a lower rank, or with keys of a higher rank. */
-static int64_t mt_ring_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int list) {
-    for (int64_t s = 0; s < num_spans; s++) {
-        int64_t n = whole[s].q_len / ranks, at = whole[s].q_start / ranks, half = n / 2;
-        if (list == MT_CONTEXT_WHOLE) spans[s] = (mt_span){at, n, at, n, true};
-        if (list == MT_CONTEXT_EARLIER) spans[s] = (mt_span){at, n, at, half, false};
-        if (list == MT_CONTEXT_LATER) spans[s] = (mt_span){at + half, half, at, n, false};
-    }
-    return num_spans;
+/* Rows of a sequence on a rank: local rows [start, start + low + high), of which `low` are in its first chunk. They are
+ * contiguous, because a sequence with rows in both chunks fills everything between them. */
+typedef struct mt_context_part {
+    int64_t start, low, high;
+} mt_context_part;
+
+/* The part of tokens [begin, end) that rank `rank` owns. */
+static mt_context_part mt_context_part_of(const int64_t *cuts, int64_t ranks, int64_t rank, int64_t begin,
+                                          int64_t end) {
+    const int64_t *low = &cuts[rank], *high = &cuts[2 * ranks - 1 - rank];
+    int64_t first = mt_max(begin, low[0]), second = mt_max(begin, high[0]);
+    mt_context_part part = {.low = mt_max(0, mt_min(end, low[1]) - first)};
+    part.high = mt_max(0, mt_min(end, high[1]) - second);
+    part.start = part.low > 0 ? first - low[0] : low[1] - low[0] + second - high[0];
+    return part;
 }
 
-/* The list for keys of rank `source`. */
-static int mt_ring_list_of(int64_t rank, int64_t source) {
-    return source == rank ? MT_CONTEXT_WHOLE : source < rank ? MT_CONTEXT_EARLIER : MT_CONTEXT_LATER;
-}
-
-int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
+int64_t mt_ring_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks, int64_t rank,
                       int64_t source) {
-    return mt_ring_list(spans, whole, num_spans, ranks, mt_ring_list_of(rank, source));
-}
-
-/* all_gather: each of a rank's two query chunks attends to all keys up to the chunk's end. */
-static int64_t mt_gather_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank) {
     int64_t count = 0;
-    for (int64_t s = 0; s < num_spans; s++) {
-        int64_t keys = whole[s].k_start, at = keys / ranks, chunk = whole[s].q_len / (2 * ranks);
-        spans[count++] = (mt_span){at, chunk, keys, (rank + 1) * chunk, true};
-        spans[count++] = (mt_span){at + chunk, chunk, keys, (2 * ranks - rank) * chunk, true};
+    for (int64_t s = 0; s < whole->num_spans; s++) {
+        int64_t begin = whole->spans[s].q_start, end = begin + whole->spans[s].q_len;
+        mt_context_part q = mt_context_part_of(cuts, ranks, rank, begin, end);
+        mt_context_part k = mt_context_part_of(cuts, ranks, source, begin, end);
+        if (source > rank) q.start += q.low, q.low = 0; // both of the source's chunks lie between this rank's chunks
+        if (source < rank) k.high = 0;
+        mt_span span = {q.start, q.low + q.high, k.start, k.low + k.high, source == rank};
+        if (span.q_len > 0 && span.k_len > 0) spans[count++] = span;
     }
     return count;
 }
 
-/* Builds the span lists of a micro-batch from the spans of the whole batch. */
+/* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. */
+static int64_t mt_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
+                               int64_t rank) {
+    int64_t count = 0, row = 0, owned[2] = {rank, 2 * ranks - 1 - rank};
+    for (int half = 0; half < 2; half++)
+        for (int64_t s = 0, *chunk = (int64_t[2]){cuts[owned[half]], cuts[owned[half] + 1]}; s < whole->num_spans; s++) {
+            int64_t begin = whole->spans[s].q_start, end = mt_min(begin + whole->spans[s].q_len, chunk[1]);
+            int64_t queries = end - mt_max(begin, chunk[0]);
+            if (queries <= 0) continue;
+            spans[count++] = (mt_span){row, queries, begin, end - begin, true};
+            row += queries;
+        }
+    return count;
+}
+
+/* Builds the lists of spans of a micro-batch. */
 static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     int64_t P = c->plan.ring->size, rank = c->plan.ring->rank, count = 0;
-    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER && P > 1;
-    for (int list = 0; list < (gather || P == 1 ? 1 : MT_CONTEXT_LISTS); list++) {
+    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
+    for (int64_t list = 0; list < mt_context_num_lists(&c->plan); list++) {
         mt_span *host = c->host_spans + count;
         c->lists[list] = (mt_spans){.host = host, .device = c->spans + count};
-        c->lists[list].count = gather ? mt_gather_list(host, whole->spans, whole->num_spans, P, rank)
-                                      : mt_ring_list(host, whole->spans, whole->num_spans, P, list);
+        c->lists[list].count = gather ? mt_gather_spans(host, whole, c->cuts, P, rank)
+                                      : mt_ring_spans(host, whole, c->cuts, P, rank, list);
         count += c->lists[list].count;
     }
     c->ops->memory_copy(c->spans, c->host_spans, count * (int64_t)sizeof(mt_span), stream);
 }
 
-void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
-    int64_t A = c->plan.a2a->size, P = c->plan.ring->size, num_spans = whole->num_spans, count = 0;
-    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
-    c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / A;
-    MT_CHECK(c->T <= c->plan.max_tokens && c->T * A * P == c->N);
-    int64_t owners = gather ? 1 : P; // all_gather: keys in order of position
-    for (int64_t rank = 0; rank < owners; rank++)
-        count += mt_zigzag_rows(c->host_rows + count, whole->spans, num_spans, owners, rank);
-    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[c->host_rows[i]];
-    c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
+void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whole) {
+    int64_t P = c->plan.ring->size, T = whole->num_tokens / P / c->plan.a2a->size;
+    MT_CHECK(T <= c->plan.max_tokens && T * P * c->plan.a2a->size == whole->num_tokens);
+    mt_context_cut(c->cuts, whole, P, c->plan.window);
+    mt_context_rows(c->host_rows, c->cuts, P, c->plan.ring->rank);
+    mt_batch_take(local, whole, c->host_rows + c->plan.a2a->rank * T, T);
+}
 
-    /* Received rows are ordered by rank: all ranks, or this a2a group, whose local sequences have no gaps. */
+void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
+    int64_t P = c->plan.ring->size;
+    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
+    c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / c->plan.a2a->size;
+    MT_CHECK(c->T <= c->plan.max_tokens && c->T * c->plan.a2a->size * P == c->N);
+    mt_context_cut(c->cuts, whole, P, c->plan.window);
+    for (int64_t rank = 0; rank < P; rank++) mt_context_rows(c->host_rows + rank * c->M, c->cuts, P, rank);
+    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[gather ? i : c->host_rows[i]];
+    c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
     mt_context_list_spans(c, whole, stream);
-    bool across = gather && P > 1;
-    const mt_span *spans = across ? whole->spans : c->lists[MT_CONTEXT_WHOLE].host;
-    count = 0;
-    for (int64_t rank = 0; rank < (across ? P : A) && A * P > 1; rank++)
-        count += mt_zigzag_rows(c->host_rows + count, spans, num_spans, across ? P : A, rank);
-    c->ops->memory_copy(c->rows, c->host_rows, count * 4, stream);
+    if (gather) c->ops->memory_copy(c->rows, c->host_rows, c->N * 4, stream);
 }
 
 /* to[t] = from[t] for rows of `width` elements. */
@@ -6604,7 +6648,7 @@ static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attent
     step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
     step.k_index = c->index + source * c->M;
     step.q_index = c->index + r * c->M;
-    step.spans = c->lists[mt_ring_list_of(r, source)];
+    step.spans = c->lists[source];
     return step;
 }
 
@@ -6672,7 +6716,7 @@ static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_str
     whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width);
     whole.k_stride = whole.v_stride = kv;
     whole.k_index = c->index;
-    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    whole.spans = c->lists[0];
     return whole;
 }
 
@@ -6702,23 +6746,19 @@ static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_strea
 static void mt_a2a_to_heads(mt_context *c, void *to, const void *from, int64_t from_stride, int64_t width,
                             mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
-    mt_dtype dtype = c->plan.dtype;
     for (int64_t a = 0; a < A; a++)
-        mt_context_copy_rows(c, mt_context_at(c, c->send, a * c->T * share), share, mt_context_at(c, from, a * share),
+        mt_context_copy_rows(c, mt_context_at(c, c->by_head, a * c->T * share), share, mt_context_at(c, from, a * share),
                              from_stride, c->T, share, stream);
-    c->ops->all_to_all(c->receive, c->send, c->T * share, dtype, c->plan.a2a, stream);
-    c->ops->scatter_rows(to, c->receive, c->rows, c->M, share, share, share, dtype, stream);
+    c->ops->all_to_all(to, c->by_head, c->T * share, c->plan.dtype, c->plan.a2a, stream);
 }
 
 static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const void *from, int64_t width,
                              mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
-    mt_dtype dtype = c->plan.dtype;
-    c->ops->gather_rows(c->send, from, c->rows, c->M, share, share, share, dtype, stream);
-    c->ops->all_to_all(c->receive, c->send, c->T * share, dtype, c->plan.a2a, stream);
+    c->ops->all_to_all(c->by_head, from, c->T * share, c->plan.dtype, c->plan.a2a, stream);
     for (int64_t a = 0; a < A; a++)
         mt_context_copy_rows(c, mt_context_at(c, to, a * share), to_stride,
-                             mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
+                             mt_context_at(c, c->by_head, a * c->T * share), share, c->T, share, stream);
 }
 
 /* The call for this rank's share of the heads, with q, k, v of all tokens of the group. lse and row_dot keep their
@@ -6745,7 +6785,7 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
 static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
     mt_attention whole = *call;
     whole.q_index = whole.k_index = c->index;
-    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    whole.spans = c->lists[0];
     return whole;
 }
 
