@@ -37,7 +37,7 @@ typedef struct run {
 
 /* Ends the program if a function failed on any rank. Every rank calls it. */
 static void check(run *r, int status, mt_error *error) {
-    mt_report_refusal(&r->grid, status, error);
+    mt_report_refusal(&r->grid, &r->options, status, error);
 }
 
 static void open_tokenizer(run *r) {

@@ -42,13 +42,18 @@ static void report_saved(run *r) {
     mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->saved, r->options.save);
 }
 
+/* Ends the program if a function failed on any rank, before anything is saved. Every rank calls it. */
+static void refuse(run *r, int status, mt_error *error) {
+    mt_report_refusal(&r->grid, &r->options, status, error);
+}
+
 /* Ends the program with the error of the lowest rank that failed, after the save under way. Every rank calls it. */
 static void fail(run *r, int status, mt_error *error) {
     mt_error other;
     (void)mt_agree(&r->grid.world, status != 0, error);
     (void)mt_saver_finish(r->saver, &other);
     report_saved(r);
-    mt_report_refusal(&r->grid, -1, error);
+    refuse(r, -1, error);
 }
 
 /* Ends the program if a function failed, whose status is the same on every rank. */
@@ -116,15 +121,15 @@ static void open_data(run *r) {
     config->sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->num_iterations);
     config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
     config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
-    mt_report_refusal(&r->grid, mt_data_open(&r->data, config, &error), &error);
-    mt_report_refusal(&r->grid, mt_data_agree(r->data, &r->grid.world, &error), &error);
+    refuse(r, mt_data_open(&r->data, config, &error), &error);
+    refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
         int status = dataset ? mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size,
                                               r->grid.data.rank, r->grid.data.size, &error)
                              : 0;
-        mt_report_refusal(&r->grid, status, &error);
+        refuse(r, status, &error);
     }
 }
 
@@ -134,7 +139,7 @@ static void load(run *r) {
     mt_error error;
     int64_t eod = r->data_config.eod_id;
     int status = mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error);
-    mt_report_refusal(&r->grid, status, &error);
+    refuse(r, status, &error);
     if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
         free(found);
         return;
@@ -143,7 +148,7 @@ static void load(run *r) {
     if (r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
         status = mt_error_set(
             &error, "%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
-    mt_report_refusal(&r->grid, status, &error);
+    refuse(r, status, &error);
 }
 
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
@@ -169,9 +174,9 @@ static void open_model(run *r) {
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     plan.host_memory = mt_host_memory_available("");
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
-    mt_report_refusal(&r->grid, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
+    refuse(r, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
     int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;
-    mt_report_refusal(&r->grid, status, &error);
+    refuse(r, status, &error);
     if (r->grid.world.rank == 0) mt_report_plan(r->model, stdout);
     if (o->load)
         load(r);
@@ -304,9 +309,9 @@ static void print_profile(const run *r) {
 static int print_schedule(run *r) {
     mt_error error;
     int status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
-    mt_report_refusal(&r->grid, status, &error);
+    refuse(r, status, &error);
     if (r->grid.world.rank == 0) status = mt_schedule_print(&r->options, stdout, &error);
-    mt_report_refusal(&r->grid, status, &error);
+    refuse(r, status, &error);
     mt_options_free(&r->options);
     mt_grid_stop(&r->grid);
     return 0;
@@ -318,6 +323,7 @@ static int print_launch(run *r) {
     r->grid = mt_grid_of_one;
     int status = open_tokenizer(r, &error);
     if (status == 0) status = mt_launch_print(&r->options, stdout, &error);
+    if (status != 0) mt_options_name_typed(&r->options, &error);
     if (status != 0) mt_die("%s", error.text);
     mt_tokenizer_close(r->tokenizer);
     free(r->tokenizer_folder);
@@ -335,23 +341,23 @@ int main(int argc, char **argv) {
     if (status == 0 && r.options.print_launch > 0) return print_launch(&r);
     mt_watch_start(&r.options);
     mt_grid_start(&r.grid, &argc, &argv);
-    mt_report_refusal(&r.grid, status, &error);
+    refuse(&r, status, &error);
     if (r.options.print_schedule) return print_schedule(&r);
-    mt_report_refusal(&r.grid, open_tokenizer(&r, &error), &error);
-    mt_report_refusal(&r.grid, agree_on_tokenizer(&r, &error), &error);
+    refuse(&r, open_tokenizer(&r, &error), &error);
+    refuse(&r, agree_on_tokenizer(&r, &error), &error);
     status = mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error);
-    mt_report_refusal(&r.grid, status, &error);
-    mt_report_refusal(&r.grid, mt_options_agree(&r.options, &r.grid.world, &error), &error);
-    mt_report_refusal(&r.grid, mt_grid_build(&r.grid, &r.options, &error), &error);
-    mt_report_refusal(&r.grid, mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
+    refuse(&r, status, &error);
+    refuse(&r, mt_options_agree(&r.options, &r.grid.world, &error), &error);
+    refuse(&r, mt_grid_build(&r.grid, &r.options, &error), &error);
+    refuse(&r, mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
     r.ops = mt_backend_open(r.options.device, &r.grid, &error);
-    mt_report_refusal(&r.grid, r.ops ? 0 : -1, &error);
+    refuse(&r, r.ops ? 0 : -1, &error);
     if (r.options.num_iterations > 0) open_data(&r);
     print_opening(&r);
     open_model(&r);
-    mt_report_refusal(&r.grid, mt_report_open(&r.report, r.model, &r.state, &error), &error);
+    refuse(&r, mt_report_open(&r.report, r.model, &r.state, &error), &error);
     status = r.options.trace ? mt_trace_open(&r.options, &r.grid, &r.state, &error) : 0;
-    mt_report_refusal(&r.grid, status, &error);
+    refuse(&r, status, &error);
     train(&r);
     check(&r, mt_saver_finish(r.saver, &error), &error);
     report_saved(&r);

@@ -218,37 +218,59 @@ static int mt_option_add_paths(mt_options *options, const mt_option *row, const 
     return status;
 }
 
-/* Notes the name by which an option is given, "--NAME" or "FILE:LINE: NAME", if it is not the option's own. */
-static void mt_options_note_name(mt_options *options, const mt_option *row, const char *where) {
-    const char *option = mt_option_of(row->offset)->name, *blank = strrchr(where, ' ');
-    const char *name = blank ? blank + 1 : where + strlen("--");
+/* Notes the name by which an option is given, "--NAME" or "FILE:LINE: NAME", if it is not the option's own. The name of
+ * another form, whose values differ, does not stand for the option's: messages have both. */
+static void mt_options_note_name(mt_options *options, const mt_option *row, const char *where, bool is_form) {
+    const mt_option *option = mt_option_of(row->offset);
+    const char *blank = strrchr(where, ' '), *name = blank ? blank + 1 : where + strlen("--");
     mt_strings *typed = &options->typed_names;
     int64_t i = 0;
-    while (i < typed->count && strcmp(typed->items[i], option) != 0) i += 2;
-    bool is_alias = !mt_option_named(mt_option_of(row->offset), name, strlen(name));
+    while (i < typed->count && strcmp(typed->items[i], option->name) != 0) i += 2;
+    bool is_alias = !mt_option_named(option, name, strlen(name));
     if (i == typed->count && !is_alias) return;
-    if (i == typed->count) mt_strings_add(typed, option), mt_strings_add(typed, where);
-    char own[112];
-    snprintf(own, sizeof own, "--%s", option);
-    mt_string_set(&typed->items[i + 1], is_alias ? where : own);
+    if (i == typed->count) mt_strings_add(typed, option->name), mt_strings_add(typed, where);
+    char text[520];
+    if (!is_alias)
+        snprintf(text, sizeof text, "--%s", option->name);
+    else if (is_form || row->type != option->type)
+        snprintf(text, sizeof text, "--%s (by %s)", option->name, where);
+    else
+        snprintf(text, sizeof text, "%s", where);
+    mt_string_set(&typed->items[i + 1], text);
 }
 
-/* Replaces the names of options in a message by the typed ones. */
-static void mt_options_restore_names(const mt_options *options, mt_error *error) {
+/* True if `text` begins with the option of a pair, to be replaced by the text of the pair. */
+static bool mt_option_is_renamed(const char *text, char *const pair[2]) {
+    size_t length = strlen(pair[0]), typed = strlen(pair[1]);
+    if (strncmp(text, "--", 2) != 0 || strncmp(text + 2, pair[0], length) != 0) return false;
+    const char *end = text + 2 + length;
+    bool is_longer = isalnum((unsigned char)*end) || (*end == '-' && isalnum((unsigned char)end[1]));
+    bool is_replaced = typed > length + 2 && strncmp(text, pair[1], typed) == 0;
+    return !is_longer && !is_replaced;
+}
+
+void mt_options_print_typed(const mt_options *options, const char *text, FILE *file) {
     const mt_strings *typed = &options->typed_names;
-    for (int64_t i = 0; i < typed->count; i += 2) {
-        char option[112];
-        mt_error before = *error;
-        size_t length = (size_t)snprintf(option, sizeof option, "--%s", typed->items[i]), used = 0;
-        for (const char *at = before.text; *at && used < sizeof error->text - 1;) {
-            bool is_option = strncmp(at, option, length) == 0 && !isalnum((unsigned char)at[length]) &&
-                             (at[length] != '-' || !isalnum((unsigned char)at[length + 1]));
-            const char *text = is_option ? typed->items[i + 1] : at;
-            int bytes = is_option ? (int)strlen(text) : 1;
-            used += (size_t)snprintf(error->text + used, sizeof error->text - used, "%.*s", bytes, text);
-            at += is_option ? length : 1;
-        }
+    while (*text) {
+        int64_t i = 0;
+        while (i < typed->count && !mt_option_is_renamed(text, &typed->items[i])) i += 2;
+        if (i < typed->count)
+            fputs(typed->items[i + 1], file);
+        else
+            fputc(*text, file);
+        text += i < typed->count ? strlen(typed->items[i]) + 2 : 1;
     }
+}
+
+void mt_options_name_typed(const mt_options *options, mt_error *error) {
+    char *text = NULL;
+    size_t size;
+    FILE *file = open_memstream(&text, &size);
+    MT_CHECK(file);
+    mt_options_print_typed(options, error->text, file);
+    MT_CHECK(fclose(file) == 0);
+    snprintf(error->text, sizeof error->text, "%s", text);
+    free(text);
 }
 
 /* Gives a setting that is accepted its value, or the next one of a list. `where` names it in messages. */
@@ -270,7 +292,7 @@ static int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, c
     }
     bool negates = value && *value == '!', weak = value && *value == '?';
     if (value && !negates && (!is_true || (weak && mt_options_gave(reader->options, row->offset)))) return 0;
-    mt_options_note_name(reader->options, row, where);
+    mt_options_note_name(reader->options, row, where, value != NULL);
     if (row->type == MT_LIST && strcmp(row->values, MT_PREFIXES) == 0)
         return mt_option_add_paths(reader->options, row, text, where, error);
     if (!value) return mt_option_set(reader->options, row, text, where, error);
@@ -998,7 +1020,7 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     int status = mt_options_complete(options, program, world_size, error);
-    if (status != 0) mt_options_restore_names(options, error);
+    if (status != 0) mt_options_name_typed(options, error);
     return status;
 }
 
@@ -1019,7 +1041,7 @@ typedef struct mt_idle_option {
     const char *name, *reason;
 } mt_idle_option;
 
-static void mt_options_warn_idle(const mt_options *o, FILE *file) {
+static void mt_options_print_idle(const mt_options *o, FILE *file) {
     bool one = o->data_parallel_size * o->context_parallel_size == 1, cpu = o->device == MT_DEVICE_CPU;
     bool warms_up = o->lr_warmup_iters > 0 || o->lr_warmup_samples > 0 || o->lr_warmup_fraction > 0;
     bool constant = o->lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
@@ -1079,7 +1101,7 @@ static void mt_options_warn_idle(const mt_options *o, FILE *file) {
         if (options[i].is_idle) fprintf(file, "--%s has no effect: %s\n", options[i].name, options[i].reason);
 }
 
-void mt_options_warn(const mt_options *o, FILE *file) {
+static void mt_options_print_chosen(const mt_options *o, FILE *file) {
     long long tp = o->tensor_model_parallel_size, etp = o->expert_tensor_parallel_size;
     bool experts = o->num_experts > 0;
     if (experts && o->sequence_parallel && !MT_GIVEN(o, sequence_parallel))
@@ -1098,7 +1120,18 @@ void mt_options_warn(const mt_options *o, FILE *file) {
                 "%.3g "
                 "MiB less per micro-batch\n",
                 tp, mt_sequence_parallel_saves(o));
-    mt_options_warn_idle(o, file);
+}
+
+void mt_options_warn(const mt_options *o, FILE *file) {
+    char *text = NULL;
+    size_t size;
+    FILE *lines = open_memstream(&text, &size);
+    MT_CHECK(lines);
+    mt_options_print_chosen(o, lines);
+    mt_options_print_idle(o, lines);
+    MT_CHECK(fclose(lines) == 0);
+    mt_options_print_typed(o, text, file);
+    free(text);
 }
 
 /* ---- agreement of the ranks */

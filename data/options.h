@@ -77,6 +77,13 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
  * that could take less memory. */
 void mt_options_warn(const mt_options *options, FILE *file);
 
+/* Prints a message, or changes one, so that it names options as the user gave them: by another name of an option
+ * ("--num-moe-experts"), by its key in a file ("run.yaml:3: num_moe_experts"), or, for another form whose values
+ * differ, by both ("--data-parallel-sharding-strategy (by --use-megatron-fsdp)"). A second call changes nothing.
+ * mt_options_finish and mt_options_warn do this themselves. */
+void mt_options_print_typed(const mt_options *options, const char *text, FILE *file);
+void mt_options_name_typed(const mt_options *options, mt_error *error);
+
 /* If the options of a rank differ from rank 0's, all ranks return an error with that rank and option. Every rank calls
  * it, after mt_options_finish. */
 int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);

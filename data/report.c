@@ -288,9 +288,10 @@ void mt_report_close(mt_report *report) {
     report_file_close(&report->events);
 }
 
-void mt_report_refusal(mt_grid *grid, int status, mt_error *error) {
+void mt_report_refusal(mt_grid *grid, const mt_options *options, int status, mt_error *error) {
     if (mt_agree(&grid->world, status != 0, error) == 0) return;
     fflush(stdout);
+    mt_options_name_typed(options, error);
     if (grid->world.rank == 0) fprintf(stderr, "error: %s\n", error->text);
     mt_grid_stop(grid);
     exit(1);

@@ -49,9 +49,9 @@ void mt_report_evaluation(mt_report *report, const mt_run_state *state, const ch
  * part of the step that the profile (profile.h) recorded last, and in waiting for samples. Every rank calls it. */
 void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_state *state, const mt_metrics *metrics);
 
-/* Ends the program on all ranks if one of them has refused the command: rank 0 prints the error of the first such rank.
- * Every rank calls it with the status of the same check. */
-void mt_report_refusal(mt_grid *grid, int status, mt_error *error);
+/* Ends the program on all ranks if one of them has refused the command: rank 0 prints the error of the first such rank,
+ * with the options as the user named them. Every rank calls it with the status of the same check. */
+void mt_report_refusal(mt_grid *grid, const mt_options *options, int status, mt_error *error);
 
 /* Floating-point operations of forward and backward over `num_sequences` (Megatron's num_floating_point_operations;
  * recomputation is not counted). */

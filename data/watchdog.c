@@ -6,6 +6,8 @@
 #endif
 #include "watchdog.h"
 
+#include "options.h"
+
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -28,6 +30,7 @@ static struct {
     int rank;
     mt_watch_phase phase;
     double limits[MT_WATCH_PHASES], since;   // seconds
+    char options[MT_WATCH_PHASES][300];      // that set the limits, as the user named them
     const char *operation, *group;           // that this rank waits for; NULL: none
     const char *last_operation, *last_group; // enqueued last on a device
     struct {
@@ -75,12 +78,11 @@ static void mt_watchdog_expire(void) {
                  mt_watchdog.last_group);
     fprintf(stderr,
             "error: rank %d waited more than %g s for %s%s%s%s during %s: a rank without this message %shangs or is "
-            "far behind; --%s sets the limit\n",
+            "far behind; %s sets the limit\n",
             mt_watchdog.rank, mt_watchdog.limits[mt_watchdog.phase], mt_watchdog.operation,
             mt_watchdog.group ? " in group " : "", mt_watchdog.group ? mt_watchdog.group : "", last,
             mt_watchdog_phases[mt_watchdog.phase].during,
-            mt_watchdog.phase == MT_WATCH_START ? "has not started, " : "",
-            mt_watchdog_phases[mt_watchdog.phase].option);
+            mt_watchdog.phase == MT_WATCH_START ? "has not started, " : "", mt_watchdog.options[mt_watchdog.phase]);
     mt_watchdog_abort();
 }
 
@@ -91,9 +93,9 @@ static void mt_watchdog_check_files(double now) {
         if (!mt_watchdog.files[i].path || now - mt_watchdog.files[i].since <= mt_watchdog.limits[phase]) continue;
         fprintf(stderr,
                 "error: rank %d waited more than %g s for the disk to %s %s during %s: the disk hangs or is very slow; "
-                "--%s sets the limit\n",
+                "%s sets the limit\n",
                 mt_watchdog.rank, mt_watchdog.limits[phase], use == MT_FILE_READ ? "read" : "write",
-                mt_watchdog.files[i].path, mt_watchdog_phases[phase].during, mt_watchdog_phases[phase].option);
+                mt_watchdog.files[i].path, mt_watchdog_phases[phase].during, mt_watchdog.options[phase]);
         mt_watchdog_abort();
     }
 }
@@ -132,6 +134,12 @@ static void mt_watchdog_open(const mt_options *o, int rank, mt_watch_phase phase
     mt_watchdog.limits[MT_WATCH_START] = 60 * o->distributed_timeout_minutes;
     mt_watchdog.limits[MT_WATCH_STEP] = (double)o->distributed_timeout_seconds;
     mt_watchdog.limits[MT_WATCH_SAVE] = (double)o->save_timeout_seconds;
+    for (int p = 0; p < MT_WATCH_PHASES; p++) {
+        mt_error name;
+        mt_error_set(&name, "--%s", mt_watchdog_phases[p].option);
+        mt_options_name_typed(o, &name);
+        snprintf(mt_watchdog.options[p], sizeof mt_watchdog.options[p], "%.290s", name.text);
+    }
     pthread_mutex_unlock(&mt_watchdog.lock);
     if (mt_watchdog.running) return;
     sigfillset(&all);

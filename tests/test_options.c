@@ -416,6 +416,37 @@ static void the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_save
     mt_options_free(&options);
 }
 
+/* So do warnings. A second look changes nothing. */
+static void warnings_have_the_names_that_were_given(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    char *text;
+    size_t size;
+    expect_good(&options,
+                RUN "--num-moe-experts 4 --moe-ffn-hidden-size 8 --use-megatron-fsdp --fp8 hybrid "
+                    "--dp-comm-overlap-bucket-size 1000 --use-flash-attn --moe-token-dispatcher-type allgather");
+    FILE *file = open_memstream(&text, &size);
+    assert_non_null(file);
+    mt_options_warn(&options, file);
+    assert_int_equal(fclose(file), 0);
+    const char *const lines[] = {
+        "--data-parallel-sharding-strategy (by --use-megatron-fsdp) has no effect: there is one",
+        "\n--dp-comm-overlap-bucket-size has no effect"};
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
+        if (!strstr(text, lines[i])) fail_msg("no line has %s:\n%s", lines[i], text);
+    assert_null(strstr(text, "--ddp-bucket-size"));
+    mt_error_set(&error, "--data-parallel-sharding-strategy, --num-experts, --num-experts-x and --fp8-format");
+    for (int times = 0; times < 2; times++) {
+        mt_options_name_typed(&options, &error);
+        assert_string_equal(error.text,
+                            "--data-parallel-sharding-strategy (by --use-megatron-fsdp), --num-moe-experts, "
+                            "--num-experts-x and --fp8");
+    }
+    free(text);
+    mt_options_free(&options);
+}
+
 static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state) {
     (void)state;
     mt_options options;
@@ -571,6 +602,13 @@ static void messages_have_the_names_that_were_given(void **state) {
                  "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size");
     expect_error(RUN "--dp-comm-overlap-bucket-size -1", "--dp-comm-overlap-bucket-size must be in");
     expect_error(RUN "--num-layers-in-first-pipeline-stage 1", "--num-layers-in-first-pipeline-stage needs");
+    // another form of an option
+    expect_error(RUN "--add-bias-linear=False --disable-bias-linear=maybe", "--disable-bias-linear expects true or");
+    expect_error(RUN "--no-position-embedding --multi-latent-attention --normalization RMSNorm",
+                 "needs --position-embedding-type (by --no-position-embedding) rope, which is none");
+    expect_error(RUN "--use-flash-attn --attention-backend cudnn", "--attention-backend cudnn needs --bf16");
+    expect_error(RUN "--use-megatron-fsdp --pipeline-schedule zb-h1 --pipeline-model-parallel-size 2",
+                 "--data-parallel-sharding-strategy (by --use-megatron-fsdp) ");
 #ifdef MT_HAVE_YAML
     char *folder = make_folder(), line[300];
     char *path = write_file(folder, "run.yaml", "lr: 1\nlayernorm_epsilon: 5\n");
@@ -2174,6 +2212,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(schedules_that_cannot_be_are_refused),
     cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
     cmocka_unit_test(messages_have_the_names_that_were_given),
+    cmocka_unit_test(warnings_have_the_names_that_were_given),
     cmocka_unit_test(strategies_of_data_parallelism_are_checked),
     cmocka_unit_test(a_split_backward_needs_whole_gradients),
     cmocka_unit_test(attention_backends_that_cannot_serve_are_refused),

@@ -121,7 +121,7 @@ check the_optimizer_is_on_the_cpu_already prints '--optimizer-cpu-offload has no
 limits_without_mpirun_say_so() {
     prints '--distributed-timeout-minutes has no effect: without mpirun' --distributed-timeout-minutes 5 \
         --distributed-timeout-seconds-after-init 60 --save-timeout-seconds 70 &&
-        says '--distributed-timeout-seconds has no effect: without mpirun' "$work/out" &&
+        says '--distributed-timeout-seconds-after-init has no effect: without mpirun' "$work/out" &&
         says '--save-timeout-seconds has no effect: without mpirun' "$work/out"
 }
 check limits_without_mpirun_say_so limits_without_mpirun_say_so
@@ -130,6 +130,17 @@ options_with_an_effect_say_nothing() {
     "$train" $small --lr-warmup-init 1e-5 --lr-warmup-fraction 0.5 --metrics "$work/over.jsonl" --overwrite \
         >"$work/out" 2>"$work/err" && ! grep 'no effect' "$work/out"
 }
+# Once the options are read, other parts of the program refuse them.
+later_errors_have_the_names_that_were_given() {
+    refused '--layernorm-epsilon is 0.5, but the weights have 1e-05' "$train" --load tests/golden/hf/llama \
+        --mock-data --seq-length 8 --train-iters 1 --lr 1e-3 --layernorm-epsilon 0.5 || return 1
+    [ -n "${HAVE_MPI:-}" ] || return 0
+    # shellcheck disable=SC2086,SC2046
+    timeout 60 $(mpirun_here) -np 1 "$train" $small --distributed-timeout-seconds-after-init 60 : \
+        -np 1 "$train" $small --distributed-timeout-seconds-after-init 61 >"$work/out" 2>"$work/err" && return 1
+    says "^error: rank 1 has --distributed-timeout-seconds-after-init '61' and rank 0 '60'" "$work/err"
+}
+check later_errors_have_the_names_that_were_given later_errors_have_the_names_that_were_given
 check options_with_an_effect_say_nothing options_with_an_effect_say_nothing
 modules_without_a_layer_say_so() {
     selective='--recompute-granularity selective --recompute-modules'
