@@ -2835,7 +2835,13 @@ static void mt_share_threads(const mt_group *world) {
     X(EXPERT_EXCHANGE, expert_exchange, "expert-exchange", 1, 1, 1, 0, 0)                                              \
     X(KV_REPLICAS, kv_replicas, "kv-replicas", 0, 1, 0, 0, 0)                                                          \
     X(CONTEXT_A2A, context_a2a, "context-a2a", 0, 0, 1, 0, 0)                                                          \
-    X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)
+    X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)                                                       \
+    X(CONTEXT_2, context_blocks[0], "context-2", 0, 0, 1, 0, 0)                                                        \
+    X(CONTEXT_4, context_blocks[1], "context-4", 0, 0, 1, 0, 0)                                                        \
+    X(CONTEXT_8, context_blocks[2], "context-8", 0, 0, 1, 0, 0)                                                        \
+    X(CONTEXT_16, context_blocks[3], "context-16", 0, 0, 1, 0, 0)                                                      \
+    X(CONTEXT_32, context_blocks[4], "context-32", 0, 0, 1, 0, 0)                                                      \
+    X(CONTEXT_64, context_blocks[5], "context-64", 0, 0, 1, 0, 0)
 
 #define MT_GROUP_ALONE(kind, field, its_name, ...) .field = {.name = its_name, .size = 1},
 #define MT_GROUP_ROW(kind, field, name, experts, ...)                                                                  \
@@ -2862,7 +2868,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .expert = 1,
                            .expert_tensor = 1,
                            .num_query_groups = options->num_query_groups,
-                           .context_a2a = options->context_a2a_size};
+                           .context_a2a = options->context_a2a_size,
+                           .context_blocks = options->dynamic_context_parallel};
     if (options->num_experts > 0) {
         shape.expert = options->expert_model_parallel_size;
         shape.expert_tensor = options->expert_tensor_parallel_size;
@@ -2917,6 +2924,12 @@ static int mt_grid_keep_level(int *members, int count, int neighbours, bool with
     return kept;
 }
 
+/* Dynamic context parallelism: keeps the block of `size` ranks of a context group. Blocks of one rank and of the whole
+ * group need no group of their own. */
+static int mt_grid_keep_block(int *members, int count, int size, const mt_grid_shape *shape, int rank) {
+    return mt_grid_keep_level(members, count, shape->context_blocks && size < count ? size : 1, true, rank);
+}
+
 int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, int rank) {
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
@@ -2925,6 +2938,8 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
     if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
         return mt_grid_keep_level(members, count, (int)mt_max(1, s->context_a2a), kind == MT_GROUP_CONTEXT_A2A, rank);
+    if (kind >= MT_GROUP_CONTEXT_2)
+        return mt_grid_keep_block(members, count, 2 << (kind - MT_GROUP_CONTEXT_2), s, rank);
     if (kind == MT_GROUP_KV_REPLICAS) return mt_grid_keep_replicas(members, count, s->num_query_groups, rank);
     return count;
 }
@@ -4617,6 +4632,8 @@ typedef struct mt_pass {
     mt_tensor_parallel tp;
     mt_stream *stream;
     mt_spans spans;
+    mt_context *context;     // attention with context parallelism, or NULL
+    int64_t num_sequences;   // of the micro-batch, on all ranks that share it
     int64_t T;               // tokens
     int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
     int64_t message_rows;    // of a message between pipeline stages
@@ -4730,10 +4747,13 @@ struct mt_model {
     bool reruns;       // --rerun-mode validate_results
     mt_stream *reader; // mt_model_set_reader
     mt_pass last_forward;
-    /* context parallelism; NULL without */
-    mt_context *context;
-    const struct mt_micro_batch *in_context; // the micro-batch that `context` has loaded
-    void *context_memory;
+    /* context parallelism */
+    mt_context
+        *contexts[1 + MT_CONTEXT_BLOCKS]; // of batches for all ranks, or with dynamic sizes for 1, 2, 4 ... ranks
+    int num_contexts;
+    void *context_memory;                    // of all contexts: one is in use
+    const struct mt_micro_batch *in_context; // the micro-batch that is loaded
+    int32_t *local_sequence;                 // [max_tokens] of local_batch: see mt_batch_block
 };
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
@@ -5443,8 +5463,8 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
     }
     mt_attention call = mt_attention_call(m, p, w, a);
     if (p->decode) mt_cache_update(m, p, w, &call);
-    if (m->context)
-        mt_context_attention_forward(m->context, &call, p->stream);
+    if (p->context)
+        mt_context_attention_forward(p->context, &call, p->stream);
     else
         m->ops->attention_forward(&call, m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.block_out});
@@ -5468,8 +5488,8 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
     mt_qkv_view d = mt_gradient_view(m, p);
     mt_attention call = mt_attention_call(m, p, w, a);
     call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->dattended;
-    if (m->context)
-        mt_context_attention_backward(m->context, &call, p->stream);
+    if (p->context)
+        mt_context_attention_backward(p->context, &call, p->stream);
     else
         m->ops->attention_backward(&call, m->dtype, p->stream);
     if (m->options->multi_latent_attention) {
@@ -5780,7 +5800,7 @@ static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt
 static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
     bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS;
-    int64_t E = e->router.num_experts, S = by_sequence ? p->spans.count : 1;
+    int64_t E = e->router.num_experts, S = by_sequence ? p->num_sequences : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
     m->ops->aux_loss_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL,
@@ -5852,7 +5872,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     mt_experts *e = m->experts;
     const mt_options *o = m->options;
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
-    int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->spans.count : 1;
+    int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->num_sequences : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->has_aux_loss)
         m->ops->aux_loss_backward(e->dlogits, r->logits, r->aux_stats + S * E,
@@ -6266,9 +6286,9 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
 
 /* ==== §9h context parallelism ===================================================================================== */
 /* The tokens of a micro-batch are distributed over ranks, wherever its sequences begin and end: they are cut into 2 cp
- * chunks, and rank r owns chunks r and 2 cp - 1 - r. All ranks own equally many tokens, and the chunks are chosen so that
- * their queries see about equally many keys. Only attention needs rows of other ranks; --cp-comm-type selects one of
- * four ways to get them, built from two levels. Within the a2a group, ranks exchange tokens for heads: each gets all
+ * chunks, and rank r owns chunks r and 2 cp - 1 - r. All ranks own equally many tokens, and the chunks are chosen so
+ * that their queries see about equally many keys. Only attention needs rows of other ranks; --cp-comm-type selects one
+ * of four ways to get them, built from two levels. Within the a2a group, ranks exchange tokens for heads: each gets all
  * tokens of the group and a share of the heads. Across the ring group, keys and values pass from rank to rank (p2p) or
  * are gathered (all_gather). The chunks are those of the ring; the adjacent ranks of an a2a group share the tokens of
  * their two chunks in equal consecutive parts. Invariants: local rows are in order of position; partial sums are fp32
@@ -6302,7 +6322,8 @@ void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t
     cuts[0] = begin, cuts[2 * ranks] = end;
     for (int64_t r = 0; r < ranks; r++) { // the rank owns tokens at both ends of [begin, end): `left` and T - left
         int64_t mine = mt_keys_seen(whole, end - T, end, window), best = 0, chosen = 0, left = 0;
-        int64_t first = mt_span_of_token(whole, 0, begin), last = mt_span_of_token(whole, first, end - T), least = INT64_MAX;
+        int64_t first = mt_span_of_token(whole, 0, begin), last = mt_span_of_token(whole, first, end - T),
+                least = INT64_MAX;
         for (;; left++) {
             int64_t error = mine * (ranks - r) - keys, from_middle = 2 * left > T ? 2 * left - T : T - 2 * left;
             error = error < 0 ? -error : error;
@@ -6372,13 +6393,13 @@ struct mt_context {
     mt_context_plan plan;
     const mt_ops *ops;
     /* the micro-batch */
-    int64_t T, M, N;   // rows of this rank, of its a2a group, of the whole batch
-    int32_t *identity; // [M] 0, 1, 2, ...
-    int32_t *rows;     // all_gather: positions [N] of received rows
-    int64_t *index;    // token_index: [ring ranks, M]; with all_gather [N] in order of position
-    mt_span *spans;    // the lists on the device, one after another
-    mt_spans *lists;   // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
-    int64_t *cuts;     // [2 ring ranks + 1]: see mt_context_cut
+    int64_t T, M, N;    // rows of this rank, of its a2a group, of the whole batch
+    int32_t *identity;  // 0, 1, 2, ...: see mt_context_copied_rows
+    int32_t *rows;      // all_gather: positions [N] of received rows
+    int64_t *index;     // token_index: [ring ranks, M]; with all_gather [N] in order of position
+    mt_span *spans;     // the lists on the device, one after another
+    mt_spans *lists;    // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
+    int64_t *cuts;      // [2 ring ranks + 1]: see mt_context_cut
     int32_t *host_rows; // [N]
     int64_t *host_index;
     mt_span *host_spans;
@@ -6450,10 +6471,15 @@ static int64_t mt_context_num_lists(const mt_context_plan *plan) {
     return plan->comm_type == MT_CP_ALL_GATHER ? 1 : plan->ring->size;
 }
 
+/* Rows of the longest copy. Contexts that share memory for batches of 1, 2, 4 ... ranks have this number in common. */
+static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
+    return plan->max_tokens * (plan->ring->size > 1 ? plan->a2a->size : 1);
+}
+
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
     c->M = c->plan.max_tokens * c->plan.a2a->size;
     c->N = c->M * c->plan.ring->size;
-    c->identity = mt_arena_alloc(arena, c->M * 4);
+    c->identity = mt_arena_alloc(arena, mt_context_copied_rows(&c->plan) * 4);
     if (c->plan.comm_type == MT_CP_ALL_GATHER) c->rows = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
     c->spans = mt_arena_alloc(arena, mt_context_num_lists(&c->plan) * c->M * (int64_t)sizeof(mt_span));
@@ -6495,7 +6521,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
     c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
     for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
-    ops->memory_copy(c->identity, c->host_rows, c->M * 4, stream);
+    ops->memory_copy(c->identity, c->host_rows, mt_context_copied_rows(plan) * 4, stream);
     ops->stream_synchronize(stream);
     mt_context_open_ring(c);
     return c;
@@ -6552,7 +6578,8 @@ static int64_t mt_gather_spans(mt_span *spans, const mt_batch *whole, const int6
                                int64_t rank) {
     int64_t count = 0, row = 0, owned[2] = {rank, 2 * ranks - 1 - rank};
     for (int half = 0; half < 2; half++)
-        for (int64_t s = 0, *chunk = (int64_t[2]){cuts[owned[half]], cuts[owned[half] + 1]}; s < whole->num_spans; s++) {
+        for (int64_t s = 0, *chunk = (int64_t[2]){cuts[owned[half]], cuts[owned[half] + 1]}; s < whole->num_spans;
+             s++) {
             int64_t begin = whole->spans[s].q_start, end = mt_min(begin + whole->spans[s].q_len, chunk[1]);
             int64_t queries = end - mt_max(begin, chunk[0]);
             if (queries <= 0) continue;
@@ -6576,12 +6603,14 @@ static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_strea
     c->ops->memory_copy(c->spans, c->host_spans, count * (int64_t)sizeof(mt_span), stream);
 }
 
-void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whole) {
+void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whole, int32_t *sequence) {
     int64_t P = c->plan.ring->size, T = whole->num_tokens / P / c->plan.a2a->size;
     MT_CHECK(T <= c->plan.max_tokens && T * P * c->plan.a2a->size == whole->num_tokens);
     mt_context_cut(c->cuts, whole, P, c->plan.window);
     mt_context_rows(c->host_rows, c->cuts, P, c->plan.ring->rank);
-    mt_batch_take(local, whole, c->host_rows + c->plan.a2a->rank * T, T);
+    const int32_t *rows = c->host_rows + c->plan.a2a->rank * T;
+    mt_batch_take(local, whole, rows, T);
+    for (int64_t t = 0, s = 0; sequence && t < T; t++) sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, rows[t]));
 }
 
 void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
@@ -6747,8 +6776,8 @@ static void mt_a2a_to_heads(mt_context *c, void *to, const void *from, int64_t f
                             mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
     for (int64_t a = 0; a < A; a++)
-        mt_context_copy_rows(c, mt_context_at(c, c->by_head, a * c->T * share), share, mt_context_at(c, from, a * share),
-                             from_stride, c->T, share, stream);
+        mt_context_copy_rows(c, mt_context_at(c, c->by_head, a * c->T * share), share,
+                             mt_context_at(c, from, a * share), from_stride, c->T, share, stream);
     c->ops->all_to_all(to, c->by_head, c->T * share, c->plan.dtype, c->plan.a2a, stream);
 }
 
@@ -6860,6 +6889,7 @@ typedef struct mt_micro_batch {
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
+    mt_context *context;    // its attention with context parallelism, or NULL
     mt_batch whole;         // context parallelism: spans and token indices of the whole micro-batch
     mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
     mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
@@ -7106,10 +7136,8 @@ static void mt_mtp_loss_weights(const mt_model *m, float *weights, const mt_batc
 }
 
 /* Writes tokens, labels and weights of this rank's shard, for every module, to the host's block. */
-static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whole) {
-    mt_error error;
+static void mt_mtp_load(mt_model *m, const mt_context *context, mt_batch_block *block, const mt_batch *whole) {
     mt_batch *rolled = &m->mtp->rolled;
-    const mt_group *group = &m->grid->context;
     size_t T = (size_t)whole->num_tokens;
     if (m->mtp->count == 0) return;
     memcpy(rolled->tokens, whole->tokens, T * 4);
@@ -7122,8 +7150,8 @@ static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whol
         mt_mtp_loss_weights(m, m->mtp->weights, whole, rolled);
         mt_batch part = *rolled;
         part.loss_mask = m->mtp->weights, part.positions = whole->positions, part.token_index = whole->token_index;
-        if (m->context) {
-            MT_CHECK(mt_batch_context_shard(&m->mtp->local, &part, group->size, group->rank, &error) == 0);
+        if (context) {
+            mt_context_shard(context, &m->mtp->local, &part, NULL);
             part = m->mtp->local;
         }
         int64_t at = k * part.num_tokens;
@@ -7255,6 +7283,29 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
+/* Ranks over which a micro-batch of all its context ranks is divided evenly. */
+static int64_t mt_token_ranks(const mt_options *o, int64_t context_size) {
+    return context_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1);
+}
+
+int64_t mt_rank_tokens(const mt_options *options, int64_t tokens) {
+    int64_t ranks = mt_token_ranks(options, options->context_parallel_size);
+    return mt_divide_up(tokens, ranks) * ranks / options->context_parallel_size;
+}
+
+void mt_batch_pad(mt_batch *batch, int64_t multiple) {
+    int64_t end = mt_divide_up(batch->num_tokens, multiple) * multiple, longest = 64;
+    for (int64_t t = batch->num_tokens, first = t; t < end; t++) {
+        if ((t - first) % longest == 0)
+            batch->spans[batch->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
+        mt_span *span = &batch->spans[batch->num_spans - 1];
+        batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 0;
+        batch->positions[t] = (int32_t)(t - span->q_start), batch->token_index[t] = INT64_MAX - t;
+        span->q_len = ++span->k_len;
+    }
+    batch->num_tokens = end;
+}
+
 /* Index of the first value outside [0, limit) whose weight is not 0 (weights NULL: of any); n: there is none. */
 static int64_t mt_find_outside(const int32_t *values, const float *weights, int64_t n, int64_t limit) {
     int64_t i = 0;
@@ -7273,10 +7324,33 @@ static int64_t mt_num_positions(const mt_model *m) {
     return learned ? m->options->max_position_embeddings : INT32_MAX;
 }
 
+/* Ranks that share a batch. */
+static int64_t mt_context_ranks(const mt_model *m, const mt_batch *batch) {
+    return batch->context_size > 0 ? batch->context_size : m->grid->context.size;
+}
+
+/* Index of their attention in m->contexts. */
+static int mt_context_level(const mt_model *m, const mt_batch *batch) {
+    int level = 0;
+    for (int64_t ranks = mt_context_ranks(m, batch); m->num_contexts > 1 && ranks > 1; ranks /= 2) level++;
+    return level;
+}
+
+/* A batch for fewer ranks than --context-parallel-size needs dynamic context parallelism. */
+static int mt_batch_check_ranks(const mt_model *m, const mt_batch *batch, mt_error *error) {
+    int64_t ranks = mt_context_ranks(m, batch), cp = m->grid->context.size;
+    if (ranks == cp || (m->num_contexts > 1 && ranks < cp && cp % ranks == 0)) return 0;
+    return mt_error_set(error,
+                        "a batch for %lld ranks; give 1, 2, 4 ... up to --context-parallel-size %lld, and "
+                        "--dynamic-context-parallel for fewer ranks than that",
+                        (long long)ranks, (long long)cp);
+}
+
 int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
-    int64_t T = batch->num_tokens, cp = m->grid->context.size, V = m->options->vocab_size, t;
+    int64_t T = batch->num_tokens, cp = mt_context_ranks(m, batch), V = m->options->vocab_size, t;
     int64_t room = cp * mt_min(m->plan.max_tokens, m->plan.max_logits), positions = mt_num_positions(m);
     int64_t parts = m->tp.sequence_parallel ? m->grid->tensor.size : 1;
+    if (mt_batch_check_ranks(m, batch, error) != 0) return -1;
     if (T < 1 || T > room)
         return mt_error_set(error, "%lld tokens, and the model is planned for 1 to %lld", (long long)T,
                             (long long)room);
@@ -7316,7 +7390,8 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     p.message_rows = mb->rows;
     p.halves = MT_BACKWARD_BOTH;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
-    if (m->context && m->in_context != mb) mt_context_load(m->context, &mb->whole, m->stream);
+    p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
+    if (mb->context && m->in_context != mb) mt_context_load(mb->context, &mb->whole, m->stream);
     m->in_context = mb;
     return p;
 }
@@ -7324,10 +7399,9 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
 /* This rank's shard of a batch; with context parallelism saves spans and token indices of the whole batch for
  * attention. */
 static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch) {
-    mt_error error;
-    const mt_group *group = &m->grid->context;
-    if (!m->context) return batch;
-    MT_CHECK(mt_batch_context_shard(&m->local_batch, batch, group->size, group->rank, &error) == 0); // it was checked
+    if (m->grid->context.size == 1) return batch;
+    mb->context = m->contexts[mt_context_level(m, batch)];
+    mt_context_shard(mb->context, &m->local_batch, batch, m->local_sequence);
     mb->whole.num_tokens = batch->num_tokens, mb->whole.num_spans = batch->num_spans;
     memcpy(mb->whole.token_index, batch->token_index, (size_t)batch->num_tokens * 8);
     memcpy(mb->whole.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
@@ -7367,7 +7441,8 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     memset(block.sequence, 0, T * 4);
     for (int64_t s = 0; s < batch->num_spans; s++)
         for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
-    if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, &block, whole);
+    if (mb->context) memcpy(block.sequence, m->local_sequence, T * 4);
+    if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, mb->context, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp->count * T) - (char *)block.spans;
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
@@ -8899,9 +8974,10 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     double begin = mt_time();
     if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->trainer->data_seconds += mt_time() - begin;
+    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
+    mt_batch_pad(from->batch, mt_token_ranks(m->options, mt_context_ranks(m, from->batch)));
     if (mt_batch_check(m, from->batch, &cause) != 0)
         return mt_error_set(error, "micro-batch %lld: %s", (long long)action->micro_batch, cause.text);
-    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_pass p = mt_load_batch(m, mb, from->batch, from->training);
     p.message_rows = m->max_rows;
     if (p.training) mb->index = action->micro_batch;
@@ -9423,11 +9499,21 @@ static void mt_plan_offloaded(mt_model *m, const mt_micro_batch *mb, mt_arena *h
     }
 }
 
-/* Sizes of context-parallel attention. */
-static mt_context_plan mt_model_context_plan(const mt_model *m) {
+/* Sizes of context-parallel attention; with dynamic sizes, of the batches that 2^level ranks share. */
+static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
+    const mt_grid *grid = m->grid;
+    const mt_group *a2a = &grid->context_a2a, *ring = &grid->context_ring;
+    if (m->num_contexts > 1) {
+        bool is_all = level == m->num_contexts - 1, by_head = m->options->cp_comm_type == MT_CP_A2A;
+        const mt_group *block = is_all      ? &grid->context
+                                : level > 0 ? &grid->context_blocks[level - 1]
+                                            : &mt_grid_of_one.context;
+        a2a = by_head ? block : &mt_grid_of_one.context, ring = by_head ? &mt_grid_of_one.context : block;
+    }
     return (mt_context_plan){.comm_type = m->options->cp_comm_type,
-                             .a2a = &m->grid->context_a2a,
-                             .ring = &m->grid->context_ring,
+                             .a2a = a2a,
+                             .ring = ring,
+                             .window = m->options->window_size,
                              .max_tokens = m->plan.max_tokens,
                              .num_heads = m->H,
                              .num_groups = m->G,
@@ -9566,10 +9652,12 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->argmax = mt_arena_alloc(arena, rows * 4);
     mt_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
-    if (m->grid->context.size > 1) {
-        mt_context_plan context = mt_model_context_plan(m);
-        m->context_memory = mt_arena_alloc(arena, mt_context_bytes(&context));
+    int64_t context_bytes = 0;
+    for (int i = 0; i < m->num_contexts; i++) {
+        mt_context_plan context = mt_model_context_plan(m, i);
+        context_bytes = mt_max(context_bytes, mt_context_bytes(&context));
     }
+    m->context_memory = mt_arena_alloc(arena, context_bytes);
 }
 
 /* The linears of a layer whose products --fp8-format computes in fp8. */
@@ -9804,6 +9892,8 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
         return -1;
     }
     m->num_chunks = vp;
+    m->num_contexts = m->grid->context.size > 1;
+    for (int size = m->grid->context.size; o->dynamic_context_parallel && size > 1; size /= 2) m->num_contexts++;
     m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all);
     m->first_local = mt_model_calloc(m, (vp + 1) * 8);
     for (int64_t chunk = 0; chunk < vp; chunk++) {
@@ -10075,9 +10165,12 @@ static void mt_decode_create(mt_model *m) {
 static void mt_context_open(mt_model *m) {
     int64_t cp = m->grid->context.size;
     if (cp == 1) return;
-    mt_context_plan plan = mt_model_context_plan(m);
-    m->context = mt_context_create(&plan, m->ops, m->context_memory, m->stream);
+    for (int i = 0; i < m->num_contexts; i++) {
+        mt_context_plan plan = mt_model_context_plan(m, i);
+        m->contexts[i] = mt_context_create(&plan, m->ops, m->context_memory, m->stream);
+    }
     mt_batch_alloc(&m->local_batch, m->plan.max_tokens);
+    m->local_sequence = mt_model_calloc(m, m->plan.max_tokens * 4);
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
@@ -10209,7 +10302,7 @@ void mt_model_destroy(mt_model *m) {
     mt_channel *channels[MT_NUM_LINKS];
     for (int i = 0; i < MT_NUM_LINKS; i++) channels[i] = m->links[i].channel;
     mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
-    mt_context_destroy(m->context);
+    for (int i = 0; i < m->num_contexts; i++) mt_context_destroy(m->contexts[i]);
     if (m->arena.base) mt_model_free_device(m);
     for (int64_t i = 0; i < m->num_micro_batches; i++) mt_batch_free(&m->micro_batches[i].whole);
     mt_batch_free(&m->local_batch);
