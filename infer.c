@@ -109,9 +109,10 @@ static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show
 
 /* Generates sequences as one batch, and shows them in order: the first unfinished one as its tokens come. */
 static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_prompts) {
-    mt_error error;
+    mt_error error, unwritten;
     bool titles = count > 1 && !r->options.print_tokens;
     int64_t s = 0, i = 0; // token i of sequence s is the next to show
+    int shown = 0;        // -1: standard output failed, on rank 0 alone
     for (int64_t unfinished = mt_sequences_unfinished(sequences, count);;) {
         for (; s < count && r->is_first; s++, i = 0) {
             if (titles && i == 0) printf("%s== %lld of %lld ==\n", s ? "\n" : "", (long long)s + 1, (long long)count);
@@ -122,7 +123,9 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
             printf("%.*s\n", (int)r->text.bytes, r->text.bytes > 0 ? r->text.data : "");
             r->text.bytes = 0;
         }
-        if (fflush(stdout) != 0) mt_die("standard output: cannot be written: %s", strerror(errno));
+        if (shown == 0 && (fflush(stdout) != 0 || ferror(stdout)))
+            shown = mt_error_set(&unwritten, "standard output: cannot be written: %s", strerror(errno));
+        if (unfinished == 0 || r->grid.world.size == 1) check(r, shown, &unwritten); // other ranks learn it at the end
         if (unfinished == 0) break;
         unfinished = mt_generator_step(r->generator, sequences, count, &error);
         if (unfinished < 0) check(r, -1, &error); // on every rank: all have the same logits

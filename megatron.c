@@ -902,11 +902,12 @@ uint8_t mt_f32_to_f8(float value, mt_dtype format) {
 
 float mt_f8_to_f32(uint8_t bits, mt_dtype format) {
     bool e4m3 = format == MT_F8_E4M3;
-    int width = e4m3 ? 3 : 2, exponent = (bits & 0x7F) >> width, mantissa = bits & ((1 << width) - 1);
-    float value = ldexpf((float)(mantissa + (exponent > 0 ? 1 << width : 0)),
-                         (exponent > 0 ? exponent : 1) - (e4m3 ? 7 : 15) - width);
-    if (e4m3 && (bits & 0x7F) == 0x7F) value = NAN;
-    if (!e4m3 && exponent == 31) value = mantissa > 0 ? NAN : INFINITY;
+    uint32_t size = bits & 0x7F, word = size << (e4m3 ? 20 : 21);
+    float value;
+    memcpy(&value, &word, sizeof value);
+    value *= e4m3 ? 0x1p120f : 0x1p112f; // the difference of the biases; this also normalises subnormal numbers
+    if (e4m3 ? size == 0x7F : size > 0x7C) value = NAN;
+    if (!e4m3 && size == 0x7C) value = INFINITY;
     return bits & 0x80 ? -value : value;
 }
 
@@ -2670,21 +2671,51 @@ static inline float mt_fma(float a, float b, float c) {
 #endif
 }
 
-static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
-    if (a->scale[0] < 0) return;
+float mt_state_scale(float amax, mt_dtype dtype) {
+    float scale = amax / (dtype == MT_F16 ? 32752.0f : 448.0f);
+    uint32_t bits;
+    if (!isfinite(scale)) return NAN;
+    memcpy(&bits, &scale, sizeof bits);
+    bits = (bits + 0x7ff) & ~0x7ffu; // rounded up
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
+/* row[n] = elements of a state from `first` on. amax: of a type with a scale. */
+static void mt_state_load(float *row, const void *x, int64_t first, int64_t n, mt_dtype dtype, float amax) {
+    float scale = mt_state_scale(amax, dtype);
+    if (dtype == MT_F32) memcpy(row, (const float *)x + first, (size_t)n * sizeof *row);
+    if (dtype == MT_BF16) mt_row_load(row, x, first, n, dtype);
+    for (int64_t i = 0; i < n && dtype == MT_F16; i++) row[i] = mt_f16_to_f32(((const uint16_t *)x)[first + i]) * scale;
+    for (int64_t i = 0; i < n && dtype == MT_F8_E4M3; i++)
+        row[i] = mt_f8_to_f32(((const uint8_t *)x)[first + i], dtype) * scale;
+}
+
+static void mt_state_store(void *x, int64_t first, const float *row, int64_t n, mt_dtype dtype, float amax) {
+    float scale = mt_state_scale(amax, dtype);
+    if (dtype == MT_F32) memcpy((float *)x + first, row, (size_t)n * sizeof *row);
+    if (dtype == MT_BF16) mt_row_close(x, first, row, n, dtype);
+    for (int64_t i = 0; i < n && mt_state_has_scale(dtype); i++) {
+        float code = scale == 0 ? 0 : row[i] / scale;
+        if (dtype == MT_F16) ((uint16_t *)x)[first + i] = mt_f32_to_f16(code);
+        if (dtype == MT_F8_E4M3) ((uint8_t *)x)[first + i] = mt_f8_encode(code, true);
+    }
+}
+
+/* A step of AdamW; if it does not store, only the largest absolute values that states with scales would have. */
+static void mt_adamw_run(const mt_adamw_args *a, const mt_adamw *adamw, bool stores) {
     float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = a->scale[0];
     float step = adamw->lr / adamw->bias_correction1, shrink = mt_fma(-adamw->lr, adamw->weight_decay, 1.0f);
     float root = 1.0f / sqrtf(adamw->bias_correction2);
-    float *weights = a->master ? a->master : a->param;
+    void *const states[3] = {a->master ? a->master : a->param, a->m, a->v};
+    const mt_dtype dtypes[3] = {a->master ? a->master_dtype : a->dtype, a->m_dtype, a->v_dtype};
 #pragma omp parallel for if (a->n > MT_PARALLEL)
     for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float scratch[3][MT_BLOCK], *w = weights + block;
+        float rows[4][MT_BLOCK], *w = rows[0], *m = rows[1], *v = rows[2];
         int64_t count = mt_min(MT_BLOCK, a->n - block);
-        const float *grad = mt_row_load(scratch[0], a->grad, block, count, a->grad_dtype);
-        float *m = mt_row_open(scratch[1], a->m, block, a->m_dtype),
-              *v = mt_row_open(scratch[2], a->v, block, a->v_dtype);
-        mt_row_load(m, a->m, block, count, a->m_dtype);
-        mt_row_load(v, a->v, block, count, a->v_dtype);
+        const float *grad = mt_row_load(rows[3], a->grad, block, count, a->grad_dtype);
+        for (int k = 0; k < 3; k++)
+            mt_state_load(rows[k], states[k], block, count, dtypes[k], a->amax ? a->amax[k] : 0);
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) {
             float g = grad[i] * grad_scale;
@@ -2692,10 +2723,24 @@ static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_
             v[i] = mt_fma(beta2, v[i], (1.0f - beta2) * g * g);
             w[i] = mt_fma(w[i], shrink, -(step * m[i] / mt_fma(sqrtf(v[i]), root, eps)));
         }
-        mt_row_close(a->m, block, m, count, a->m_dtype);
-        mt_row_close(a->v, block, v, count, a->v_dtype);
-        mt_row_close(a->param, block, w, count, a->dtype);
+        for (int k = 0; k < 3; k++)
+            if (stores) {
+                mt_state_store(states[k], block, rows[k], count, dtypes[k], a->amax ? a->new_amax[k] : 0);
+            } else if (mt_state_has_scale(dtypes[k])) {
+#pragma omp critical(new_amax)
+                a->new_amax[k] = mt_amax_merge(a->new_amax[k], mt_amax(rows[k], count));
+            }
+        if (stores && a->master) mt_state_store(a->param, block, w, count, a->dtype, 0);
     }
+}
+
+static void mt_cpu_adamw_amax(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    for (int k = 0; k < 3 && a->scale[0] < 0; k++) a->new_amax[k] = mt_amax_merge(a->new_amax[k], a->amax[k]);
+    if (a->scale[0] >= 0) mt_adamw_run(a, adamw, false);
+}
+
+static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    if (a->scale[0] >= 0) mt_adamw_run(a, adamw, true);
 }
 
 /* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
@@ -4264,10 +4309,11 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
-/* The columns of tensor names, and each family's. */
-enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
+/* The columns of tensor names, and each family's. REPEATED: of the copy that DeepSeek's files have in each module of
+ * multi-token prediction. */
+enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NAMES_REPEATED, MT_NUM_NAMES };
 
-#define MT_HF_FAMILY_NAMES(family, model_type, class, names, ...) MT_NAMES_##names,
+#define MT_HF_FAMILY_NAMES(family, model_type, class, names) MT_NAMES_##names,
 static const int mt_names_of[MT_NUM_HF_FAMILIES] = {MT_NAMES_LLAMA, MT_HF_FAMILIES(MT_HF_FAMILY_NAMES)};
 
 /* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
@@ -4314,7 +4360,8 @@ typedef struct mt_role_row {
     mt_role role;
     mt_unit unit;
     mt_param_kind kind;
-    mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    mt_dimension rows, cols; // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    const char *field_name;
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
     unsigned when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
@@ -4324,22 +4371,23 @@ typedef struct mt_role_row {
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
  */
 #define MT_HAS(name) (1u << MT_CONDITION_##name)
-#define MT_ANY_ROLE(role, unit, kind, rows, cols, field, when, unless, fused, ...)                                     \
+#define MT_ANY_ROLE(owner, role, unit, kind, rows, cols, field, when, unless, fused, ...)                              \
     {                                                                                                                  \
-        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, field, when, unless, fused, {              \
+        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, #field, offsetof(owner, field), when,      \
+            unless, fused, {                                                                                           \
             __VA_ARGS__                                                                                                \
         }                                                                                                              \
     }
 #define MT_ROLE(role, unit, kind, rows, cols, field, when, unless, ...)                                                \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, false, __VA_ARGS__)
+    MT_ANY_ROLE(mt_layer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 #define MT_FUSED(role, unit, kind, rows, cols, field, when, unless, ...)                                               \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, true, __VA_ARGS__)
+    MT_ANY_ROLE(mt_layer, role, unit, kind, rows, cols, field, when, unless, true, __VA_ARGS__)
 #define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
-    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
+    MT_ANY_ROLE(mt_outer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
-               "transformer.wte.weight"),
+               "transformer.wte.weight", NULL, NULL, "embed_tokens.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", "transformer.wpe.weight"),
     /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
@@ -4413,7 +4461,8 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
             "mlp.experts.#.down_proj.bias"),
     /* output */
-    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight", NULL, NULL,
+               NULL, "shared_head.head.weight"),
     MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
                "transformer.ln_f.weight"),
     MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
@@ -4432,9 +4481,18 @@ typedef struct mt_param_table {
     mt_partition partition;
 } mt_param_table;
 
+static const char *mt_role_row_name(const mt_role_row *row, int names) {
+    return row->names[names] ? row->names[names] : row->names[MT_NAMES_LLAMA];
+}
+
+const char *mt_role_name(const mt_options *options, mt_role role, bool repeated) {
+    const mt_role_row *row = mt_role_rows;
+    while (row->role != role) row++;
+    return repeated ? row->names[MT_NAMES_REPEATED] : mt_role_row_name(row, mt_names_of[options->hf_family]);
+}
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
-    const char *name = row->names[table->names] ? row->names[table->names] : row->names[MT_NAMES_LLAMA];
-    const char *number = strchr(name, '#');
+    const char *name = mt_role_row_name(row, table->names), *number = strchr(name, '#');
     char layer[64] = "", expert[32] = "";
     if (param->layer >= 0)
         snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
@@ -4499,7 +4557,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
         if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
     param->bucket = table->bucket;
     param->continues = continues;
-    param->field = row->field;
+    param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
     mt_param_join_tensor(table);
@@ -4744,8 +4802,9 @@ struct mt_model {
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
-    bool reruns;       // --rerun-mode validate_results
-    mt_stream *reader; // mt_model_set_reader
+    float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_adamw_args; NULL: no state has a scale
+    bool reruns;            // --rerun-mode validate_results
+    mt_stream *reader;      // mt_model_set_reader
     mt_pass last_forward;
     /* context parallelism */
     mt_context
@@ -7816,7 +7875,7 @@ typedef enum mt_bucket_kind {
 } mt_bucket_kind;
 
 static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
-static const mt_dtype mt_optimizer_dtypes[] = {[MT_OPTIMIZER_FP32] = MT_F32, [MT_OPTIMIZER_BF16] = MT_BF16};
+static const mt_dtype mt_optimizer_dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3}; // of mt_optimizer_dtype
 enum { MT_NUM_BUFFERS = 5 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
@@ -8049,11 +8108,18 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 
 /* ---- parameters */
 
+/* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
+ * router and the projection of a module of multi-token prediction. */
+static bool mt_param_takes_fp8(const mt_param *param) {
+    return param->is_linear && param->layer >= 0 && !param->continues && param->linear != MT_LINEAR_ROUTER &&
+           param->role != MT_MTP_PROJECTION;
+}
+
 /* The fp8 linear that begins with this parameter, or NULL. */
 static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
-    if (!m->fp8 || !param->is_linear || param->layer < 0 || param->continues) return NULL;
+    if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
     const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
-    return linear && linear->fp8 ? linear : NULL;
+    return linear->fp8 ? linear : NULL;
 }
 
 /* --fp8-param-gather: quantizes this rank's part of a linear's weight, which begins at element `at` of the bucket, into
@@ -8404,11 +8470,13 @@ static void mt_params_finish(mt_model *m) {
 mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     if (state == MT_STATE_EXP_AVG) return mt_optimizer_dtypes[m->options->exp_avg_dtype];
     if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
+    if (state == MT_STATE_MASTER && m->options->main_params_dtype == MT_MAIN_PARAMS_FP16) return MT_F16;
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
 /* Memory of all buckets on this rank: parameters and gradients, whole or sharded, and its part of AdamW's state. */
 static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
     int64_t start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
@@ -8435,10 +8503,14 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
         mt_arena *from = b->on_host ? &m->host : arena;
-        if (m->dtype != MT_F32) b->master = mt_arena_alloc(from, b->shard_count * 4);
+        if (m->dtype != MT_F32)
+            b->master = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_MASTER)));
         b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
         b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
+    if (o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
+        o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16)
+        m->state_amax = mt_arena_alloc(arena, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
     start = arena->used;
     mt_plan_bucket_buffers(m, arena);
@@ -8473,10 +8545,42 @@ void mt_shard_write(mt_model *m, const mt_shard *shard, int64_t at, const void *
         m->ops->memory_zero(to, (end - begin) * size, m->stream);
 }
 
+void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin, int64_t *end) {
+    *begin = mt_max(shard->first - param->offset, 0);
+    *end = mt_min(shard->first + shard->count - param->offset, param->rows * param->cols);
+}
+
+void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, const float *values) {
+    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    int64_t begin, end;
+    mt_param_part(param, &shard, &begin, &end);
+    float amax = mt_amax(values, end - begin);
+    void *codes = mt_malloc((end - begin) * mt_dtype_size(shard.dtype));
+    mt_state_store(codes, 0, values, end - begin, shard.dtype, amax);
+    mt_shard_write(m, &shard, param->offset + begin, codes, end - begin);
+    m->ops->memory_copy(&m->state_amax[param - m->params][state - MT_STATE_MASTER], &amax, sizeof amax, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    free(codes);
+}
+
+void mt_state_read(mt_model *m, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n) {
+    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    int64_t size = mt_dtype_size(shard.dtype), first = param->offset + at - shard.first;
+    float amax = 0, (*all)[3] = m->state_amax + (param - m->params);
+    void *codes = mt_malloc(n * size);
+    m->ops->memory_copy(codes, (const char *)shard.data + first * size, n * size, m->stream);
+    if (mt_state_has_scale(shard.dtype))
+        m->ops->memory_copy(&amax, &(*all)[state - MT_STATE_MASTER], sizeof amax, m->stream);
+    m->ops->stream_synchronize(m->stream);
+    mt_state_load(values, codes, 0, n, shard.dtype, amax);
+    free(codes);
+}
+
 const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state state) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_shard shard = mt_bucket_shard(m, bucket, state);
+    MT_CHECK(!mt_state_has_scale(shard.dtype));
     if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
         if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
         mt_wait_stream(m, m->stream, s->param_stream);
@@ -8614,6 +8718,7 @@ static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
                            .grad = b->grad_shard,
                            .scale = &m->numbers->grad_scale,
                            .dtype = b->dtype,
+                           .master_dtype = mt_state_dtype(m, MT_STATE_MASTER),
                            .m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG),
                            .v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ),
                            .grad_dtype = b->grad_dtype};
@@ -8624,7 +8729,7 @@ static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, in
     mt_adamw_args a = *whole;
     a.n = n;
     a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
-    a.master = a.master ? a.master + first : NULL;
+    a.master = a.master ? (char *)a.master + first * mt_dtype_size(a.master_dtype) : NULL;
     a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype);
     a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
     a.grad = (const char *)a.grad + first * mt_dtype_size(a.grad_dtype);
@@ -8766,12 +8871,33 @@ static void mt_host_optimizer_finish(mt_model *m) {
     mt_wait_stream(m, m->stream, h->out);
 }
 
+/* AdamW where states have scales: one parameter at a time. */
+static void mt_optimizer_step_scaled(mt_model *m, mt_adamw *adamw, float weight_decay) {
+    int64_t bytes = m->num_params * (int64_t)sizeof *m->state_amax, begin, end;
+    float(*amax)[3] = m->state_amax, (*new_amax)[3] = amax + m->num_params;
+    m->ops->memory_zero(new_amax, bytes, m->stream);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        const mt_bucket *b = &m->buckets[param->bucket];
+        const mt_shard shard = {.first = b->shard_first, .count = b->shard_count};
+        mt_param_part(param, &shard, &begin, &end);
+        if (!b->trained || begin >= end) continue;
+        mt_adamw_args whole = mt_bucket_adamw(m, b);
+        mt_adamw_args a = mt_adamw_part(&whole, param->offset + begin - b->shard_first, end - begin);
+        a.amax = amax[i], a.new_amax = new_amax[i], adamw->weight_decay = param->weight_decay ? weight_decay : 0;
+        m->ops->adamw_amax(&a, adamw, m->stream);
+        m->ops->adamw_step(&a, adamw, m->stream);
+    }
+    m->ops->memory_copy(amax, new_amax, bytes, m->stream);
+}
+
 /* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
     mt_wait_reader(m);
     double step = (double)(state->optimizer_step + 1);
+    float weight_decay = (float)mt_weight_decay(o, state->consumed_train_samples);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
                       .beta2 = (float)o->adam_beta2,
@@ -8779,13 +8905,14 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
                       .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
                       .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
     if (m->host_optimizer) mt_host_optimizer_begin(m);
-    for (int64_t i = m->num_trained_buckets - 1; i >= 0; i--) { // the host's first
+    if (m->state_amax) mt_optimizer_step_scaled(m, &adamw, weight_decay);
+    for (int64_t i = m->num_trained_buckets - 1; !m->state_amax && i >= 0; i--) { // the host's first
         int64_t start[3];
         mt_adamw_args whole = mt_bucket_adamw(m, &m->buckets[i]);
         mt_bucket_decays(&m->buckets[i], start);
         for (int k = 0; k < 2; k++) {
             mt_adamw_args a = mt_adamw_part(&whole, start[k], start[k + 1] - start[k]);
-            adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
+            adamw.weight_decay = k == 0 ? weight_decay : 0;
             if (m->buckets[i].on_host)
                 mt_host_optimizer_update(m, &a, &adamw);
             else if (a.n > 0)
@@ -9660,29 +9787,6 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->context_memory = mt_arena_alloc(arena, context_bytes);
 }
 
-/* The linears of a layer whose products --fp8-format computes in fp8. */
-static const struct {
-    const char *name; // in checkpoints
-    size_t offset;
-} mt_fp8_fields[] = {
-    {"qkv", offsetof(mt_layer, qkv)},
-    {"latent", offsetof(mt_layer, latent)},
-    {"q_b", offsetof(mt_layer, q_b)},
-    {"kv_b", offsetof(mt_layer, kv_b)},
-    {"o", offsetof(mt_layer, o)},
-    {"fc1", offsetof(mt_layer, fc1)},
-    {"down", offsetof(mt_layer, down)},
-    {"expert_fc1", offsetof(mt_layer, expert_fc1)},
-    {"expert_down", offsetof(mt_layer, expert_down)},
-};
-enum { MT_NUM_FP8_FIELDS = sizeof mt_fp8_fields / sizeof *mt_fp8_fields };
-
-/* Linear i of all layers' fields above; without it in that layer, N is 0. */
-static mt_linear *mt_fp8_field(const mt_model *m, int64_t i) {
-    return (mt_linear *)(void *)((char *)&m->layers[i / MT_NUM_FP8_FIELDS] +
-                                 mt_fp8_fields[i % MT_NUM_FP8_FIELDS].offset);
-}
-
 /* --fp8-param-gather: the weights of a sharded bucket in fp8, at the offsets of its bf16 parameters. */
 static void mt_plan_fp8_params(mt_model *m, mt_arena *arena) {
     const mt_bucket *last = NULL; // with fp8 weights
@@ -9708,9 +9812,9 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
     f->largest = mt_arena_alloc(arena, operands * 4);
     mt_plan_fp8_params(m, arena);
-    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
-        const mt_linear *l = mt_fp8_field(m, i);
-        if (!l->fp8) continue;
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
+        if (!l) continue;
         int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
         int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
         l->fp8->scale = operands > 0 && f->scale ? f->scale + operand : NULL;
@@ -9954,15 +10058,18 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
     f->history_length = o->fp8_amax_history_len;
-    f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->linears);
-    f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_FP8_FIELDS * (int64_t)sizeof *f->keys);
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
-    for (int64_t i = 0; i < m->num_layers * MT_NUM_FP8_FIELDS; i++) {
-        mt_linear *l = mt_fp8_field(m, i);
-        int64_t number = m->layers[i / MT_NUM_FP8_FIELDS].number;
-        if (l->N == 0 || number < first || number >= end) continue;
-        f->keys[f->num_linears] = (mt_fp8_key){number, mt_fp8_fields[i % MT_NUM_FP8_FIELDS].name};
+    f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
+    f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        int64_t number = param->layer;
+        if (!mt_param_takes_fp8(param) || number < first || number >= end) continue;
+        mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+        mt_fp8_key *key = &f->keys[f->num_linears];
+        key->layer = number;
+        snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++];
         l->fp8->recipe = &f->recipe;
         if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
@@ -10347,14 +10454,27 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
                               first + row * param->whole_cols);
 }
 
+/* Master weights with a scale start as the weights, as in Transformer Engine. */
+static void mt_master_init_scaled(mt_model *m, const mt_param *param) {
+    mt_shard shard = mt_bucket_shard(m, param->bucket, MT_STATE_MASTER);
+    int64_t begin, end;
+    mt_param_part(param, &shard, &begin, &end);
+    if (!shard.data || !mt_state_has_scale(shard.dtype) || begin >= end) return;
+    float *values = mt_malloc((end - begin) * (int64_t)sizeof *values);
+    mt_state_read(m, param, MT_STATE_WEIGHTS, begin, values, end - begin);
+    mt_state_write(m, param, MT_STATE_MASTER, values);
+    free(values);
+}
+
 void mt_model_init(mt_model *m) {
     mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params; i++) {
         if (m->params[i].init == MT_INIT_ZEROS) continue;
         mt_param_init_state(m, &m->params[i], MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32) // drawn again: a copy of the weights would be rounded
-            mt_param_init_state(m, &m->params[i], MT_STATE_MASTER);
+        if (m->dtype != MT_F32 && !mt_state_has_scale(mt_state_dtype(m, MT_STATE_MASTER)))
+            mt_param_init_state(m, &m->params[i], MT_STATE_MASTER); // drawn again: a copy of the weights is rounded
     }
+    for (int64_t i = 0; i < m->num_params; i++) mt_master_init_scaled(m, &m->params[i]);
 }
 
 const mt_param *mt_model_params(const mt_model *m, int64_t *count) {

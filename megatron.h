@@ -227,7 +227,14 @@ typedef enum mt_cp_comm_type {
     MT_CP_A2A_P2P     // a2a within groups of neighbours, a ring across them
 } mt_cp_comm_type;
 /* Types of gradients and moments between steps. */
-typedef enum mt_optimizer_dtype { MT_OPTIMIZER_FP32, MT_OPTIMIZER_BF16 } mt_optimizer_dtype;
+typedef enum mt_optimizer_dtype {
+    MT_OPTIMIZER_FP32,
+    MT_OPTIMIZER_BF16,
+    MT_OPTIMIZER_FP16, // with a scale, moments only, like fp8
+    MT_OPTIMIZER_FP8
+} mt_optimizer_dtype;
+/* Type of master weights. */
+typedef enum mt_main_params_dtype { MT_MAIN_PARAMS_FP32, MT_MAIN_PARAMS_FP16 } mt_main_params_dtype;
 /* Activation recomputation: values that the backward needs are computed again instead of kept (Chen et al., "Training
  * deep nets with sublinear memory cost"). FULL: of every unit of layers only the input is kept. SELECTIVE: the values
  * of some modules are not kept (Korthikanti et al., "Reducing activation recomputation in large transformer models").
@@ -293,6 +300,18 @@ typedef enum mt_tokenizer_type {
     MT_TOKENIZER_GPT2_BPE,
     MT_TOKENIZER_BYTE_LEVEL
 } mt_tokenizer_type;
+typedef enum mt_chat_template {
+    MT_CHAT_AUTO, // that of the tokenizer's folder
+    MT_CHAT_CHATML,
+    MT_CHAT_QWEN2_5,
+    MT_CHAT_QWEN3,
+    MT_CHAT_LLAMA3,
+    MT_CHAT_MISTRAL,
+    MT_CHAT_DEEPSEEK3,
+    MT_CHAT_PLAIN
+} mt_chat_template;
+typedef enum mt_loss_on { MT_LOSS_ON_RESPONSES, MT_LOSS_ON_LAST, MT_LOSS_ON_ALL } mt_loss_on;
+typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
 
 /* Activations f of the MLP and of experts, one row each: the name; the functions of f in both backends; gated: the
@@ -305,26 +324,20 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
-/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, the column of tensor
- * names in the parameter table, and the properties of a model (data/hf_config.c) that the family requires and excludes.
- * A model belongs to the first family that fits; MEGATRON, which fits always: transformers has no class for it. */
+/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, and the column of tensor
+ * names in the parameter table; data/hf_config.c has the keys of config.json. A model belongs to the first family whose
+ * file can hold it; MEGATRON, for which transformers has no class, holds every model. */
 #define MT_HF_FAMILIES(X)                                                                                              \
-    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2, LAYERNORM | LEARNED | QKV_BIAS | OUT_BIAS | MLP_BIAS,                     \
-      LATENT | GROUPS | FREE_HEADS | GATED | QK_NORM | WINDOW | EXPERTS)                                               \
-    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA, BLOCK, OTHER | EXPERTS | QK_NORM | ODD_BIAS | WINDOW)                 \
-    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA, BLOCK,                                                          \
-      OTHER | EXPERTS | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                                                      \
-    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA, BLOCK | QKV_BIAS, OTHER | EXPERTS | QK_NORM | OUT_BIAS | MLP_BIAS)    \
-    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA, BLOCK | QK_NORM, OTHER | EXPERTS | ODD_BIAS | MLP_BIAS)               \
-    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL, BLOCK | EXPERTS,                                              \
-      OTHER | DENSE_LAYERS | PRE_SOFTMAX | SHARED | QK_NORM | QKV_BIAS | OUT_BIAS | MLP_BIAS)                          \
-    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, BLOCK | EXPERTS | SHARED | GATE,                       \
-      OTHER | QK_NORM | OUT_BIAS | MLP_BIAS)                                                                           \
-    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, BLOCK | EXPERTS | QK_NORM,                                 \
-      OTHER | SHARED | ODD_BIAS | MLP_BIAS)                                                                            \
-    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA, BLOCK | LATENT,                                      \
-      LAYERNORM | OUT_BIAS | MLP_BIAS | WINDOW | NOT_DEEPSEEK)                                                         \
-    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, 0, 0)
+    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2)                                                                           \
+    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA)                                                                       \
+    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA)                                                                 \
+    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA)                                                                       \
+    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA)                                                                       \
+    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL)                                                               \
+    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE)                                                        \
+    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA)                                                            \
+    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA)                                                      \
+    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
 
@@ -377,6 +390,7 @@ typedef struct mt_options {
     double weight_decay, start_weight_decay, end_weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad;
     bool use_precision_aware_optimizer;
     mt_optimizer_dtype main_grads_dtype, exp_avg_dtype, exp_avg_sq_dtype;
+    mt_main_params_dtype main_params_dtype;
     bool optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d;
     double optimizer_offload_fraction;
     mt_weight_decay_style weight_decay_incr_style;
@@ -1114,22 +1128,36 @@ typedef struct mt_adamw {
     float bias_correction1, bias_correction2; // 1 - beta^step
 } mt_adamw;
 
-/* The operands of an AdamW step on n elements; gradient and moments are MT_F32 or MT_BF16. A moment in bf16 is rounded
- * to nearest even after the step, which itself uses the fp32 value. */
+/* The operands of an AdamW step on n elements: gradient in MT_F32 or MT_BF16, master weights in MT_F32 or MT_F16,
+ * moments in any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the
+ * fp32 value. States in fp16 and fp8 have a scale, as in Transformer Engine's FusedAdam: the elements of an operation
+ * are one tensor, whose values are code * mt_state_scale(amax). */
 typedef struct mt_adamw_args {
     int64_t n;
     void *param;        // [n] the weights in fp32, or the bf16 copy of `master`
-    float *master;      // [n] fp32 weights of bf16 parameters, NULL for fp32 ones
+    void *master;       // [n] weights of bf16 parameters, NULL for fp32 ones
     void *m, *v;        // [n]
     const void *grad;   // [n]
     const float *scale; // the gradient is grad * scale[0]; a negative scale changes nothing
+    const float *amax;  // [3] the largest absolute value of master, m and v; NULL: no state has a scale
+    float *new_amax;    // [3] the same after the step, which adamw_amax computes
     mt_dtype dtype;     // of param
-    mt_dtype m_dtype, v_dtype, grad_dtype;
+    mt_dtype master_dtype, m_dtype, v_dtype, grad_dtype;
 } mt_adamw_args;
 
+/* True if a state of this type has a scale; the scale of a tensor with this largest absolute value (0 if that is 0):
+ * the largest value has the largest code. For fp16 that is half of its range, as in Transformer Engine. The scale has
+ * 13 significant bits, so that code * scale is exact in fp32, and values written to a checkpoint are read back as the
+ * same codes. */
+static inline bool mt_state_has_scale(mt_dtype dtype) {
+    return dtype == MT_F16 || dtype == MT_F8_E4M3;
+}
+float mt_state_scale(float amax, mt_dtype dtype);
+
 static inline int64_t mt_adamw_bytes(const mt_adamw_args *a) {
+    int64_t weights = a->master ? 2 * mt_dtype_size(a->master_dtype) + mt_dtype_size(a->dtype) : 8;
     int64_t moments = 2 * (mt_dtype_size(a->m_dtype) + mt_dtype_size(a->v_dtype));
-    return a->n * (8 + (a->master ? mt_dtype_size(a->dtype) : 0) + mt_dtype_size(a->grad_dtype) + moments);
+    return a->n * (weights + mt_dtype_size(a->grad_dtype) + moments);
 }
 
 /* The rules of step_guard; a step that violates one is bad. */
@@ -1171,7 +1199,11 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
     OP(step_guard, mt_work_bytes(72, MT_U8), (guard, scale, loss_sum, tokens, norm, rules, stream), double *guard,     \
        float *scale, const double *loss_sum, const double *tokens, const float *norm, const mt_guard_rules *rules,     \
        mt_stream *stream)                                                                                              \
-    /* One AdamW step, computed in fp32. The work: the gradient is read, both moments and the fp32 weights are read    \
+    /* Raises a->new_amax[k] to the largest absolute value that master, m or v will have after the step, or if the     \
+     * step changes nothing, to that before it. Only where the state has a scale. The work: all operands are read. */  \
+    OP(adamw_amax, mt_work_bytes(mt_adamw_bytes(a) / 2, MT_U8), (a, adamw, stream), const mt_adamw_args *a,            \
+       const mt_adamw *adamw, mt_stream *stream)                                                                       \
+    /* One AdamW step, computed in fp32. The work: the gradient is read, both moments and the master weights are read  \
      * and written, the bf16 copy is written. */                                                                       \
     OP(adamw_step, mt_work_bytes(mt_adamw_bytes(a), MT_U8), (a, adamw, stream), const mt_adamw_args *a,                \
        const mt_adamw *adamw, mt_stream *stream)                                                                       \
@@ -1803,6 +1835,7 @@ typedef struct mt_param {
     int64_t bucket, offset; // of its first element in the bucket
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
+    const char *field_name; // private: its name there
     int shard_dim;          // dimension that tensor parallelism shards: 0 rows, 1 columns, -1 none
     mt_gradient gradient;
     bool counted; // in the global norm and in checkpoints: exactly one rank's copy of every element is
@@ -1820,7 +1853,7 @@ typedef struct mt_bucket {
     void *main_grads;    // [count] summed over micro-batches: grads itself if fp32; NULL with a shard only
     void *param_shard;   // [shard_count], inside params where those always exist
     void *grad_shard;    // [shard_count], inside main_grads where those exist; the sum over ranks
-    float *master;       // [shard_count] fp32 weights of bf16 parameters, else NULL
+    void *master;        // [shard_count] fp32 or fp16 weights of bf16 parameters, else NULL
     void *m, *v;         // [shard_count] AdamW's moments
     int64_t first_param; // rows [first_param, first_param + num_params) of the table
     int64_t num_params;
@@ -1855,6 +1888,10 @@ typedef struct mt_partition {
  * layer on a rank without the embedding; final norm and output layer; untrained parameters. The word embedding has a
  * bucket of its own so that its two copies are sharded alike. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
+
+/* The Hugging Face name of a parameter outside the layers; with `repeated`, that of its copies, behind the layer's
+ * prefix: DeepSeek's files hold the embedding and the output layer again in every module of multi-token prediction. */
+const char *mt_role_name(const mt_options *options, mt_role role, bool repeated);
 
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
@@ -2139,8 +2176,9 @@ typedef enum mt_param_state {
     MT_NUM_STATES
 } mt_param_state;
 
-/* All `count` elements of one state of a bucket, on the device, in the type that mt_bucket_shard gives. Every rank of
- * the data group calls it. Valid until the next call. Not during a step: it may overwrite gradients. */
+/* All `count` elements of one state of a bucket, on the device, in the type that mt_bucket_shard gives; not of a state
+ * with scales. Every rank of the data group calls it. Valid until the next call. Not during a step: it may overwrite
+ * gradients. */
 const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
 
 /* The type of a trained parameter's state. */
@@ -2160,6 +2198,15 @@ mt_shard mt_bucket_shard(const mt_model *model, int64_t bucket, mt_param_state s
 /* Sets the shard's part of elements [at, at + n) of its bucket from host memory of the shard's type, or to zero if
  * `from` is NULL. Enqueued on the model's stream; invalidates gathered copies. */
 void mt_shard_write(mt_model *model, const mt_shard *shard, int64_t at, const void *from, int64_t n);
+
+/* Elements [*begin, *end) of the parameter are in a shard of its bucket; *begin >= *end: none. */
+void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin, int64_t *end);
+
+/* Sets this rank's part of a state with scales, which mt_param_part gives and is not empty, from its values in host
+ * memory, and its scale. Reads n elements of that part of any state, from element `at` of the parameter on. Both wait
+ * for the device. */
+void mt_state_write(mt_model *model, const mt_param *param, mt_param_state state, const float *values);
+void mt_state_read(mt_model *model, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n);
 
 /* ==== §13 optimizer; §14 the training step ======================================================================== */
 
@@ -2255,8 +2302,8 @@ void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 /* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The
  * functions wait for the device. */
 typedef struct mt_fp8_key {
-    int64_t layer;      // number in the whole model
-    const char *linear; // "qkv", "down", ...
+    int64_t layer;   // number in the whole model
+    char linear[16]; // "qkv", "down", ...
 } mt_fp8_key;
 typedef struct mt_fp8_state {
     int64_t num_linears, history_length; // history_length 0: the model has no delayed scaling

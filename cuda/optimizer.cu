@@ -1,6 +1,9 @@
 /* optimizer.cu: accumulation and norm of gradients, AdamW over any range of a bucket, initial parameters. */
 #include "vector.cuh"
 
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
 /* ---- gradient norm ----------------------------------------------------------------------------------------------- */
 
 static constexpr int norm_blocks_per_sm = 4, norm_threads = 256;
@@ -192,7 +195,7 @@ __global__ void __launch_bounds__(256) adamw_step(float *weights, __nv_bfloat16 
 
 template <class G, class M, class V>
 static void launch_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
-    float *weights = a->dtype == MT_F32 ? (float *)a->param : a->master;
+    float *weights = (float *)(a->dtype == MT_F32 ? a->param : a->master);
     __nv_bfloat16 *copy = a->dtype == MT_F32 ? NULL : (__nv_bfloat16 *)a->param;
     bool wide = mt_wide(MT_F32, {weights, a->m, a->v, a->grad}, {}) && (uintptr_t)copy % 8 == 0;
     mt_split<4>(a->n, wide, [&](int64_t begin, int64_t end, auto width) {
@@ -203,7 +206,81 @@ static void launch_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_
     });
 }
 
+/* ---- states with scales, as mt_state_scale, mt_state_load and mt_state_store of megatron.c */
+
+__device__ static float state_scale(float amax, mt_dtype dtype) {
+    float scale = amax / (dtype == MT_F16 ? 32752.0f : 448.0f);
+    if (!isfinite(scale)) return __uint_as_float(0x7fc00000);
+    return __uint_as_float((__float_as_uint(scale) + 0x7ff) & ~0x7ffu);
+}
+
+__device__ static bool has_scale(mt_dtype dtype) {
+    return dtype == MT_F16 || dtype == MT_F8_E4M3;
+}
+
+__device__ static float load_state(const void *x, int64_t i, mt_dtype dtype, float scale) {
+    if (dtype == MT_F32) return ((const float *)x)[i];
+    if (dtype == MT_BF16) return __bfloat162float(((const __nv_bfloat16 *)x)[i]);
+    if (dtype == MT_F16) return __half2float(((const __half *)x)[i]) * scale;
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(((const uint8_t *)x)[i], __NV_E4M3))) * scale;
+}
+
+__device__ static void store_state(void *x, int64_t i, mt_dtype dtype, float scale, float value) {
+    float code = scale == 0 ? 0 : value / scale;
+    if (dtype == MT_F32) ((float *)x)[i] = value;
+    if (dtype == MT_BF16) ((__nv_bfloat16 *)x)[i] = __float2bfloat16_rn(value);
+    if (dtype == MT_F16) ((__half *)x)[i] = __float2half_rn(code);
+    if (dtype == MT_F8_E4M3) ((uint8_t *)x)[i] = __nv_cvt_float_to_fp8(code, __NV_SATFINITE, __NV_E4M3);
+}
+
+/* One step on one parameter. The types are those of a run, so their branches do not diverge; neighbouring threads have
+ * neighbouring elements. STORES: writes the states; else only their largest absolute values. */
+template <bool STORES> __global__ void __launch_bounds__(256) adamw_scaled(mt_adamw_args a, mt_adamw adamw) {
+    const mt_dtype dtypes[3] = {a.master ? a.master_dtype : a.dtype, a.m_dtype, a.v_dtype};
+    void *states[3] = {a.master ? a.master : a.param, a.m, a.v};
+    float grad_scale = a.scale[0], rate = adamw.lr / adamw.bias_correction1, scales[3], new_scales[3], largest[3] = {};
+    float decay = __fmaf_rn(-adamw.lr, adamw.weight_decay, 1), root = 1 / sqrtf(adamw.bias_correction2);
+    bool changes = grad_scale >= 0;
+    for (int k = 0; k < 3; k++) {
+        scales[k] = state_scale(a.amax[k], dtypes[k]), new_scales[k] = state_scale(a.new_amax[k], dtypes[k]);
+        if (!changes) largest[k] = a.amax[k];
+    }
+    for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; changes && i < a.n; i += (int64_t)gridDim.x * 256) {
+        float g = load_state(a.grad, i, a.grad_dtype, 1) * grad_scale, x[3];
+        for (int k = 0; k < 3; k++) x[k] = load_state(states[k], i, dtypes[k], scales[k]);
+        x[1] = __fmaf_rn(adamw.beta1, x[1], (1 - adamw.beta1) * g);
+        x[2] = __fmaf_rn(adamw.beta2, x[2], (1 - adamw.beta2) * g * g);
+        x[0] = __fmaf_rn(x[0], decay, -(rate * x[1] / __fmaf_rn(sqrtf(x[2]), root, adamw.eps)));
+        for (int k = 0; k < 3; k++) {
+            if (STORES) store_state(states[k], i, dtypes[k], new_scales[k], x[k]);
+            if (!(fabsf(x[k]) <= largest[k])) largest[k] = fabsf(x[k]); // NaN too
+        }
+        if (STORES && a.master) store_state(a.param, i, a.dtype, 1, x[0]);
+    }
+    for (int k = 0; k < 3 && !STORES; k++) { // positive floats, and then NaN, are ordered as their bits
+        unsigned bits = __reduce_max_sync(0xffffffff, __float_as_uint(largest[k]) & 0x7fffffff);
+        if (threadIdx.x % 32 == 0 && has_scale(dtypes[k])) atomicMax((unsigned *)a.new_amax + k, bits);
+    }
+}
+
+template <bool STORES>
+static void launch_adamw_scaled(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    int64_t blocks = mt_divide_up(a->n, 4 * 256), resident = 8 * mt_cuda_device()->multiProcessorCount;
+    if (a->n == 0) return;
+    adamw_scaled<STORES>
+        <<<(unsigned)(blocks < resident ? blocks : resident), 256, 0, mt_cuda_stream(stream)>>>(*a, *adamw);
+    MT_CUDA_LAUNCHED();
+}
+
+extern "C" void mt_cuda_adamw_amax(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    launch_adamw_scaled<false>(a, adamw, stream);
+}
+
 extern "C" void mt_cuda_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+    if (a->amax) {
+        launch_adamw_scaled<true>(a, adamw, stream);
+        return;
+    }
     by_type(a->grad_dtype, [&](auto grad) {
         by_type(a->m_dtype, [&](auto m) {
             by_type(a->v_dtype,

@@ -69,9 +69,10 @@ void mt_hf_close(mt_hf *hf);
 
 /* Before a run: makes options->save this run's alone. Rank 0 creates the folder and locks it for the job until the
  * process ends (mt_folder_lock). Errors: another run holds it; it holds checkpoints of another run, which is so unless
- * options->load is the folder or a checkpoint in it, or options->auto_resume or options->overwrite is set; without
- * options->overwrite, the run would start below the newest iteration there. Does nothing without options->save. Every
- * rank calls it and returns the same. */
+ * options->load is the folder or a checkpoint in it, or options->overwrite is set; with options->auto_resume, it holds
+ * a checkpoint and options->load is not the folder, because another run has saved since the options were parsed;
+ * without options->overwrite, the run would start below the newest iteration there. Does nothing without
+ * options->save. Every rank calls it and returns the same. */
 int mt_checkpoint_claim(const mt_options *options, const mt_group *world, mt_error *error);
 
 /* True if the run loads from its own --save: from the folder, or from a checkpoint in it. */

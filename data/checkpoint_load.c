@@ -196,9 +196,10 @@ static const char *mt_tensor_repeats(const mt_options *options, const char *name
     const char *rest;
     int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
     if (module < 0 || module >= options->mtp_num_layers) return NULL;
-    if (strcmp(rest, "embed_tokens.weight") == 0) return "model.embed_tokens.weight";
-    if (strcmp(rest, "shared_head.head.weight") != 0) return NULL;
-    return options->untie_embeddings_and_output_weights ? "lm_head.weight" : "model.embed_tokens.weight";
+    bool is_head = strcmp(rest, mt_role_name(options, MT_LM_HEAD, true)) == 0;
+    if (!is_head && strcmp(rest, mt_role_name(options, MT_WORD_EMBEDDING, true)) != 0) return NULL;
+    bool is_apart = is_head && options->untie_embeddings_and_output_weights;
+    return mt_role_name(options, is_apart ? MT_LM_HEAD : MT_WORD_EMBEDDING, false);
 }
 
 /* A repeated tensor must have the same values, or training would lose them. */
@@ -225,7 +226,7 @@ static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     if (mt_tensor_repeats(options, name)) return true;
     if (mt_text_ends_with(name, "rotary_emb.inv_freq") || mt_text_ends_with(name, ".attn.masked_bias")) return true;
     if (options->hf_family == MT_HF_GPT2 && mt_text_ends_with(name, ".attn.bias")) return true;
-    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
+    return !options->untie_embeddings_and_output_weights && strcmp(name, mt_role_name(options, MT_LM_HEAD, false)) == 0;
 }
 
 static int mt_tensor_pointer_compare(const void *a, const void *b) {
@@ -573,9 +574,11 @@ static void mt_reader_return(mt_reader *r, float *memory, int64_t bytes) {
 typedef struct mt_target {
     const mt_param *param;
     const mt_tensor_info *tensor, *scales; // scales: of a tensor in fp8, else NULL
+    mt_param_state state;                  // of shards[0]
     mt_shard shards[2];                    // either may have no data
     bool weights;
     float *transposed;  // this rank's part of a transposed tensor, until its last segment is read
+    float *scaled;      // this rank's part of a state with scales, likewise
     int64_t not_finite; // values of weights
 } mt_target;
 
@@ -584,6 +587,17 @@ static int64_t mt_count_not_finite(const mt_shard *shard, int64_t at, const floa
     int64_t count = 0, end = mt_min(n, shard->first + shard->count - at);
     for (int64_t i = mt_max(shard->first - at, 0); i < end; i++) count += !isfinite(values[i]);
     return count;
+}
+
+/* The state with scales that a target sets, whose scale its last value may change, as the shard in host memory; no
+ * data: none. */
+static mt_shard mt_target_scaled(mt_target *t, int k) {
+    mt_shard part = t->shards[k];
+    int64_t begin, end;
+    mt_param_part(t->param, &part, &begin, &end);
+    if (!part.data || !mt_state_has_scale(part.dtype) || begin >= end) return (mt_shard){.data = NULL};
+    if (!t->scaled) t->scaled = mt_calloc((end - begin) * (int64_t)sizeof *t->scaled);
+    return (mt_shard){t->scaled, t->param->offset + begin, end - begin, MT_F32};
 }
 
 /* Writes n values to elements [at, at + n) of this rank's part of the parameter. */
@@ -596,6 +610,14 @@ static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float 
         for (int k = 0; k < 2; k++) {
             const mt_shard *shard = &t->shards[k];
             if (!shard->data) continue;
+            if (mt_state_has_scale(shard->dtype)) {
+                mt_shard part = mt_target_scaled(t, k);
+                int64_t begin = mt_max(at + done, part.first), end = mt_min(at + done + count, part.first + part.count);
+                if (part.data && begin < end)
+                    memcpy((float *)part.data + begin - part.first, values + begin - at,
+                           (size_t)(end - begin) * sizeof *values);
+                continue;
+            }
             for (int64_t i = 0; shard->dtype == MT_BF16 && i < count; i++)
                 r->staged_bf16[i] = mt_f32_to_bf16(values[done + i]);
             mt_shard_write(m, shard, at + done, shard->dtype == MT_BF16 ? (const void *)r->staged_bf16 : values + done,
@@ -748,6 +770,9 @@ static void mt_target_finish(mt_reader *r, mt_target *t) {
         mt_reader_return(r, t->transposed, own.rows * own.cols * 4);
         t->transposed = NULL;
     }
+    if (t->scaled) mt_state_write(r->model, param, t->weights ? MT_STATE_MASTER : t->state, t->scaled);
+    free(t->scaled);
+    t->scaled = NULL;
     for (int k = 0; k < 2; k++)
         if (t->shards[k].data) mt_shard_write(r->model, &t->shards[k], param->offset + stored, NULL, padding);
 }
@@ -850,7 +875,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     for (int64_t i = 0; i < num_params; i++)
         for (int state = first; state < end && (weights || params[i].trained); state++) {
             mt_target *t = &targets[count++];
-            *t = (mt_target){.param = &params[i], .weights = weights};
+            *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights};
             t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
             if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);

@@ -75,6 +75,13 @@ static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count,
     }
 }
 
+/* The type in which a state is saved: one with scales as the fp32 values, as Transformer Engine saves it, because the
+ * scales belong to the parts of this run's ranks. */
+static mt_dtype mt_saved_dtype(const mt_model *m, mt_param_state state) {
+    mt_dtype dtype = mt_state_dtype(m, state);
+    return mt_state_has_scale(dtype) ? MT_F32 : dtype;
+}
+
 /* Finds this rank's rows of every tensor. */
 static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
     int64_t num_params;
@@ -128,7 +135,7 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
     for (int state = 0; state < MT_NUM_STATES; state++)
         if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
-            mt_saved_add(set, rows, count, (mt_param_state)state, mt_state_dtype(m, (mt_param_state)state));
+            mt_saved_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
     free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
@@ -627,11 +634,13 @@ static void mt_copies_make(mt_model *m, mt_writer *w) {
 }
 
 /* Copies elements [begin, end) of a parameter, which begin at `from`, to host memory and submits them as rectangles of
- * their tensor. Returns the host memory that this takes; without a writer it only counts. */
+ * their tensor. A state with scales is converted there at once. Returns the host memory that this takes; without a
+ * writer it only counts. */
 static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, const mt_saved_tensor *tensor,
                              int64_t file, const char *from, int64_t begin, int64_t end) {
     int64_t cols = param->cols, size = mt_dtype_size(tensor->dtype), taken = 0;
     int64_t most = mt_max(MT_PIECE_BYTES / (cols * size), 1);
+    bool has_scale = param->trained && mt_state_has_scale(mt_state_dtype(m, tensor->state));
     if (param->hf_transposed) most = mt_max(most, param->hf_rows_total); // whole lines, if all rows are on this rank
     while (begin < end) {
         int64_t row = begin / cols, col = begin % cols, rows = mt_min((end - begin) / cols, most), width = cols;
@@ -644,7 +653,10 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, c
                        (piece.transposed ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         if (w) {
             char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, w, to, from, bytes);
+            if (has_scale)
+                mt_state_read(m, param, tensor->state, begin, (float *)(void *)to, rows * width);
+            else
+                mt_copy_to_host(m, w, to, from, bytes);
             piece.data = to;
             mt_writer_submit(w, piece);
         }
@@ -871,7 +883,7 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
     double each = (double)mt_dtype_size(mt_model_dtype(m)), room = (double)disk.f_bavail * (double)disk.f_frsize;
     for (int state = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
          state < MT_NUM_STATES && mt_saves_optimizer(m); state++)
-        each += (double)mt_dtype_size(mt_state_dtype(m, (mt_param_state)state));
+        each += (double)mt_dtype_size(mt_saved_dtype(m, (mt_param_state)state));
     double bytes = (double)mt_num_parameters(mt_model_options(m)) * each;
     if (room >= bytes) return 0;
     return mt_error_set(error,
@@ -897,11 +909,17 @@ static int64_t mt_options_start(const mt_options *o) {
     return number >= 0 ? number : INT64_MAX;
 }
 
-static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
+/* An error if the folder of --save holds checkpoints that this run would not continue. */
+static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
     mt_iterations found = mt_iterations_list(o->save);
     int64_t latest = found.count > 0 ? found.numbers[0] : -1;
     free(found.numbers);
     bool is_another = !o->overwrite && !mt_checkpoint_continues(o);
+    if (o->auto_resume && !mt_options_falls_back(o) && mt_checkpoint_exists(o->save))
+        return mt_error_set(error,
+                            "%s: held no checkpoint when this run chose to start from the beginning, but another run "
+                            "has saved there since; give the same command again, which resumes",
+                            o->save);
     if (latest < 0 && is_another && mt_folder_has(o->save, "latest_checkpointed_iteration.txt"))
         return mt_error_set(error,
                             "%s: its latest_checkpointed_iteration.txt names a checkpoint that --save did not write; "
@@ -917,8 +935,15 @@ static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
                             "%s: holds checkpoints up to iteration %lld, but this run would start at iteration %lld; "
                             "replace those checkpoints by --overwrite, or choose another --save",
                             o->save, (long long)latest, (long long)mt_options_start(o));
+    return 0;
+}
+
+/* Checks the folder again under the lock: another run may have saved there since, and ended. */
+static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
+    if (mt_checkpoint_check_owner(o, error) != 0) return -1;
     if (mt_folder_create(o->save, "--save", error) != 0) return -1;
-    return mt_folder_lock(o->save, ".lock", "--save", error) < 0 ? -1 : 0; // open until the process ends
+    if (mt_folder_lock(o->save, ".lock", "--save", error) < 0) return -1; // open until the process ends
+    return mt_checkpoint_check_owner(o, error);
 }
 
 int mt_checkpoint_claim(const mt_options *o, const mt_group *world, mt_error *error) {

@@ -343,14 +343,32 @@ static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_s
                                             : "give --test-data-path");
 }
 
+/* Samples of less data than a sequence repeat it. One line a split, for the first such path of a blend. */
+static void warn_short(const mt_dataset *dataset, int64_t seq_length, const char *name, FILE *file) {
+    mt_dataset *const *sources;
+    const mt_dataset *first = NULL;
+    int64_t count = mt_blended_dataset_sources(dataset, &sources), all = 0;
+    for (int64_t i = 0; i < mt_max(count, 1); i++) {
+        const mt_dataset *source = count > 0 ? sources[i] : dataset;
+        if (source->num_tokens == 0 || source->num_tokens > seq_length) continue;
+        if (!first) first = source;
+        all++;
+    }
+    if (!first) return;
+    fprintf(file, "warning: the %s data", name);
+    if (count > 0) fprintf(file, " of %s", mt_gpt_dataset_prefix(first));
+    fprintf(file,
+            " has %lld tokens, fewer than the %lld of a sequence and its last label, so that every sample repeats "
+            "them; give more data or a smaller --seq-length",
+            (long long)first->num_tokens, (long long)seq_length + 1);
+    if (all > 1) fprintf(file, "; paths of this blend that are so short: %lld", (long long)all);
+    fprintf(file, "\n");
+}
+
 void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file) {
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = data->splits[split];
         if (!dataset && config->sizes[split] > 0) warn_omitted(data, config, split, file);
-        if (!dataset || dataset->num_tokens == 0 || dataset->num_tokens > config->seq_length) continue;
-        fprintf(file,
-                "warning: the %s data has %lld tokens, fewer than the %lld of a sequence and its last label, so that "
-                "every sample repeats them; give more data or a smaller --seq-length\n",
-                split_names[split], (long long)dataset->num_tokens, (long long)config->seq_length + 1);
+        if (dataset) warn_short(dataset, config->seq_length, split_names[split], file);
     }
 }

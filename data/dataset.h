@@ -171,7 +171,8 @@ int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error);
 /* NULL if the split has size 0 or was omitted. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
 
-/* Prints a warning and its remedy for every split that was omitted, and for every one shorter than a sequence. */
+/* Prints a warning and its remedy for every split that was omitted, and for every one that is shorter than a sequence
+ * or blends a path that is. */
 void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file);
 
 /* ---- the parts of mt_data_open, for callers that build datasets themselves ----------------------------------------
@@ -190,6 +191,12 @@ int mt_blended_dataset_create(mt_dataset **dataset, mt_dataset *const *sources, 
 
 /* The source of sample `index` of a blend, and the index of the sample in that source. */
 void mt_blended_dataset_locate(const mt_dataset *blend, int64_t index, int64_t *source, int64_t *source_index);
+
+/* Returns the number of sources of a blend and sets `sources` to them; 0 for any other dataset. */
+int64_t mt_blended_dataset_sources(const mt_dataset *dataset, mt_dataset *const **sources);
+
+/* The prefix of the indexed dataset that a dataset of mt_gpt_dataset_create samples; NULL for any other. */
+const char *mt_gpt_dataset_prefix(const mt_dataset *dataset);
 
 /* Samples that a source of normalized weight `weight` contributes to a blend of `size`; and the size to create its
  * dataset with: Megatron adds 0.5% so that rounding never exhausts it. */

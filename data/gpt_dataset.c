@@ -185,6 +185,10 @@ static int gpt_dataset_get(const mt_dataset *base, int64_t index, int32_t *token
     return 0;
 }
 
+const char *mt_gpt_dataset_prefix(const mt_dataset *base) {
+    return base->get == gpt_dataset_get ? mt_indexed_dataset_prefix(((const gpt_dataset *)base)->indexed) : NULL;
+}
+
 static void gpt_dataset_free(mt_dataset *base) {
     gpt_dataset *dataset = (gpt_dataset *)base;
     free(dataset->document_index);
@@ -358,6 +362,13 @@ void mt_blended_dataset_locate(const mt_dataset *base, int64_t index, int64_t *s
     MT_CHECK(base->get == blended_dataset_get && index >= 0 && index < base->num_samples);
     *source = blend->source[index];
     *source_index = blend->source_index[index];
+}
+
+int64_t mt_blended_dataset_sources(const mt_dataset *base, mt_dataset *const **sources) {
+    const blended_dataset *blend = (const blended_dataset *)base;
+    if (base->get != blended_dataset_get) return 0;
+    *sources = blend->sources;
+    return blend->num_sources;
 }
 
 /* ---- parsing --split and --data-path ----------------------------------------------------------------------------- */

@@ -1,5 +1,7 @@
-/* hf_config.c: config.json of Hugging Face, read and written from one table of keys and one of families. A model that
- * no family of transformers computes is written as "megatron", under the names of this program's options. */
+/* hf_config.c: config.json of Hugging Face, read and written from one table: the options of the model that each
+ * family's file holds, with their keys, and the values that all its models share. A model belongs to a family if
+ * its file, written and read again, gives the same model. A model that no family of transformers computes is written as
+ * "megatron", under the names of this program's options. */
 #include "file.h"
 #include "option_table.h"
 
@@ -9,67 +11,10 @@
 
 /* ---- families */
 
-/* The first layer with experts; num_layers without. */
-static int64_t mt_first_expert_layer(const mt_options *o) {
-    int64_t first = 0;
-    while (first < o->num_layers && !mt_layer_has_experts(o, first)) first++;
-    return first;
-}
-
-/* Experts as in DeepSeek-V3: in all layers from one on, with a whole number of shared experts. */
-static bool mt_has_deepseek_experts(const mt_options *o) {
-    int64_t shared = o->moe_shared_expert_intermediate_size;
-    return o->moe_router_score_function == MT_SCORE_SIGMOID && o->moe_router_enable_expert_bias && shared > 0 &&
-           shared % o->moe_ffn_hidden_size == 0 && !o->moe_shared_expert_gate &&
-           mt_first_expert_layer(o) + mt_num_expert_layers(o) == o->num_layers &&
-           (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2);
-}
-
-/* Experts as in Mixtral, Qwen2-MoE and Qwen3-MoE. */
-static bool mt_has_softmax_experts(const mt_options *o) {
-    return o->moe_router_score_function == MT_SCORE_SOFTMAX && o->moe_router_num_groups == 0 &&
-           o->moe_router_topk_scaling_factor == 1;
-}
-
-/* Properties of a finished model: a family requires some and excludes others. */
-#define MT_PROPERTIES(X)                                                                                               \
-    X(LAYERNORM, o->normalization == MT_LAYERNORM)                                                                     \
-    X(LEARNED, o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE)                                             \
-    X(ROPE, o->position_embedding_type == MT_POSITION_ROPE && o->rotary_percent == 1)                                  \
-    X(INTERLEAVED, o->rotary_interleaved)                                                                              \
-    X(SWIGLU, mt_options_activation(o) == MT_ACTIVATION_SWIGLU)                                                        \
-    X(GATED, mt_activation_rows[mt_options_activation(o)].gated)                                                       \
-    X(LATENT, o->multi_latent_attention)                                                                               \
-    X(GROUPS, o->num_query_groups != o->num_attention_heads)                                                           \
-    X(FREE_HEADS, o->num_attention_heads * o->kv_channels != o->hidden_size)                                           \
-    X(QK_NORM, o->qk_layernorm)                                                                                        \
-    X(QKV_BIAS, o->add_qkv_bias)                                                                                       \
-    X(OUT_BIAS, o->attention_output_bias)                                                                              \
-    X(ODD_BIAS, o->add_qkv_bias != o->attention_output_bias)                                                           \
-    X(MLP_BIAS, o->mlp_bias)                                                                                           \
-    X(WINDOW, o->window_size > 0)                                                                                      \
-    X(MTP, o->mtp_num_layers > 0)                                                                                      \
-    X(EXPERTS, o->num_experts > 0)                                                                                     \
-    X(DENSE_LAYERS, o->num_experts > 0 && mt_num_expert_layers(o) < o->num_layers)                                     \
-    X(PRE_SOFTMAX, o->moe_router_pre_softmax)                                                                          \
-    X(SHARED, o->moe_shared_expert_intermediate_size > 0)                                                              \
-    X(GATE, o->moe_shared_expert_gate)                                                                                 \
-    X(NOT_SOFTMAX, o->num_experts > 0 && !mt_has_softmax_experts(o))                                                   \
-    X(NOT_DEEPSEEK, o->num_experts > 0 && !mt_has_deepseek_experts(o))
-
-#define MT_PROPERTY_INDEX(name, condition) name##_INDEX,
-#define MT_PROPERTY_BIT(name, condition)   name = 1 << name##_INDEX,
-enum { MT_PROPERTIES(MT_PROPERTY_INDEX) };
-enum {
-    MT_PROPERTIES(MT_PROPERTY_BIT) BLOCK = ROPE | SWIGLU, // of Llama
-    OTHER = LAYERNORM | LATENT | INTERLEAVED | MTP | NOT_SOFTMAX
-};
-
-#define MT_HF_FAMILY_ROW(name, model_type, class, tensor_names, ...) {model_type, class, __VA_ARGS__},
+#define MT_HF_FAMILY_ROW(name, model_type, class, tensor_names) {model_type, class},
 static const struct {
     const char *model_type, *class;
-    unsigned requires, excludes;
-} mt_families[MT_NUM_HF_FAMILIES] = {{"", "", ~0u, ~0u}, MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
+} mt_families[MT_NUM_HF_FAMILIES] = {{"", ""}, MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
 
 const char *mt_hf_family_name(mt_hf_family family) {
     return mt_families[family].model_type;
@@ -79,19 +24,6 @@ mt_hf_family mt_hf_family_find(const char *name) {
     int family = MT_NUM_HF_FAMILIES - 1;
     while (family > 0 && strcmp(name, mt_families[family].model_type) != 0) family--;
     return (mt_hf_family)family;
-}
-
-static bool mt_family_fits(mt_hf_family family, unsigned properties) {
-    unsigned requires = mt_families[family].requires;
-    return (properties & requires) == requires && !(properties & mt_families[family].excludes);
-}
-
-void mt_options_derive_family(mt_options *o) {
-#define MT_PROPERTY_OF(name, condition) | ((condition) ? name : 0u)
-    unsigned properties = 0 MT_PROPERTIES(MT_PROPERTY_OF);
-    if (mt_family_fits(o->hf_family, properties)) return;
-    o->hf_family = MT_HF_GPT2;
-    while (!mt_family_fits(o->hf_family, properties)) o->hf_family++;
 }
 
 /* ---- keys */
@@ -116,7 +48,7 @@ enum {
     PLAIN = 16,             // a flag of the struct that is no option
     FIXED = 32,             // no option: `absent` lists the supported words; the first is written
     READ = 64,              // read only
-    WRITE = 128,            // written only
+    WRITE = 128,            // written only, or read by mt_config_read_later
     OWN = 256,              // an option under its own name; its range is checked at the end, for 0 is often "not given"
     PLAIN_ACTIVATION = 512, // the name of an activation that is not gated
     GATED_ACTIVATION = 1024, // the name of an activation that is gated
@@ -130,7 +62,7 @@ typedef struct mt_hf_conversion {
 
 /* A key of config.json and the option that it stands for. */
 typedef struct mt_hf_key {
-    const char *key; // NULL: none; every model of the families has the value `absent`
+    const char *key; // NULL: none; every model of the families has the value `absent`, and no other model is theirs
     unsigned families;
     size_t offset; // of the option
     unsigned flags;
@@ -218,7 +150,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"mlp_bias", LLAMA, MT_AT(mlp_bias), PLAIN, "false"},
     {"rope_theta", BLOCKS, MT_AT(rotary_base), WRITE}, // for transformers before 5
     {"sliding_window", MISTRAL | MIXTRAL, MT_AT(window_size), NULLABLE, "4096"},
-    {"sliding_window", QWENS, MT_AT(window_size), NULLABLE | WRITE},
+    {"sliding_window", QWENS, MT_AT(window_size), NULLABLE | WRITE, "4096"},
     {"use_sliding_window", QWENS, 0, FIXED | READ, "true|false"},
 
     {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
@@ -241,7 +173,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"n_routed_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts), READ},
     {"num_experts_per_tok", MOE, MT_AT(moe_router_topk), REQUIRED},
     {"router_aux_loss_coef", MIXTRAL | QWEN_MOE, MT_AT(moe_aux_loss_coeff)},
-    {"router_aux_loss_coef", DEEPSEEK_MOE, MT_AT(moe_aux_loss_coeff), READ},
+    {"router_aux_loss_coef", DEEPSEEK_MOE, MT_AT(moe_aux_loss_coeff), NONZERO},
     {"output_router_logits", MIXTRAL | QWEN_MOE, 0, FIXED | WRITE, "false"},
     {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
     {"norm_topk_prob", DEEPSEEK_MOE, 0, FIXED, "true"},
@@ -402,6 +334,17 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
     }
 }
 
+/* A key whose place, or whether it counts, depends on other keys. */
+static void mt_config_read_later(mt_config *config, const json_t *object, const char *name, unsigned mask,
+                                 mt_options *shape) {
+    for (const mt_hf_key *row = mt_hf_keys; row < mt_hf_keys + NUM_KEYS; row++) {
+        if (!row->key || strcmp(row->key, name) != 0 || !(row->families & mask) || !(row->flags & WRITE)) continue;
+        mt_hf_key key = *row;
+        key.flags &= ~(unsigned)WRITE;
+        mt_config_read_keys(config, object, &key, 1, mask, shape);
+    }
+}
+
 /* A token id, or the first of a list; -1 if there is none or the vocabulary does not hold it. */
 static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab_size) {
     const json_t *value = mt_config_get(config->root, key);
@@ -415,11 +358,10 @@ static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab
 /* RoPE's parameters, under either of their keys: newer files have rope_parameters with the base inside, older ones
  * rope_scaling beside rope_theta. */
 static void mt_config_read_rope(mt_config *config, mt_options *shape) {
-    static const mt_hf_key base = {"rope_theta", BLOCKS, MT_AT(rotary_base)};
     const json_t *rope = mt_config_get(config->root, "rope_parameters");
     if (!rope) rope = mt_config_get(config->root, "rope_scaling");
     if (rope && !json_is_object(rope)) mt_config_fail(config, "the parameters of RoPE must be an object");
-    mt_config_read_keys(config, mt_config_get(rope, "rope_theta") ? rope : config->root, &base, 1, BLOCKS, shape);
+    mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", BLOCKS, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
     int index = (int)(sizeof mt_rope_types / sizeof *mt_rope_types) - 1;
@@ -464,9 +406,8 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
 
 /* Qwen's sliding window: all layers have it, or none. */
 static void mt_config_read_qwen_window(mt_config *config, mt_options *shape) {
-    static const mt_hf_key window = {"sliding_window", QWENS, MT_AT(window_size), NULLABLE, "4096"};
     if (!json_is_true(mt_config_get(config->root, "use_sliding_window"))) return;
-    mt_config_read_keys(config, config->root, &window, 1, QWENS, shape);
+    mt_config_read_later(config, config->root, "sliding_window", QWENS, shape);
     if (shape->window_size == 0) return;
     int64_t sliding = mt_config_sliding_layers(config, shape->num_layers);
     if (sliding > 0 && sliding < shape->num_layers)
@@ -743,6 +684,13 @@ static json_t *mt_config_rope(const mt_options *o, bool newer) {
     return rope;
 }
 
+/* The first layer with experts; num_layers without. */
+static int64_t mt_first_expert_layer(const mt_options *o) {
+    int64_t first = 0;
+    while (first < o->num_layers && !mt_layer_has_experts(o, first)) first++;
+    return first;
+}
+
 /* The layers with sliding windows (Qwen) and with experts (Qwen-MoE, DeepSeek-V3). */
 static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options *o) {
     json_t *types = json_array(), *dense = json_array();
@@ -791,4 +739,51 @@ char *mt_options_write_hf_config(const mt_options *o) {
     char *text = mt_json_print(root);
     json_decref(root);
     return text;
+}
+
+/* ---- the family of a model */
+
+/* Options of the model that stand for others: activation, biases and groups are compared as such. */
+static bool mt_option_stands_for_others(const mt_option *row) {
+    for (int i = 0; i < MT_NUM_ACTIVATIONS; i++)
+        if (mt_activation_rows[i].field > 0 && row->offset == mt_activation_rows[i].field) return true;
+    return row->offset == MT_AT(add_bias_linear) || row->offset == MT_AT(group_query_attention);
+}
+
+/* True if a finished model is the same as one that was read. */
+static bool mt_models_equal(const mt_options *model, const mt_options *read) {
+    bool groups = mt_num_expert_layers(model) > 0 && model->moe_router_num_groups > 0;
+    if (model->attention_output_bias != read->attention_output_bias || model->mlp_bias != read->mlp_bias) return false;
+    if (mt_options_activation(model) != mt_options_activation(read)) return false;
+    if (groups && model->moe_router_group_best != read->moe_router_group_best) return false;
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (row->name && row->origin != MT_OF_RUN && !mt_option_stands_for_others(row) &&
+            mt_option_differs(model, read, row))
+            return false;
+    return true;
+}
+
+/* True if the family's config.json, written and read again, gives the same model. */
+static bool mt_family_fits(mt_hf_family family, const mt_options *o) {
+    mt_options written = *o, read;
+    mt_error unread;
+    if (family == MT_HF_UNKNOWN || family == MT_HF_MEGATRON) return family == MT_HF_MEGATRON;
+    written.hf_family = family;
+    char *json = mt_options_write_hf_config(&written);
+    mt_options_default(&read);
+    bool fits = mt_config_read(&read, json, (int64_t)strlen(json), "config.json", &unread) == 0;
+    if (fits) {
+        mt_options_derive_sizes(&read);
+        mt_options_derive_biases(&read);
+        fits = mt_models_equal(o, &read);
+    }
+    mt_options_free(&read);
+    free(json);
+    return fits;
+}
+
+void mt_options_derive_family(mt_options *o) {
+    if (mt_family_fits(o->hf_family, o)) return;
+    o->hf_family = MT_HF_GPT2;
+    while (!mt_family_fits(o->hf_family, o)) o->hf_family++;
 }

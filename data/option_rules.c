@@ -9,19 +9,23 @@
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
 
-/* `a` must be a multiple of `b`; messages show both with their names. */
+/* `a` must be a multiple of `b`, or where a row allows it a divisor; messages show both with their names. */
 typedef struct mt_multiple {
     const char *a_name;
     int64_t a;
-    const char *b_name;
+    const char *b_name; // NULL: a plain number
     int64_t b;
+    const char *advice; // NULL: none
+    bool or_divisor;
 } mt_multiple;
 
 static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
-    for (size_t i = 0; i < count; i++)
-        if (rows[i].a % rows[i].b != 0)
-            return mt_error_set(error, "%s %lld must be a multiple of %s %lld", rows[i].a_name, (long long)rows[i].a,
-                                rows[i].b_name, (long long)rows[i].b);
+    for (const mt_multiple *row = rows; row < rows + count; row++)
+        if (row->a % row->b != 0 && !(row->or_divisor && row->b % row->a == 0))
+            return mt_error_set(error, "%s %lld must be a multiple%s of %s%s%lld%s%s", row->a_name, (long long)row->a,
+                                row->or_divisor ? " or a divisor" : "", row->b_name ? row->b_name : "",
+                                row->b_name ? " " : "", (long long)row->b, row->advice ? "; " : "",
+                                row->advice ? row->advice : "");
     return 0;
 }
 
@@ -45,6 +49,12 @@ void mt_options_derive_sizes(mt_options *o) {
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
+void mt_options_derive_biases(mt_options *o) {
+    if (!o->add_bias_linear) return;
+    o->attention_output_bias = o->mlp_bias = true;
+    o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
+}
+
 /* Sizes and biases of the model. */
 static int mt_options_derive_model(mt_options *o, mt_error *error) {
     int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
@@ -65,10 +75,7 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     mt_options_derive_sizes(o);
-    if (o->add_bias_linear) {
-        o->attention_output_bias = o->mlp_bias = true;
-        o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
-    }
+    mt_options_derive_biases(o);
     if (o->ffn_hidden_size == 0)
         return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
                             (long long)C);
@@ -87,10 +94,13 @@ static int mt_options_derive_rope(mt_options *o, mt_error *error) {
     if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
     int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
     if (o->multi_latent_attention) channels = latent;
-    if (o->multi_latent_attention && latent % 2 != 0)
-        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)latent);
-    if (channels < 2 || channels % 2 != 0)
-        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for RoPE",
+    const mt_multiple multiples[] = {
+        {"--qk-pos-emb-head-dim", latent, NULL, o->multi_latent_attention ? 2 : 1},
+        {"--kv-channels x --rotary-percent (for RoPE) =", channels, NULL, 2},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    if (channels < 2)
+        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g leaves no channels for RoPE",
                             (long long)o->kv_channels, o->rotary_percent);
     if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
     if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
@@ -169,12 +179,16 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
+        {"the number of ranks", world_size,
+         "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
+         "start others or lower a size"},
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
+        {"--num-query-groups", o->num_query_groups, tensor, tp, .or_divisor = true},
         {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
         {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
         {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
-        {"the world size", world_size,
+        {"the number of ranks", world_size,
          "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
          o->num_experts > 0 ? ep * etp * pp : 1},
     };
@@ -184,19 +198,9 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
 /* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
 static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
-    int64_t model = tp * pp * cp, groups = o->num_query_groups;
-    const mt_constraint rules[] = {
-        {model > world_size || world_size % model != 0,
-         "--tensor-model-parallel-size %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are "
-         "%lld ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
-         {tp, pp, cp, model, world_size}},
-    };
-    if (MT_CHECK_CONSTRAINTS(rules, error) || mt_options_check_multiples(o, world_size, error)) return -1;
-    o->data_parallel_size = world_size / model;
-    if (groups % tp == 0 || tp % groups == 0) return 0;
-    return mt_error_set(error,
-                        "--num-query-groups %lld must be a multiple or a divisor of --tensor-model-parallel-size %lld",
-                        (long long)groups, (long long)tp);
+    if (mt_options_check_multiples(o, world_size, error)) return -1;
+    o->data_parallel_size = world_size / (tp * pp * cp);
+    return 0;
 }
 
 /* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
@@ -224,16 +228,16 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
         {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
         {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
                                              "chosen expert is 1 and teaches nothing"},
-        {groups > 0 && (E % groups != 0 || group_topk > groups || group_topk > k),
-         "--moe-router-num-groups %lld must divide --num-experts %lld and be at least --moe-router-group-topk %lld, "
-         "which must be at most --moe-router-topk %lld",
-         {groups, E, group_topk, k}},
+        {groups > 0 && (group_topk > groups || group_topk > k),
+         "--moe-router-group-topk %lld must be at most --moe-router-num-groups %lld and --moe-router-topk %lld",
+         {group_topk, groups, k}},
         {groups > 0 && k > choice,
          "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld groups; raise it or "
          "lower --moe-router-num-groups",
          {k, choice, group_topk}},
     };
-    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    const mt_multiple multiples[] = {{"--num-experts", E, "--moe-router-num-groups", mt_max(groups, 1)}};
+    if (MT_CHECK_MULTIPLES(multiples, error) || MT_CHECK_CONSTRAINTS(rules, error)) return -1;
     return mt_options_check_sinkhorn(o, error);
 }
 
@@ -263,12 +267,12 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
                             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
                             "whose product is --context-parallel-size %lld",
                             (long long)cp);
-    if (heads % a2a != 0 || groups % a2a != 0)
-        return mt_error_set(error,
-                            "--cp-comm-type %s splits the heads of a rank over %lld ranks: %lld query heads and %lld "
-                            "key and value heads (--num-attention-heads and --num-query-groups divided by "
-                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
-                            hierarchical ? "a2a+p2p" : "a2a", (long long)a2a, (long long)heads, (long long)groups);
+    const char *ranks = "the ranks over which --cp-comm-type a2a splits them,", *advice = "take p2p or all_gather";
+    const mt_multiple multiples[] = {
+        {"--num-attention-heads / --tensor-model-parallel-size =", heads, ranks, a2a, advice},
+        {"--num-query-groups / --tensor-model-parallel-size =", groups, ranks, a2a, advice},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     if (o->window_size > 0 && cp > a2a && o->cp_comm_type != MT_CP_ALL_GATHER)
         return mt_error_set(error,
                             "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
@@ -366,14 +370,11 @@ static int mt_options_check_micro_batches(const mt_options *o, int64_t batch, mt
 /* A batch of `value` sequences must split into micro-batches for every data-parallel rank. */
 static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
     int64_t unit = o->micro_batch_size * o->data_parallel_size, less = value / unit * unit;
-    char other[64] = "";
-    if (value > 0 && value % unit == 0) return 0;
+    char other[64] = "", advice[160];
     if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
-    return mt_error_set(error,
-                        "%s %lld must be a multiple of --micro-batch-size %lld times the data-parallel size %lld; "
-                        "try %s%lld",
-                        name, (long long)value, (long long)o->micro_batch_size, (long long)o->data_parallel_size, other,
-                        (long long)(less + unit));
+    snprintf(advice, sizeof advice, "try %s%lld", other, (long long)(less + unit));
+    const mt_multiple rows[] = {{name, value, "--micro-batch-size x the data-parallel size =", unit, advice}};
+    return MT_CHECK_MULTIPLES(rows, error);
 }
 
 static int mt_options_derive_batches(mt_options *o, mt_error *error) {
@@ -385,11 +386,12 @@ static int mt_options_derive_batches(mt_options *o, mt_error *error) {
     bool good = o->rampup_batch_size.count == 3;
     for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
     if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
-    if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
-        return mt_error_set(error,
-                            "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the "
-                            "difference must be a multiple of the increment",
-                            (long long)ramp[0], (long long)ramp[1], (long long)o->global_batch_size);
+    if (ramp[0] > o->global_batch_size)
+        return mt_error_set(error, "--rampup-batch-size's start %lld must be at most --global-batch-size %lld",
+                            (long long)ramp[0], (long long)o->global_batch_size);
+    const mt_multiple multiples[] = {{"--global-batch-size less --rampup-batch-size's start =",
+                                      o->global_batch_size - ramp[0], "--rampup-batch-size's increment", ramp[1]}};
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
     if (mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error)) return -1;
     for (int64_t size = ramp[0]; o->num_virtual_stages_per_pipeline_rank > 1 && size < o->global_batch_size;
@@ -483,9 +485,10 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
 /* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */
 static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, model = o->tensor_model_parallel_size * pp * o->context_parallel_size;
-    if (world_size > 1 && world_size % model != 0)
-        return mt_error_set(error, "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
-                            (long long)pp, (long long)world_size);
+    const mt_multiple multiples[] = {
+        {"the number of ranks", world_size > 1 ? world_size : 0,
+         "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", model}};
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     o->data_parallel_size = mt_max(world_size / model, 1);
     return mt_options_derive_pipeline(o, error);
 }

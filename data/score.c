@@ -124,7 +124,11 @@ int64_t mt_score(mt_model *model, mt_error *error) {
     FILE *file = open_sequences(o, &num_sequences, error);
     int status = file ? 0 : -1;
     for (int i = 0; i < NUM_OUTPUTS && status == 0 && world->rank == 0; i++) {
-        if (outputs[i].path) status = mt_new_file_open(&out[i], outputs[i].path, outputs[i].option, error);
+        if (outputs[i].path && mt_path_same(o->score, outputs[i].path))
+            status =
+                mt_error_set(error, "--score and %s name one file, %s; give each its own", outputs[i].option, o->score);
+        else if (outputs[i].path)
+            status = mt_new_file_open(&out[i], outputs[i].path, outputs[i].option, error);
         for (int j = 0; j < i && status == 0; j++)
             if (same_file(&out[i], &out[j]))
                 status = mt_error_set(error, "%s and %s name one file, %s; give each its own", outputs[j].option,

@@ -236,6 +236,15 @@ int32_t mt_tokenizer_bos(const mt_tokenizer *tokenizer) {
     return tokenizer->bos;
 }
 
+int32_t mt_tokenizer_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
+    for (int64_t i = 0; i < tokenizer->added_count; i++) {
+        int32_t id = tokenizer->added[i].id;
+        const mt_token *token = &tokenizer->tokens[id];
+        if (token->text_bytes == bytes && !memcmp(mt_token_text(tokenizer, id), text, (size_t)bytes)) return id;
+    }
+    return mt_token_find(tokenizer, text, bytes);
+}
+
 bool mt_tokenizer_is_special(const mt_tokenizer *tokenizer, int32_t id) {
     if (id < 0 || id >= tokenizer->vocab_size) return false;
     int type = tokenizer->tokens[id].type;

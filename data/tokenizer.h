@@ -78,6 +78,9 @@ int64_t mt_tokenizer_vocab_size(const mt_tokenizer *tokenizer);
 int32_t mt_tokenizer_eod(const mt_tokenizer *tokenizer);
 int32_t mt_tokenizer_bos(const mt_tokenizer *tokenizer);
 
+/* The id of the token with this text, special or not; -1: none. */
+int32_t mt_tokenizer_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes);
+
 /* True for ids without text, such as <s> or <|im_end|>; a program that shows text skips them. */
 bool mt_tokenizer_is_special(const mt_tokenizer *tokenizer, int32_t id);
 
@@ -89,6 +92,11 @@ void mt_encoder_close(mt_encoder *encoder);
  * the text, as by `tokenizers`; SentencePiece's control tokens are not, as by `sentencepiece`. Errors: text over 1 GiB;
  * a pattern that exceeds PCRE2's match limit. On error `ids` is unchanged. */
 int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
+
+/* mt_encode for a part of a text. Special tokens are not recognised in it (Hugging Face: split_special_tokens), other
+ * added tokens are. `first`: the part begins the text; other parts get no space before them (SentencePiece's dummy
+ * prefix, Metaspace's prefix). */
+int mt_encode_part(mt_encoder *encoder, const char *text, int64_t bytes, bool first, mt_ids *ids, mt_error *error);
 
 /* mt_encode with a temporary encoder, for a few texts. */
 int mt_tokenizer_encode(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);

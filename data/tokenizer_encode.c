@@ -64,6 +64,8 @@ struct mt_encoder {
     mt_text repaired, normalized[2], prefixed[MT_MAX_STEPS];
     void *match_data, *match_context, *jit_stack; // pcre2
     int64_t match_budget;                         // of the text: units of PCRE2's match limit that are left
+    bool part;                                    // special tokens are not recognised
+    bool first;                                   // the text begins a document
 };
 
 /* The pattern of GPT-2's encoder.py. */
@@ -550,8 +552,10 @@ static void append_spaced(const mt_tokenizer *tokenizer, mt_text *out, const cha
     }
 }
 
-static void normalize_sentencepiece(const mt_tokenizer *tokenizer, mt_text *out, const char *text, int64_t bytes) {
+static void normalize_sentencepiece(const mt_tokenizer *tokenizer, bool first, mt_text *out, const char *text,
+                                    int64_t bytes) {
     const mt_sentencepiece_rules *rules = &tokenizer->rules;
+    bool dummy_prefix = rules->add_dummy_prefix && first;
     const char *part, *end = text + bytes;
     int64_t part_bytes;
     out->bytes = 0;
@@ -562,7 +566,7 @@ static void normalize_sentencepiece(const mt_tokenizer *tokenizer, mt_text *out,
     }
     if (text == end) return;
     bool after_space = rules->remove_extra_whitespaces;
-    if (rules->add_dummy_prefix && !rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
+    if (dummy_prefix && !rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
     while (text < end) {
         text += normalize_prefix(tokenizer, text, end - text, &part, &part_bytes);
         for (; after_space && part_bytes && *part == ' '; part++) part_bytes--;
@@ -575,7 +579,7 @@ static void normalize_sentencepiece(const mt_tokenizer *tokenizer, mt_text *out,
     while (rules->remove_extra_whitespaces && out->bytes >= space_bytes &&
            !memcmp(out->data + out->bytes - space_bytes, space, (size_t)space_bytes))
         out->bytes -= space_bytes;
-    if (rules->add_dummy_prefix && rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
+    if (dummy_prefix && rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
 }
 
 /* ---- byte-pair encoding ------------------------------------------------------------------------------------------
@@ -906,7 +910,7 @@ static void encode_unigram(mt_encoder *encoder, const char *text, int32_t bytes,
 
 static int encode_sentencepiece(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
     mt_text *normal = &encoder->normalized[0];
-    normalize_sentencepiece(encoder->tokenizer, normal, text, bytes);
+    normalize_sentencepiece(encoder->tokenizer, encoder->first, normal, text, bytes);
     if (encoder->tokenizer->kind == MT_KIND_SENTENCEPIECE_BPE)
         return encode_words(encoder, normal->data, normal->bytes, ids, error);
     if (normal->bytes > INT32_MAX / 2)
@@ -1091,6 +1095,7 @@ static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *t
         at += length ? length : 1;
         if (!length) continue;
         const mt_added_token *added = &encoder->tokenizer->added[index];
+        if (encoder->part && encoder->tokenizer->tokens[added->id].type == MT_TOKEN_CONTROL) continue;
         if (added->single_word && (word_beside(text, bytes, start, false) || word_beside(text, bytes, end, true)))
             continue;
         strip_around(added, text, bytes, done, &start, &end);
@@ -1119,15 +1124,26 @@ static int encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *
         text = encoder->repaired.data;
         bytes = encoder->repaired.bytes;
     }
-    return encode_parts(encoder, 0, true, text, bytes, ids, error);
+    return encode_parts(encoder, 0, encoder->first, text, bytes, ids, error);
 }
 
-int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
+static int encode_as(mt_encoder *encoder, bool part, bool first, const char *text, int64_t bytes, mt_ids *ids,
+                     mt_error *error) {
     int64_t before = ids->count;
     begin_text(encoder, bytes);
+    encoder->part = part;
+    encoder->first = first;
     if (bytes <= 0 || !encode(encoder, text, bytes, ids, error)) return 0;
     ids->count = before;
     return -1;
+}
+
+int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
+    return encode_as(encoder, false, true, text, bytes, ids, error);
+}
+
+int mt_encode_part(mt_encoder *encoder, const char *text, int64_t bytes, bool first, mt_ids *ids, mt_error *error) {
+    return encode_as(encoder, true, first, text, bytes, ids, error);
 }
 
 int mt_tokenizer_encode(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {

@@ -1,16 +1,19 @@
-/* Loaded by LD_PRELOAD into train: a disk that is slow or hangs, and a signal while the program starts. Settings:
+/* Loaded by LD_PRELOAD into train: a disk that is slow or hangs, and events while the program starts. Settings:
  *
  *   SLOW_FSYNC=SECONDS      the first fsync of a safetensors file takes this long
  *   HANGING_MAP=TEXT        reading a mapped file with TEXT in its path never ends; with HANGS_AFTER_SAVE set, only
  *                           after the first fsync of a safetensors file
  *   HANGING_WRITE=TEXT      writing a file with TEXT in its path never ends
  *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal
+ *   BEFORE_LOCK=COMMAND     a shell runs this before the program locks a file
  *   ONLY_RANK=N             all of this on one rank only */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -78,6 +81,18 @@ int statvfs(const char *path, struct statvfs *buffer) {
     if (number) raise(atoi(number));
     find(&real, "statvfs");
     return real(path, buffer);
+}
+
+int fcntl(int descriptor, int request, ...) {
+    int (*real)(int, int, ...);
+    va_list arguments;
+    const char *command = request == F_SETLK ? setting("BEFORE_LOCK") : NULL;
+    va_start(arguments, request);
+    void *argument = va_arg(arguments, void *);
+    va_end(arguments);
+    if (command && system(command) != 0) abort();
+    find(&real, "fcntl");
+    return real(descriptor, request, argument);
 }
 
 void *mmap(void *address, size_t bytes, int protection, int flags, int descriptor, off_t offset) {

@@ -1266,6 +1266,60 @@ static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **sta
     gpu->memory_free_host(host);
 }
 
+/* Three AdamW steps with every combination of types that have scales: the GPU's states and scales have the bits of the
+ * CPU's. The last step is skipped. */
+static void adamw_with_scales_has_the_bits_of_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    enum { N = 100003 };
+    static const mt_dtype moments[4] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3};
+    for (int types = 0; types < 64; types++) {
+        mt_dtype of[5] = {MT_BF16, types & 1 ? MT_F16 : MT_F32, moments[types >> 1 & 3], moments[types >> 3 & 3],
+                          types >> 5 ? MT_BF16 : MT_F32}; // the copy, master, m, v, gradient
+        char *host[5], *device[5], *back = mt_malloc(N * 4);
+        float amax[6] = {0}, scale = 0.37f, *wide = mt_malloc(N * 4), *numbers = gpu->memory_alloc(7 * 4);
+        gpu->memory_zero(numbers, 6 * 4, gpu_stream);
+        mt_cpu_ops.random_normal(wide, N, 7, 0, 0, 1, MT_F32, NULL);
+        for (int k = 0; k < 5; k++) {
+            int64_t bytes = N * mt_dtype_size(of[k]);
+            host[k] = mt_calloc(bytes), device[k] = gpu->memory_alloc(bytes);
+            if (k == 4) mt_cpu_ops.convert(host[k], of[k], wide, MT_F32, N, NULL);
+            gpu->memory_copy(device[k], host[k], bytes, gpu_stream);
+        }
+        for (int step = 1; step <= 3; step++) {
+            float count = (float)step;
+            mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - powf(0.9f, count), 1 - powf(0.95f, count)};
+            if (step == 3) scale = -1;
+            gpu->memory_copy(numbers + 6, &scale, 4, gpu_stream);
+            gpu->memory_zero(numbers + 3, 3 * 4, gpu_stream), memset(amax + 3, 0, 3 * 4);
+            for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
+                char **at = on_gpu ? device : host;
+                mt_adamw_args a = {.n = N, .param = at[0], .master = at[1], .m = at[2], .v = at[3], .grad = at[4]};
+                a.dtype = of[0], a.master_dtype = of[1], a.m_dtype = of[2], a.v_dtype = of[3], a.grad_dtype = of[4];
+                a.scale = on_gpu ? numbers + 6 : &scale;
+                a.amax = on_gpu ? numbers : amax, a.new_amax = on_gpu ? numbers + 3 : amax + 3;
+                (on_gpu ? gpu : &mt_cpu_ops)->adamw_amax(&a, &adamw, on_gpu ? gpu_stream : NULL);
+                (on_gpu ? gpu : &mt_cpu_ops)->adamw_step(&a, &adamw, on_gpu ? gpu_stream : NULL);
+            }
+            for (int k = 0; k < 3; k++) // of the others, only the CPU's are not used
+                if (!mt_state_has_scale(of[k + 1])) amax[k + 3] = 0;
+            gpu->memory_copy(numbers, numbers + 3, 3 * 4, gpu_stream), memcpy(amax, amax + 3, 3 * 4);
+            float got[3];
+            gpu->memory_copy(got, numbers, sizeof got, gpu_stream);
+            gpu->stream_synchronize(gpu_stream);
+            if (memcmp(got, amax, sizeof got) != 0) fail_msg("types %d, step %d: scales differ", types, step);
+        }
+        for (int k = 0; k < 4; k++) {
+            int64_t bytes = N * mt_dtype_size(of[k]);
+            gpu->memory_copy(back, device[k], bytes, gpu_stream);
+            gpu->stream_synchronize(gpu_stream);
+            if (memcmp(back, host[k], (size_t)bytes) != 0) fail_msg("types %d: operand %d differs", types, k);
+        }
+        for (int k = 0; k < 5; k++) free(host[k]), gpu->memory_free(device[k]);
+        free(back), free(wide), gpu->memory_free(numbers);
+    }
+}
+
 /* Two AdamW steps with every combination of types: the GPU's results have the bits of the CPU's, so state that moves
  * between the two changes nothing. */
 static void adamw_has_the_bits_of_the_cpu(void **state) {
@@ -1379,7 +1433,7 @@ int main(int argc, char **argv) {
     struct CMUnitTest tests[NUM_OPERATIONS + 3] = {
         cmocka_unit_test(every_operation_is_tested),
         cmocka_unit_test(an_event_has_passed_when_what_was_enqueued_before_is_done),
-        cmocka_unit_test(adamw_has_the_bits_of_the_cpu),
+        cmocka_unit_test(adamw_has_the_bits_of_the_cpu), cmocka_unit_test(adamw_with_scales_has_the_bits_of_the_cpu),
         cmocka_unit_test(failures_name_place_operation_and_rank_and_what_to_change)};
     if (argc > 1) return fail_on_purpose(argv[1]);
     for (size_t i = 0; i < NUM_OPERATIONS; i++)

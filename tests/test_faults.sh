@@ -180,7 +180,7 @@ sizes_that_do_not_fit_the_ranks_are_refused() {
         >"$work/out" 2>"$work/err" </dev/null &
     job=$!
     ends 20 || return 1
-    says '^error: --tensor-model-parallel-size 2 x .* are 2 ranks of one model, and 3 ranks are no multiple' \
+    says '^error: the number of ranks 3 must be a multiple of --tensor-model-parallel-size x .* = 2' \
         "$work/err" || return 1
     [ "$(grep -c '^error: ' "$work/err")" = 1 ]
 }

@@ -142,6 +142,9 @@ refuses_bad_scores() {
         refuses "outside.i32: token 160 at position 17 of sequence 1" "$@" --score "$work/outside.i32" &&
         refuses "nowhere/x" "$@" --score $tokens --logits-out "$work/nowhere/x" &&
         refuses "--out and --logits-out name one file" "$@" --score $tokens --logits-out "$work/./kept" &&
+        cp $tokens "$work/tokens" &&
+        refuses "--score and --entropy-out name one file" "$@" --score "$work/tokens" --entropy-out "$work/./tokens" &&
+        cmp $tokens "$work/tokens" &&
         [ "$(cat "$work/kept")" = good ] && [ "$(find "$work" -name '*.tmp*')" = '' ]
 }
 
@@ -156,7 +159,14 @@ reports_a_full_disk() {
     ) && [ "$(cat "$work/kept")" = good ] && [ "$(find "$work" -name '*.tmp*')" = '' ] || return 1
     [ -w /dev/full ] || return 0
     "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens >/dev/full 2>"$work/err" && return 1
-    grep -q 'standard output' "$work/err"
+    grep -q 'standard output' "$work/err" || return 1
+    [ -n "${HAVE_MPI:-}" ] || return 0
+    # Of two ranks, the first one writes. mpirun's own output is another.
+    # shellcheck disable=SC2016
+    timeout 60 $(mpirun_here) -np 2 sh -c 'exec "$@" >/dev/full' sh "$infer" --load $golden/llama --device cpu \
+        --prompt-tokens 5 --print-tokens --tensor-model-parallel-size 2 2>"$work/err" && return 1
+    [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says '^error: standard output: cannot be written' "$work/err" &&
+        ! grep -q MPI_ABORT "$work/err" && says 'Exit code: *1' "$work/err"
 }
 
 # shared TENSOR PIPELINE ARGUMENTS...: infer on TENSOR x PIPELINE ranks.

@@ -403,7 +403,7 @@ the_launcher_refuses_runs_that_it_cannot_restart() {
         grep -q 'launch: --overwrite would be repeated' "$work/err" &&
         ! ./launch.sh -n x "$train" --save "$work/save" 2>"$work/err" && grep -q 'whole numbers' "$work/err" &&
         ! ./launch.sh -n 2 "$train" $small --save "$work/save" --tensor-model-parallel-size 4 2>"$work/err" &&
-        grep -q 'launch: error: .* 4 ranks of one model, and 2 ranks are no multiple' "$work/err" || return 1
+        grep -q 'launch: error: .*the number of ranks 2 must be a multiple of .* = 4' "$work/err" || return 1
     mkfifo "$work/hosts.pipe"
     # shellcheck disable=SC2086
     ! timeout 20 ./launch.sh -n 2 --hostfile "$work/hosts.pipe" "$train" $small --save "$work/save" 2>"$work/err" &&

@@ -1415,6 +1415,112 @@ static void adamw_rounds_each_operand_to_its_type(void **state) {
     }
 }
 
+/* x rounded in float64 to the nearest number of a format with this many bits of mantissa and least normal exponent. */
+static double on_grid(double x, int bits, int least) {
+    int exponent;
+    frexp(x, &exponent);
+    double spacing = ldexp(1, (exponent - 1 < least ? least : exponent - 1) - bits);
+    return nearbyint(x / spacing) * spacing;
+}
+
+/* The values of a state that is stored with a scale, or without. */
+static void decode_state(double *values, const void *x, int n, mt_dtype dtype, float amax) {
+    double scale = mt_state_has_scale(dtype) ? (double)mt_state_scale(amax, dtype) : 1;
+    for (int i = 0; i < n; i++)
+        values[i] = scale * (dtype == MT_F16       ? (double)mt_f16_to_f32(((const uint16_t *)x)[i])
+                             : dtype == MT_F8_E4M3 ? (double)mt_f8_to_f32(((const uint8_t *)x)[i], dtype)
+                                                   : stored(x, i, dtype));
+}
+
+/* A state equals `want` rounded to its type, on the grid that its own largest value sets; sizes: of the summed terms.
+ */
+static void assert_state(const char *name, const void *x, const double *want, const double *sizes, int n,
+                         mt_dtype dtype, float amax) {
+    double *got = zeros(n), largest = 0, range = dtype == MT_F16 ? 65504 / 2 : 448, scale;
+    int bits = dtype == MT_F16 ? 10 : 3, least = dtype == MT_F16 ? -14 : -6;
+    decode_state(got, x, n, dtype, amax);
+    for (int i = 0; i < n; i++) largest = fmax(largest, fabs(want[i]));
+    for (int i = 0; i < n && !mt_state_has_scale(dtype); i++) assert_rounded(name, got[i], want[i], sizes[i], dtype);
+    if (mt_state_has_scale(dtype)) {
+        scale = (double)mt_state_scale(amax, dtype);
+        assert_near(name, &(double){(double)amax}, &largest, 1, 1e-6);
+        assert_true(scale >= (double)amax / range * (1 - 1e-7) && scale <= (double)amax / range * (1 + 0x1p-12));
+        largest = 0;
+        for (int i = 0; i < n; i++) {
+            double error = 2e-6 * sizes[i], low = on_grid((want[i] - error) / scale, bits, least);
+            double high = on_grid((want[i] + error) / scale, bits, least);
+            if (!(got[i] >= low * scale && got[i] <= high * scale))
+                fail_msg("%s %d: %.9g is not %.9g in %s", name, i, got[i], want[i], mt_dtype_name(dtype));
+            assert_true(got[i] == (double)(float)got[i]); // exact in fp32, so a checkpoint keeps the codes
+            largest = fmax(largest, fabs(got[i]));
+        }
+        assert_true(largest == range * scale && mt_state_scale((float)largest, dtype) == (float)scale);
+    }
+    free(got);
+}
+
+/* Every combination of types with a scale: steps equal those in float64 from the same stored numbers, rounded to the
+ * stored types. Weights of several magnitudes, so that some states are subnormal. A skipped step changes nothing. */
+static void adamw_scales_fp16_and_fp8_states(void **state) {
+    (void)state;
+    enum { N = 2077, STEPS = 4 };
+    static const mt_dtype moments[4] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3};
+    for (int types = 0; types < 64; types++) {
+        mt_dtype of[4] = {types & 1 ? MT_F16 : MT_F32, moments[types >> 1 & 3], moments[types >> 3 & 3],
+                          both[types >> 5]};
+        double *now[3], *want[3], *sizes[3], *g;
+        float amax[6] = {0}, scale = 0.5f;
+        void *states[3];
+        uint16_t *param = mt_calloc(N * 2);
+        for (int k = 0; k < 3; k++) {
+            now[k] = zeros(N), want[k] = zeros(N), sizes[k] = zeros(N);
+            states[k] = mt_calloc(N * mt_dtype_size(of[k]));
+        }
+        for (int step = 1; step <= STEPS; step++) {
+            double c1 = 1 - pow(0.9, step), c2 = 1 - pow(0.95, step);
+            g = random_values(N);
+            for (int i = 0; i < N; i++) g[i] *= pow(10, -(i % 5));
+            matrix grad = matrix_from(g, 1, N, N, of[3]);
+            for (int k = 0; k < 3; k++) decode_state(now[k], states[k], N, of[k], amax[k]);
+            for (int i = 0; i < N; i++) {
+                double scaled = stored(grad.data, i, of[3]) / 2;
+                want[1][i] = 0.9 * now[1][i] + 0.1 * scaled;
+                sizes[1][i] = 0.9 * fabs(now[1][i]) + 0.1 * fabs(scaled);
+                sizes[2][i] = want[2][i] = 0.95 * now[2][i] + 0.05 * scaled * scaled;
+                double update = 1e-2 * want[1][i] / c1 / (sqrt(want[2][i] / c2) + 1e-8);
+                want[0][i] = now[0][i] * (1 - 1e-3) - update;
+                double share = want[1][i] == 0 ? 1 : sizes[1][i] / fabs(want[1][i]); // of the error of m
+                sizes[0][i] = fabs(now[0][i]) + fabs(update) * share;
+            }
+            mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, (float)c1, (float)c2};
+            mt_adamw_args a = {.n = N, .param = param, .master = states[0], .m = states[1], .v = states[2]};
+            a.grad = grad.data, a.scale = &scale, a.dtype = MT_BF16, a.amax = amax, a.new_amax = amax + 3;
+            a.master_dtype = of[0], a.m_dtype = of[1], a.v_dtype = of[2], a.grad_dtype = of[3];
+            memset(amax + 3, 0, 3 * sizeof *amax);
+            ops->adamw_amax(&a, &adamw, NULL);
+            ops->adamw_step(&a, &adamw, NULL);
+            memcpy(amax, amax + 3, 3 * sizeof *amax);
+            static const char *const names[3] = {"master", "m", "v"};
+            for (int k = 0; k < 3; k++) assert_state(names[k], states[k], want[k], sizes[k], N, of[k], amax[k]);
+            for (int i = 0; i < N; i++)
+                assert_rounded("weight", stored(param, i, MT_BF16), want[0][i], sizes[0][i], MT_BF16);
+            uint8_t *before = mt_malloc(N);
+            memcpy(before, states[1], N);
+            memset(amax + 3, 0, 3 * sizeof *amax), scale = -1;
+            ops->adamw_amax(&a, &adamw, NULL);
+            ops->adamw_step(&a, &adamw, NULL);
+            for (int k = 0; k < 3; k++)
+                assert_true(!mt_state_has_scale(of[k]) || memcmp(&amax[k], &amax[3 + k], sizeof *amax) == 0);
+            assert_memory_equal(before, states[1], N);
+            scale = 0.5f;
+            matrix_take(&grad, NULL);
+            free(g), free(before);
+        }
+        for (int k = 0; k < 3; k++) free(now[k]), free(want[k]), free(sizes[k]), free(states[k]);
+        free(param);
+    }
+}
+
 static void memory_is_zeroed_and_copied_whole(void **state) {
     (void)state;
     static const int64_t sizes[] = {1, 4097, (1 << 20) + 3, (5 << 20) + 17};
@@ -1668,6 +1774,7 @@ int main(void) {
         cmocka_unit_test(adamw_with_a_negative_scale_changes_nothing),
         cmocka_unit_test(adamw_follows_its_formula_for_several_steps),
         cmocka_unit_test(adamw_rounds_each_operand_to_its_type),
+        cmocka_unit_test(adamw_scales_fp16_and_fp8_states),
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),

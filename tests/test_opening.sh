@@ -103,6 +103,21 @@ data_shorter_than_a_sequence_is_reported() {
     trains_on short --split 1,0,0 --eval-iters 0 --seq-length 44 && [ ! -s "$work/err" ]
 }
 
+# A path of a blend, though the blend as a whole is longer.
+a_short_path_of_a_blend_is_reported() {
+    prepares short 1 lines && prepares brief 1 lines && prepares many 40 lines || return 1
+    trains_on many --split 1,0,0 --eval-iters 0 --seq-length 64 --data-path 0.9 "$work/many_text_document" 0.1 \
+        "$work/short_text_document" && says "^warning: the training data of $work/short_text_document has 45 tokens,\
+ fewer than the 65 of a sequence and its last label, so that every sample repeats them; give more data or a smaller\
+ --seq-length\$" "$work/err" && [ "$(wc -l <"$work/err")" = 1 ] || return 1
+    trains_on many --split 1,0,0 --eval-iters 0 --seq-length 64 --data-path 0.8 "$work/many_text_document" 0.1 \
+        "$work/short_text_document" 0.1 "$work/brief_text_document" &&
+        says "^warning: .*short_text_document has .*; paths of this blend that are so short: 2\$" \
+            "$work/err" && [ "$(wc -l <"$work/err")" = 1 ] || return 1
+    trains_on many --split 1,0,0 --eval-iters 0 --seq-length 44 --data-path 0.9 "$work/many_text_document" 0.1 \
+        "$work/short_text_document" && [ ! -s "$work/err" ]
+}
+
 check train_says_what_it_will_do train_says_what_it_will_do
 check train_says_epochs_of_its_data train_says_epochs_of_its_data
 check train_says_the_grid train_says_the_grid
@@ -110,4 +125,5 @@ check infer_says_what_it_runs_on_standard_error infer_says_what_it_runs_on_stand
 check one_document_leaves_none_for_validation one_document_leaves_none_for_validation
 check an_empty_validation_split_is_reported an_empty_validation_split_is_reported
 check data_shorter_than_a_sequence_is_reported data_shorter_than_a_sequence_is_reported
+check a_short_path_of_a_blend_is_reported a_short_path_of_a_blend_is_reported
 exit $failed

@@ -328,7 +328,7 @@ static void shapes_that_cannot_be_are_refused(void **state) {
                  "--num-query-groups 2 needs --group-query-attention, which is false");
     expect_error(RUN "--group-query-attention --num-query-groups 3",
                  "--num-attention-heads 4 must be a multiple of --num-query-groups 3");
-    expect_error(RUN "--position-embedding-type rope --kv-channels 15", "must be even");
+    expect_error(RUN "--position-embedding-type rope --kv-channels 15", "(for RoPE) = 15 must be a multiple of 2");
     expect_error(RUN "--swiglu --openai-gelu", "--swiglu and --openai-gelu exclude each other");
     expect_error(RUN "--swiglu --hidden-size 16", "--ffn-hidden-size is missing");
     expect_error(RUN "--rotary-base 5", "--rotary-base needs --position-embedding-type rope");
@@ -393,7 +393,7 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
                  "--num-query-groups 2 must be a multiple of --num-attention-heads (for --m");
     expect_error(LATENT_RUN "--add-qkv-bias", "and --add-qkv-bias exclude each other");
     expect_error(LATENT_RUN "--rotary-percent 0.5", "and --rotary-percent exclude each other");
-    expect_error(LATENT_RUN "--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 must be even");
+    expect_error(LATENT_RUN "--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 must be a multiple of 2");
     expect_error(LATENT_RUN "--kv-lora-rank 0", "--kv-lora-rank must be in [1,1048576], got 0");
     expect_error_of(MT_PROGRAM_TRAIN, 8, LATENT_RUN "--tensor-model-parallel-size 8",
                     "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 8");
@@ -468,9 +468,10 @@ static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state)
 static void layouts_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error_of(MT_PROGRAM_TRAIN, 6, RUN "--tensor-model-parallel-size 4",
-                    "--tensor-model-parallel-size 4 x --pipeline-model-parallel-size 1 x --context-parallel-size 1 are "
-                    "4 ranks of one model, and 6 ranks are no multiple of that");
-    expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--context-parallel-size 4", "are 4 ranks of one model, and 2 ranks");
+                    "the number of ranks 6 must be a multiple of --tensor-model-parallel-size x "
+                    "--pipeline-model-parallel-size x --context-parallel-size = 4; start others or lower a size");
+    expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--context-parallel-size 4",
+                    "the number of ranks 2 must be a multiple of");
     expect_error_of(MT_PROGRAM_TRAIN, 3, RUN "--tensor-model-parallel-size 3",
                     "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 3");
     expect_error_of(MT_PROGRAM_TRAIN, 2,
@@ -484,7 +485,7 @@ static void layouts_that_cannot_be_are_refused(void **state) {
                     "--tp-comm-overlap needs --sequence-parallel");
     expect_error_of(MT_PROGRAM_TRAIN, 4,
                     RUN "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 12",
-                    "--global-batch-size 12 must be a multiple of --micro-batch-size 4 times the data-parallel size 2; "
+                    "--global-batch-size 12 must be a multiple of --micro-batch-size x the data-parallel size = 8; "
                     "try 8 or 16");
     expect_error(RUN "--distributed-timeout-seconds 0", "--distributed-timeout-seconds must be in");
 }
@@ -492,7 +493,7 @@ static void layouts_that_cannot_be_are_refused(void **state) {
 static void batches_and_lengths_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error_of(MT_PROGRAM_TRAIN, 3, RUN "--micro-batch-size 4 --global-batch-size 32",
-                    "--global-batch-size 32 must be a multiple of --micro-batch-size 4 times the data-parallel size 3; "
+                    "--global-batch-size 32 must be a multiple of --micro-batch-size x the data-parallel size = 12; "
                     "try 24 or 36");
     expect_error(SHAPE "--mock-data --lr 1", "--train-iters and --train-samples");
     expect_error(RUN "--train-samples 100", "--train-iters and --train-samples exclude each other");
@@ -501,7 +502,7 @@ static void batches_and_lengths_that_cannot_be_are_refused(void **state) {
     expect_error(SHAPE "--mock-data --lr 1 --train-samples 100 --global-batch-size 8 --rampup-batch-size 2 2",
                  "--rampup-batch-size expects three numbers");
     expect_error(SHAPE "--mock-data --lr 1 --train-samples 100 --global-batch-size 8 --rampup-batch-size 2 4 50",
-                 "does not reach --global-batch-size 8");
+                 "start = 6 must be a multiple of --rampup-batch-size's increment 4");
     expect_error(RUN "--seq-length 0", "--seq-length must be in");
     expect_error(
         "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 8 --mock-data --train-iters 1 --lr 1",
@@ -522,9 +523,11 @@ static void context_parallelism_that_cannot_be_is_refused(void **state) {
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--hierarchical-context-parallel-sizes 2 2",
                     "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is p2p");
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a --group-query-attention --num-query-groups 2",
-                    "over 4 ranks: 4 query heads and 2 key and value heads");
-    expect_error_of(MT_PROGRAM_TRAIN, 8, OVER_FOUR "--cp-comm-type a2a --tensor-model-parallel-size 2",
-                    "over 4 ranks: 2 query heads and 2 key and value heads");
+                    "--num-query-groups / --tensor-model-parallel-size = 2 must be a multiple of the ranks over which "
+                    "--cp-comm-type a2a splits them, 4; take p2p or all_gather");
+    expect_error_of(
+        MT_PROGRAM_TRAIN, 8, OVER_FOUR "--cp-comm-type a2a --tensor-model-parallel-size 2",
+        "--num-attention-heads / --tensor-model-parallel-size = 2 must be a multiple of the ranks over which");
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--window-size 5", "take all_gather or a2a");
     expect_error_of(MT_PROGRAM_TRAIN, 4,
                     OVER_FOUR "--window-size 5 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
@@ -1602,7 +1605,8 @@ static void experts_that_cannot_be_are_refused(void **state) {
         {"--moe-router-enable-expert-bias",
          "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"},
         {"--moe-router-num-groups 4", "--moe-router-num-groups needs --moe-router-group-topk"},
-        {"--moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-router-num-groups 3 must divide"},
+        {"--moe-router-num-groups 3 --moe-router-group-topk 1",
+         "--num-experts 8 must be a multiple of --moe-router-num-groups 3"},
         {"--moe-router-num-groups 8 --moe-router-group-topk 1",
          "is more than the 1 experts of --moe-router-group-topk"},
         {"--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"},
@@ -1618,7 +1622,8 @@ static void experts_that_cannot_be_are_refused(void **state) {
          "sinkhorn and --moe-expert-capacity-factor exclude each other"},
         {"--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"},
         {"--expert-model-parallel-size 3", "--num-experts 8 must be a multiple of --expert-model-parallel-size 3"},
-        {"--expert-model-parallel-size 2", "the world size 1 must be a multiple of --expert-tensor-parallel-size x"},
+        {"--expert-model-parallel-size 2",
+         "the number of ranks 1 must be a multiple of --expert-tensor-parallel-size x"},
     };
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
         char line[512];
@@ -1844,7 +1849,7 @@ static void bad_configs_are_refused_by_key(void **state) {
                               "\"static\", \"weight_block_size\": [128, 128]}}",
                         "\"activation_scheme\" of \"quantization_config\" is static");
     expect_config_error(LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor");
-    expect_config_error(LLAMA ", \"head_dim\": 15}", "must be even");
+    expect_config_error(LLAMA ", \"head_dim\": 15}", "must be a multiple of 2");
     expect_config_error(LLAMA ", \"eos_token_id\": \"x\"}", "\"eos_token_id\" must be a token");
     expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"num_query_groups\": -1, "
                         "\"num_attention_heads\": -9223372036854775808}",
@@ -1948,6 +1953,8 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     }
     expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_dense/config.json " LENGTHS, "deepseek_v3");
     expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_no_q_latent/config.json " LENGTHS, "deepseek_v3");
+    expect_round_trip("--hf-config tests/golden/hf/deepseek_v3/config.json --moe-aux-loss-coeff 0.01 " LENGTHS,
+                      "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--q-lora-rank 24", "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--rotary-interleaved", "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--window-size 4", "megatron");

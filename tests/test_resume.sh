@@ -182,6 +182,24 @@ the_place_of_the_optimizer_changes_no_loss() {
         ! tail -n 3 "$work/on-device" | cmp -s - "$work/part"
 }
 
+# Moments and master weights with scales: a run resumes bit for bit; its checkpoint has fp32 states, which a run with
+# other types takes, too. Without bf16 weights, or with an optimizer on the host, scales are refused.
+states_with_scales_resume_bit_for_bit() {
+    types='--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
+    # shellcheck disable=SC2086
+    run --bf16 $types --main-params-dtype fp16 --train-iters 6 --save "$work/x" --save-interval 3 --async-save \
+        --metrics "$work/x.jsonl" &&
+        run --bf16 $types --main-params-dtype fp16 --train-iters 6 --load "$work/x/iter_0000003" \
+            --metrics "$work/x1.jsonl" &&
+        run --bf16 --train-iters 6 --load "$work/x/iter_0000003" --metrics "$work/x2.jsonl" &&
+        refuses '--main-params-dtype fp16 needs --bf16' $types --main-params-dtype fp16 --train-iters 6 &&
+        refuses 'exp-avg-dtype fp8.*optimizer-cpu-offload' $types --train-iters 6 --optimizer-cpu-offload || return 1
+    losses "$work/x.jsonl" | tail -n 3 >"$work/scaled-losses"
+    losses "$work/x1.jsonl" | cmp - "$work/scaled-losses" || return 1
+    losses "$work/x2.jsonl" >"$work/part" && [ "$(wc -l <"$work/part")" = 3 ] &&
+        ! cmp -s "$work/part" "$work/scaled-losses"
+}
+
 # Without a small file a run must not begin again at its first step.
 a_lost_file_does_not_restart_the_run() {
     run --train-iters 9 --save "$work/l" --save-interval 3 || return 1
@@ -241,6 +259,20 @@ a_lock_of_another_host_is_named_and_a_stale_one_is_taken() {
     [ $status = 0 ] && [ "$(cat "$work/node/.lock")" = 'process 4711 on host node7' ] &&
         run --train-iters $((iteration + 1)) --save "$work/node" --auto-resume &&
         says "process [0-9]* on host $(uname -n)\$" "$work/node/.lock"
+}
+
+# Another run saves and ends after this run has found the folder empty and before it holds the lock.
+checkpoints_that_come_before_the_lock_are_seen() {
+    has_disk || return 0
+    run --train-iters 3 --save "$work/other" || return 1
+    for how in --auto-resume "--load $work/late" ''; do
+        rm -rf "$work/late"
+        # shellcheck disable=SC2086
+        LD_PRELOAD=$work/disk.so BEFORE_LOCK="cp -a $work/other/. $work/late" refuses 'late: h[eo]ld.*run' \
+            --train-iters 2 --save "$work/late" $how || return 1
+        [ "$(cat "$work/late/latest_checkpointed_iteration.txt")" = 3 ] || return 1
+    done
+    run --train-iters 4 --save "$work/late" --auto-resume && says '4/4 100%' "$work/out"
 }
 
 a_missing_checkpoint_begins_anew_or_ends_the_run() {
@@ -388,9 +420,11 @@ check kills_at_random_moments_change_nothing kills_at_random_moments_change_noth
 check a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
 check everything_comes_from_the_checkpoint_that_is_whole everything_comes_from_the_checkpoint_that_is_whole
 check the_place_of_the_optimizer_changes_no_loss the_place_of_the_optimizer_changes_no_loss
+check states_with_scales_resume_bit_for_bit states_with_scales_resume_bit_for_bit
 check a_lost_file_does_not_restart_the_run a_lost_file_does_not_restart_the_run
 check a_folder_in_use_is_refused a_folder_in_use_is_refused
 check a_lock_of_another_host_is_named a_lock_of_another_host_is_named_and_a_stale_one_is_taken
+check checkpoints_that_come_before_the_lock_are_seen checkpoints_that_come_before_the_lock_are_seen
 check a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
 check auto_resume_finetunes_once auto_resume_finetunes_once
 check checkpoints_stay_as_options_say checkpoints_stay_as_options_say

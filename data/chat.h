@@ -1,0 +1,81 @@
+/* chat.h: chat templates: a conversation as the tokens that a model was trained on. */
+#ifndef MT_CHAT_H
+#define MT_CHAT_H
+
+#include "tokenizer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A message of a conversation; `role` is system (the first message only), user or assistant. */
+typedef struct mt_chat_message {
+    const char *role, *content;
+    int64_t bytes; // of the content
+} mt_chat_message;
+
+typedef enum mt_chat_kind {
+    MT_CHAT_TEXT,  // ordinary text
+    MT_CHAT_TOKEN, // the text of one special token
+    MT_CHAT_BEGIN, // no text: the tokenizer's BOS, if it puts one before a text
+    MT_CHAT_END    // no text: the tokenizer's end of document
+} mt_chat_kind;
+
+/* A part of a rendered conversation: from the end of the part before to `end`. */
+typedef struct mt_chat_part {
+    mt_chat_kind kind;
+    int64_t end;
+    int32_t turn; // the message whose response this is, the token that ends it included; -1: no response
+} mt_chat_part;
+
+/* A rendered conversation. Start it as {0}; mt_chat_text_free frees its arrays. */
+typedef struct mt_chat_text {
+    mt_text text;
+    mt_chat_part *parts;
+    int64_t count, capacity;
+} mt_chat_text;
+
+/* Renders messages [count] as the template of this name does with transformers.apply_chat_template:
+ *
+ *   chatml      <|im_start|>ROLE\nCONTENT<|im_end|>\n
+ *   qwen2_5     chatml; without a system message, Qwen2.5's own
+ *   qwen3       chatml; the answer to the last question begins with its thoughts, which may be empty; earlier ones lose
+ *               theirs
+ *   llama3      <|begin_of_text|>, then <|start_header_id|>ROLE<|end_header_id|>\n\nCONTENT<|eot_id|>; Llama 3.0
+ *   mistral     <s>, then [INST] CONTENT[/INST] and " CONTENT</s>"; Mistral-7B-Instruct-v0.3. A system message precedes
+ *               the last user message, as in mistral-common
+ *   deepseek3   DeepSeek-V3
+ *   plain       the contents alone, verbatim; every response ends with the end of document
+ *
+ * `generates`: ends with the header of a response that a model is to write. Errors: a role that is unknown or in the
+ * wrong place. `template` is not AUTO. */
+int mt_chat_render(mt_chat_text *out, mt_chat_template template, const mt_chat_message *messages, int64_t count,
+                   bool generates, mt_error *error);
+void mt_chat_text_free(mt_chat_text *text);
+
+/* A template with a tokenizer. */
+typedef struct mt_chat mt_chat;
+
+/* Opens a template, after checking that the tokenizer has its special tokens. AUTO: the one in the tokenizer's folder.
+ * `path` is the tokenizer's file or folder; NULL: none. The tokenizer must outlive the result. */
+int mt_chat_open(mt_chat **out, mt_chat_template template, const mt_tokenizer *tokenizer, const char *path,
+                 mt_error *error);
+void mt_chat_close(mt_chat *chat);
+
+/* Appends the tokens of a conversation, and for each the message whose response it belongs to, or -1, to `turns`.
+ * Special tokens stand only where the template puts them: where a message holds such a text (transformers would make a
+ * special token of it), it is encoded as ordinary text. A token that has the end of a header and the start of a
+ * response belongs to the header, which is given when a model writes the response. */
+int mt_chat_encode(mt_chat *chat, const mt_chat_message *messages, int64_t count, bool generates, mt_ids *ids,
+                   mt_ids *turns, mt_error *error);
+
+/* Appends the tokens of a text for training: BOS if the tokenizer puts one there, the text, the end of document. */
+int mt_chat_encode_document(mt_chat *chat, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
+
+/* The token that ends a response. */
+int32_t mt_chat_end(const mt_chat *chat);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,320 @@
+/* sft.c: JSON Lines of conversations, prompts with responses, or texts -> samples to train on. */
+#include "sft.h"
+
+#include "chat.h"
+#include "text.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+void mt_samples_free(mt_samples *samples) {
+    free(samples->offsets);
+    free(samples->tokens);
+    free(samples->is_trained);
+    *samples = (mt_samples){0};
+}
+
+uint64_t mt_samples_fingerprint(const mt_samples *samples) {
+    int64_t tokens = samples->offsets[samples->count];
+    uint64_t prints[] = {mt_contents_fingerprint(samples->offsets, (samples->count + 1) * 8, true),
+                         mt_contents_fingerprint(samples->tokens, tokens * 4, true),
+                         mt_contents_fingerprint(samples->is_trained, tokens, true)};
+    return mt_contents_fingerprint(prints, sizeof prints, true);
+}
+
+/* ---- one sample ----------------------------------------------------------------------------------------------------
+ */
+
+typedef struct reader {
+    const mt_sft_config *config;
+    mt_chat *chat;
+    // of the line
+    mt_chat_message *messages;
+    int64_t num_messages, message_capacity;
+    mt_text joined; // an instruction and its input
+    // of the sample
+    mt_ids ids, turns;
+    // all samples; `samples.count` and the last offset count them
+    mt_samples samples;
+    int64_t sample_capacity, token_capacity;
+    int64_t bad, truncated, dropped, trained, longest;
+} reader;
+
+/* Marks the tokens of the sample that the loss counts in `turns`: 1 or 0. Returns their number among the first
+ * `limit`. The first token is no label. */
+static int64_t mark_trained(reader *r, int64_t limit) {
+    int32_t last = -1;
+    int64_t trained = 0;
+    for (int64_t i = 0; i < r->turns.count; i++)
+        if (r->turns.data[i] > last) last = r->turns.data[i];
+    for (int64_t i = 0; i < r->turns.count; i++) {
+        int32_t turn = r->turns.data[i];
+        bool counts = r->config->loss_on == MT_LOSS_ON_ALL || (turn >= 0 && r->config->loss_on == MT_LOSS_ON_RESPONSES);
+        counts = counts || (last >= 0 && turn == last);
+        r->turns.data[i] = counts && i > 0;
+        trained += counts && i > 0 && i < limit;
+    }
+    return trained;
+}
+
+static int check_tokens(const reader *r, mt_error *error) {
+    for (int64_t i = 0; i < r->ids.count; i++)
+        if (r->ids.data[i] >= r->config->vocab_size)
+            return mt_error_set(error,
+                                "has the token %d, but the vocabulary has %lld tokens; take the model's tokenizer",
+                                (int)r->ids.data[i], (long long)r->config->vocab_size);
+    return 0;
+}
+
+/* Appends the first `count` tokens of the sample. */
+static void add_sample(reader *r, int64_t count) {
+    mt_samples *s = &r->samples;
+    if (s->count + 2 > r->sample_capacity) {
+        r->sample_capacity = 2 * r->sample_capacity + 1024;
+        s->offsets = mt_realloc(s->offsets, r->sample_capacity * 8);
+        s->offsets[0] = 0;
+    }
+    int64_t first = s->offsets[s->count];
+    if (first + count > r->token_capacity) {
+        r->token_capacity = 2 * (first + count) + 65536;
+        s->tokens = mt_realloc(s->tokens, r->token_capacity * 4);
+        s->is_trained = mt_realloc(s->is_trained, r->token_capacity);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        s->tokens[first + i] = r->ids.data[i];
+        s->is_trained[first + i] = (uint8_t)r->turns.data[i];
+        r->trained += r->turns.data[i];
+    }
+    s->offsets[++s->count] = first + count;
+    r->longest = mt_max(r->longest, count - 1);
+}
+
+/* The tokens of the messages; all of them are in the scratch of the reader. */
+static int encode_sample(reader *r, mt_error *error) {
+    r->ids.count = r->turns.count = 0;
+    if (mt_chat_encode(r->chat, r->messages, r->num_messages, false, &r->ids, &r->turns, error) != 0) return -1;
+    return check_tokens(r, error);
+}
+
+/* Takes the encoded sample: whole, truncated, or not at all if it is too long. */
+static int take_sample(reader *r, mt_error *error) {
+    int64_t count = mt_min(r->ids.count, r->config->seq_length + 1);
+    bool is_long = r->ids.count > count;
+    if (mark_trained(r, r->ids.count) == 0)
+        return mt_error_set(error, "has no token to train on: no response; --loss-on all trains on the whole text");
+    int64_t trained = 0;
+    for (int64_t i = 0; i < count; i++) trained += r->turns.data[i];
+    bool drops = is_long && (r->config->long_samples == MT_LONG_DROP || trained == 0);
+    r->dropped += drops;
+    r->truncated += is_long && !drops;
+    if (!drops) add_sample(r, count);
+    return 0;
+}
+
+/* ---- one line ------------------------------------------------------------------------------------------------------
+ */
+
+static void add_message(reader *r, const char *role, const char *content, int64_t bytes) {
+    if (r->num_messages == r->message_capacity) {
+        r->message_capacity = 2 * r->message_capacity + 16;
+        r->messages = mt_realloc(r->messages, r->message_capacity * (int64_t)sizeof *r->messages);
+    }
+    r->messages[r->num_messages++] = (mt_chat_message){role, content, bytes};
+}
+
+/* The field of a key that the user chose, or else of one of two usual keys; NULL: none, or null. `name` is the key. */
+static const json_t *find_field(const json_t *object, const char *key, const char *usual, const char *other,
+                                const char **name) {
+    const json_t *field = json_object_get(object, *name = key ? key : usual);
+    if (!field && !key && other && (field = json_object_get(object, other))) *name = other;
+    return json_is_null(field) ? NULL : field;
+}
+
+static int read_message(reader *r, const json_t *message, const char *name, mt_error *error) {
+    const json_t *role = json_object_get(message, "role"), *content = json_object_get(message, "content");
+    if (!json_is_string(role) || strlen(json_string_value(role)) != json_string_length(role))
+        return mt_error_set(error, "\"%s\": a message has no \"role\"", name);
+    if (json_is_true(json_object_get(message, "tool_calls")) || json_array_size(json_object_get(message, "tool_calls")))
+        return mt_error_set(error, "\"%s\": a message has \"tool_calls\", which are not supported", name);
+    if (json_string_length(json_object_get(message, "reasoning_content")) > 0)
+        return mt_error_set(error,
+                            "\"%s\": a message has \"reasoning_content\", which is not supported; put it into the "
+                            "content, between <think> and </think>",
+                            name);
+    if (!json_is_string(content)) return mt_error_set(error, "\"%s\": a message's \"content\" is not a text", name);
+    add_message(r, json_string_value(role), json_string_value(content), (int64_t)json_string_length(content));
+    return 0;
+}
+
+/* Adds a text as a message of a role, or a list of messages. */
+static int read_messages(reader *r, const json_t *field, const char *name, const char *role, mt_error *error) {
+    size_t i;
+    const json_t *message;
+    if (role && json_is_string(field)) {
+        add_message(r, role, json_string_value(field), (int64_t)json_string_length(field));
+        return 0;
+    }
+    if (!json_is_array(field))
+        return mt_error_set(error, "\"%s\" is not a %slist of messages", name, role ? "text or a " : "");
+    json_array_foreach(field, i, message) if (read_message(r, message, name, error) != 0) return -1;
+    return 0;
+}
+
+/* A prompt, or an instruction with an input on the lines after it. */
+static int read_prompt(reader *r, const json_t *prompt, const char *name, const json_t *object, mt_error *error) {
+    const char *query_name;
+    const json_t *query = find_field(object, r->config->query_key, "input", NULL, &query_name);
+    if (!query || (json_is_string(query) && json_string_length(query) == 0))
+        return read_messages(r, prompt, name, "user", error);
+    if (!json_is_string(prompt) || !json_is_string(query))
+        return mt_error_set(error, "\"%s\" is not a text", json_is_string(prompt) ? query_name : name);
+    r->joined.bytes = 0;
+    mt_text_append(&r->joined, json_string_value(prompt), (int64_t)json_string_length(prompt));
+    mt_text_append(&r->joined, "\n", 1);
+    mt_text_append(&r->joined, json_string_value(query), (int64_t)json_string_length(query));
+    add_message(r, "user", r->joined.data, r->joined.bytes);
+    return 0;
+}
+
+static int read_document(reader *r, const json_t *text, mt_error *error) {
+    if (!json_is_string(text)) return mt_error_set(error, "\"text\" is not a text");
+    r->ids.count = r->turns.count = 0;
+    if (mt_chat_encode_document(r->chat, json_string_value(text), (int64_t)json_string_length(text), &r->ids, error))
+        return -1;
+    for (int64_t i = 0; i < r->ids.count; i++) mt_ids_push(&r->turns, 0); // one response
+    if (check_tokens(r, error) != 0) return -1;
+    return r->ids.count < 2 ? mt_error_set(error, "\"text\" is empty") : take_sample(r, error);
+}
+
+/* Reads one line as a sample. */
+static int read_single(reader *r, const json_t *object, mt_error *error) {
+    const mt_sft_config *c = r->config;
+    const char *name, *response_name, *text_name;
+    const json_t *messages = find_field(object, c->messages_key, "messages", NULL, &name);
+    if (messages) {
+        if (read_messages(r, messages, name, NULL, error) != 0 || encode_sample(r, error) != 0) return -1;
+        return take_sample(r, error);
+    }
+    const json_t *prompt = find_field(object, c->prompt_key, "prompt", "instruction", &name);
+    const json_t *response = find_field(object, c->response_key, "response", "output", &response_name);
+    if (prompt && response) {
+        if (read_prompt(r, prompt, name, object, error) != 0) return -1;
+        if (read_messages(r, response, response_name, "assistant", error) != 0) return -1;
+        return encode_sample(r, error) != 0 ? -1 : take_sample(r, error);
+    }
+    const json_t *text = find_field(object, NULL, "text", NULL, &text_name);
+    if (text && !prompt && !response) return read_document(r, text, error);
+    if (json_object_get(object, "chosen") && json_object_get(object, "rejected"))
+        return mt_error_set(error,
+                            "has a \"chosen\" and a \"rejected\" response: a preference, not a sample to imitate");
+    if (prompt || response)
+        return mt_error_set(error, "has \"%s\" but not \"%s\"; name the fields with --prompt-key and --response-key",
+                            prompt ? name : response_name, prompt ? response_name : name);
+    return mt_error_set(error, "has neither messages, nor a prompt with a response, nor a text; name the fields with "
+                               "--messages-key, or --prompt-key and --response-key");
+}
+
+/* Encodes the prompt, if there is one, with one of the two responses. */
+static int encode_choice(reader *r, const json_t *object, const char *choice, mt_error *error) {
+    const char *name, *choice_name;
+    const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &name);
+    const json_t *response = find_field(object, NULL, choice, NULL, &choice_name);
+    r->num_messages = 0;
+    if (!response) return mt_error_set(error, "has no \"%s\", but a preference needs chosen and rejected", choice);
+    if (prompt && read_prompt(r, prompt, name, object, error) != 0) return -1;
+    if (read_messages(r, response, choice, "assistant", error) != 0) return -1;
+    return encode_sample(r, error);
+}
+
+/* Reads one line as two samples, both or none. */
+static int read_pair(reader *r, const json_t *object, mt_error *error) {
+    int64_t count = r->samples.count, trained = r->trained, truncated = r->truncated, dropped = r->dropped;
+    int status = 0;
+    static const char *const choices[] = {"chosen", "rejected"};
+    for (int i = 0; i < 2 && status == 0; i++) {
+        status = encode_choice(r, object, choices[i], error);
+        if (status == 0) status = take_sample(r, error);
+    }
+    if (status == 0 && r->samples.count == count + 2) return 0;
+    r->samples.count = count;
+    r->trained = trained;
+    r->truncated = truncated;
+    r->dropped = dropped + 2 * (status == 0);
+    return status;
+}
+
+static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error) {
+    // Numbers are unused; reading them as reals accepts integers of any size. NUL is an ordinary character.
+    const size_t flags = JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES;
+    json_t *object = mt_json_parse(line, bytes, flags, NULL, error);
+    if (!object) return -1;
+    r->num_messages = 0;
+    int status = r->config->pairs ? read_pair(r, object, error) : read_single(r, object, error);
+    json_decref(object);
+    return status;
+}
+
+/* ---- files ---------------------------------------------------------------------------------------------------------
+ */
+
+/* A bad line is an error, unless it is one of the first skip_bad_samples. */
+static int refuse_line(reader *r, const char *path, int64_t number, mt_error *error) {
+    mt_error why = *error;
+    FILE *log = r->config->log;
+    mt_error_set(error, "%s:%lld: %s", path, (long long)number, why.text);
+    if (++r->bad > r->config->skip_bad_samples) return -1;
+    if (log) fprintf(log, "skipped %s\n", error->text);
+    return 0;
+}
+
+static int read_file(reader *r, const char *path, mt_error *error) {
+    mt_mapping file;
+    int status = mt_mapping_open(&file, path, error);
+    const char *text = (const char *)file.bytes, *end = text ? text + file.size : NULL;
+    for (int64_t number = 1; status == 0 && text < end; number++) {
+        const char *next = mt_text_document_end(MT_TEXT_JSONL, text, end);
+        if (!next) next = end;
+        if (!mt_text_is_blank(text, next - text) && read_line(r, text, next - text, error) != 0)
+            status = refuse_line(r, path, number, error);
+        text = next;
+    }
+    mt_mapping_close(&file);
+    return status;
+}
+
+static void print_summary(const reader *r) {
+    FILE *log = r->config->log;
+    const mt_samples *s = &r->samples;
+    if (!log) return;
+    fprintf(log, "%s%s: %lld samples, %lld tokens, the loss counts %lld; the longest takes %lld positions",
+            r->config->paths.items[0], r->config->paths.count > 1 ? " and others" : "", (long long)s->count,
+            (long long)s->offsets[s->count], (long long)r->trained, (long long)r->longest);
+    if (r->truncated > 0) fprintf(log, "; %lld were truncated to --seq-length", (long long)r->truncated);
+    if (r->dropped > 0) fprintf(log, "; %lld are too long and left out", (long long)r->dropped);
+    if (r->bad > 0) fprintf(log, "; %lld bad lines are left out", (long long)r->bad);
+    fprintf(log, "\n");
+}
+
+static int check_count(const reader *r, mt_error *error) {
+    if (r->samples.count > 0) return 0;
+    return mt_error_set(error, "%s: has no samples%s", r->config->paths.items[0],
+                        r->dropped > 0 ? ": all are longer than --seq-length; raise it, or give --long-samples truncate"
+                                       : "; check the path");
+}
+
+int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {
+    reader r = {.config = config};
+    int status = mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error);
+    for (int64_t i = 0; i < config->paths.count && status == 0; i++)
+        status = read_file(&r, config->paths.items[i], error);
+    if (status == 0) status = check_count(&r, error);
+    if (status == 0) print_summary(&r);
+    if (status != 0) mt_samples_free(&r.samples);
+    *samples = r.samples;
+    mt_chat_close(r.chat);
+    free(r.messages);
+    free(r.joined.data);
+    free(r.ids.data);
+    free(r.turns.data);
+    return status;
+}
