@@ -5679,6 +5679,7 @@ typedef struct mt_experts {
     int32_t *all_offsets;                // [size, num_destinations + 1] offsets of all ranks
     int32_t *counts;                     // [size, E/ep] received rows by source rank and expert
     int32_t *host_offsets, *host_counts; // the same on the host
+    int32_t *no_choices;                 // allgather dispatcher: [R, k] of -1, on the host
     int64_t *out_counts, *in_counts;     // [size] elements received and sent, on the host
     float *all_logits;                   // [Tall, E] of the whole micro-batch, for Sinkhorn
     int32_t *all_experts;                // [Tall, k] of the whole micro-batch, for the capacity, as the next two
@@ -5891,9 +5892,26 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
+/* Rows of each rank that the dispatcher handles. Ranks may have micro-batches of different lengths; an all-gather takes
+ * as many rows of each as the longest has. */
+static int64_t mt_dispatched_rows(const mt_model *m, const mt_pass *p) {
+    return m->experts->uses_allgather ? m->max_rows : p->rows;
+}
+
 /* Offset of this rank's tokens in arrays [N, k]. */
 static int64_t mt_own_offset(const mt_model *m, const mt_pass *p) {
-    return m->experts->uses_allgather ? m->experts->group->rank * p->rows * m->experts->router.topk : 0;
+    const mt_experts *e = m->experts;
+    return e->uses_allgather ? e->group->rank * mt_dispatched_rows(m, p) * e->router.topk : 0;
+}
+
+/* --moe-token-dispatcher-type allgather: gathers the choices of all ranks; rows after a rank's tokens choose nothing.
+ */
+static void mt_gather_choices(mt_model *m, const mt_pass *p, mt_routing *r) {
+    mt_experts *e = m->experts;
+    int64_t own = mt_own_offset(m, p), R = mt_dispatched_rows(m, p), k = e->router.topk;
+    if (R > p->rows) m->ops->memory_copy(r->kept + own + p->rows * k, e->no_choices, (R - p->rows) * k * 4, p->stream);
+    m->ops->all_gather(r->kept, r->kept + own, R * k, MT_I32, e->group, p->stream);
+    m->ops->all_gather(r->probs, r->probs + own, R * k, MT_F32, e->group, p->stream);
 }
 
 /* Chooses experts for logits[R, E] with Sinkhorn's iteration, which balances the loads of the whole micro-batch. */
@@ -6012,13 +6030,12 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
 /* Dispatch, preprocess: order and number of sent and received rows. */
 static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t k = e->router.topk, N = e->uses_allgather ? e->group->size * p->rows : p->rows, own = mt_own_offset(m, p);
+    int64_t k = e->router.topk, N = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
     dispatch.copies = m->grid->expert_tensor.size;
     if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
     if (e->uses_allgather) {
-        m->ops->all_gather(r->kept, r->kept + own, p->rows * k, MT_I32, e->group, p->stream);
-        m->ops->all_gather(r->probs, r->probs + own, p->rows * k, MT_F32, e->group, p->stream);
+        mt_gather_choices(m, p, r);
         dispatch =
             (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->num_local, .count = e->num_local, .copies = 1};
         dispatch.num_local = e->num_local;
@@ -6084,7 +6101,7 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
     }
     mt_wait_stream(m, e->comm, p->stream);
     if (e->uses_allgather) {
-        m->ops->all_gather(e->gathered, x, p->rows * m->C, m->dtype, e->group, e->comm);
+        m->ops->all_gather(e->gathered, x, mt_dispatched_rows(m, p) * m->C, m->dtype, e->group, e->comm);
         return;
     }
     mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
@@ -6138,19 +6155,19 @@ static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *
 /* Combine, postprocess: out[R, C] = base + sum of each token's results; base may be NULL, or out. */
 static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
     mt_experts *e = m->experts;
-    int64_t R = p->rows;
+    int64_t R = mt_dispatched_rows(m, p);
     void *sum = base && (e->uses_allgather || !e->permute_fusion) ? e->scattered : out;
     if (e->group->size > 1 && !e->uses_allgather) mt_wait_stream(m, p->stream, e->comm);
     mt_combine_results(m, p, r, e->uses_allgather ? e->gathered : sum, e->uses_allgather ? NULL : base,
                        e->uses_allgather ? e->group->size * R : R);
     if (e->uses_allgather) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
-    if (base && sum != out) m->ops->add(out, base, e->scattered, R * m->C, m->dtype, p->stream);
+    if (base && sum != out) m->ops->add(out, base, e->scattered, p->rows * m->C, m->dtype, p->stream);
 }
 
 /* experts.dprobs of this rank's tokens, from the gradients of weights[M] in experts.rows.weights. */
 static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t choices = p->rows * e->router.topk;
+    int64_t choices = mt_dispatched_rows(m, p) * e->router.topk;
     float *own = e->dprobs + mt_own_offset(m, p);
     if (e->uses_allgather) {
         m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
@@ -6600,8 +6617,8 @@ void mt_context_destroy(mt_context *c) {
 
 /* ---- the micro-batch: spans, and positions of rows */
 
-/* Rows of a sequence on a rank: local rows [start, start + low + high), of which `low` are in its first chunk. They are
- * contiguous, because a sequence with rows in both chunks fills everything between them. */
+/* Rows of a sequence on a rank: local rows [start, start + low + high), the first `low` of them in its first chunk.
+ * They are contiguous, because a sequence with rows in both chunks fills everything between them. */
 typedef struct mt_context_part {
     int64_t start, low, high;
 } mt_context_part;
@@ -7359,7 +7376,7 @@ void mt_batch_pad(mt_batch *batch, int64_t multiple) {
             batch->spans[batch->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
         mt_span *span = &batch->spans[batch->num_spans - 1];
         batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 0;
-        batch->positions[t] = (int32_t)(t - span->q_start), batch->token_index[t] = INT64_MAX - t;
+        batch->positions[t] = (int32_t)(t - span->q_start), batch->token_index[t] = ((int64_t)1 << 49) + t;
         span->q_len = ++span->k_len;
     }
     batch->num_tokens = end;
@@ -10235,6 +10252,9 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
             m->ops->memory_alloc_host((offsets + m->experts->group->size * m->experts->num_local) * 4);
         m->experts->host_counts = m->experts->host_offsets + offsets;
         m->experts->host_counts[0] = -1;
+        int64_t choices = m->experts->uses_allgather ? m->max_rows * m->experts->router.topk : 0;
+        m->experts->no_choices = mt_model_calloc(m, choices * 4);
+        for (int64_t i = 0; i < choices; i++) m->experts->no_choices[i] = -1;
         int64_t loads = m->experts->num_layers * m->experts->router.num_experts;
         int64_t step = 2 * loads + m->experts->num_layers; // numbers of four bytes
         float *reported = m->experts->report_memory = m->ops->memory_alloc_host(2 * step * 4);

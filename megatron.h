@@ -1916,7 +1916,7 @@ typedef struct mt_batch {
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens);
 void mt_batch_free(mt_batch *batch);
 
-/* The tokens of a rank's share of a micro-batch, with those that mt_batch_pad adds. */
+/* The tokens of a rank's share of a micro-batch of `tokens` tokens, after mt_batch_pad. */
 int64_t mt_rank_tokens(const mt_options *options, int64_t tokens);
 
 /* Appends masked tokens until the number of tokens is a multiple of `multiple`: sequences of at most 64 copies of token

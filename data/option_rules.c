@@ -175,7 +175,7 @@ static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error
 
 /* Everything that ranks split evenly. */
 static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size;
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
     int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
     const char *tensor = "--tensor-model-parallel-size";
     const mt_multiple rows[] = {
