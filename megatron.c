@@ -1125,44 +1125,40 @@ static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream)
 
 /* ==== §3c embedding and norms ==================================================================================== */
 
-static void mt_cpu_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C, int64_t first,
-                                     int64_t count, bool accumulate, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_embedding_forward(const mt_embedding_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(2 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        int64_t id = ids[t] - first;
-        bool held = id >= 0 && id < count;
-        if (accumulate && !held) continue;
-        float *row = mt_row_open(slice, out, t * C, dtype);
-        const float *before = accumulate ? mt_row_load(slice, out, t * C, C, dtype) : NULL;
-        const float *from = held ? mt_row_load(slice + C, w, id * C, C, dtype) : NULL;
+        int64_t id = a->ids[t] - a->first;
+        bool held = id >= 0 && id < a->count;
+        if (a->accumulate && !held) continue;
+        float *row = mt_row_open(slice, a->out, t * C, dtype);
+        const float *before = a->accumulate ? mt_row_load(slice, a->out, t * C, C, dtype) : NULL;
+        const float *from = held ? mt_row_load(slice + C, a->w, id * C, C, dtype) : NULL;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) row[c] = (before ? before[c] : 0.0f) + (from ? from[c] : 0.0f);
-        mt_row_close(out, t * C, row, C, dtype);
+        mt_row_close(a->out, t * C, row, C, dtype);
     }
 }
 
-/* sum[rows[t] - first] += from[t]. Tasks are columns: one thread adds all rows, in order. */
-static void mt_add_rows_at(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C, int64_t first,
-                           int64_t count, mt_dtype dtype) {
+/* Tasks are columns: one thread adds all rows, in order. */
+static void mt_cpu_embedding_backward(const mt_embedding_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, C = a->C;
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float scratch[MT_COLUMNS];
         int64_t width = mt_min(MT_COLUMNS, C - c);
         for (int64_t t = 0; t < T; t++) {
-            int64_t to = rows[t] - first;
-            if (to < 0 || to >= count) continue;
-            const float *row = mt_row_load(scratch, from, t * C + c, width, dtype);
+            int64_t to = a->ids[t] - a->first;
+            if (to < 0 || to >= a->count) continue;
+            const float *row = mt_row_load(scratch, a->dout, t * C + c, width, dtype);
+            float *sum = a->dw + to * C + c;
 #pragma omp simd
-            for (int64_t i = 0; i < width; i++) sum[to * C + c + i] += row[i];
+            for (int64_t i = 0; i < width; i++) sum[i] += row[i];
         }
     }
-}
-
-static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
-                                      int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    mt_add_rows_at(dw, dout, ids, T, C, first, count, dtype);
 }
 
 static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -1827,26 +1823,25 @@ static const struct {
     float (*backward)(float *dx, float *dup, const float *dy, const float *x, const float *up, float weight, int64_t n);
 } mt_cpu_activations[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_CPU_ACTIVATION_ROW)};
 
-static void mt_cpu_activation_forward(void *y, const void *x, const float *weights, int64_t T, int64_t F,
-                                      mt_activation activation, mt_dtype dtype, mt_stream *stream) {
-    bool gated = mt_activation_rows[activation].gated;
+static void mt_cpu_activation_forward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, F = a->F;
+    bool gated = mt_activation_rows[a->activation].gated;
     int64_t blocks = mt_divide_up(F, MT_BLOCK), width = gated ? 2 * F : F;
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t i = 0; i < T * blocks; i++) {
         float scratch[3][MT_BLOCK];
         int64_t t = i / blocks, f = i % blocks * MT_BLOCK, n = mt_min(MT_BLOCK, F - f);
-        const float *in = mt_row_load(scratch[0], x, t * width + f, n, dtype);
-        const float *up = gated ? mt_row_load(scratch[1], x, t * width + F + f, n, dtype) : NULL;
-        float *out = mt_row_open(scratch[2], y, t * F + f, dtype);
-        mt_cpu_activations[activation].forward(out, in, up, weights ? weights[t] : 1, n);
-        mt_row_close(y, t * F + f, out, n, dtype);
+        const float *in = mt_row_load(scratch[0], a->x, t * width + f, n, dtype);
+        const float *up = gated ? mt_row_load(scratch[1], a->x, t * width + F + f, n, dtype) : NULL;
+        float *out = mt_row_open(scratch[2], a->y, t * F + f, dtype);
+        mt_cpu_activations[a->activation].forward(out, in, up, a->weights ? a->weights[t] : 1, n);
+        mt_row_close(a->y, t * F + f, out, n, dtype);
     }
 }
 
-static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
-                                       int64_t T, int64_t F, mt_activation activation, mt_dtype dtype,
-                                       mt_stream *stream) {
-    bool gated = mt_activation_rows[activation].gated;
+static void mt_cpu_activation_backward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, F = a->F;
+    bool gated = mt_activation_rows[a->activation].gated;
     int64_t width = gated ? 2 * F : F;
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -1854,42 +1849,39 @@ static void mt_cpu_activation_backward(void *dx, float *dweights, const void *dy
         double dweight = 0;
         for (int64_t f = 0; f < F; f += MT_BLOCK) {
             int64_t n = mt_min(MT_BLOCK, F - f), at = t * width + f;
-            const float *in = mt_row_load(scratch[0], x, at, n, dtype);
-            const float *up = gated ? mt_row_load(scratch[1], x, at + F, n, dtype) : NULL;
-            const float *d = mt_row_load(scratch[2], dy, t * F + f, n, dtype);
-            float *out = mt_row_open(scratch[3], dx, at, dtype);
-            float *dup = gated ? mt_row_open(scratch[4], dx, at + F, dtype) : NULL;
-            dweight +=
-                (double)mt_cpu_activations[activation].backward(out, dup, d, in, up, weights ? weights[t] : 1, n);
-            mt_row_close(dx, at, out, n, dtype);
-            if (gated) mt_row_close(dx, at + F, dup, n, dtype);
+            const float *in = mt_row_load(scratch[0], a->x, at, n, dtype);
+            const float *up = gated ? mt_row_load(scratch[1], a->x, at + F, n, dtype) : NULL;
+            const float *d = mt_row_load(scratch[2], a->dy, t * F + f, n, dtype);
+            float *out = mt_row_open(scratch[3], a->dx, at, dtype);
+            float *dup = gated ? mt_row_open(scratch[4], a->dx, at + F, dtype) : NULL;
+            dweight += (double)mt_cpu_activations[a->activation].backward(out, dup, d, in, up,
+                                                                          a->weights ? a->weights[t] : 1, n);
+            mt_row_close(a->dx, at, out, n, dtype);
+            if (gated) mt_row_close(a->dx, at + F, dup, n, dtype);
         }
-        if (dweights) dweights[t] = (float)dweight;
+        if (a->dweights) a->dweights[t] = (float)dweight;
     }
 }
 
-static void mt_cpu_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
-                                       int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
-                                       mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_dropout_add_forward(const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch), *factors = slice + 3 * C;
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *add = residual ? mt_row_load(slice + C, residual, t * C, C, dtype) : NULL;
-        float *row = mt_row_open(slice + 2 * C, out, t * C, dtype);
-        bool drop = dropout->p > 0;
-        if (drop) mt_dropout_factors(factors, C, dropout, (uint64_t)token_index[t], 0, first_channel);
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *add = a->residual ? mt_row_load(slice + C, a->residual, t * C, C, dtype) : NULL;
+        float *row = mt_row_open(slice + 2 * C, a->out, t * C, dtype);
+        bool drop = a->dropout.p > 0;
+        if (drop) mt_dropout_factors(factors, C, &a->dropout, (uint64_t)a->token_index[t], 0, a->first_channel);
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) row[c] = (add ? add[c] : 0.0f) + (drop ? in[c] * factors[c] : in[c]);
-        mt_row_close(out, t * C, row, C, dtype);
+        mt_row_close(a->out, t * C, row, C, dtype);
     }
 }
 
-static void mt_cpu_dropout_add_backward(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
-                                        int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
-                                        mt_stream *stream) {
-    mt_cpu_dropout_add_forward(dx, dout, NULL, token_index, T, C, first_channel, dropout, dtype, stream);
+static void mt_cpu_dropout_add_backward(const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_cpu_dropout_add_forward(a, dtype, stream);
 }
 
 static void mt_cpu_add(void *y, const void *a, const void *b, int64_t n, mt_dtype dtype, mt_stream *stream) {
@@ -1908,7 +1900,8 @@ static void mt_cpu_add(void *y, const void *a, const void *b, int64_t n, mt_dtyp
 
 static void mt_cpu_scatter_add_rows(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C,
                                     int64_t count, mt_dtype dtype, mt_stream *stream) {
-    mt_add_rows_at(sum, from, rows, T, C, 0, count, dtype);
+    mt_embedding_args a = {T, C, 0, count, rows, .dout = from, .dw = sum};
+    mt_cpu_embedding_backward(&a, dtype, stream);
 }
 
 static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
@@ -2292,33 +2285,32 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
     for (int64_t e = 0; e < E; e++) picked[e] = (finite ? picked[e] == -INFINITY : e < k) ? 1.0f : 0.0f;
 }
 
-static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
-                                    int64_t T, const mt_router *router, mt_stream *stream) {
+static void mt_cpu_aux_loss_forward(const mt_aux_loss_args *a, mt_stream *stream) {
     enum { TOKENS = 512 }; // rows kept between the two passes
-    int64_t E = router->num_experts, k = router->topk;
+    int64_t S = a->S, T = a->T, E = a->router->num_experts, k = a->router->topk;
     double *totals = (double *)mt_scratch_grow(2 * (2 * S * E + TOKENS) + 2 * TOKENS * E), *lse = totals + 2 * S * E;
     float *shares = (float *)(lse + TOKENS), *picked = shares + TOKENS * E;
     memset(totals, 0, (size_t)(2 * S * E) * sizeof *totals);
     for (int64_t first = 0; first < T; first += TOKENS) {
         int64_t tokens = mt_min(TOKENS, T - first);
-        const float *x = logits + first * E;
+        const float *x = a->logits + first * E;
 #pragma omp parallel for if (tokens * E > MT_PARALLEL)
         for (int64_t t = 0; t < tokens; t++) {
-            lse[t] = mt_route_shares(shares + t * E, x + t * E, router);
+            lse[t] = mt_route_shares(shares + t * E, x + t * E, a->router);
             mt_route_pick(picked + t * E, x + t * E, E, k);
         }
 #pragma omp parallel for if (tokens * E > MT_PARALLEL)
         for (int64_t column = 0; column < E; column += MT_COLUMNS)
             for (int64_t t = 0; t < tokens; t++) {
-                double *total = totals + (sequence ? sequence[first + t] : 0) * E;
+                double *total = totals + (a->sequence ? a->sequence[first + t] : 0) * E;
                 for (int64_t e = column; e < mt_min(column + MT_COLUMNS, E); e++) {
                     total[e] += (double)shares[t * E + e];
                     total[S * E + e] += (double)picked[t * E + e];
                 }
             }
-        for (int64_t t = 0; t < tokens; t++) z_sum[0] += lse[t] * lse[t];
+        for (int64_t t = 0; t < tokens; t++) a->z_sum[0] += lse[t] * lse[t];
     }
-    for (int64_t i = 0; i < 2 * S * E; i++) sums[i] = (float)totals[i];
+    for (int64_t i = 0; i < 2 * S * E; i++) a->sums[i] = (float)totals[i];
 }
 
 static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
@@ -2334,26 +2326,24 @@ static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, in
 }
 
 /* The loss is a sum of scores times E counts / sum(counts); the gradient is as in mt_cpu_route_backward. */
-static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                     int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                     mt_stream *stream) {
-    int64_t E = router->num_experts;
+static void mt_cpu_aux_loss_backward(const mt_aux_loss_args *a, mt_stream *stream) {
+    int64_t T = a->T, E = a->router->num_experts;
     mt_scratch scratch = mt_scratch_reserve(E);
 #pragma omp parallel for if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        float *shares = mt_scratch_slice(scratch), *d = dlogits + t * E;
-        const float *x = logits + t * E, *n = counts + (sequence ? sequence[t] : 0) * E;
-        float lse = (float)mt_route_shares(shares, x, router);
+        float *shares = mt_scratch_slice(scratch), *d = a->dlogits + t * E;
+        const float *x = a->logits + t * E, *n = a->counts + (a->sequence ? a->sequence[t] : 0) * E;
+        float lse = (float)mt_route_shares(shares, x, a->router);
         double total = 0, mean = 0;
         for (int64_t e = 0; e < E; e++) {
             total += (double)n[e];
             mean += (double)n[e] * (double)shares[e];
         }
-        double factor = total > 0 ? (double)aux_scale * (double)E / total : 0;
+        double factor = total > 0 ? (double)a->aux_scale * (double)E / total : 0;
         for (int64_t e = 0; e < E; e++) {
-            float slope = router->sigmoid ? mt_sigmoid(-x[e]) : 1.0f;
+            float slope = a->router->sigmoid ? mt_sigmoid(-x[e]) : 1.0f;
             d[e] += (float)(factor * ((double)n[e] - mean)) * shares[e] * slope;
-            d[e] += 2.0f * z_scale * lse * mt_exp(x[e] - lse);
+            d[e] += 2.0f * a->z_scale * lse * mt_exp(x[e] - lse);
         }
     }
 }
@@ -2485,45 +2475,44 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
     return (const char *)x + row * width * mt_dtype_size(dtype);
 }
 
-static void mt_cpu_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
-                                          int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
-    bool by_expert = mt_threads_by_expert(E);
+static void mt_cpu_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t N = a->N, K = a->K;
+    bool by_expert = mt_threads_by_expert(a->E);
     (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < E; e++) {
-        int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
+    for (int64_t e = 0; e < a->E; e++) {
+        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
         if (rows == 0) continue;
-        mt_cpu_linear_forward((char *)y + begin * N * mt_dtype_size(dtype), mt_rows_from(x, begin, K, dtype),
-                              mt_rows_from(w, e * N, K, dtype), NULL, rows, N, K, dtype, stream);
+        mt_cpu_linear_forward((char *)a->y + begin * N * mt_dtype_size(dtype), mt_rows_from(a->x, begin, K, dtype),
+                              mt_rows_from(a->w, e * N, K, dtype), NULL, rows, N, K, dtype, stream);
     }
 }
 
-static void mt_cpu_grouped_linear_backward_input(void *dx, const void *dy, const void *w, const int32_t *offsets,
-                                                 int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
-                                                 mt_stream *stream) {
-    bool by_expert = mt_threads_by_expert(E);
+static void mt_cpu_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t N = a->N, K = a->K;
+    bool by_expert = mt_threads_by_expert(a->E);
     (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < E; e++) {
-        int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
+    for (int64_t e = 0; e < a->E; e++) {
+        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
         if (rows == 0) continue;
-        mt_cpu_linear_backward_input((char *)dx + begin * K * mt_dtype_size(dtype), mt_rows_from(dy, begin, N, dtype),
-                                     mt_rows_from(w, e * N, K, dtype), rows, N, K, dtype, stream);
+        mt_cpu_linear_backward_input((char *)a->dx + begin * K * mt_dtype_size(dtype),
+                                     mt_rows_from(a->dy, begin, N, dtype), mt_rows_from(a->w, e * N, K, dtype), rows, N,
+                                     K, dtype, stream);
     }
 }
 
-static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, const void *x, const int32_t *offsets,
-                                                  int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
-                                                  mt_dtype dtype, mt_stream *stream) {
-    bool by_expert = mt_threads_by_expert(E);
+static void mt_cpu_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t N = a->N, K = a->K;
+    bool by_expert = mt_threads_by_expert(a->E);
     (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < E; e++) {
-        int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
-        if (rows == 0 && !accumulate) memset(dw + e * N * K, 0, (size_t)(N * K) * sizeof *dw);
+    for (int64_t e = 0; e < a->E; e++) {
+        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
+        if (rows == 0 && !a->accumulate) memset(a->dw + e * N * K, 0, (size_t)(N * K) * sizeof *a->dw);
         if (rows == 0) continue;
-        mt_cpu_linear_backward_weight(dw + e * N * K, NULL, mt_rows_from(dy, begin, N, dtype),
-                                      mt_rows_from(x, begin, K, dtype), rows, N, K, accumulate, dtype, stream);
+        mt_cpu_linear_backward_weight(a->dw + e * N * K, NULL, mt_rows_from(a->dy, begin, N, dtype),
+                                      mt_rows_from(a->x, begin, K, dtype), rows, N, K, a->accumulate, dtype, stream);
     }
 }
 
@@ -2820,8 +2809,9 @@ bool mt_launched_by_mpi(void) {
     return false;
 }
 
-/* This rank's index among the ranks of its host, and their number. */
-static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
+/* This rank's index among the ranks of its host, and their number. Unless NULL, `needed` becomes the sum of the host's
+ * ranks and `available` their minimum. All ranks of `world` call it alike. */
+static void mt_host_ranks(const mt_group *world, int *rank, int *size, int64_t *needed, int64_t *available) {
     *rank = 0, *size = 1;
 #ifdef MT_HAVE_MPI
     if (!world->comm) return;
@@ -2829,21 +2819,8 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
     MPI_Comm_split_type(*(MPI_Comm *)world->comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
     MPI_Comm_rank(host, rank);
     MPI_Comm_size(host, size);
-    MPI_Comm_free(&host);
-#endif
-}
-
-/* The number of ranks on this host, the bytes that they need together, and the fewest that one of them found available;
- * every rank of `world` calls it with its own numbers. */
-static void mt_host_total(const mt_group *world, int *ranks, int64_t *needed, int64_t *available) {
-    *ranks = 1;
-#ifdef MT_HAVE_MPI
-    if (!world->comm) return;
-    MPI_Comm host;
-    MPI_Comm_split_type(*(MPI_Comm *)world->comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
-    MPI_Comm_size(host, ranks);
-    MPI_Allreduce(MPI_IN_PLACE, needed, 1, MPI_INT64_T, MPI_SUM, host);
-    MPI_Allreduce(MPI_IN_PLACE, available, 1, MPI_INT64_T, MPI_MIN, host);
+    if (needed) MPI_Allreduce(MPI_IN_PLACE, needed, 1, MPI_INT64_T, MPI_SUM, host);
+    if (available) MPI_Allreduce(MPI_IN_PLACE, available, 1, MPI_INT64_T, MPI_MIN, host);
     MPI_Comm_free(&host);
 #endif
 }
@@ -2854,7 +2831,7 @@ static void mt_share_threads(const mt_group *world) {
 #ifdef MT_HAVE_OPENMP
     if (getenv("OMP_NUM_THREADS")) return;
     int local_rank, local_ranks;
-    mt_host_ranks(world, &local_rank, &local_ranks);
+    mt_host_ranks(world, &local_rank, &local_ranks, NULL, NULL);
     int cores = omp_get_num_procs(), all_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to a subset of the cores
     omp_set_num_threads(cores > 1 ? cores : 1);
@@ -2874,6 +2851,7 @@ static void mt_share_threads(const mt_group *world) {
     X(EMBEDDING, embedding, "embedding", 0, 0, 0, 0, 1)                                                                \
     X(MODEL, model, "model", 0, 1, 0, 0, 1)                                                                            \
     X(TENSOR_CONTEXT, tensor_context, "tensor-context", 0, 1, 1, 0, 0)                                                 \
+    X(STAGE, stage, "stage", 0, 1, 1, 1, 0)                                                                            \
     X(EXPERT, expert, "expert", 1, 0, 1, 0, 0)                                                                         \
     X(EXPERT_TENSOR, expert_tensor, "expert-tensor", 1, 1, 0, 0, 0)                                                    \
     X(EXPERT_DATA, expert_data, "expert-data", 1, 0, 0, 1, 0)                                                          \
@@ -3064,7 +3042,7 @@ static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
 const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error) {
     if (device == MT_DEVICE_CPU) return &mt_cpu_ops;
     int local_rank, local_ranks;
-    mt_host_ranks(&grid->world, &local_rank, &local_ranks);
+    mt_host_ranks(&grid->world, &local_rank, &local_ranks, NULL, NULL);
     const mt_ops *ops = mt_cuda_open(local_rank, error);
 #ifndef MT_HAVE_NCCL
     if (ops && grid->world.size > 1) {
@@ -3880,8 +3858,8 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->offsets ? NULL : bias;
         mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
-        ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts, tp->dtype,
-                                    tp->stream);
+        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, l->weight.w, .y = io->y};
+        ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
     } else if (io->active && mt_fuses_activation(tp, l, io)) {
         ops->linear_gelu_forward(io->active, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
@@ -3900,8 +3878,8 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
         a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
         mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
-        ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, T, l->N, l->K, l->num_experts,
-                                           tp->dtype, tp->stream);
+        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
+        ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
     } else if (io->hidden && mt_fuses_activation(tp, l, io)) {
         ops->linear_backward_gelu(io->dhidden, io->dy, l->weight.w, io->hidden, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
@@ -3929,8 +3907,9 @@ static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_li
         mt_fp8_run_product(tp, l, io, a);
         if (l->bias.dw && !io->offsets) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
     } else if (io->offsets) {
-        ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, T, l->N, l->K, l->num_experts,
-                                            accumulate, tp->dtype, tp->stream);
+        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, .dy = io->dy, .dw = l->weight.dw};
+        a.accumulate = accumulate;
+        ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, T, l->N, l->K, accumulate, tp->dtype,
                                     tp->stream);
@@ -4083,8 +4062,8 @@ static int64_t mt_linear_active_rows(const mt_tensor_parallel *tp, const mt_line
 /* active = activation(y). */
 static void mt_linear_activation_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     int64_t F = l->N / (mt_activation_rows[io->activation].gated ? 2 : 1);
-    tp->ops->activation_forward(io->active, io->y, io->gates, mt_linear_active_rows(tp, l, io), F, io->activation,
-                                tp->dtype, tp->stream);
+    mt_activation_args a = {mt_linear_active_rows(tp, l, io), F, io->activation, io->y, io->gates, .y = io->active};
+    tp->ops->activation_forward(&a, tp->dtype, tp->stream);
 }
 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
@@ -4135,8 +4114,10 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
         break;
     }
     if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io))
-        tp->ops->activation_backward(io->dhidden, io->dgates, io->dx, io->hidden, io->gates,
-                                     mt_linear_active_rows(tp, l, io), l->K, io->activation, tp->dtype, tp->stream);
+        tp->ops->activation_backward(&(mt_activation_args){mt_linear_active_rows(tp, l, io), l->K, io->activation,
+                                                           io->hidden, io->gates, .dy = io->dx, .dx = io->dhidden,
+                                                           .dweights = io->dgates},
+                                     tp->dtype, tp->stream);
 }
 
 void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
@@ -4150,15 +4131,16 @@ void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l,
 /* ==== §7a vocabulary-parallel embedding and loss ================================================================= */
 void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w, int64_t C,
                                 int64_t first, int64_t count) {
-    tp->ops->embedding_forward(mt_region_partial(tp, out), ids, w.w, tp->T, C, first, count, false, tp->dtype,
-                               tp->stream);
+    mt_embedding_args a = {tp->T, C, first, count, ids, w.w, .out = mt_region_partial(tp, out)};
+    tp->ops->embedding_forward(&a, tp->dtype, tp->stream);
     mt_region_leave_forward(tp, out, C);
 }
 
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count) {
-    const void *dwhole = mt_region_leave_backward(tp, dout, C);
-    tp->ops->embedding_backward(w.dw, dwhole, ids, tp->T, C, first, count, tp->dtype, tp->stream);
+    mt_embedding_args a = {tp->T, C, first, count, ids, .dw = w.dw};
+    a.dout = mt_region_leave_backward(tp, dout, C);
+    tp->ops->embedding_backward(&a, tp->dtype, tp->stream);
 }
 
 void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a) {
@@ -5172,6 +5154,12 @@ static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm 
     (n->mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
 }
 
+/* The operands of a dropout, except x, residual and out. */
+static mt_dropout_add_args mt_dropout_operands(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
+    return (mt_dropout_add_args){p->rows, m->C, .token_index = p->batch->token_index + p->first_row,
+                                 .dropout = mt_model_dropout(m, p, layer, which)};
+}
+
 /* The norm after a block, and its results. */
 typedef struct mt_next_norm {
     const mt_norm *w;
@@ -5182,28 +5170,27 @@ typedef struct mt_next_norm {
  * has it. */
 static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
                                 int which, mt_next_norm next) {
-    mt_dropout dropout = mt_model_dropout(m, p, number, which);
-    const int64_t *index = p->batch->token_index + p->first_row;
-    const void *x = m->scratch.block_out;
+    mt_dropout_add_args sum = mt_dropout_operands(m, p, number, which);
+    sum.x = m->scratch.block_out, sum.residual = residual, sum.out = out;
     // a replayed norm runs alone, and the two may sum in different orders
     bool fuses = m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM);
     if (next.w && fuses) {
         mt_norm_args a = mt_norm_operands(m, p, next.w, next.n);
-        a.x = x, a.residual = residual, a.sum = out, a.token_index = index, a.dropout = dropout;
+        a.x = sum.x, a.residual = residual, a.sum = out, a.token_index = sum.token_index, a.dropout = sum.dropout;
         m->ops->residual_norm_forward(&a, m->dtype, p->stream);
         return;
     }
-    m->ops->dropout_add_forward(out, x, residual, index, p->rows, m->C, 0, &dropout, m->dtype, p->stream);
+    m->ops->dropout_add_forward(&sum, m->dtype, p->stream);
     if (next.w) mt_norm_forward(m, p, next.w, next.n, out);
 }
 
 /* Returns the gradient of a block's output: scratch.dresidual, or with dropout scratch.block_out. */
 static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int which) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_dropout dropout = mt_model_dropout(m, p, number, which);
-    if (dropout.p == 0) return s->dresidual;
-    m->ops->dropout_add_backward(s->block_out, s->dresidual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
-                                 &dropout, m->dtype, p->stream);
+    mt_dropout_add_args a = mt_dropout_operands(m, p, number, which);
+    if (a.dropout.p == 0) return s->dresidual;
+    a.x = s->dresidual, a.out = s->block_out;
+    m->ops->dropout_add_backward(&a, m->dtype, p->stream);
     return s->block_out;
 }
 
@@ -5856,15 +5843,23 @@ static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt
     return p->replay ? e->discarded : e->invalid + w->moe_index;
 }
 
+/* The operands of the auxiliary loss, except results and gradients. */
+static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p, const mt_routing *r) {
+    bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS && p->spans.count > 1;
+    const int32_t *sequence = by_sequence ? p->batch->sequence + p->first_row : NULL;
+    return (mt_aux_loss_args){
+        by_sequence ? p->num_sequences : 1, p->rows, &m->experts->router, r->logits, sequence, .sums = r->aux_stats};
+}
+
 /* Auxiliary loss, from the experts' scores and counts over all ranks that share the sequences. */
 static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
-    bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS;
-    int64_t E = e->router.num_experts, S = by_sequence ? p->num_sequences : 1;
+    mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
+    int64_t E = e->router.num_experts, S = a.S;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-    m->ops->aux_loss_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL,
-                             S, p->rows, &e->router, p->stream);
+    a.z_sum = e->losses + 1;
+    m->ops->aux_loss_forward(&a, p->stream);
     m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
     if (e->global_aux_loss) mt_aux_loss_global_counts(m, p, w, r->aux_stats + E);
     if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
@@ -5949,12 +5944,13 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     mt_experts *e = m->experts;
     const mt_options *o = m->options;
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
-    int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->num_sequences : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
-    if (e->has_aux_loss)
-        m->ops->aux_loss_backward(e->dlogits, r->logits, r->aux_stats + S * E,
-                                  S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
-                                  (float)o->moe_z_loss_coeff, &e->router, p->stream);
+    if (e->has_aux_loss) {
+        mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
+        a.counts = r->aux_stats + a.S * E, a.dlogits = e->dlogits;
+        a.aux_scale = (float)o->moe_aux_loss_coeff, a.z_scale = (float)o->moe_z_loss_coeff;
+        m->ops->aux_loss_backward(&a, p->stream);
+    }
     mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_BACKWARD_BOTH);
@@ -7001,27 +6997,31 @@ static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32
     mt_bucket_release(m, mt_word_bucket(m));
     if (m->position_bucket >= 0 && layer < 0) {
         mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, p->batch->positions + p->first_row, m->outer.position_embedding.w, p->rows, m->C,
-                                  0, m->options->max_position_embeddings, true, m->dtype, p->stream);
+        mt_embedding_args a = {p->rows, m->C, .count = m->options->max_position_embeddings};
+        a.ids = p->batch->positions + p->first_row, a.w = m->outer.position_embedding.w, a.out = x, a.accumulate = true;
+        m->ops->embedding_forward(&a, m->dtype, p->stream);
         mt_bucket_release(m, m->position_bucket);
     }
-    mt_dropout dropout = mt_model_dropout(m, p, layer, MT_DROP_EMBEDDING);
-    if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
-                                    m->dtype, p->stream);
+    mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
+    if (a.dropout.p > 0) {
+        a.x = a.out = x;
+        m->ops->dropout_add_forward(&a, m->dtype, p->stream);
+    }
 }
 
 /* Adds dx[R, C] to the embedding's gradients. last: this completes the word embedding's gradient of the step. */
 static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer,
                               bool last) {
-    mt_dropout dropout = mt_model_dropout(m, p, layer, MT_DROP_EMBEDDING);
-    if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
-                                     p->stream);
+    mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
+    if (a.dropout.p > 0) {
+        a.x = a.out = dx;
+        m->ops->dropout_add_backward(&a, m->dtype, p->stream);
+    }
     if (m->position_bucket >= 0 && layer < 0) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, p->batch->positions + p->first_row, p->rows,
-                                   m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
+        mt_embedding_args a = {p->rows, m->C, .count = m->options->max_position_embeddings};
+        a.ids = p->batch->positions + p->first_row, a.dout = dx, a.dw = m->outer.position_embedding.dw;
+        m->ops->embedding_backward(&a, m->dtype, p->stream);
         mt_bucket_gradients_release(m, m->position_bucket, p->last);
     }
     mt_bucket_gradients_acquire(m, mt_word_bucket(m)); // a tied head may have acquired it already
@@ -8092,6 +8092,8 @@ static void mt_sharding_start(mt_model *m) {
         }
         mt_bucket_bind(m, i);
     }
+    int64_t amax_bytes = 2 * m->num_params * (int64_t)sizeof *m->state_amax;
+    if (m->state_amax) m->ops->memory_zero(m->state_amax, amax_bytes, m->stream);
 }
 
 static void mt_sharding_close(mt_model *m) {
@@ -9029,8 +9031,8 @@ static void mt_fp8_update_scales(mt_model *m) {
     a.scale = m->fp8->scale, a.history = m->fp8->history, a.largest = m->fp8->largest;
     a.margin = (float)m->options->fp8_margin, a.guard = &m->numbers->grad_scale;
     a.most_recent = m->options->fp8_amax_compute_algo == MT_AMAX_MOST_RECENT;
-    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, &m->grid->tensor_context, m->stream);
-    if (!m->options->tp_only_amax_red) m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, &m->grid->data, m->stream);
+    const mt_group *group = m->options->tp_only_amax_red ? &m->grid->tensor_context : &m->grid->stage;
+    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, group, m->stream);
     m->ops->fp8_scale_step(&a, m->stream);
 }
 
@@ -10211,9 +10213,9 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     const char *fewer = m->plan.train ? "--seq-length" : "--max-new-tokens";
     int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_cpu_ops.memory_available();
     int64_t available = cpu ? host : m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
-    int ranks = 1;
+    int rank, ranks = 1;
     bool offloads = m->offload || m->host_optimizer;
-    if (cpu || offloads) mt_host_total(&m->grid->world, &ranks, &on_host, &host);
+    if (cpu || offloads) mt_host_ranks(&m->grid->world, &rank, &ranks, &on_host, &host);
     if (cpu) needed = on_host, available = host;
     bool refused = needed > available, host_refused = !cpu && on_host > host;
     if (refused && (ranks == 1 || !cpu))

@@ -450,6 +450,9 @@ typedef struct mt_options {
     mt_tokenizer_type tokenizer_type;
     mt_dataloader_type dataloader_type;
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
+    /* fine-tuning: samples of any length */
+    bool sft, sequence_packing, variable_seq_lengths;
+    int64_t train_epochs;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
@@ -705,17 +708,26 @@ typedef struct mt_fp8_scale_args {
     OP(fp8_scale_step, mt_work_bytes(a->n *(2 * a->length + 1), MT_F32), (a, stream), const mt_fp8_scale_args *a,      \
        mt_stream *stream)
 
-/* ---- embedding; the table holds rows [first, first + count) of the vocabulary */
+/* ---- embedding */
+
+/* The table of an embedding holds rows [first, first + count) of the vocabulary. */
+typedef struct mt_embedding_args {
+    int64_t T, C, first, count;
+    const int32_t *ids; // [T]
+    const void *w;      // [count, C]: the forward's table
+    void *out;          // [T, C]: its result
+    bool accumulate;    // out +=
+    const void *dout;   // [T, C]: gradient of out
+    float *dw;          // [count, C] +=: gradient of w
+} mt_embedding_args;
 
 #define MT_EMBEDDING_OPERATIONS(OP)                                                                                    \
     /* out[T, C] = w[ids - first], zero for ids outside the table; or += when accumulate. */                           \
-    OP(embedding_forward, mt_work_bytes((accumulate ? 3 : 2) * T * C, dtype),                                          \
-       (out, ids, w, T, C, first, count, accumulate, dtype, stream), void *out, const int32_t *ids, const void *w,     \
-       int64_t T, int64_t C, int64_t first, int64_t count, bool accumulate, mt_dtype dtype, mt_stream *stream)         \
+    OP(embedding_forward, mt_work_bytes((a->accumulate ? 3 : 2) * a->T * a->C, dtype), (a, dtype, stream),             \
+       const mt_embedding_args *a, mt_dtype dtype, mt_stream *stream)                                                  \
     /* dw[ids - first] += dout, in token order. The work counts dout only: the host does not know the rows of dw that  \
      * occur, which move 8 bytes an element. */                                                                        \
-    OP(embedding_backward, mt_work_bytes((T * C), dtype), (dw, dout, ids, T, C, first, count, dtype, stream),          \
-       float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C, int64_t first, int64_t count,            \
+    OP(embedding_backward, mt_work_bytes((a->T * a->C), dtype), (a, dtype, stream), const mt_embedding_args *a,        \
        mt_dtype dtype, mt_stream *stream)
 
 /* ---- norms over the last dimension of x[T, H, C]: H = 1 for hidden states, heads for q/k norm */
@@ -892,34 +904,46 @@ typedef struct mt_accumulate_args {
 
 /* ---- activations */
 
+/* A gated activation has x[T, 2F]: the gate, then up. */
+typedef struct mt_activation_args {
+    int64_t T, F;
+    mt_activation activation;
+    const void *x;        // [T, F] or [T, 2F]
+    const float *weights; // [T], which scale y; NULL: none
+    void *y;              // [T, F]: the forward's result
+    const void *dy;       // [T, F]: gradient of y
+    void *dx;             // as x: the backward's result
+    float *dweights;      // [T]; NULL without weights
+} mt_activation_args;
+
 #define MT_ACTIVATION_OPERATIONS(OP)                                                                                   \
     /* y[T, F] = f(x[T, F]); gated: f(gate) * up, with x[T, 2F] = gate, then up (Shazeer, "GLU variants improve        \
      * transformer"). Unless weights[T] is NULL it scales y: an expert's probabilities, so that the backward does not  \
      * need the expert's output. GELU is exact (erf), GELU_TANH its approximation (Hendrycks & Gimpel). */             \
-    OP(activation_forward, mt_work_bytes((mt_activation_rows[activation].gated ? 3 : 2) * T * F, dtype),               \
-       (y, x, weights, T, F, activation, dtype, stream), void *y, const void *x, const float *weights, int64_t T,      \
-       int64_t F, mt_activation activation, mt_dtype dtype, mt_stream *stream)                                         \
+    OP(activation_forward, mt_work_bytes((mt_activation_rows[a->activation].gated ? 3 : 2) * a->T * a->F, dtype),      \
+       (a, dtype, stream), const mt_activation_args *a, mt_dtype dtype, mt_stream *stream)                             \
     /* dx may be x, or dy where that is as wide. dweights[T] = sum(dy f(x)), of the unscaled result; NULL without      \
      * weights. */                                                                                                     \
-    OP(activation_backward, mt_work_bytes((mt_activation_rows[activation].gated ? 5 : 3) * T * F, dtype),              \
-       (dx, dweights, dy, x, weights, T, F, activation, dtype, stream), void *dx, float *dweights, const void *dy,     \
-       const void *x, const float *weights, int64_t T, int64_t F, mt_activation activation, mt_dtype dtype,            \
-       mt_stream *stream)
+    OP(activation_backward, mt_work_bytes((mt_activation_rows[a->activation].gated ? 5 : 3) * a->T * a->F, dtype),     \
+       (a, dtype, stream), const mt_activation_args *a, mt_dtype dtype, mt_stream *stream)
 
 /* ---- residual stream, and rows: key/value caches, packing, the last tokens of prompts */
 
+typedef struct mt_dropout_add_args {
+    int64_t T, C, first_channel;
+    const int64_t *token_index; // [T]
+    const void *x, *residual;   // [T, C]; residual may be NULL, and is in a backward
+    void *out;                  // [T, C]; may be x or residual
+    mt_dropout dropout;
+} mt_dropout_add_args;
+
 #define MT_ROW_OPERATIONS(OP)                                                                                          \
-    /* out[T, C] = residual + dropout(x); residual may be NULL, out may be either. With i = first_channel + c, element \
-     * (t, c) is kept when word i % 4 of Philox at (token_index[t], i / 4) is at least p 2^32, and then scaled by      \
-     * 1 / (1 - p). */                                                                                                 \
-    OP(dropout_add_forward, mt_work_bytes((residual ? 3 : 2) * T * C, dtype),                                          \
-       (out, x, residual, token_index, T, C, first_channel, dropout, dtype, stream), void *out, const void *x,         \
-       const void *residual, const int64_t *token_index, int64_t T, int64_t C, int64_t first_channel,                  \
-       const mt_dropout *dropout, mt_dtype dtype, mt_stream *stream)                                                   \
-    /* dx = dropout(dout); the residual's gradient is dout itself. */                                                  \
-    OP(dropout_add_backward, mt_work_bytes(2 * T * C, dtype),                                                          \
-       (dx, dout, token_index, T, C, first_channel, dropout, dtype, stream), void *dx, const void *dout,               \
-       const int64_t *token_index, int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,             \
+    /* out[T, C] = residual + dropout(x). With i = first_channel + c, element (t, c) is kept when word i % 4 of Philox \
+     * at (token_index[t], i / 4) is at least p 2^32, and then scaled by 1 / (1 - p). */                               \
+    OP(dropout_add_forward, mt_work_bytes((a->residual ? 3 : 2) * a->T * a->C, dtype), (a, dtype, stream),             \
+       const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream)                                                \
+    /* out = dropout(x): x is the gradient of the sum and of the residual, out that of the forward's x. */             \
+    OP(dropout_add_backward, mt_work_bytes(2 * a->T * a->C, dtype), (a, dtype, stream), const mt_dropout_add_args *a,  \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     /* y[n] = a[n] + b[n], in fp32 and rounded once; y may be a or b. */                                               \
     OP(add, mt_work_bytes(3 * n, dtype), (y, a, b, n, dtype, stream), void *y, const void *a, const void *b,           \
@@ -964,6 +988,19 @@ typedef struct mt_drop_args {
     int32_t *kept;              // [count, k]
 } mt_drop_args;
 
+/* The auxiliary loss of S sequences; token t is in sequence[t], or in the only one where that is NULL. */
+typedef struct mt_aux_loss_args {
+    int64_t S, T;
+    const mt_router *router;
+    const float *logits;     // [T, E]
+    const int32_t *sequence; // [T]
+    float *sums;             // [2, S, E]: the forward's results
+    double *z_sum;           // [1] +=
+    const float *counts;     // [S, E]: sums[1], constants of the backward
+    float aux_scale, z_scale;
+    float *dlogits; // [T, E] +=: gradient of logits
+} mt_aux_loss_args;
+
 /* The most rounds of Sinkhorn's iteration (route_sinkhorn). */
 enum { MT_SINKHORN_ROUNDS = 1000 };
 
@@ -991,13 +1028,11 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
     OP(route_backward, mt_work_bytes(2 * T * (router->num_experts + router->topk), MT_F32),                            \
        (dlogits, dprobs, experts, logits, T, router, stream), float *dlogits, const float *dprobs,                     \
        const int32_t *experts, const float *logits, int64_t T, const mt_router *router, mt_stream *stream)             \
-    /* The numbers of the auxiliary loss of S sequences; token t is in sequence[t], or in the only one where that is   \
-     * NULL. sums[0, S, E] = sums over tokens of the scores (softmax of the logits, or sigmoids divided by their sum + \
-     * 1e-20), sums[1, S, E] = number of tokens that have expert e among their k greatest scores, without groups and   \
-     * bias. z_sum[0] += sum of logsumexp(logits)^2. Sums are in float64. */                                           \
-    OP(aux_loss_forward, mt_work_bytes((T + 2 * S) * router->num_experts, MT_F32),                                     \
-       (sums, z_sum, logits, sequence, S, T, router, stream), float *sums, double *z_sum, const float *logits,         \
-       const int32_t *sequence, int64_t S, int64_t T, const mt_router *router, mt_stream *stream)                      \
+    /* The numbers of the auxiliary loss. sums[0, S, E] = sums over tokens of the scores (softmax of the logits, or    \
+     * sigmoids divided by their sum + 1e-20), sums[1, S, E] = number of tokens that have expert e among their k       \
+     * greatest scores, without groups and bias. z_sum[0] += sum of logsumexp(logits)^2. Sums are in float64. */       \
+    OP(aux_loss_forward, mt_work_bytes((a->T + 2 * a->S) * a->router->num_experts, MT_F32), (a, stream),               \
+       const mt_aux_loss_args *a, mt_stream *stream)                                                                   \
     /* loss[0] += sum over sequences of E (sum_e sums[0, s, e] sums[1, s, e]) / (sum_e sums[1, s, e]): the tokens of a \
      * sequence times its auxiliary loss (Fedus et al., "Switch transformers"). Sequences without tokens add           \
      * nothing. */                                                                                                     \
@@ -1005,10 +1040,8 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
        int64_t S, int64_t E, mt_stream *stream)                                                                        \
     /* dlogits[T, E] += aux_scale times the gradient of that loss, for counts[S, E] as constants, and z_scale times    \
      * that of z_sum. */                                                                                               \
-    OP(aux_loss_backward, mt_work_bytes(3 * T * router->num_experts, MT_F32),                                          \
-       (dlogits, logits, counts, sequence, S, T, aux_scale, z_scale, router, stream), float *dlogits,                  \
-       const float *logits, const float *counts, const int32_t *sequence, int64_t S, int64_t T, float aux_scale,       \
-       float z_scale, const mt_router *router, mt_stream *stream)                                                      \
+    OP(aux_loss_backward, mt_work_bytes(3 * a->T * a->router->num_experts, MT_F32), (a, stream),                       \
+       const mt_aux_loss_args *a, mt_stream *stream)                                                                   \
     /* loads[E] += occurrences of each expert in experts[n]; -1 is none. Whole numbers, exact below 2^24. */           \
     OP(count_experts, mt_work_bytes(n, MT_F32), (loads, experts, n, E, stream), float *loads, const int32_t *experts,  \
        int64_t n, int64_t E, mt_stream *stream)                                                                        \
@@ -1028,6 +1061,20 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
 typedef struct mt_dispatch {
     int64_t topk, first, count, num_local, copies, capacity;
 } mt_dispatch;
+
+/* Linear layers of E experts: rows [offsets[e], offsets[e + 1]) with w[e]. offsets[E + 1] is on the device, ascends,
+ * and offsets[E] <= M, the allocated rows. Rows of no expert are not written, and their contents do not affect results.
+ */
+typedef struct mt_grouped_args {
+    int64_t M, N, K, E;
+    const int32_t *offsets;
+    const void *x, *w; // [M, K], [E, N, K]
+    void *y;           // [M, N]: the forward's result
+    const void *dy;    // [M, N]: gradient of y
+    void *dx;          // [M, K]: the result of backward_input
+    float *dw;         // [E, N, K]: the result of backward_weight
+    bool accumulate;   // dw +=
+} mt_grouped_args;
 
 #define MT_EXPERT_OPERATIONS(OP)                                                                                       \
     /* offsets[count copies + 1]: the first row of each destination. position[T, k copies]: the row of (token, choice, \
@@ -1051,21 +1098,15 @@ typedef struct mt_dispatch {
     OP(combine_rows, mt_work_bytes((n + (base ? 2 : 1)) * T * C, dtype),                                               \
        (out, in, position, base, T, n, C, dtype, stream), void *out, const void *in, const int32_t *position,          \
        const void *base, int64_t T, int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream)                           \
-    /* Linear layers of E experts: rows [offsets[e], offsets[e + 1]) with w[e]. offsets[E + 1] is on the device,       \
-     * ascends, and offsets[E] <= M, the allocated rows. Rows of no expert are not written, and their contents do not  \
-     * affect results. The work counts M rows. y[M, N] = x[M, K] w[E, N, K]^T. */                                      \
-    OP(grouped_linear_forward, mt_work_product(M, N, K), (y, x, w, offsets, M, N, K, E, dtype, stream), void *y,       \
-       const void *x, const void *w, const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E,               \
+    /* y = x w^T; the work counts M rows. */                                                                           \
+    OP(grouped_linear_forward, mt_work_product(a->M, a->N, a->K), (a, dtype, stream), const mt_grouped_args *a,        \
        mt_dtype dtype, mt_stream *stream)                                                                              \
-    /* dx[M, K] = dy[M, N] w[E, N, K]. */                                                                              \
-    OP(grouped_linear_backward_input, mt_work_product(M, N, K), (dx, dy, w, offsets, M, N, K, E, dtype, stream),       \
-       void *dx, const void *dy, const void *w, const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E,    \
+    /* dx = dy w. */                                                                                                   \
+    OP(grouped_linear_backward_input, mt_work_product(a->M, a->N, a->K), (a, dtype, stream), const mt_grouped_args *a, \
        mt_dtype dtype, mt_stream *stream)                                                                              \
-    /* dw[E, N, K] = dy^T x of each expert's rows, in fp32, or += when accumulate; zero for an expert without rows. */ \
-    OP(grouped_linear_backward_weight, mt_work_product(M, N, K),                                                       \
-       (dw, dy, x, offsets, M, N, K, E, accumulate, dtype, stream), float *dw, const void *dy, const void *x,          \
-       const int32_t *offsets, int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate, mt_dtype dtype,            \
-       mt_stream *stream)                                                                                              \
+    /* dw = dy^T x of each expert's rows, in fp32, or +=; zero for an expert without rows. */                          \
+    OP(grouped_linear_backward_weight, mt_work_product(a->M, a->N, a->K), (a, dtype, stream),                          \
+       const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream)                                                    \
     /* y[M, N] += bias[E, N] of each row's expert. */                                                                  \
     OP(grouped_bias_forward, mt_work_bytes(2 * M * N, dtype), (y, bias, offsets, M, N, E, dtype, stream), void *y,     \
        const void *bias, const int32_t *offsets, int64_t M, int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream)   \
@@ -1473,6 +1514,7 @@ typedef enum mt_group_kind {
     MT_GROUP_EMBEDDING,
     MT_GROUP_MODEL,
     MT_GROUP_TENSOR_CONTEXT,
+    MT_GROUP_STAGE,
     MT_GROUP_EXPERT,
     MT_GROUP_EXPERT_TENSOR,
     MT_GROUP_EXPERT_DATA,
@@ -1502,6 +1544,7 @@ typedef struct mt_grid {
     mt_group embedding;      // first and last stage, which share tied embeddings; other stages: alone
     mt_group model;          // tp x pp: the ranks that hold one model
     mt_group tensor_context; // tp x cp
+    mt_group stage;          // tp x cp x dp: the ranks with the same layers
     mt_group expert, expert_tensor, expert_data;
     mt_group expert_exchange; // etp x ep: the ranks that hold a layer's experts and dispatch tokens to each other
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)

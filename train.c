@@ -102,27 +102,18 @@ static int agree_on_tokenizer(const run *r, mt_error *error) {
 
 static void open_data(run *r) {
     mt_error error;
-    const mt_options *o = &r->options;
-    int64_t evaluations = o->eval_interval > 0 ? o->num_iterations / o->eval_interval + 1 : 0;
+    mt_options *o = &r->options;
     mt_data_config *config = &r->data_config;
-    *config = (mt_data_config){.data_path = o->data_path,
-                               .split = o->split,
-                               .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
-                               .mock_data = o->mock_data,
-                               .tokens_file = o->tokens_file,
-                               .seq_length = o->seq_length,
-                               .seed = o->seed,
-                               .vocab_size = o->vocab_size,
-                               .eod_id = r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id,
-                               .reset_position_ids = o->reset_position_ids,
-                               .reset_attention_mask = o->reset_attention_mask,
-                               .eod_mask_loss = o->eod_mask_loss,
-                               .dataloader_type = o->dataloader_type};
-    config->sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->num_iterations);
-    config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
-    config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
+    *config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
+    config->tokenizer = r->tokenizer;
+    config->log = r->grid.world.rank == 0 ? stdout : NULL;
     refuse(r, mt_data_open(&r->data, config, &error), &error);
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
+    if (o->train_epochs > 0) { // now their steps are known
+        int64_t rows = mt_data_split(r->data, MT_SPLIT_TRAIN)->num_samples;
+        o->train_iters = (rows + o->global_batch_size - 1) / o->global_batch_size;
+        refuse(r, mt_options_finish(o, MT_PROGRAM_TRAIN, r->grid.world.size, &error), &error);
+    }
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
@@ -163,6 +154,7 @@ static void print_opening(const run *r) {
     mt_report_opening(o, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, stdout);
+    if (r->data) mt_loader_print(r->loaders[MT_SPLIT_TRAIN], 0, mt_global_batch_size(o, 0), stdout);
     if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, stdout);
 }
 
@@ -217,9 +209,8 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t first) {
     if (evaluated_samples(r, split) == 0) return;
     check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return;
-    mt_feed feed = mt_feed_begin(r->loaders[split], first, &r->grid);
-    int64_t micro_batches = evaluated_samples(r, split) / feed.stride;
-    check(r, mt_evaluate(r->model, micro_batches, mt_feed_batch, &feed, &r->batch, &loss, &error), &error);
+    mt_feed feed = mt_feed_begin(r->loaders[split], first, evaluated_samples(r, split), &r->grid);
+    check(r, mt_evaluate(r->model, feed.micro_batches, mt_feed_batch, &feed, &r->batch, &loss, &error), &error);
     check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
     mt_report_evaluation(&r->report, &r->state, name, loss);
 }
@@ -236,13 +227,13 @@ static bool step(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     mt_metrics metrics;
-    mt_feed feed = mt_feed_begin(r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples, &r->grid);
-    int64_t micro_batches = mt_global_batch_size(o, feed.consumed) / feed.stride;
+    int64_t consumed = r->state.consumed_train_samples, batch_size = mt_global_batch_size(o, consumed);
+    mt_feed feed = mt_feed_begin(r->loaders[MT_SPLIT_TRAIN], consumed, batch_size, &r->grid);
     bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
     bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);
     bool reported = timed || due; // then the device is idle when the step ends
     if (timed) mt_profile_step_begin();
-    int status = mt_train_step(r->model, &r->state, micro_batches, mt_feed_batch, &feed, &r->batch,
+    int status = mt_train_step(r->model, &r->state, feed.micro_batches, mt_feed_batch, &feed, &r->batch,
                                reported ? &metrics : NULL, &error);
     if (timed) mt_profile_step_end();
     if (traced) mt_trace_step_end();

@@ -244,69 +244,70 @@ static void flat_activation(mt_activation activation, mt_dtype dtype, int64_t n,
     });
 }
 
-extern "C" void mt_cuda_activation_forward(void *y, const void *x, const float *weights, int64_t T, int64_t F,
-                                           mt_activation activation, mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, F = a->F;
     cudaStream_t s = mt_cuda_stream(stream);
     if (T == 0) return;
-    if (!weights && !mt_activation_rows[activation].gated) {
-        bool wide = mt_wide(dtype, {y, x}, {});
-        flat_activation(activation, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
-            using E = decltype(type);
-            constexpr int N = decltype(pack)::value;
-            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread * N);
-            activation_forward<decltype(f), E, N><<<blocks, 256, 0, s>>>((E *)y, (const E *)x, begin, end);
-            MT_CUDA_LAUNCHED();
-        });
+    if (!a->weights && !mt_activation_rows[a->activation].gated) {
+        bool wide = mt_wide(dtype, {a->y, a->x}, {});
+        flat_activation(
+            a->activation, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
+                using E = decltype(type);
+                constexpr int N = decltype(pack)::value;
+                unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread * N);
+                activation_forward<decltype(f), E, N><<<blocks, 256, 0, s>>>((E *)a->y, (const E *)a->x, begin, end);
+                MT_CUDA_LAUNCHED();
+            });
         return;
     }
-    with_activation(activation, [&](auto f, auto gate) {
-        mt_by_type(dtype, mt_wide(dtype, {y, x}, {F}), [&](auto type, auto width) {
+    with_activation(a->activation, [&](auto f, auto gate) {
+        mt_by_type(dtype, mt_wide(dtype, {a->y, a->x}, {F}), [&](auto type, auto width) {
             using E = decltype(type);
             constexpr int N = decltype(width)::value;
             constexpr bool gated = decltype(gate)::value;
             mt_many_row_grid many = mt_many_rows(T, mt_divide_up(F, N), 2);
             mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
-            if (weights)
-                weighted_forward<decltype(f), gated, E, N>
-                    <<<many.blocks, many.block, 0, s>>>((E *)y, (const E *)x, weights, T, (int)F, many.blocks_per_row);
+            if (a->weights)
+                weighted_forward<decltype(f), gated, E, N><<<many.blocks, many.block, 0, s>>>(
+                    (E *)a->y, (const E *)a->x, a->weights, T, (int)F, many.blocks_per_row);
             else if constexpr (gated)
                 gated_forward<decltype(f), E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(
-                    (E *)y, (const E *)x, (int)F, grid.blocks_per_row);
+                    (E *)a->y, (const E *)a->x, (int)F, grid.blocks_per_row);
             MT_CUDA_LAUNCHED();
         });
     });
 }
 
-extern "C" void mt_cuda_activation_backward(void *dx, float *dweights, const void *dy, const void *x,
-                                            const float *weights, int64_t T, int64_t F, mt_activation activation,
-                                            mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_activation_backward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, F = a->F;
     cudaStream_t s = mt_cuda_stream(stream);
     if (T == 0) return;
-    if (!weights && !mt_activation_rows[activation].gated) {
-        bool wide = mt_wide(dtype, {dx, dy, x}, {});
-        flat_activation(activation, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
-            using E = decltype(type);
-            constexpr int N = decltype(pack)::value;
-            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread / 2 * N);
-            activation_backward<decltype(f), E, N>
-                <<<blocks, 256, 0, s>>>((E *)dx, (const E *)dy, (const E *)x, begin, end);
-            MT_CUDA_LAUNCHED();
-        });
+    if (!a->weights && !mt_activation_rows[a->activation].gated) {
+        bool wide = mt_wide(dtype, {a->dx, a->dy, a->x}, {});
+        flat_activation(a->activation, dtype, T * F, wide,
+                        [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
+                            using E = decltype(type);
+                            constexpr int N = decltype(pack)::value;
+                            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread / 2 * N);
+                            activation_backward<decltype(f), E, N>
+                                <<<blocks, 256, 0, s>>>((E *)a->dx, (const E *)a->dy, (const E *)a->x, begin, end);
+                            MT_CUDA_LAUNCHED();
+                        });
         return;
     }
-    with_activation(activation, [&](auto f, auto gate) {
-        mt_by_type(dtype, mt_wide(dtype, {dx, dy, x}, {F}), [&](auto type, auto width) {
+    with_activation(a->activation, [&](auto f, auto gate) {
+        mt_by_type(dtype, mt_wide(dtype, {a->dx, a->dy, a->x}, {F}), [&](auto type, auto width) {
             using E = decltype(type);
             constexpr int N = decltype(width)::value;
             constexpr bool gated = decltype(gate)::value;
             dim3 block = mt_reduction_block(mt_divide_up(F, N), 3, 256, 512);
             mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
-            if (weights)
+            if (a->weights)
                 weighted_backward<decltype(f), gated, E, N><<<mt_grid_size(T, block.y), block, 0, s>>>(
-                    (E *)dx, dweights, (const E *)dy, (const E *)x, weights, T, (int)F);
+                    (E *)a->dx, a->dweights, (const E *)a->dy, (const E *)a->x, a->weights, T, (int)F);
             else if constexpr (gated)
                 gated_backward<decltype(f), E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(
-                    (E *)dx, (const E *)dy, (const E *)x, (int)F, grid.blocks_per_row);
+                    (E *)a->dx, (const E *)a->dy, (const E *)a->x, (int)F, grid.blocks_per_row);
             MT_CUDA_LAUNCHED();
         });
     });
@@ -340,27 +341,24 @@ __global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t
     }
 }
 
-extern "C" void mt_cuda_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
-                                            int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
-                                            mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_dropout_add_forward(const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, C = a->C;
     if (T == 0) return;
-    bool wide = mt_wide(dtype, {out, x, residual}, {C}) && first_channel % 4 == 0;
+    bool wide = mt_wide(dtype, {a->out, a->x, a->residual}, {C}) && a->first_channel % 4 == 0;
     mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
         unsigned blocks = mt_grid_size(T, grid.rows) * grid.blocks_per_row;
         dropout_add<E, N><<<blocks, dim3(grid.threads, grid.rows), 0, mt_cuda_stream(stream)>>>(
-            (E *)out, (const E *)x, (const E *)residual, token_index, T, (int)C, grid.blocks_per_row, first_channel,
-            mt_dropout_masks(dropout));
+            (E *)a->out, (const E *)a->x, (const E *)a->residual, a->token_index, T, (int)C, grid.blocks_per_row,
+            a->first_channel, mt_dropout_masks(&a->dropout));
         MT_CUDA_LAUNCHED();
     });
 }
 
-extern "C" void mt_cuda_dropout_add_backward(void *dx, const void *dout, const int64_t *token_index, int64_t T,
-                                             int64_t C, int64_t first_channel, const mt_dropout *dropout,
-                                             mt_dtype dtype, mt_stream *stream) {
-    mt_cuda_dropout_add_forward(dx, dout, NULL, token_index, T, C, first_channel, dropout, dtype, stream);
+extern "C" void mt_cuda_dropout_add_backward(const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_cuda_dropout_add_forward(a, dtype, stream);
 }
 
 /* y = a + b. Reads both, writes y: 6 bytes per element in bf16, 12 in fp32. */
@@ -499,16 +497,15 @@ __global__ void embedding_forward(T *out, const int32_t *ids, const T *w, int C,
     }
 }
 
-extern "C" void mt_cuda_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C,
-                                          int64_t first, int64_t count, bool accumulate, mt_dtype dtype,
-                                          mt_stream *stream) {
+extern "C" void mt_cuda_embedding_forward(const mt_embedding_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, C = a->C;
     if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {out, w}, {C}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {a->out, a->w}, {C}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
         embedding_forward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)out, ids, (const E *)w, (int)C, first, count, accumulate, grid.blocks_per_row);
+            (E *)a->out, a->ids, (const E *)a->w, (int)C, a->first, a->count, a->accumulate, grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -595,8 +592,8 @@ __global__ void __launch_bounds__(256, 4)
     mt_store(dw + (int64_t)key * C + c, sums);
 }
 
-extern "C" void mt_cuda_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
-                                           int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_embedding_backward(const mt_embedding_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, C = a->C, count = a->count;
     if (T == 0) return;
     int bits = 1;
     while (count >> bits) bits++;
@@ -610,28 +607,30 @@ extern "C" void mt_cuda_embedding_backward(float *dw, const void *dout, const in
     uint32_t *keys = (uint32_t *)(workspace + partial_room), *tokens = keys + array;
     uint32_t *sorted_keys = tokens + array, *sorted_tokens = sorted_keys + array;
     cudaStream_t on = mt_cuda_stream(stream);
-    embedding_keys<<<mt_grid_size(T, 256), 256, 0, on>>>(keys, tokens, ids, T, first, count);
+    embedding_keys<<<mt_grid_size(T, 256), 256, 0, on>>>(keys, tokens, a->ids, T, a->first, count);
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(sorted_tokens + array, sort_bytes, keys, sorted_keys, tokens, sorted_tokens,
                                             (int)T, 0, bits, on));
-    mt_by_type(dtype, mt_wide(dtype, {dw, dout}, {C}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {a->dw, a->dout}, {C}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), 1);
         embedding_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, on>>>(
-            dw, partial, (const E *)dout, sorted_keys, sorted_tokens, (uint32_t)T, (uint32_t)count, (int)C,
+            a->dw, partial, (const E *)a->dout, sorted_keys, sorted_tokens, (uint32_t)T, (uint32_t)count, (int)C,
             grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
         if (pieces == 1) return;
         embedding_add_pieces<N><<<(unsigned)(pieces - 1) * grid.blocks_per_row, grid.threads, 0, on>>>(
-            dw, partial, sorted_keys, (uint32_t)T, (uint32_t)count, (int)C, grid.blocks_per_row);
+            a->dw, partial, sorted_keys, (uint32_t)T, (uint32_t)count, (int)C, grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
     });
 }
 
 extern "C" void mt_cuda_scatter_add_rows(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C,
                                          int64_t count, mt_dtype dtype, mt_stream *stream) {
-    mt_cuda_embedding_backward(sum, from, rows, T, C, 0, count, dtype, stream);
+    mt_embedding_args a = {};
+    a.T = T, a.C = C, a.count = count, a.ids = rows, a.dout = from, a.dw = sum;
+    mt_cuda_embedding_backward(&a, dtype, stream);
 }
 
 /* ---- conversions ------------------------------------------------------------------------------------------------- */

@@ -320,19 +320,15 @@ static void run(const mt_grouped_call &call) {
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
-extern "C" void mt_cuda_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
-                                               int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
-    run({MT_GROUPED_FORWARD, y, x, w, offsets, M, N, K, E, false, dtype, stream});
+extern "C" void mt_cuda_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    run({MT_GROUPED_FORWARD, a->y, a->x, a->w, a->offsets, a->M, a->N, a->K, a->E, false, dtype, stream});
 }
 
-extern "C" void mt_cuda_grouped_linear_backward_input(void *dx, const void *dy, const void *w, const int32_t *offsets,
-                                                      int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
-                                                      mt_stream *stream) {
-    run({MT_GROUPED_BACKWARD_INPUT, dx, dy, w, offsets, M, N, K, E, false, dtype, stream});
+extern "C" void mt_cuda_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    run({MT_GROUPED_BACKWARD_INPUT, a->dx, a->dy, a->w, a->offsets, a->M, a->N, a->K, a->E, false, dtype, stream});
 }
 
-extern "C" void mt_cuda_grouped_linear_backward_weight(float *dw, const void *dy, const void *x, const int32_t *offsets,
-                                                       int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
-                                                       mt_dtype dtype, mt_stream *stream) {
-    run({MT_GROUPED_BACKWARD_WEIGHT, dw, dy, x, offsets, M, N, K, E, accumulate, dtype, stream});
+extern "C" void mt_cuda_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    run({MT_GROUPED_BACKWARD_WEIGHT, a->dw, a->dy, a->x, a->offsets, a->M, a->N, a->K, a->E, a->accumulate, dtype,
+         stream});
 }

@@ -396,9 +396,9 @@ __global__ void aux_loss_finish(float *sums, double *z_sum, aux_loss_sums from, 
     if (threadIdx.x == 0) z_sum[0] += parts[0];
 }
 
-extern "C" void mt_cuda_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
-                                         int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
-    routing r = routing_of(router);
+extern "C" void mt_cuda_aux_loss_forward(const mt_aux_loss_args *a, mt_stream *stream) {
+    int64_t S = a->S, T = a->T;
+    routing r = routing_of(a->router);
     cudaStream_t on = mt_cuda_stream(stream);
     int64_t warps = mt_divide_up(T, tokens_per_warp), zeroed = S * r.E * 12 + S * 4;
     char *workspace = (char *)mt_cuda_workspace(stream, warps * 8 + zeroed);
@@ -411,13 +411,13 @@ extern "C" void mt_cuda_aux_loss_forward(float *sums, double *z_sum, const float
     if (T > 0)
         with_slots(r.E, 4, 0, [&](auto slots, unsigned in_block, size_t bytes) {
             size_t room = (size_t)r.E * 12;
-            bool block_sums = !sequence && bytes + room <= (size_t)max_shared_bytes;
+            bool block_sums = !a->sequence && bytes + room <= (size_t)max_shared_bytes;
             aux_loss_forward<decltype(slots)::value>
                 <<<mt_grid_size(warps, in_block), in_block * 32, block_sums ? bytes + room : bytes, on>>>(
-                    to, logits, sequence, T, r, (int)(bytes / in_block), block_sums);
+                    to, a->logits, a->sequence, T, r, (int)(bytes / in_block), block_sums);
             MT_CUDA_LAUNCHED();
         });
-    aux_loss_finish<<<mt_grid_size(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);
+    aux_loss_finish<<<mt_grid_size(S * r.E, 1024), 256, 0, on>>>(a->sums, a->z_sum, to, S, r.E, warps);
     MT_CUDA_LAUNCHED();
 }
 
@@ -478,16 +478,14 @@ __global__ void aux_loss_backward(float *dlogits, const float *logits, const flo
     });
 }
 
-extern "C" void mt_cuda_aux_loss_backward(float *dlogits, const float *logits, const float *counts,
-                                          const int32_t *sequence, int64_t S, int64_t T, float aux_scale, float z_scale,
-                                          const mt_router *router, mt_stream *stream) {
-    (void)S;
+extern "C" void mt_cuda_aux_loss_backward(const mt_aux_loss_args *a, mt_stream *stream) {
+    int64_t T = a->T;
     if (T == 0) return;
-    routing r = routing_of(router);
+    routing r = routing_of(a->router);
     with_slots(r.E, 1, 0, [&](auto slots, unsigned warps, size_t bytes) {
         aux_loss_backward<decltype(slots)::value>
             <<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
-                dlogits, logits, counts, sequence, T, aux_scale, z_scale, r, (int)(bytes / warps));
+                a->dlogits, a->logits, a->counts, a->sequence, T, a->aux_scale, a->z_scale, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
 }

@@ -1,11 +1,13 @@
 /* chat.c: chat templates: a conversation as the tokens that a model was trained on. */
 #include "chat.h"
 
+#include "file.h"
 #include "prompts.h"
 #include "tokenizer_internal.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 enum { MAX_TOKENS = 6 };
 
@@ -295,6 +297,81 @@ void mt_chat_text_free(mt_chat_text *text) {
     *text = (mt_chat_text){0};
 }
 
+/* ---- the template of a model ----------------------------------------------------------------------------------------
+ */
+
+/* A template of transformers is a program in Jinja. It is recognised by texts that it has, and by texts of its
+ * relatives that it lacks. */
+static const struct {
+    mt_chat_template template;
+    const char *has[3], *lacks[3];
+} known[] = {
+    {MT_CHAT_QWEN3, {"<|im_start|>", "last_query_index", "enable_thinking is false"}, {0}},
+    {MT_CHAT_QWEN2_5,
+     {"<|im_start|>", "system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."},
+     {0}},
+    {MT_CHAT_CHATML, {"<|im_start|>", "<|im_end|>"}, {"think>", "You are", "tools"}},
+    {MT_CHAT_LLAMA3, {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}, {"Cutting Knowledge", "tools"}},
+    {MT_CHAT_MISTRAL, {"\"[INST] \"", "\"[/INST]\"", "[AVAILABLE_TOOLS] ["}, {"SYSTEM_PROMPT", "<<SYS>>"}},
+    {MT_CHAT_DEEPSEEK3, {DEEPSEEK("User"), DEEPSEEK("Assistant"), "is_first_sp"}, {"think>"}},
+};
+
+mt_chat_template mt_chat_recognise(const char *jinja) {
+    for (size_t k = 0; k < sizeof known / sizeof *known; k++) {
+        bool fits = true;
+        for (int i = 0; i < 3; i++) {
+            fits = fits && (!known[k].has[i] || strstr(jinja, known[k].has[i]));
+            fits = fits && (!known[k].lacks[i] || !strstr(jinja, known[k].lacks[i]));
+        }
+        if (fits) return known[k].template;
+    }
+    return MT_CHAT_AUTO;
+}
+
+/* Reads the chat template of a folder, to free: chat_template.jinja, or else the one in tokenizer_config.json, where
+ * several may have names. NULL without error: the folder has none. */
+static int read_jinja(char **jinja, const char *folder, mt_error *error) {
+    int64_t bytes;
+    int status = 0;
+    const char *name = mt_folder_has(folder, "chat_template.jinja") ? "chat_template.jinja" : "tokenizer_config.json";
+    char *path = mt_path_join(folder, name);
+    *jinja = NULL;
+    if (strcmp(name, "chat_template.jinja") == 0) {
+        *jinja = mt_file_read(path, 1 << 24, &bytes, error);
+        status = *jinja ? 0 : -1;
+    } else if (mt_folder_has(folder, name)) {
+        json_t *config = mt_json_read(path, error), *item;
+        const json_t *field = json_object_get(config, "chat_template"), *found = field;
+        size_t i;
+        json_array_foreach(field, i, item) {
+            const char *title = json_string_value(json_object_get(item, "name"));
+            if (title && strcmp(title, "default") == 0) found = json_object_get(item, "template");
+        }
+        if (json_is_string(found)) *jinja = mt_strdup(json_string_value(found));
+        status = config ? 0 : -1;
+        json_decref(config);
+    }
+    free(path);
+    return status;
+}
+
+/* Sets `template` to that of the tokenizer at `path`, a file or a folder. */
+static int find_template(mt_chat_template *template, const char *path, mt_error *error) {
+    struct stat info;
+    char *folder = mt_strdup(path), *slash = strrchr(folder, '/'), *jinja = NULL;
+    bool is_file = stat(path, &info) == 0 && S_ISREG(info.st_mode);
+    if (is_file) strcpy(slash ? slash : folder, slash ? "" : ".");
+    int status = read_jinja(&jinja, *folder ? folder : "/", error);
+    if (status == 0 && jinja) *template = mt_chat_recognise(jinja);
+    if (status == 0 && *template == MT_CHAT_AUTO)
+        status =
+            mt_error_set(error, "%s: %s; choose one with --chat-template (plain: no marks, only the texts)", folder,
+                         jinja ? "its chat template is none of " MT_CHAT_TEMPLATES : "has no chat template");
+    free(jinja);
+    free(folder);
+    return status;
+}
+
 /* ---- tokens --------------------------------------------------------------------------------------------------------
  */
 
@@ -327,9 +404,10 @@ int mt_chat_open(mt_chat **out, mt_chat_template template, const mt_tokenizer *t
                  mt_error *error) {
     bool begins = false;
     *out = NULL;
-    if (template == MT_CHAT_AUTO)
-        return mt_error_set(error, "the tokenizer's folder names no chat template that is known here; choose one with "
-                                   "--chat-template");
+    if (template == MT_CHAT_AUTO && !path)
+        return mt_error_set(error, "the tokenizer has no folder with a chat template; choose one with --chat-template "
+                                   "(plain: no marks, only the texts)");
+    if (template == MT_CHAT_AUTO && find_template(&template, path, error) != 0) return -1;
     if (path && mt_prompt_begins_with_bos(path, &begins, error) != 0) return -1;
     mt_chat *chat = mt_calloc(sizeof *chat);
     *chat = (mt_chat){.template = template,

@@ -8,6 +8,9 @@
 extern "C" {
 #endif
 
+/* The names of mt_chat_template after AUTO, in its order. */
+#define MT_CHAT_TEMPLATES "chatml|qwen2_5|qwen3|llama3|mistral|deepseek3|plain"
+
 /* A message of a conversation; `role` is system (the first message only), user or assistant. */
 typedef struct mt_chat_message {
     const char *role, *content;
@@ -52,6 +55,9 @@ typedef struct mt_chat_text {
 int mt_chat_render(mt_chat_text *out, mt_chat_template template, const mt_chat_message *messages, int64_t count,
                    bool generates, mt_error *error);
 void mt_chat_text_free(mt_chat_text *text);
+
+/* The template that a Jinja program of transformers renders; AUTO: none of these. */
+mt_chat_template mt_chat_recognise(const char *jinja);
 
 /* A template with a tokenizer. */
 typedef struct mt_chat mt_chat;

@@ -1,5 +1,5 @@
 /* dataset.c: the splits of a run; mock data and token files. */
-#include "dataset.h"
+#include "sft.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -118,6 +118,7 @@ struct mt_data {
     int64_t num_indexed;
     mt_indexed_dataset **indexed; // the files of the splits
     const tokens_file_dataset *tokens_file;
+    mt_samples samples[MT_NUM_SPLITS]; // of datasets of rows
 };
 
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split) {
@@ -128,21 +129,28 @@ void mt_data_close(mt_data *data) {
     if (!data) return;
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_dataset_free(data->splits[split]);
     for (int64_t i = 0; i < data->num_indexed; i++) mt_indexed_dataset_close(data->indexed[i]);
+    for (int split = 0; split < MT_NUM_SPLITS; split++) mt_samples_free(&data->samples[split]);
     free(data->indexed);
     free(data);
 }
 
 int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error) {
-    int64_t count = data->num_indexed + (data->tokens_file != NULL);
-    uint64_t *prints = mt_calloc(mt_max(count, 1) * 8);
-    const char **names = mt_calloc(mt_max(count, 1) * (int64_t)sizeof *names);
-    for (int64_t i = 0; i < data->num_indexed; i++) {
-        prints[i] = mt_indexed_dataset_fingerprint(data->indexed[i]);
-        names[i] = mt_indexed_dataset_prefix(data->indexed[i]);
+    int64_t count = 0, most = data->num_indexed + MT_NUM_SPLITS + 1;
+    uint64_t *prints = mt_calloc(most * 8);
+    const char **names = mt_calloc(most * (int64_t)sizeof *names);
+    for (int64_t i = 0; i < data->num_indexed; i++, count++) {
+        prints[count] = mt_indexed_dataset_fingerprint(data->indexed[i]);
+        names[count] = mt_indexed_dataset_prefix(data->indexed[i]);
+    }
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        if (data->samples[split].count == 0) continue;
+        prints[count] = mt_samples_fingerprint(&data->samples[split]);
+        names[count++] = split == MT_SPLIT_TRAIN ? "samples to train on" : "samples to evaluate";
     }
     if (data->tokens_file) {
-        prints[count - 1] = mt_contents_fingerprint(data->tokens_file->file.bytes, data->tokens_file->file.size, false);
-        names[count - 1] = data->tokens_file->path;
+        const mt_mapping *file = &data->tokens_file->file;
+        prints[count] = mt_contents_fingerprint(file->bytes, file->size, false);
+        names[count++] = data->tokens_file->path;
     }
     int status = mt_fingerprints_agree(prints, names, count, world, error);
     free(prints);
@@ -260,6 +268,51 @@ static int open_split_data_path(mt_data *data, mt_split split, const mt_data_con
     return result;
 }
 
+/* An epoch of mock data for each split. */
+static void open_mock_samples(mt_data *data, const mt_data_config *config) {
+    enum { MOCK_SAMPLES = 4096 };
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        if (config->sizes[split] == 0) continue;
+        mt_samples_mock(&data->samples[split], MOCK_SAMPLES, config, split);
+        data->splits[split] = mt_row_dataset_create(&data->samples[split], 0, MOCK_SAMPLES, split, config);
+        data->splits[split]->num_documents = data->splits[split]->num_tokens = 0; // generated
+    }
+}
+
+static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_data_config *config, mt_error *error) {
+    mt_sft_config files = {.paths = *paths,
+                           .tokenizer_path = config->options->tokenizer_model,
+                           .vocab_size = config->vocab_size,
+                           .seq_length = config->seq_length,
+                           .log = config->log};
+    return mt_samples_read(samples, &files, config->tokenizer, error);
+}
+
+/* Samples of any length: --data-path divided by --split, in order of the files, or files for each split. */
+static int open_samples(mt_data *data, const mt_data_config *config, mt_error *error) {
+    double edges[MT_NUM_SPLITS + 1];
+    bool divides = config->data_path.count > 0;
+    if (config->mock_data) {
+        open_mock_samples(data, config);
+        return 0;
+    }
+    if (divides && mt_split_parse(edges, config->split ? config->split : "969,30,1", error) != 0) return -1;
+    if (divides && read_samples(&data->samples[0], &config->data_path, config, error) != 0) return -1;
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        const mt_strings *paths = &config->split_data_path[split];
+        mt_samples *samples = &data->samples[divides ? 0 : split];
+        if (config->sizes[split] == 0 || (!divides && paths->count == 0)) continue;
+        if (!divides && read_samples(samples, paths, config, error) != 0) return -1;
+        double count = (double)samples->count;
+        int64_t begin = divides ? (int64_t)nearbyint(edges[split] * count) : 0;
+        int64_t end = divides ? (int64_t)nearbyint(edges[split + 1] * count) : samples->count;
+        if (begin < end) data->splits[split] = mt_row_dataset_create(samples, begin, end, split, config);
+    }
+    if (data->splits[MT_SPLIT_TRAIN]) return 0;
+    return mt_error_set(error, "--split %s leaves no sample for training; its first share must be above 0",
+                        config->split ? config->split : "969,30,1");
+}
+
 static int check_config(const mt_data_config *config, mt_error *error) {
     int64_t split_paths = 0;
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
@@ -281,6 +334,7 @@ static int check_config(const mt_data_config *config, mt_error *error) {
 }
 
 static int open_splits(mt_data *data, const mt_data_config *config, mt_error *error) {
+    if (config->sft) return open_samples(data, config, error);
     if (config->data_path.count > 0) return open_data_path(data, config, error);
     if (config->tokens_file) {
         if (tokens_file_create(&data->splits[MT_SPLIT_TRAIN], config, error) != 0) return -1;
@@ -294,6 +348,36 @@ static int open_splits(mt_data *data, const mt_data_config *config, mt_error *er
             return -1;
     }
     return 0;
+}
+
+mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
+    int64_t iterations = o->train_epochs > 0 ? 1 : o->num_iterations; // not known yet; rows never end
+    int64_t evaluations = o->eval_interval > 0 ? iterations / o->eval_interval + 1 : 0;
+    mt_data_config config = {.data_path = o->data_path,
+                             .split = o->split,
+                             .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
+                             .mock_data = o->mock_data,
+                             .tokens_file = o->tokens_file,
+                             .seq_length = o->seq_length,
+                             .seed = o->seed,
+                             .vocab_size = o->vocab_size,
+                             .eod_id = eod_id,
+                             .reset_position_ids = o->reset_position_ids,
+                             .reset_attention_mask = o->reset_attention_mask,
+                             .eod_mask_loss = o->eod_mask_loss,
+                             .dataloader_type = o->dataloader_type,
+                             .options = o,
+                             .sft = o->sft,
+                             .sequence_packing = o->sequence_packing,
+                             .variable_seq_lengths = o->variable_seq_lengths,
+                             .train_epochs = o->train_epochs,
+                             .alignment =
+                                 o->context_parallel_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1),
+                             .work = mt_token_work_of(o)};
+    config.sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, iterations);
+    config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
+    config.sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
+    return config;
 }
 
 int mt_data_open(mt_data **out, const mt_data_config *config, mt_error *error) {
@@ -333,7 +417,8 @@ static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_s
     const char *shares = config->split ? config->split : "969,30,1", *name = split_names[split];
     double edges[MT_NUM_SPLITS + 1] = {0};
     mt_error ignored;
-    if (config->data_path.count > 0 && mt_split_parse(edges, shares, &ignored) == 0 && edges[split] < edges[split + 1])
+    if (!config->sft && config->data_path.count > 0 && mt_split_parse(edges, shares, &ignored) == 0 &&
+        edges[split] < edges[split + 1])
         warn_without_documents(data, shares, name, edges + split, file);
     else if (config->data_path.count == 0 || split != MT_SPLIT_TEST)
         fprintf(file, "note: no %s data, so no %s loss: %s\n", name, name,

@@ -3,6 +3,7 @@
  *   indexed_dataset.c   Megatron's pair of files: PREFIX.bin holds tokens, PREFIX.idx the position of each sequence
  *   gpt_dataset.c       samples by index, in the order in which Megatron-LM visits them, id for id; blends
  *   dataset.c           the training, validation and test split of a run; mock data and token files
+ *   packing.c           rows of samples of any length (sft.h), and the micro-batches of a step with even work
  *   loader.c            the samples that a data-parallel rank reads next, and the batch that they make
  *
  * The only state is the number of samples consumed so far: a sample is a pure function of its index, so a resumed run
@@ -111,6 +112,12 @@ void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed);
 
 typedef enum mt_split { MT_SPLIT_TRAIN, MT_SPLIT_VALID, MT_SPLIT_TEST, MT_NUM_SPLITS } mt_split;
 
+/* Predicted work of forward and backward, in FLOPs: of a token, of a pair of tokens of one sample (its length squared),
+ * and the time of a token's keys and values on the links of context parallelism, as the FLOPs of that time. */
+typedef struct mt_token_work {
+    double per_token, per_pair, per_exchange;
+} mt_token_work;
+
 /* The data options, named as in Megatron. Exactly one of data_path, split_data_path, mock_data and tokens_file is
  * set. */
 typedef struct mt_data_config {
@@ -132,6 +139,15 @@ typedef struct mt_data_config {
     bool eod_mask_loss;                 // no loss at positions whose input token is EOD
     mt_dataloader_type dataloader_type; // single: in order; cyclic: a new shuffle every epoch
     bool no_data_sharding;              // --no-data-sharding, for cyclic: ranks share one shuffle
+
+    /* samples of any length, see sft.h */
+    const mt_options *options;            // how files are read
+    const struct mt_tokenizer *tokenizer; // of the files' text
+    FILE *log;                            // lines about the files; NULL: none
+    bool sft, sequence_packing, variable_seq_lengths;
+    int64_t train_epochs; // 0: no limit
+    int64_t alignment;    // a micro-batch of variable length has a multiple of so many tokens; 0 means 1
+    mt_token_work work;   // for even micro-batches
 } mt_data_config;
 
 /* Samples of seq_length + 1 tokens by index: the first seq_length are inputs, the last seq_length labels. Every kind of
@@ -142,11 +158,15 @@ struct mt_dataset {
     int (*get)(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error);
     void (*free)(mt_dataset *dataset);
     int64_t num_documents, num_tokens; // each counted once, however often samples repeat it; 0: generated
+    struct mt_packing *packing;        // a dataset of rows (sft.h), without `get`; NULL: all others
 };
 
 /* Copies the tokens [seq_length + 1] of sample `index`, in [0, num_samples). A pure function of the index. */
 int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error);
 void mt_dataset_free(mt_dataset *dataset);
+
+/* The configuration that options describe. `eod_id` is the tokenizer's end of document; -1: none. */
+mt_data_config mt_data_config_of(const mt_options *options, int64_t eod_id);
 
 /* All splits of a run. */
 typedef struct mt_data mt_data;
@@ -239,18 +259,23 @@ int mt_loader_sample(mt_loader *loader, int64_t consumed_samples, int64_t row, i
  * dp_size. */
 int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch, mt_error *error);
 
+/* Prints a line on a dataset of rows (sft.h): how full the `samples` rows after `consumed_samples` are, and how even
+ * the work of the ranks is, before and after samples are given to ranks by their work. Nothing for other datasets. */
+void mt_loader_print(const mt_loader *loader, int64_t consumed_samples, int64_t samples, FILE *file);
+
 /* The micro-batches of one training step or evaluation. */
 typedef struct mt_feed {
     mt_loader *loader;
-    int64_t consumed, stride; // samples before the step; samples of one micro-batch over all data-parallel ranks
-    bool shared;              // other ranks read the same samples: those of one model replica
-    int status;               // of reading on this rank, with its first error
+    int64_t consumed, samples; // of the run: before the step, and of the step
+    int64_t micro_batches;     // of each rank
+    bool shared;               // other ranks read the same samples: those of one model replica
+    int status;                // of reading on this rank, with its first error
     mt_error error;
     uint64_t print; // sum of the fingerprints of the micro-batches that this rank has read
 } mt_feed;
 
-/* A feed of `loader` from a number of consumed samples on. */
-mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, const mt_grid *grid);
+/* A feed of `loader` of a number of samples, from a number of consumed samples on. */
+mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t samples, const mt_grid *grid);
 
 /* The mt_batch_source of mt_train_step and mt_evaluate; `feed` is an mt_feed. If a read fails, the batch has masked
  * tokens and the call succeeds, because other ranks wait for this rank's part of the step; mt_feed_check reports it. */

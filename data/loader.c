@@ -2,8 +2,7 @@
  *
  * Megatron-LM, megatron/training/datasets/data_samplers.py, and _get_ltor_masks_and_position_ids in gpt_dataset.py.
  */
-#include "dataset.h"
-
+#include "sft.h"
 #include "watchdog.h"
 
 #include <stdlib.h>
@@ -17,13 +16,17 @@ struct mt_loader {
     int32_t *sample;       // [seq_length + 1] scratch
     int64_t epoch;         // of `permutation`; -1: none
     uint32_t *permutation; // [samples of an epoch that this rank draws from]
+
+    /* of a dataset of rows */
+    mt_step_plan plan;                    // of the step that begins after `planned_after` samples
+    int64_t planned_after, planned_count; // samples; -1: none
 };
 
 /* ---- samplers ---------------------------------------------------------------------------------------------------- */
 
 static int check_loader(const mt_loader *loader, mt_error *error) {
     int64_t step = loader->micro_batch_size * loader->dp_size;
-    if (loader->dataset->num_samples < step)
+    if (!loader->dataset->packing && loader->dataset->num_samples < step)
         return mt_error_set(error,
                             "the dataset has %lld samples, but one micro-batch on every data-parallel rank takes %lld; "
                             "give more data or a smaller --micro-batch-size",
@@ -42,7 +45,8 @@ int mt_loader_open(mt_loader **out, const mt_dataset *dataset, const mt_data_con
                           .dp_size = dp_size,
                           .cyclic = config->dataloader_type == MT_DATALOADER_CYCLIC,
                           .sample = mt_malloc((dataset->seq_length + 1) * 4),
-                          .epoch = -1};
+                          .epoch = -1,
+                          .planned_after = -1};
     *out = loader;
     if (check_loader(loader, error) == 0) return 0;
     mt_loader_close(loader);
@@ -54,6 +58,7 @@ void mt_loader_close(mt_loader *loader) {
     if (!loader) return;
     free(loader->sample);
     free(loader->permutation);
+    mt_step_plan_free(&loader->plan);
     free(loader);
 }
 
@@ -158,20 +163,105 @@ static void fill_masked(mt_loader *loader, mt_batch *batch) {
     memset(batch->loss_mask, 0, (size_t)batch->num_tokens * sizeof *batch->loss_mask);
 }
 
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+/* Plans the step of `count` rows after `consumed` ones. */
+static void plan_rows(mt_step_plan *plan, const mt_loader *loader, int64_t consumed, int64_t count, bool in_order) {
+    const mt_data_config *config = loader->config;
+    mt_packing *packing = loader->dataset->packing;
+    const mt_samples *samples = mt_packing_samples(packing);
+    mt_plan_shape shape = {.num_ranks = loader->dp_size,
+                           .micro_batch_size = loader->micro_batch_size,
+                           .row_length = config->seq_length,
+                           .pads = !config->variable_seq_lengths,
+                           .regroups = config->variable_seq_lengths,
+                           .in_order = in_order,
+                           .work = config->work};
+    int64_t num_pieces = 0, room = 0;
+    int64_t *first = mt_calloc((count + 1) * 8);
+    mt_piece *pieces = NULL;
+    for (int64_t row = 0; row < count; row++) {
+        const int64_t *order;
+        int64_t index = (consumed + row) * config->seq_length, here = mt_packing_row(packing, consumed + row, &order);
+        if (num_pieces + here > room) {
+            room = 2 * (num_pieces + here);
+            pieces = mt_realloc(pieces, room * (int64_t)sizeof *pieces);
+        }
+        for (int64_t i = 0; i < here; i++) {
+            int64_t length = mt_sample_length(samples, order[i]);
+            pieces[num_pieces++] = (mt_piece){.sample = order[i], .length = length, .token_index = index};
+            index += length;
+        }
+        first[row + 1] = num_pieces;
+    }
+    mt_step_plan_balance(plan, pieces, first, count, &shape);
+    free(first);
+    free(pieces);
+}
+
+static void fill_rows(const mt_loader *loader, int64_t index, mt_batch *batch) {
+    const mt_data_config *config = loader->config;
+    int64_t tokens = config->variable_seq_lengths ? 0 : loader->micro_batch_size * config->seq_length;
+    bool has_eod = config->eod_id >= 0 && config->eod_id < config->vocab_size;
+    mt_step_plan_fill(&loader->plan, index, loader->dp_rank, mt_packing_samples(loader->dataset->packing), tokens,
+                      mt_max(config->alignment, 1), has_eod ? (int32_t)config->eod_id : 0, batch);
+}
+
+void mt_loader_print(const mt_loader *loader, int64_t consumed, int64_t count, FILE *file) {
+    mt_packing *packing = loader->dataset->packing;
+    if (!packing) return;
+    const int64_t *unused;
+    double tokens = 0, room = (double)(count * loader->dataset->seq_length);
+    mt_step_plan before, after;
+    plan_rows(&before, loader, consumed, count, true);
+    plan_rows(&after, loader, consumed, count, false);
+    for (int64_t i = 0; i < after.num_pieces; i++) tokens += (double)after.pieces[i].length;
+    int64_t rows = 0;
+    for (int64_t row = 0; row < count; row++) rows += mt_packing_row(packing, consumed + row, &unused) > 0;
+    fprintf(file, "first step: %lld samples in %lld rows of %lld tokens, %.1f%% full", (long long)after.num_pieces,
+            (long long)rows, (long long)loader->dataset->seq_length, 100 * tokens / room);
+    if (loader->dp_size > 1)
+        fprintf(file, "; the slowest rank has %.1f%% more work than the mean, in order of the rows %.1f%%",
+                100 * mt_step_plan_imbalance(&after), 100 * mt_step_plan_imbalance(&before));
+    fprintf(file, "\n");
+    mt_step_plan_free(&before);
+    mt_step_plan_free(&after);
+}
+
 /* ---- feeds ------------------------------------------------------------------------------------------------------- */
 
-mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, const mt_grid *grid) {
-    return (mt_feed){.loader = loader,
-                     .consumed = consumed_samples,
-                     .stride = loader->micro_batch_size * loader->dp_size,
-                     .shared = grid->world.size > grid->data.size};
+mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t samples, const mt_grid *grid) {
+    mt_feed feed = {.loader = loader,
+                    .consumed = consumed_samples,
+                    .samples = samples,
+                    .micro_batches = samples / (loader->micro_batch_size * loader->dp_size),
+                    .shared = grid->world.size > grid->data.size};
+    if (!loader->dataset->packing) return feed;
+    if (loader->planned_after != consumed_samples || loader->planned_count != samples) {
+        mt_step_plan_free(&loader->plan);
+        plan_rows(&loader->plan, loader, consumed_samples, samples, false);
+        loader->planned_after = consumed_samples, loader->planned_count = samples;
+    }
+    feed.micro_batches = loader->plan.num_slots;
+    return feed;
+}
+
+/* Fills a micro-batch of a feed. */
+static int fill_batch(const mt_feed *feed, int64_t index, mt_batch *batch, mt_error *error) {
+    mt_loader *loader = feed->loader;
+    if (!loader->dataset->packing) {
+        int64_t stride = loader->micro_batch_size * loader->dp_size;
+        return mt_loader_fill(loader, feed->consumed + index * stride, batch, error);
+    }
+    fill_rows(loader, index, batch);
+    return 0;
 }
 
 int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     mt_feed *feed = context;
     int watched = mt_watch_file_begin("data", MT_FILE_READ);
     int status = feed->status;
-    if (status == 0) status = mt_loader_fill(feed->loader, feed->consumed + index * feed->stride, batch, error);
+    if (status == 0) status = fill_batch(feed, index, batch, error);
     mt_watch_file_end(watched);
     if (status != 0 && feed->status == 0) feed->status = status, feed->error = *error;
     if (status != 0) fill_masked(feed->loader, batch);

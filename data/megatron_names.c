@@ -280,7 +280,7 @@ static const struct {
      "fim-prefix-token fim-rate fim-split-sample fim-spm-rate fim-suffix-token logits-load-decode-threads "
      "logits-load-dir logits-load-ignore-errors logits-load-kd-loss-alpha logits-load-msc-prefetch-depth "
      "logits-load-prefetch-factor logits-save-dir logits-save-dtype logits-save-top-k logits-save-top-p "
-     "logits-save-top-p-min-k sft sft-tokenizer-prompt-format"},
+     "logits-save-top-p-min-k sft-tokenizer-prompt-format"},
     {MT_NAME_UNSUPPORTED, "reinforcement learning",
      "grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-entropy-term-weight grpo-filter-groups-with-same-reward "
      "grpo-group-size grpo-iterations grpo-kl-beta grpo-prompts-per-step langrl-env-config perform-rl-step "
@@ -319,8 +319,7 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "other ways to split the model over ranks",
      "enable-full-sharding-in-hsdp expert-gtp-weight-remat-size gtp-expert-remat-nccl-ub gtp-remat-nccl-ub "
      "gtp-remat-opt-in-modules gtp-remat-reduce-scatter-with-fp32-accumulation gtp-weight-remat-size "
-     "hybrid-context-parallel max-seqlen-per-dp-cp-rank mlp-chunks-for-training use-tp-pp-dp-mapping "
-     "variable-seq-lengths"},
+     "hybrid-context-parallel max-seqlen-per-dp-cp-rank mlp-chunks-for-training use-tp-pp-dp-mapping"},
     {MT_NAME_UNSUPPORTED, "other ways to hide or speed up communication and products",
      "ddp-pad-buckets-for-high-nccl-busbw defer-embedding-wgrad-compute delay-wgrad-compute "
      "high-priority-stream-groups nccl-communicator-config-path nccl-ub overlap-param-gather-with-optimizer-step "

@@ -502,6 +502,22 @@ const mt_option mt_option_table[] = {
     {"eod-mask-loss", MT_FLAG, MT_AT(eod_mask_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "no loss at positions whose input is an end of document"},
 
+    {.help = "fine-tuning: samples of any length"},
+    {"sft", MT_FLAG, MT_AT(sft), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "train on samples of any length up to --seq-length, each with attention and positions of its own; --mock-data: "
+     "with log-normal lengths",
+     .excludes = "tokens-file, dataloader-type, reset-position-ids, reset-attention-mask, eod-mask-loss"},
+    {"sequence-packing", MT_FLAG, MT_AT(sequence_packing), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "pack several samples into a row of --seq-length; a row is one sample of --global-batch-size", .needs = "sft",
+     .own = true},
+    {"use-sequence-packing", MT_FLAG, MT_AT(sequence_packing), MT_TRAIN, MT_OF_RUN, NULL, NULL, "--sequence-packing",
+     .own = true},
+    {"variable-seq-lengths", MT_FLAG, MT_AT(variable_seq_lengths), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "micro-batches as long as their samples, without padding to --seq-length", .needs = "sft"},
+    {"train-epochs", MT_INT, MT_AT(train_epochs), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]",
+     "visit every sample this many times, instead of --train-iters", .needs = "sft",
+     .excludes = "train-iters, train-samples", .own = true},
+
     {.help = "evaluation, checkpoints, reports"},
     {"eval-interval", MT_INT, MT_AT(eval_interval), MT_TRAIN, MT_OF_RUN, "1000", "[1,1000000000000]",
      "steps between evaluations"},

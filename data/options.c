@@ -878,7 +878,7 @@ static int mt_options_check_data(const mt_options *o, mt_error *error) {
                             o->reset_position_ids     ? "reset-position-ids"
                             : o->reset_attention_mask ? "reset-attention-mask"
                                                       : "eod-mask-loss");
-    return mt_options_check_prefixes(o, error);
+    return o->sft ? 0 : mt_options_check_prefixes(o, error);
 }
 
 /* --prompt-tokens "1,2,3": tokens of the vocabulary. */
@@ -982,6 +982,7 @@ static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error
         return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
                                    "each other; leave one out");
     if (distributed) *strategy = MT_SHARD_OPTIM;
+    if (o->train_epochs > 0 && o->train_iters == 0) o->train_iters = MT_UNKNOWN_ITERATIONS;
     bool full = o->recompute_granularity == MT_RECOMPUTE_FULL; // which the table refuses with both flags
     if ((o->recompute_activations || o->moe_layer_recompute) && !full)
         o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;

@@ -17,6 +17,9 @@ typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2, MT_PROGRAM
  * mt_options_finish. Free the options also after an error. */
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
 
+/* train_iters of a run with --train-epochs until its data is read: the caller sets it then and finishes again. */
+enum { MT_UNKNOWN_ITERATIONS = 1000000000 };
+
 /* Parses the remaining texts, derives values that were not given and checks all rules, before a model is created.
  * `world_size` is the number of ranks. May be called again after a change. A program with its own data passes
  * MT_PROGRAM_LIBRARY: it needs --vocab-size, but no option of data or tokenizer. */
@@ -32,6 +35,9 @@ int mt_options_derive(mt_options *options, mt_program program, int64_t world_siz
 
 /* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
 void mt_options_derive_sizes(mt_options *options);
+
+/* With add_bias_linear: sets add_qkv_bias, attention_output_bias and mlp_bias. */
+void mt_options_derive_biases(mt_options *options);
 
 /* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
 bool mt_options_converts(const mt_options *options);

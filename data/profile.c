@@ -218,7 +218,8 @@ static mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype d
                   {"context", MT_TRAFFIC_CONTEXT},   {"context-a2a", MT_TRAFFIC_CONTEXT},
                   {"expert", MT_TRAFFIC_EXPERT},     {"context-ring", MT_TRAFFIC_CONTEXT},
                   {"model", MT_TRAFFIC_SUMS},        {"expert-exchange", MT_TRAFFIC_EXPERT},
-                  {"pipeline", MT_TRAFFIC_PIPELINE}, {"expert-tensor", MT_TRAFFIC_EXPERT}};
+                  {"pipeline", MT_TRAFFIC_PIPELINE}, {"expert-tensor", MT_TRAFFIC_EXPERT},
+                  {"stage", MT_TRAFFIC_SUMS}};
     mt_work work = mt_work_bytes(elements, dtype);
     work.is_nothing = group->size == 1;
     work.traffic = operation == MT_OPERATION_all_gather ? MT_TRAFFIC_PARAMETERS : MT_TRAFFIC_GRADIENTS;

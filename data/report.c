@@ -427,7 +427,7 @@ void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_
     const mt_options *o = report->options;
     long long iteration = state->iteration, total = o->num_iterations;
     if (!report->prints || !mt_report_is_due(report, iteration)) return;
-    double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
+    double flops = mt_flops(o, 1) * metrics->tokens / (double)o->seq_length / metrics->seconds / report->world_size;
     double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
     long long left = (long long)(pace * (double)(total - iteration) + 0.5);
     line text = {.length = 0};

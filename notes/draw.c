@@ -1332,17 +1332,15 @@ static void noted_attention(const mt_attention *a, mt_dtype dtype, mt_stream *st
     mt_cpu_ops.attention_forward(a, dtype, stream);
 }
 
-static void noted_swiglu(void *y, const void *gate_up, const float *weights, int64_t T, int64_t F,
-                         mt_activation activation, mt_dtype dtype, mt_stream *stream) {
-    note("swiglu", T, F, 0);
-    mt_cpu_ops.activation_forward(y, gate_up, weights, T, F, activation, dtype, stream);
+static void noted_swiglu(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
+    note("swiglu", a->T, a->F, 0);
+    mt_cpu_ops.activation_forward(a, dtype, stream);
 }
 
-static void noted_sum(void *out, const void *x, const void *residual, const int64_t *token_index, int64_t T, int64_t C,
-                      int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype, mt_stream *stream) {
-    note("dropout_add", T, C, 0);
+static void noted_sum(const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream) {
+    note("dropout_add", a->T, a->C, 0);
     acts.sums++;
-    mt_cpu_ops.dropout_add_forward(out, x, residual, token_index, T, C, first_channel, dropout, dtype, stream);
+    mt_cpu_ops.dropout_add_forward(a, dtype, stream);
 }
 
 /* Runs the forward and backward of one layer on the first of two ranks. The second does not exist and is not needed. */

@@ -132,32 +132,35 @@ static double qk_backward(bench *b, const int64_t *n) {
 
 static double gelu_forward(bench *b, const int64_t *n) { // elements, activation
     void *y = elements(b, n[0]), *x = elements(b, n[0]);
-    ENQUEUE(activation_forward, y, x, NULL, 1, n[0], (mt_activation)n[1], b->dtype);
+    ENQUEUE(activation_forward, &(mt_activation_args){1, n[0], (mt_activation)n[1], x, NULL, .y = y}, b->dtype);
     return 2 * size(b) * (double)n[0];
 }
 
 static double gelu_backward(bench *b, const int64_t *n) {
     void *dx = elements(b, n[0]), *dy = elements(b, n[0]), *x = elements(b, n[0]);
-    ENQUEUE(activation_backward, dx, NULL, dy, x, NULL, 1, n[0], (mt_activation)n[1], b->dtype);
+    ENQUEUE(activation_backward, &(mt_activation_args){1, n[0], (mt_activation)n[1], x, NULL, .dy = dy, .dx = dx},
+            b->dtype);
     return 3 * size(b) * (double)n[0];
 }
 
 static double swiglu_forward(bench *b, const int64_t *n) { // T, F
     void *y = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
-    ENQUEUE(activation_forward, y, gate_up, NULL, n[0], n[1], MT_ACTIVATION_SWIGLU, b->dtype);
+    ENQUEUE(activation_forward, &(mt_activation_args){n[0], n[1], MT_ACTIVATION_SWIGLU, gate_up, NULL, .y = y},
+            b->dtype);
     return 3 * size(b) * (double)(n[0] * n[1]);
 }
 
 static double swiglu_backward(bench *b, const int64_t *n) {
     void *d = elements(b, n[0] * 2 * n[1]), *dy = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
-    ENQUEUE(activation_backward, d, NULL, dy, gate_up, NULL, n[0], n[1], MT_ACTIVATION_SWIGLU, b->dtype);
+    ENQUEUE(activation_backward,
+            &(mt_activation_args){n[0], n[1], MT_ACTIVATION_SWIGLU, gate_up, NULL, .dy = dy, .dx = d}, b->dtype);
     return 5 * size(b) * (double)(n[0] * n[1]);
 }
 
 static double dropout_add(bench *b, const int64_t *n) { // T, C, p in percent
     mt_dropout dropout = {(double)n[2] / 100, 7};
     void *out = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]), *residual = elements(b, n[0] * n[1]);
-    ENQUEUE(dropout_add_forward, out, x, residual, b->names, n[0], n[1], 0, &dropout, b->dtype);
+    ENQUEUE(dropout_add_forward, &(mt_dropout_add_args){n[0], n[1], 0, b->names, x, residual, out, dropout}, b->dtype);
     return 3 * size(b) * (double)(n[0] * n[1]);
 }
 
@@ -198,14 +201,17 @@ static double scatter_rows(bench *b, const int64_t *n) { // T, width
 
 static double embedding_forward(bench *b, const int64_t *n) { // T, C, vocabulary
     void *out = elements(b, n[0] * n[1]), *w = elements(b, n[2] * n[1]);
-    ENQUEUE(embedding_forward, out, b->words, w, n[0], n[1], 0, n[2], false, b->dtype);
+    ENQUEUE(embedding_forward, &(mt_embedding_args){n[0], n[1], 0, n[2], b->words, w, out, .accumulate = false},
+            b->dtype);
     return 2 * size(b) * (double)(n[0] * n[1]);
 }
 
 static double embedding_backward(bench *b, const int64_t *n) { // T, C, vocabulary; 1024 of them are positions
     float *dw = floats(b, n[2] * n[1]);
     void *dout = elements(b, n[0] * n[1]);
-    ENQUEUE(embedding_backward, dw, dout, n[2] == 1024 ? b->positions : b->words, n[0], n[1], 0, n[2], b->dtype);
+    ENQUEUE(embedding_backward,
+            &(mt_embedding_args){n[0], n[1], 0, n[2], n[2] == 1024 ? b->positions : b->words, .dout = dout, .dw = dw},
+            b->dtype);
     return size(b) * (double)(n[0] * n[1]); // and 8 bytes an element of the rows that occur, not counted
 }
 
@@ -238,14 +244,15 @@ static double aux_loss_forward(bench *b, const int64_t *n) {
     mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
     float *sums = floats(b, 2 * n[3]), *logits = floats(b, n[0] * n[3]);
     double *z_sum = mt_arena_alloc(&b->arena, 8);
-    ENQUEUE(aux_loss_forward, sums, z_sum, logits, NULL, 1, n[0], &router);
+    ENQUEUE(aux_loss_forward, &(mt_aux_loss_args){1, n[0], &router, logits, NULL, sums, .z_sum = z_sum});
     return 4 * (double)(n[0] * n[3]);
 }
 
 static double aux_loss_backward(bench *b, const int64_t *n) {
     mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
     float *dlogits = floats(b, n[0] * n[3]), *logits = floats(b, n[0] * n[3]), *counts = floats(b, n[3]);
-    ENQUEUE(aux_loss_backward, dlogits, logits, counts, NULL, 1, n[0], 1, 1, &router);
+    ENQUEUE(aux_loss_backward, &(mt_aux_loss_args){1, n[0], &router, logits, NULL, .counts = counts, .aux_scale = 1,
+                                                   .z_scale = 1, .dlogits = dlogits});
     return 12 * (double)(n[0] * n[3]);
 }
 
@@ -288,14 +295,18 @@ static double combine_rows(bench *b, const int64_t *n) {
 static double expert_swiglu_forward(bench *b, const int64_t *n) { // M, F
     void *y = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
     float *weights = floats(b, n[0]);
-    ENQUEUE(activation_forward, y, gate_up, weights, n[0], n[1], MT_ACTIVATION_SWIGLU, b->dtype);
+    ENQUEUE(activation_forward, &(mt_activation_args){n[0], n[1], MT_ACTIVATION_SWIGLU, gate_up, weights, .y = y},
+            b->dtype);
     return 3 * size(b) * (double)(n[0] * n[1]);
 }
 
 static double expert_swiglu_backward(bench *b, const int64_t *n) {
     void *d = elements(b, n[0] * 2 * n[1]), *dy = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
     float *weights = floats(b, n[0]), *dweights = floats(b, n[0]);
-    ENQUEUE(activation_backward, d, dweights, dy, gate_up, weights, n[0], n[1], MT_ACTIVATION_SWIGLU, b->dtype);
+    ENQUEUE(activation_backward,
+            &(mt_activation_args){n[0], n[1], MT_ACTIVATION_SWIGLU, gate_up, weights, .dy = dy, .dx = d,
+                                  .dweights = dweights},
+            b->dtype);
     return 5 * size(b) * (double)(n[0] * n[1]);
 }
 

@@ -62,11 +62,15 @@ static bool run(const bench *b, const mt_fp8_rung *rung, int set) {
     const void *x = b->a[set], *y = b->b[set];
     if (rung) return rung->product(p, b->stream);
     if (p->sums_rows)
-        b->ops->grouped_linear_backward_weight(p->out, x, y, p->offsets, K, M, N, E, p->accumulate, MT_BF16, b->stream);
+        b->ops->grouped_linear_backward_weight(
+            &(mt_grouped_args){K, M, N, E, p->offsets, y, .dy = x, .dw = p->out, .accumulate = p->accumulate}, MT_BF16,
+            b->stream);
     else if (p->offsets && b->is_gradient)
-        b->ops->grouped_linear_backward_input(p->out, x, y, p->offsets, M, K, N, E, MT_BF16, b->stream);
+        b->ops->grouped_linear_backward_input(&(mt_grouped_args){M, K, N, E, p->offsets, .w = y, .dy = x, .dx = p->out},
+                                              MT_BF16, b->stream);
     else if (p->offsets)
-        b->ops->grouped_linear_forward(p->out, x, y, p->offsets, M, N, K, E, MT_BF16, b->stream);
+        b->ops->grouped_linear_forward(&(mt_grouped_args){M, N, K, E, p->offsets, x, y, .y = p->out}, MT_BF16,
+                                       b->stream);
     else if (p->out_dtype == MT_F32)
         b->ops->linear_backward_weight(p->out, NULL, x, y, K, M, N, true, MT_BF16, b->stream);
     else if (b->is_gradient)

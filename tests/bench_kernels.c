@@ -51,10 +51,11 @@ static void linear_head(void) {
     ops->linear_forward(buffers[0], buffers[1], buffers[2], NULL, T, V, C, dtype, NULL);
 }
 static void embedding_forward(void) {
-    ops->embedding_forward(buffers[0], ids, buffers[1], T, C, 0, V, false, dtype, NULL);
+    ops->embedding_forward(&(mt_embedding_args){T, C, 0, V, ids, buffers[1], buffers[0], .accumulate = false}, dtype,
+                           NULL);
 }
 static void embedding_backward(void) {
-    ops->embedding_backward(buffers[0], buffers[1], ids, T, C, 0, V, dtype, NULL);
+    ops->embedding_backward(&(mt_embedding_args){T, C, 0, V, ids, .dout = buffers[1], .dw = buffers[0]}, dtype, NULL);
 }
 /* The operands of the norms: a LayerNorm has a mean and biases too. */
 static mt_norm_args norm_of(bool layer) {
@@ -108,28 +109,36 @@ static void attention_backward(void) {
     ops->attention_backward(&a, dtype, NULL);
 }
 static void gelu_forward(void) {
-    ops->activation_forward(buffers[0], buffers[1], NULL, T, F, MT_ACTIVATION_GELU_TANH, dtype, NULL);
+    ops->activation_forward(&(mt_activation_args){T, F, MT_ACTIVATION_GELU_TANH, buffers[1], NULL, .y = buffers[0]},
+                            dtype, NULL);
 }
 static void gelu_backward(void) {
-    ops->activation_backward(buffers[0], NULL, buffers[1], buffers[2], NULL, T, F, MT_ACTIVATION_GELU_TANH, dtype,
-                             NULL);
+    ops->activation_backward(
+        &(mt_activation_args){T, F, MT_ACTIVATION_GELU_TANH, buffers[2], NULL, .dy = buffers[1], .dx = buffers[0]},
+        dtype, NULL);
 }
 static void gelu_erf_forward(void) {
-    ops->activation_forward(buffers[0], buffers[1], NULL, T, F, MT_ACTIVATION_GELU, dtype, NULL);
+    ops->activation_forward(&(mt_activation_args){T, F, MT_ACTIVATION_GELU, buffers[1], NULL, .y = buffers[0]}, dtype,
+                            NULL);
 }
 static void swiglu_forward(void) {
-    ops->activation_forward(buffers[0], buffers[1], NULL, T, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
+    ops->activation_forward(&(mt_activation_args){T, F, MT_ACTIVATION_SWIGLU, buffers[1], NULL, .y = buffers[0]}, dtype,
+                            NULL);
 }
 static void swiglu_backward(void) {
-    ops->activation_backward(buffers[0], NULL, buffers[1], buffers[2], NULL, T, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
+    ops->activation_backward(
+        &(mt_activation_args){T, F, MT_ACTIVATION_SWIGLU, buffers[2], NULL, .dy = buffers[1], .dx = buffers[0]}, dtype,
+        NULL);
 }
 static void residual_add(void) {
     mt_dropout off = {0};
-    ops->dropout_add_forward(buffers[0], buffers[1], buffers[2], names, T, C, 0, &off, dtype, NULL);
+    ops->dropout_add_forward(&(mt_dropout_add_args){T, C, 0, names, buffers[1], buffers[2], buffers[0], off}, dtype,
+                             NULL);
 }
 static void dropout_add(void) {
     mt_dropout tenth = {0.1, 1};
-    ops->dropout_add_forward(buffers[0], buffers[1], buffers[2], names, T, C, 0, &tenth, dtype, NULL);
+    ops->dropout_add_forward(&(mt_dropout_add_args){T, C, 0, names, buffers[1], buffers[2], buffers[0], tenth}, dtype,
+                             NULL);
 }
 static void cross_entropy_forward(void) {
     ops->cross_entropy_forward(&(mt_cross_entropy_args){.T = T,

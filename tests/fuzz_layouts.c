@@ -25,8 +25,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#define TOLERANCE     1e-5 // relative, of fp32 sums in another order
-#define FP8_TOLERANCE 0.25 // a value that rounds to its other neighbour in fp8 changes later steps
+#define TOLERANCE      1e-5 // relative, of fp32 sums in another order
+#define BF16_TOLERANCE 0.05 // a value that rounds to its other neighbour changes later steps
+#define FP8_TOLERANCE  0.25
 
 enum { MAX_ITEMS = 96, MAX_WORDS = 256, LINE = 8192, STEPS = 4, SAVED = 2, MAX_SHRINKS = 300, MAX_HANGS = 60 };
 
@@ -45,30 +46,48 @@ typedef struct row {
 
 #define LATENT  "--multi-latent-attention --normalization RMSNorm --position-embedding-type rope --kv-lora-rank "
 #define EXPERTS "--num-experts"
+// Marks models whose widths are multiples of 64: --fp8-param-gather needs multiples of 16 on each rank.
+#define WIDE    "--ffn-hidden-size 64"
 #define STAGES  "--pipeline-model-parallel-size"
 #define DROPOUT "--hidden-dropout 0 --attention-dropout 0;--hidden-dropout 0.1 --attention-dropout 0.1"
 
 /* Of the model and the run. A new capability adds a row here, or below. */
 static const row model_rows[] = {
     {15, "", "", "RAMP"}, // the batch grows; see words_of
+    {15, "", "",
+     "--fp8-format hybrid;--fp8-format e4m3 --fp8-amax-history-len 3 --fp8-amax-compute-algo max --tp-only-amax-red;"
+     "--fp8-format hybrid --fp8-recipe tensorwise;--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad;"
+     "--fp8-format e4m3 --fp8-recipe mxfp8;--fp8-format hybrid --fp8-margin 2 --first-last-layers-bf16 "
+     "--num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 1"},
+    {15, "", "", "--bf16"},
+    {10, "--bf16", "", "--use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp16"},
+    {10, "", "use-precision",
+     "--use-precision-aware-optimizer --main-grads-dtype bf16;--use-precision-aware-optimizer --exp-avg-dtype bf16 "
+     "--exp-avg-sq-dtype bf16;--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"},
     {100, "", "", "--micro-batch-size 1;--micro-batch-size 1;--micro-batch-size 2;--micro-batch-size 3"},
     {100, "", "", "--num-layers 4;--num-layers 2;--num-layers 3;--num-layers 4;--num-layers 5;--num-layers 6"},
     {20, "", "",
      LATENT "12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7;" LATENT
             "5 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 9"},
+    {70, "--fp8-format", "latent",
+     WIDE " --hidden-size 64 --num-attention-heads 4 --kv-channels 16;" WIDE " --hidden-size 128 "
+          "--num-attention-heads 8 --kv-channels 16"},
     {50, "latent", "", "--q-lora-rank 10;--q-lora-rank 40"},
     {100, "latent", "", "--hidden-size 32 --num-attention-heads 8;--hidden-size 28 --num-attention-heads 4"},
-    {100, "", "latent",
+    {100, "", "latent&" WIDE,
      "--hidden-size 32 --num-attention-heads 8;--hidden-size 24 --num-attention-heads 4 --kv-channels 10;"
      "--hidden-size 40 --num-attention-heads 4 --kv-channels 6;--hidden-size 20 --num-attention-heads 12 "
      "--kv-channels 8;--hidden-size 18 --num-attention-heads 6 --kv-channels 4"},
-    {50, "", "latent",
+    {50, "", "latent&heads 6",
      "--group-query-attention --num-query-groups 2;--group-query-attention --num-query-groups 1;"
      "--group-query-attention --num-query-groups 4"},
-    {100, "", "", "--ffn-hidden-size 48;--ffn-hidden-size 20;--ffn-hidden-size 36;--ffn-hidden-size 72"},
+    {50, "heads 6", "latent",
+     "--group-query-attention --num-query-groups 2;--group-query-attention --num-query-groups 1;"
+     "--group-query-attention --num-query-groups 3"},
+    {100, "", WIDE, "--ffn-hidden-size 48;--ffn-hidden-size 20;--ffn-hidden-size 36;--ffn-hidden-size 72"},
     {50, "", "RMSNorm", "--normalization RMSNorm"},
     {60, "", "embedding-type", "--position-embedding-type rope;--position-embedding-type none"},
-    {15, "type rope", "latent", "--rotary-percent 0.5"},
+    {15, "type rope", "latent&kv-channels 6&kv-channels 10", "--rotary-percent 0.5"},
     {20, "type rope", "", "--rotary-interleaved"},
     {15, "type rope", "",
      "--rope-scaling-type linear --rope-scaling-factor 2;--use-rope-scaling;--rope-scaling-type yarn "
@@ -84,9 +103,10 @@ static const row model_rows[] = {
     {20, "RMSNorm", "RMSNorm&type none", "--mtp-num-layers 1"},
     {30, "RMSNorm&embedding-type", "", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
 
-    {40, "", "",
+    {40, "", WIDE,
      "--num-experts 8 --moe-ffn-hidden-size 16;--num-experts 4 --moe-ffn-hidden-size 12;--num-experts 6 "
      "--moe-ffn-hidden-size 8;--num-experts 8"},
+    {40, WIDE, "", "--num-experts 8;--num-experts 4 --moe-ffn-hidden-size 128;--num-experts 6"},
     {100, EXPERTS, "",
      "--moe-router-topk 2;--moe-router-topk 2 --moe-router-pre-softmax;--moe-router-topk 1 --moe-router-pre-softmax;"
      "--moe-router-topk 3 --moe-router-score-function sigmoid;--moe-router-topk 2 --moe-router-score-function sigmoid "
@@ -100,7 +120,9 @@ static const row model_rows[] = {
     {20, EXPERTS, "sinkhorn",
      "--moe-expert-capacity-factor 1;--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position;"
      "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"},
-    {30, EXPERTS "&--disable-bias-linear", "", "--moe-shared-expert-intermediate-size 24"},
+    {30, EXPERTS "&--disable-bias-linear", WIDE, "--moe-shared-expert-intermediate-size 24"},
+    {30, EXPERTS "&--disable-bias-linear&" WIDE, "", "--moe-shared-expert-intermediate-size 64"},
+    {15, "--moe-router-topk", "", "--moe-router-topk-scaling-factor 1.5"},
     {40, "shared-expert", "", "--moe-shared-expert-gate"},
     {20, EXPERTS, "", "--moe-layer-freq 2;--moe-layer-freq 3"},
     {20, EXPERTS "&num-layers 4", "moe-layer-freq", "--moe-layer-freq [0,1,1,0];--moe-layer-freq ([0]*1+[1]*3)"},
@@ -115,11 +137,6 @@ static const row model_rows[] = {
     {30, "", "RAMP", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 1"},
     {20, "", "", "--clip-grad 0.1;--clip-grad 0"},
     {20, "", "", "--eval-interval 2 --eval-iters 2"},
-    {15, "", "",
-     "--fp8-format hybrid;--fp8-format e4m3 --fp8-amax-history-len 3 --fp8-amax-compute-algo max --tp-only-amax-red;"
-     "--fp8-format hybrid --fp8-recipe tensorwise;--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad;"
-     "--fp8-format e4m3 --fp8-recipe mxfp8;--fp8-format hybrid --fp8-margin 2 --first-last-layers-bf16 "
-     "--num-layers-at-end-in-bf16 0"},
 };
 
 /* Of a layout, besides its sizes (draw_layout). */
@@ -134,8 +151,11 @@ static const row layout_rows[] = {
     {40, STAGES, "",
      "--num-virtual-stages-per-pipeline-rank 2;--num-layers-per-virtual-pipeline-stage 1;"
      "--num-virtual-stages-per-pipeline-rank 3"},
-    {20, STAGES, "virtual", "--decoder-first-pipeline-num-layers 1;--decoder-last-pipeline-num-layers 1"},
-    {15, STAGES, "decoder-first&decoder-last",
+    {20, STAGES " 2&num-layers 4", "virtual&mtp-num-layers",
+     "--pipeline-model-parallel-layout Et|tttL;--pipeline-model-parallel-layout E|(t)*4L"},
+    {20, STAGES, "virtual&parallel-layout",
+     "--decoder-first-pipeline-num-layers 1;--decoder-last-pipeline-num-layers 1"},
+    {15, STAGES, "decoder-first&decoder-last&parallel-layout",
      "--account-for-embedding-in-pipeline-split;--account-for-loss-in-pipeline-split;"
      "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"},
     {50, STAGES, "virtual&mtp-num-layers", "--pipeline-schedule zb-h1"},
@@ -147,11 +167,16 @@ static const row layout_rows[] = {
     {50, "--overlap-grad-reduce&sharding-strategy", "", "--overlap-param-gather"},
     {30, EXPERTS, "", "--moe-token-dispatcher-type allgather"},
     {20, EXPERTS, "", "--no-moe-permute-fusion"},
-    {20, EXPERTS, "", "--no-moe-grouped-gemm"},
-    {30, "", "",
-     "--recompute-granularity full;--recompute-granularity full --recompute-num-layers 2;--recompute-granularity full "
+    {20, EXPERTS, "--fp8-format", "--no-moe-grouped-gemm"},
+    {15, EXPERTS, "", "--moe-layer-recompute"},
+    {20, "latent", "--moe-layer-recompute",
+     "--recompute-granularity selective --recompute-modules core_attn mla_up_proj"},
+    {30, "", "recompute",
+     "--recompute-granularity full;--recompute-granularity full --recompute-method uniform --recompute-num-layers "
+     "3;--recompute-granularity full --recompute-num-layers 2;--recompute-granularity full "
      "--recompute-method block;--recompute-granularity selective --recompute-modules layernorm mlp moe_act "
      "shared_experts;--recompute-granularity selective --recompute-modules moe,layernorm"},
+    {10, "", "recompute", "--recompute-activations"},
     {50, "granularity full&tensor-model-parallel-size", "--sequence-parallel", "--distribute-saved-activations"},
     {30, "", "",
      "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm "
@@ -161,13 +186,14 @@ static const row layout_rows[] = {
     {10, "", "", "--profile;--log-straggler;--profile --log-straggler"},
     {20, "--save", "", "--async-save"},
     {25, "", "", "--ddp-bucket-size 1000;--ddp-bucket-size 10000;--ddp-bucket-size 1000000"},
-    {20, "", "",
+    {20, "", "dtype fp16&dtype fp8",
      "--optimizer-cpu-offload;--optimizer-cpu-offload --optimizer-offload-fraction 0.5;--optimizer-cpu-offload "
      "--optimizer-offload-fraction 0.3 --overlap-cpu-optimizer-d2h-h2d"},
-    {15, "", "",
+    {15, "", "use-precision",
      "--use-precision-aware-optimizer;--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 "
      "--exp-avg-sq-dtype fp32"},
-    {40, "--fp8-format&sharding-strategy optim", "blockwise&mxfp8&optim_grads_params", "--fp8-param-gather"},
+    {90, "--fp8-format&sharding-strategy optim&" WIDE, "blockwise&mxfp8&optim_grads_params&tp-only-amax-red",
+     "--fp8-param-gather"},
     {40, "", "", "OMPI_MCA_btl_vader_eager_limit=256"}, // longer messages wait for their receiver
 };
 
@@ -347,7 +373,7 @@ static void print_command(const command *run) {
     for (int i = 0; i < run->num_environment; i++) printf("%s ", run->environment[i]);
     if (run->ranks > 1) printf("mpirun --oversubscribe -np %d ", run->ranks);
     printf("./train");
-    for (int i = 0; i < run->count; i++) printf(strpbrk(run->words[i], "[]()*") ? " '%s'" : " %s", run->words[i]);
+    for (int i = 0; i < run->count; i++) printf(strpbrk(run->words[i], "[]()*|") ? " '%s'" : " %s", run->words[i]);
     printf("\n");
 }
 
@@ -496,12 +522,12 @@ static bool is_routed(const char *key) {
 }
 
 /* Compares the metrics of one rank from an iteration on with those of another run. */
-static outcome compare_metrics(const char *path, int64_t from, bool in_fp8, mt_error *detail) {
+static outcome compare_metrics(const char *path, int64_t from, double tolerance, mt_error *detail) {
     json_t *expected = read_metrics("one.jsonl"), *actual = read_metrics(path), *wanted, *value;
     const char *iteration, *key;
     outcome result = AGREES;
     int compared = 0;
-    double tolerance = in_fp8 ? FP8_TOLERANCE : TOLERANCE;
+    bool chooses_alike = tolerance == TOLERANCE;
     json_object_foreach(expected, iteration, wanted) {
         const json_t *found = json_object_get(actual, iteration);
         if (atoll(iteration) < from || result != AGREES) continue;
@@ -510,7 +536,7 @@ static outcome compare_metrics(const char *path, int64_t from, bool in_fp8, mt_e
             double a = json_number_value(other), b = json_number_value(value);
             bool good = json_is_number(value) ? json_is_number(other) && fabs(a - b) <= tolerance * fabs(b)
                                               : json_typeof(value) == (other ? json_typeof(other) : JSON_NULL);
-            if (is_measured(key) || (in_fp8 && is_routed(key)) || result != AGREES) continue;
+            if (is_measured(key) || (!chooses_alike && is_routed(key)) || result != AGREES) continue;
             compared++;
             if (good) continue;
             result = FAILED;
@@ -526,11 +552,12 @@ static outcome compare_metrics(const char *path, int64_t from, bool in_fp8, mt_e
     return result;
 }
 
-/* True if a configuration computes in fp8. */
-static bool is_in_fp8(const config *c) {
+/* Relative, of a configuration's numbers: by the narrowest type in which values are rounded. */
+static double tolerance_of(const config *c) {
     char text[LINE];
     texts_of(c, ONE_RANK, text);
-    return strstr(text, "--fp8-format") != NULL;
+    if (has_texts(text, "--fp8-format&dtype fp8", false)) return FP8_TOLERANCE;
+    return has_texts(text, "--bf16&dtype bf16&dtype fp16", false) ? BF16_TOLERANCE : TOLERANCE;
 }
 
 /* ---- a configuration --------------------------------------------------------------------------------------------- */
@@ -554,7 +581,7 @@ static outcome resume(const config *c, mt_error *detail) {
     outcome result = run_part(c, SECOND, SECOND_FURTHER, "second.jsonl", detail);
     if (result == REFUSED)
         return run_part(c, SECOND, "--metrics fresh.jsonl", "fresh.jsonl", &unused) == REFUSED ? REFUSED : FAILED;
-    return result == AGREES ? compare_metrics("second.jsonl", SAVED + 1, is_in_fp8(c), detail) : result;
+    return result == AGREES ? compare_metrics("second.jsonl", SAVED + 1, tolerance_of(c), detail) : result;
 }
 
 /* Runs a configuration in the current folder. */
@@ -563,7 +590,7 @@ static outcome try_config(const config *c, mt_error *detail) {
     if (system("rm -rf saved *.jsonl") != 0) mt_die("the folder of the runs cannot be emptied");
     outcome result = run_part(c, FIRST, FIRST_FURTHER, "first.jsonl", detail);
     if (result == AGREES) result = run_part(c, ONE_RANK, "--metrics one.jsonl", "one.jsonl", detail);
-    if (result == AGREES) result = compare_metrics("first.jsonl", 1, is_in_fp8(c), detail);
+    if (result == AGREES) result = compare_metrics("first.jsonl", 1, tolerance_of(c), detail);
     return result == AGREES && c->resumes ? resume(c, detail) : result;
 }
 

@@ -157,14 +157,16 @@ static void column_sums(run *r, const int64_t *n) { // R, C
 static void embedding_forward(run *r, const int64_t *n) { // T, C, first, count, vocabulary, accumulate
     void *out = n[5] ? changed(r, n[0] * n[1]) : output(r, n[0] * n[1]), *w = input(r, n[3] * n[1]);
     int32_t *ids = integers(r, n[0], 0, n[4], false);
-    r->ops->embedding_forward(out, ids, w, n[0], n[1], n[2], n[3], n[5], r->dtype, r->stream);
+    r->ops->embedding_forward(&(mt_embedding_args){n[0], n[1], n[2], n[3], ids, w, out, .accumulate = n[5]}, r->dtype,
+                              r->stream);
 }
 
 static void embedding_backward(run *r, const int64_t *n) {
     float *dw = float_changed(r, n[3] * n[1], NORMAL);
     void *dout = input(r, n[0] * n[1]);
     int32_t *ids = integers(r, n[0], 0, n[4], false);
-    r->ops->embedding_backward(dw, dout, ids, n[0], n[1], n[2], n[3], r->dtype, r->stream);
+    r->ops->embedding_backward(&(mt_embedding_args){n[0], n[1], n[2], n[3], ids, .dout = dout, .dw = dw}, r->dtype,
+                               r->stream);
 }
 
 static void rmsnorm_forward(run *r, const int64_t *n) { // T, H, C, y's gap, x's gap, dresidual (0 none, 1, 2 in dx)
@@ -322,8 +324,9 @@ static void activation_forward(run *r, const int64_t *n) {
     int64_t size = mt_dtype_size(r->dtype), width = mt_activation_rows[n[2]].gated ? 2 * n[1] : n[1];
     char *y = output(r, n[4] + n[0] * n[1]), *x = input(r, n[4] + n[0] * width);
     float *weights = n[3] ? float_input(r, n[0], NORMAL) : NULL;
-    r->ops->activation_forward(y + n[4] * size, x + n[4] * size, weights, n[0], n[1], (mt_activation)n[2], r->dtype,
-                               r->stream);
+    r->ops->activation_forward(
+        &(mt_activation_args){n[0], n[1], (mt_activation)n[2], x + n[4] * size, weights, .y = y + n[4] * size},
+        r->dtype, r->stream);
 }
 
 /* In place: of x if gated, else of dy. */
@@ -333,7 +336,8 @@ static void activation_backward(run *r, const int64_t *n) {
     char *changes = changed(r, n[4] + (gated ? 2 * count : count)), *reads = input(r, n[4] + count);
     float *dweights = n[3] ? float_output(r, n[0]) : NULL, *weights = n[3] ? float_input(r, n[0], NORMAL) : NULL;
     const char *x = gated ? changes : reads, *dy = gated ? reads : changes;
-    r->ops->activation_backward(changes + at, dweights, dy + at, x + at, weights, n[0], n[1], (mt_activation)n[2],
+    r->ops->activation_backward(&(mt_activation_args){n[0], n[1], (mt_activation)n[2], x + at, weights, .dy = dy + at,
+                                                      .dx = changes + at, .dweights = dweights},
                                 r->dtype, r->stream);
 }
 
@@ -346,7 +350,8 @@ static void linear_gelu_forward(run *r, const int64_t *n) { // T, N, K, bias
         return;
     }
     r->ops->linear_forward(pre, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
-    r->ops->activation_forward(y, pre, NULL, n[0], n[1], MT_ACTIVATION_GELU_TANH, r->dtype, r->stream);
+    r->ops->activation_forward(&(mt_activation_args){n[0], n[1], MT_ACTIVATION_GELU_TANH, pre, NULL, .y = y}, r->dtype,
+                               r->stream);
 }
 
 static void linear_backward_gelu(run *r, const int64_t *n) {
@@ -357,20 +362,24 @@ static void linear_backward_gelu(run *r, const int64_t *n) {
         return;
     }
     r->ops->linear_backward_input(dpre, dy, w, n[0], n[1], n[2], r->dtype, r->stream);
-    r->ops->activation_backward(dpre, NULL, dpre, pre, NULL, n[0], n[2], MT_ACTIVATION_GELU_TANH, r->dtype, r->stream);
+    r->ops->activation_backward(
+        &(mt_activation_args){n[0], n[2], MT_ACTIVATION_GELU_TANH, pre, NULL, .dy = dpre, .dx = dpre}, r->dtype,
+        r->stream);
 }
 
 static void dropout_add_forward(run *r, const int64_t *n) { // T, C, first channel, p in percent, residual
     mt_dropout dropout = {(double)n[3] / 100, 0x123456789abcdefull};
     void *out = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]), *residual = n[4] ? input(r, n[0] * n[1]) : NULL;
-    r->ops->dropout_add_forward(out, x, residual, token_names(r, n[0]), n[0], n[1], n[2], &dropout, r->dtype,
-                                r->stream);
+    r->ops->dropout_add_forward(
+        &(mt_dropout_add_args){n[0], n[1], n[2], token_names(r, n[0]), x, residual, out, dropout}, r->dtype, r->stream);
 }
 
 static void dropout_add_backward(run *r, const int64_t *n) {
     mt_dropout dropout = {(double)n[3] / 100, 0x123456789abcdefull};
     void *dx = changed(r, n[0] * n[1]);
-    r->ops->dropout_add_backward(dx, dx, token_names(r, n[0]), n[0], n[1], n[2], &dropout, r->dtype, r->stream);
+    r->ops->dropout_add_backward(
+        &(mt_dropout_add_args){n[0], n[1], n[2], token_names(r, n[0]), dx, .out = dx, .dropout = dropout}, r->dtype,
+        r->stream);
 }
 
 /* T, C, p in percent, sum (0 new, 1 in residual, 2 in x), LayerNorm; by the operations that it stands for if there is
@@ -389,7 +398,8 @@ static void residual_norm_forward(run *r, const int64_t *n) {
         r->ops->residual_norm_forward(&a, r->dtype, r->stream);
         return;
     }
-    r->ops->dropout_add_forward(a.sum, x, residual, a.token_index, T, C, 0, &a.dropout, r->dtype, r->stream);
+    r->ops->dropout_add_forward(&(mt_dropout_add_args){T, C, 0, a.token_index, x, residual, a.sum, a.dropout}, r->dtype,
+                                r->stream);
     a.x = a.sum;
     (a.mean ? r->ops->layernorm_forward : r->ops->rmsnorm_forward)(&a, r->dtype, r->stream);
 }
@@ -517,14 +527,16 @@ static void aux_loss_forward(run *r, const int64_t *n) {
     float *sums = float_output(r, 2 * n[6] * n[1]), *logits = n[3] & WRONG ? NULL : logits_of(r, n);
     double *z_sum = numbers(r, MT_F64, 1, POSITIVE, true);
     if (!logits) logits = float_input(r, n[0] * n[1], NORMAL);
-    r->ops->aux_loss_forward(sums, z_sum, logits, sequences_of(r, n), n[6], n[0], &router, r->stream);
+    r->ops->aux_loss_forward(&(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), sums, .z_sum = z_sum},
+                             r->stream);
 }
 
 static void aux_loss_value(run *r, const int64_t *n) { // of sequences without tokens too
     mt_router router = router_of(n);
     float *sums = float_output(r, 2 * n[6] * n[1]), *logits = float_input(r, n[0] * n[1], NORMAL);
     double *z_sum = numbers(r, MT_F64, 1, POSITIVE, false), *loss = numbers(r, MT_F64, 1, POSITIVE, true);
-    r->ops->aux_loss_forward(sums, z_sum, logits, sequences_of(r, n), n[6], n[0], &router, r->stream);
+    r->ops->aux_loss_forward(&(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), sums, .z_sum = z_sum},
+                             r->stream);
     r->ops->aux_loss_value(loss, sums, n[6], n[1], r->stream);
 }
 
@@ -532,7 +544,9 @@ static void aux_loss_backward(run *r, const int64_t *n) {
     mt_router router = router_of(n);
     float *dlogits = float_changed(r, n[0] * n[1], NORMAL), *logits = float_input(r, n[0] * n[1], NORMAL);
     float *counts = float_input(r, n[6] * n[1], ONES);
-    r->ops->aux_loss_backward(dlogits, logits, counts, sequences_of(r, n), n[6], n[0], 0.7f, 0.3f, &router, r->stream);
+    r->ops->aux_loss_backward(&(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), .counts = counts,
+                                                  .aux_scale = 0.7f, .z_scale = 0.3f, .dlogits = dlogits},
+                              r->stream);
 }
 
 static void count_experts(run *r, const int64_t *n) { // T, E, k

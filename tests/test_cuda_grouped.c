@@ -137,11 +137,15 @@ static float *run(const mt_grouped_rung *rung, const problem *p, const operands 
     if (rung)
         served = rung->product(&call);
     else if (kind == MT_GROUPED_FORWARD)
-        gpu->grouped_linear_forward(call.out, call.a, call.b, offsets, p->M, p->N, p->K, p->E, p->dtype, stream);
+        gpu->grouped_linear_forward(&(mt_grouped_args){p->M, p->N, p->K, p->E, offsets, call.a, call.b, .y = call.out},
+                                    p->dtype, stream);
     else if (kind == MT_GROUPED_BACKWARD_INPUT)
-        gpu->grouped_linear_backward_input(call.out, call.a, call.b, offsets, p->M, p->N, p->K, p->E, p->dtype, stream);
+        gpu->grouped_linear_backward_input(
+            &(mt_grouped_args){p->M, p->N, p->K, p->E, offsets, .w = call.b, .dy = call.a, .dx = call.out}, p->dtype,
+            stream);
     else
-        gpu->grouped_linear_backward_weight(call.out, call.a, call.b, offsets, p->M, p->N, p->K, p->E, p->accumulate,
+        gpu->grouped_linear_backward_weight(&(mt_grouped_args){p->M, p->N, p->K, p->E, offsets, call.b, .dy = call.a,
+                                                               .dw = call.out, .accumulate = p->accumulate},
                                             p->dtype, stream);
     char *bytes = mt_malloc(n * out_size);
     from_gpu(bytes, call.out, n * out_size);

@@ -738,6 +738,27 @@ static void assert_same_state(trainee *a, trainee *b) {
     }
 }
 
+/* New memory has no zeros, as on a device that other work has used. */
+static void *dirty_memory_alloc(int64_t bytes) {
+    return memset(mt_cpu_ops.memory_alloc(bytes), 0xff, (size_t)bytes);
+}
+
+static void a_model_needs_no_zeroed_memory(void **state) {
+    (void)state;
+    mt_ops dirty = mt_cpu_ops;
+    dirty.memory_alloc = dirty_memory_alloc;
+    for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
+        char words[512];
+        snprintf(words, sizeof words, "%s%s", untied, variant % 2 ? scaled_fp32 : precise);
+        outcome expected = ten_steps(&grid, words, variant / 2, false, 2);
+        backend = &dirty;
+        outcome o = ten_steps(&grid, words, variant / 2, false, 2);
+        backend = &mt_cpu_ops;
+        assert_same_outcome(&o, &expected, 0, words);
+        free(o.weights), free(expected.weights);
+    }
+}
+
 /* Three steps, a checkpoint, then three steps by the model that saved it and by a model that loads it. */
 static void save_and_resume(int saves, int loads, bool is_bf16, const char *types) {
     char words[512];
@@ -900,6 +921,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(streams_wait_for_their_inputs),
         cmocka_unit_test(streams_wait_for_rounded_gradients),
         cmocka_unit_test(weights_gathered_in_fp8_change_no_bit),
+        cmocka_unit_test(a_model_needs_no_zeroed_memory),
         cmocka_unit_test(an_optimizer_on_the_host_changes_no_bit),
         cmocka_unit_test(streams_wait_for_the_host),
         cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),

@@ -188,14 +188,14 @@ static void assert_aux_losses(const json_t *c, const mt_router *router, const fl
     double *want_scores = json_numbers(json_object_get(c, "aux_scores"), T * E);
     double *want_map = json_numbers(json_object_get(c, "aux_map"), T * E);
     for (int64_t t = 0; t < T; t++) sequence[t] = (int32_t)t;
-    ops->aux_loss_forward(sums, &z_sum, logits, sequence, T, T, router, NULL);
+    ops->aux_loss_forward(&(mt_aux_loss_args){T, T, router, logits, sequence, sums, .z_sum = &z_sum}, NULL);
     double *got = load(sums, 2 * T * E, MT_F32);
     assert_near("aux_scores", got, want_scores, T * E, 1e-6);
     assert_memory_equal(got + T * E, want_map, T * E * 8);
     double z = z_sum / (double)T * 1e-3;
     assert_near("z loss", &z, &want_z, 1, 1e-6);
     z_sum = 5;
-    ops->aux_loss_forward(sums, &z_sum, logits, NULL, 1, T, router, NULL);
+    ops->aux_loss_forward(&(mt_aux_loss_args){1, T, router, logits, NULL, sums, .z_sum = &z_sum}, NULL);
     z = (z_sum - 5) / (double)T * 1e-3;
     assert_near("z loss of one sequence", &z, &want_z, 1, 1e-6);
     ops->aux_loss_value(&aux, sums, 1, E, NULL);
@@ -362,7 +362,7 @@ static void non_finite_logits_are_counted_and_affect_their_token_only(void **sta
                 assert_int_equal(experts[at], t % 2 ? j : clean_experts[at]);
                 assert_true(t % 2 ? isnan(probs[at]) : probs[at] == clean[at]);
             }
-        ops->aux_loss_forward(sums, &z_sum, logits, sequence, 2, T, r, NULL);
+        ops->aux_loss_forward(&(mt_aux_loss_args){2, T, r, logits, sequence, sums, .z_sum = &z_sum}, NULL);
         assert_true(isnan(z_sum) || isinf(z_sum));
         float counted = 0, wrong = 0;
         for (int64_t e = 0; e < E; e++) {
@@ -540,11 +540,13 @@ static void aux_loss_matches_float64_and_finite_differences(void **state) {
         float *x = store(logits, n, MT_F32), *dx = store(before, n, MT_F32), *sums = nans(2 * S * E, MT_F32);
         aux_loss_shape shape = {S, T, r, sequence, counts};
         aux_loss_reference(want, logits, &shape);
-        ops->aux_loss_forward(sums, &got[1], x, sequence, S, T, r, NULL);
+        ops->aux_loss_forward(&(mt_aux_loss_args){S, T, r, x, sequence, sums, .z_sum = &got[1]}, NULL);
         ops->aux_loss_value(&got[0], sums, S, E, NULL);
         assert_near("losses", got, want, 2, 1e-6);
         for (int64_t j = 0; j < S * E; j++) assert_true((double)sums[S * E + j] == counts[j]);
-        ops->aux_loss_backward(dx, x, sums + S * E, sequence, S, T, 0.75f, 0.125f, r, NULL);
+        ops->aux_loss_backward(&(mt_aux_loss_args){S, T, r, x, sequence, .counts = sums + S * E, .aux_scale = 0.75f,
+                                                   .z_scale = 0.125f, .dlogits = dx},
+                               NULL);
         double *slope = load(dx, n, MT_F32);
         for (int64_t j = 0; j < n; j++) slope[j] -= before[j];
         assert_gradient("dlogits", slope, aux_loss_reference, &shape, logits, n, scales, 2, MT_F32);
@@ -560,16 +562,17 @@ static void aux_loss_is_per_sequence_or_over_the_batch(void **state) {
     float *x = store(logits, T * E, MT_F32), sums[2 * S * E], part[2 * E];
     int32_t sequence[T];
     for (int t = 0; t < T; t++) sequence[t] = t / (T / S);
-    ops->aux_loss_forward(sums, &z_sum, x, sequence, S, T, r, NULL);
+    ops->aux_loss_forward(&(mt_aux_loss_args){S, T, r, x, sequence, sums, .z_sum = &z_sum}, NULL);
     ops->aux_loss_value(&loss, sums, S, E, NULL);
     for (int s = 0; s < S; s++) {
-        ops->aux_loss_forward(part, &z_parts, x + s * (T / S) * E, NULL, 1, T / S, r, NULL);
+        ops->aux_loss_forward(&(mt_aux_loss_args){1, T / S, r, x + s * (T / S) * E, NULL, part, .z_sum = &z_parts},
+                              NULL);
         ops->aux_loss_value(&parts, part, 1, E, NULL);
         assert_memory_equal(part, sums + s * E, E * 4);
         assert_memory_equal(part + E, sums + (S + s) * E, E * 4);
     }
     assert_true(loss == parts && z_sum == z_parts);
-    ops->aux_loss_forward(part, &z_parts, x, NULL, 1, T, r, NULL);
+    ops->aux_loss_forward(&(mt_aux_loss_args){1, T, r, x, NULL, part, .z_sum = &z_parts}, NULL);
     for (int i = 0; i < 2 * E; i++) {
         float sum = 0;
         for (int s = 0; s < S; s++) sum += sums[(i / E * S + s) * E + i % E];
@@ -879,9 +882,11 @@ static void grouped_case(const grouped_shape *s, mt_dtype dtype) {
     void *dys = store_rows(dy, used, s->M, s->N, dtype), *y = nans(ny, dtype), *dx = nans(nx, dtype);
     float *dw = nans(nw, MT_F32);
     int64_t size = mt_dtype_size(dtype);
-    ops->grouped_linear_forward(y, x, w, s->offsets, s->M, s->N, s->K, s->E, dtype, NULL);
-    ops->grouped_linear_backward_input(dx, dys, w, s->offsets, s->M, s->N, s->K, s->E, dtype, NULL);
-    ops->grouped_linear_backward_weight(dw, dys, x, s->offsets, s->M, s->N, s->K, s->E, false, dtype, NULL);
+    ops->grouped_linear_forward(&(mt_grouped_args){s->M, s->N, s->K, s->E, s->offsets, x, w, .y = y}, dtype, NULL);
+    ops->grouped_linear_backward_input(
+        &(mt_grouped_args){s->M, s->N, s->K, s->E, s->offsets, .w = w, .dy = dys, .dx = dx}, dtype, NULL);
+    ops->grouped_linear_backward_weight(&(mt_grouped_args){s->M, s->N, s->K, s->E, s->offsets, x, .dy = dys, .dw = dw},
+                                        dtype, NULL);
     assert_nans((char *)y + used * s->N * size, (s->M - used) * s->N, dtype);
     assert_nans((char *)dx + used * s->K * size, (s->M - used) * s->K, dtype);
     double *got = load(y, ny, dtype), *got_dx = load(dx, nx, dtype), *got_dw = load(dw, nw, MT_F32);
@@ -890,7 +895,9 @@ static void grouped_case(const grouped_shape *s, mt_dtype dtype) {
     for (int64_t i = used * s->K; i < nx; i++) got_dx[i] = 0;
     memcpy(slopes, got_dx, (size_t)nx * 8), memcpy(slopes + nx, got_dw, (size_t)nw * 8);
     assert_gradient("dx and dw", slopes, grouped_reference, s, in, nx + nw, dy, ny, dtype);
-    ops->grouped_linear_backward_weight(dw, dys, x, s->offsets, s->M, s->N, s->K, s->E, true, dtype, NULL);
+    ops->grouped_linear_backward_weight(
+        &(mt_grouped_args){s->M, s->N, s->K, s->E, s->offsets, x, .dy = dys, .dw = dw, .accumulate = true}, dtype,
+        NULL);
     for (int64_t i = 0; i < nw; i++) assert_true(fabs((double)dw[i] - 2 * got_dw[i]) <= 1e-5);
     for (int64_t e = 0; e < s->E; e++)
         for (int64_t i = 0; s->offsets[e] == s->offsets[e + 1] && i < s->N * s->K; i++)
@@ -924,9 +931,11 @@ static void grouped_linears_are_exact_on_integers_past_every_block(void **state)
         void *dys = store_rows(dy, 690, M, N, both[d]), *y = nans(M * N, both[d]);
         void *dx = nans(M * K, both[d]);
         float *dw = nans(E * N * K, MT_F32);
-        ops->grouped_linear_forward(y, xs, ws, offsets, M, N, K, E, both[d], NULL);
-        ops->grouped_linear_backward_input(dx, dys, ws, offsets, M, N, K, E, both[d], NULL);
-        ops->grouped_linear_backward_weight(dw, dys, xs, offsets, M, N, K, E, false, both[d], NULL);
+        ops->grouped_linear_forward(&(mt_grouped_args){M, N, K, E, offsets, xs, ws, .y = y}, both[d], NULL);
+        ops->grouped_linear_backward_input(&(mt_grouped_args){M, N, K, E, offsets, .w = ws, .dy = dys, .dx = dx},
+                                           both[d], NULL);
+        ops->grouped_linear_backward_weight(&(mt_grouped_args){M, N, K, E, offsets, xs, .dy = dys, .dw = dw}, both[d],
+                                            NULL);
         double *want_y = mt_calloc(M * N * 8), *want_dx = mt_calloc(M * K * 8), *want_dw = mt_calloc(E * N * K * 8);
         for (int64_t m = 0; m < 690; m++)
             for (int64_t n = 0, e = m < 5 ? 0 : 2; n < N; n++)
@@ -1044,12 +1053,13 @@ static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     int32_t experts[T], invalid = 0;
     ops->router_logits(logits, x, w, T, 1, C, MT_F32, NULL);
     ops->route_forward(gates, experts, &invalid, logits, NULL, T, &one, NULL);
-    ops->activation_forward(y, gate_up, gates, T, F, MT_ACTIVATION_SWIGLU, MT_F32, NULL);
+    ops->activation_forward(&(mt_activation_args){T, F, MT_ACTIVATION_SWIGLU, gate_up, gates, .y = y}, MT_F32, NULL);
     gated_reference(want, in, NULL);
     double *got = load(y, T * F, MT_F32);
     assert_rounded("y", got, want, T * F, MT_F32);
-    ops->activation_backward(gradients + T * C + C, dgates, d, gate_up, gates, T, F, MT_ACTIVATION_SWIGLU, MT_F32,
-                             NULL);
+    ops->activation_backward(&(mt_activation_args){T, F, MT_ACTIVATION_SWIGLU, gate_up, gates, .dy = d,
+                                                   .dx = gradients + T * C + C, .dweights = dgates},
+                             MT_F32, NULL);
     ops->route_backward(dlogits, dgates, experts, logits, T, &one, NULL);
     ops->linear_backward_weight(gradients + T * C, NULL, dlogits, x, T, 1, C, false, MT_F32, NULL);
     ops->linear_backward_input(gradients, dlogits, w, T, 1, C, MT_F32, NULL);
@@ -1065,7 +1075,9 @@ static void activation_backward_sums_long_rows_to_fp32(void **state) {
     double *gate_up = random_values(2 * F), *dy = random_values(F), want = 0;
     float *in = store(gate_up, 2 * F, MT_F32), *d = store(dy, F, MT_F32), weight = 0.5f, dweight;
     for (int64_t f = 0; f < F; f++) want += dy[f] * gate_up[f] / (1 + exp(-gate_up[f])) * gate_up[F + f];
-    ops->activation_backward(in, &dweight, d, in, &weight, 1, F, MT_ACTIVATION_SWIGLU, MT_F32, NULL);
+    ops->activation_backward(
+        &(mt_activation_args){1, F, MT_ACTIVATION_SWIGLU, in, &weight, .dy = d, .dx = in, .dweights = &dweight}, MT_F32,
+        NULL);
     double got = (double)dweight;
     assert_near("dweight", &got, &want, 1, 1e-5);
     free(gate_up), free(dy), free(in), free(d);
@@ -1090,12 +1102,14 @@ static void layer_forward(void *out, const void *x, const void *w1, const void *
     ops->gather_rows(weights, probs, p.choice, M, 1, 1, 1, MT_F32, NULL);
     memset(rows + used * C * size, 0xff, (size_t)((M - used) * C * size));
     for (int64_t m = used; m < M; m++) weights[m] = NAN;
-    ops->grouped_linear_forward(gate_up, rows, w1, p.offsets, M, 2 * F, C, E, dtype, NULL);
-    ops->activation_forward(y, gate_up, fused ? weights : NULL, M, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
-    ops->grouped_linear_forward(back, y, w2, p.offsets, M, C, F, E, dtype, NULL);
+    ops->grouped_linear_forward(&(mt_grouped_args){M, 2 * F, C, E, p.offsets, rows, w1, .y = gate_up}, dtype, NULL);
+    ops->activation_forward(&(mt_activation_args){M, F, MT_ACTIVATION_SWIGLU, gate_up, fused ? weights : NULL, .y = y},
+                            dtype, NULL);
+    ops->grouped_linear_forward(&(mt_grouped_args){M, C, F, E, p.offsets, y, w2, .y = back}, dtype, NULL);
     float *sums = mt_calloc(LAYER_T * C * 4);
     if (!fused) ops->scale_rows_forward(back, back, weights, M, C, dtype, NULL);
-    if (!fused) ops->embedding_backward(sums, back, p.token, M, C, 0, LAYER_T, dtype, NULL);
+    if (!fused)
+        ops->embedding_backward(&(mt_embedding_args){M, C, 0, LAYER_T, p.token, .dout = back, .dw = sums}, dtype, NULL);
     if (fused)
         ops->combine_rows(out, back, p.position, NULL, LAYER_T, K, C, dtype, NULL);
     else
@@ -1169,8 +1183,10 @@ static uint64_t hash_routing(mt_dtype dtype) {
         if (router.num_groups) router.num_groups = 4;
         ops->route_forward(probs, experts, &invalid, logits, NULL, T, &router, NULL);
         ops->route_backward(dlogits, probs, experts, logits, T, &router, NULL);
-        ops->aux_loss_forward(sums, &z_sum, logits, sequence, S, T, &router, NULL);
-        ops->aux_loss_backward(dlogits, logits, sums + S * E, sequence, S, T, 0.5f, 0.25f, &router, NULL);
+        ops->aux_loss_forward(&(mt_aux_loss_args){S, T, &router, logits, sequence, sums, .z_sum = &z_sum}, NULL);
+        ops->aux_loss_backward(&(mt_aux_loss_args){S, T, &router, logits, sequence, .counts = sums + S * E,
+                                                   .aux_scale = 0.5f, .z_scale = 0.25f, .dlogits = dlogits},
+                               NULL);
         hash = hash_bytes(hash, probs, T * router.topk * 4);
         router = sinkhorn_routers[i % 2], router.num_experts = E;
         ops->route_sinkhorn(probs, experts, &invalid, logits, T, 0, T, &router, NULL);
@@ -1196,11 +1212,15 @@ static uint64_t hash_experts(mt_dtype dtype) {
     void *rows = mt_malloc(M * C * size), *gate_up = mt_malloc(M * 2 * F * size), *y = mt_malloc(M * F * size);
     ops->gather_rows(rows, xs, p.token, M, C, C, C, dtype, NULL);
     ops->gather_rows(gathered, weights, p.choice, M, 1, 1, 1, MT_F32, NULL);
-    ops->grouped_linear_forward(gate_up, rows, ws, p.offsets, M, 2 * F, C, E, dtype, NULL);
-    ops->activation_forward(y, gate_up, gathered, M, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
-    ops->activation_backward(gate_up, dweights, y, gate_up, gathered, M, F, MT_ACTIVATION_SWIGLU, dtype, NULL);
-    ops->grouped_linear_backward_weight(dw, gate_up, rows, p.offsets, M, 2 * F, C, E, true, dtype, NULL);
-    ops->grouped_linear_backward_input(rows, gate_up, ws, p.offsets, M, 2 * F, C, E, dtype, NULL);
+    ops->grouped_linear_forward(&(mt_grouped_args){M, 2 * F, C, E, p.offsets, rows, ws, .y = gate_up}, dtype, NULL);
+    ops->activation_forward(&(mt_activation_args){M, F, MT_ACTIVATION_SWIGLU, gate_up, gathered, .y = y}, dtype, NULL);
+    ops->activation_backward(&(mt_activation_args){M, F, MT_ACTIVATION_SWIGLU, gate_up, gathered, .dy = y,
+                                                   .dx = gate_up, .dweights = dweights},
+                             dtype, NULL);
+    ops->grouped_linear_backward_weight(
+        &(mt_grouped_args){M, 2 * F, C, E, p.offsets, rows, .dy = gate_up, .dw = dw, .accumulate = true}, dtype, NULL);
+    ops->grouped_linear_backward_input(
+        &(mt_grouped_args){M, 2 * F, C, E, p.offsets, .w = ws, .dy = gate_up, .dx = rows}, dtype, NULL);
     ops->combine_rows(xs, rows, p.position, xs, T, K, C, dtype, NULL);
     uint64_t hash = hash_bytes(hash_bytes(3, xs, T * C * size), y, M * F * size);
     hash = hash_bytes(hash_bytes(hash, dw, E * 2 * F * C * 4), dweights, M * 4);

@@ -62,6 +62,8 @@ static bool together(const mt_grid_shape *s, mt_group_kind kind, const place *a,
         return cp && dp;
     case MT_GROUP_TENSOR_CONTEXT:
         return dp && pp;
+    case MT_GROUP_STAGE:
+        return pp;
     case MT_GROUP_EXPERT:
         return a->etp == b->etp && a->edp == b->edp && pp;
     case MT_GROUP_EXPERT_TENSOR:

@@ -435,12 +435,16 @@ static void embedding_matches_float64_and_finite_differences(void **state) {
         double *out = zeros(T * C), *want = zeros(T * C), *grad = zeros(n_w + T * C);
         matrix w = matrix_from(in, s->count, C, C, dtype), out_m = matrix_new(T, C, C, dtype);
         if (s->accumulate) matrix_write(&out_m, in + n_w);
-        ops->embedding_forward(out_m.data, s->ids, w.data, T, C, s->first, s->count, s->accumulate, dtype, NULL);
+        ops->embedding_forward(
+            &(mt_embedding_args){T, C, s->first, s->count, s->ids, w.data, out_m.data, .accumulate = s->accumulate},
+            dtype, NULL);
         matrix_take(&out_m, out);
         embedding_reference(want, in, s);
         assert_forward("out", out, want, T * C, dtype);
         matrix dw = matrix_from(start, s->count, C, C, MT_F32), dout_m = matrix_from(dout, T, C, C, dtype);
-        ops->embedding_backward((float *)dw.data, dout_m.data, s->ids, T, C, s->first, s->count, dtype, NULL);
+        ops->embedding_backward(
+            &(mt_embedding_args){T, C, s->first, s->count, s->ids, .dout = dout_m.data, .dw = (float *)dw.data}, dtype,
+            NULL);
         matrix_take(&dw, grad);
         for (int64_t j = 0; j < n_w; j++) grad[j] -= start[j];
         if (s->accumulate) memcpy(grad + n_w, dout, (size_t)(T * C) * 8); // the former contents are added unchanged
@@ -953,15 +957,21 @@ static void expect_activation(const activation_case *s, mt_dtype dtype) {
     float *dw = s->weighted ? dweights : NULL, *dw_again = s->weighted ? again : NULL;
     matrix x_m = matrix_from(in, 1, inputs, inputs, dtype), y_m = matrix_new(1, n, n, dtype);
     matrix dy_m = matrix_from(dy, 1, n, n, dtype), dx_m = matrix_new(1, inputs, inputs, dtype);
-    ops->activation_forward(y_m.data, x_m.data, w, T, s->F, s->activation, dtype, NULL);
-    ops->activation_backward(dx_m.data, dw, dy_m.data, x_m.data, w, T, s->F, s->activation, dtype, NULL);
+    ops->activation_forward(&(mt_activation_args){T, s->F, s->activation, x_m.data, w, .y = y_m.data}, dtype, NULL);
+    ops->activation_backward(
+        &(mt_activation_args){T, s->F, s->activation, x_m.data, w, .dy = dy_m.data, .dx = dx_m.data, .dweights = dw},
+        dtype, NULL);
     if (!gated) { // in place of dy, which is as wide
         matrix d = matrix_from(dy, 1, n, n, dtype);
-        ops->activation_backward(d.data, dw_again, d.data, x_m.data, w, T, s->F, s->activation, dtype, NULL);
+        ops->activation_backward(&(mt_activation_args){T, s->F, s->activation, x_m.data, w, .dy = d.data, .dx = d.data,
+                                                       .dweights = dw_again},
+                                 dtype, NULL);
         assert_memory_equal(dx_m.data, d.data, (size_t)(n * mt_dtype_size(dtype)));
         matrix_take(&d, NULL);
     }
-    ops->activation_backward(x_m.data, dw_again, dy_m.data, x_m.data, w, T, s->F, s->activation, dtype, NULL);
+    ops->activation_backward(&(mt_activation_args){T, s->F, s->activation, x_m.data, w, .dy = dy_m.data, .dx = x_m.data,
+                                                   .dweights = dw_again},
+                             dtype, NULL);
     assert_memory_equal(dx_m.data, x_m.data, (size_t)(inputs * mt_dtype_size(dtype)));
     if (s->weighted) assert_memory_equal(dweights, again, (size_t)T * 4);
     matrix_take(&y_m, y);
@@ -1023,12 +1033,16 @@ static void dropout_add_matches_float64_and_finite_differences(void **state) {
         matrix x = matrix_from(in, T, C, C, dtype), r = matrix_from(in + n, T, C, C, dtype);
         matrix out = matrix_new(T, C, C, dtype), dout_m = matrix_from(dout, T, C, C, dtype);
         matrix dx = matrix_new(T, C, C, dtype);
-        ops->dropout_add_forward(out.data, x.data, s->residual ? r.data : NULL, names, T, C, s->first_channel, &dropout,
+        ops->dropout_add_forward(&(mt_dropout_add_args){T, C, s->first_channel, names, x.data,
+                                                        s->residual ? r.data : NULL, out.data, dropout},
                                  dtype, NULL);
-        ops->dropout_add_backward(dx.data, dout_m.data, names, T, C, s->first_channel, &dropout, dtype, NULL);
+        ops->dropout_add_backward(
+            &(mt_dropout_add_args){T, C, s->first_channel, names, dout_m.data, .out = dx.data, .dropout = dropout},
+            dtype, NULL);
         void *target = s->residual ? r.data : x.data; // in place
-        ops->dropout_add_forward(target, x.data, s->residual ? r.data : NULL, names, T, C, s->first_channel, &dropout,
-                                 dtype, NULL);
+        ops->dropout_add_forward(
+            &(mt_dropout_add_args){T, C, s->first_channel, names, x.data, s->residual ? r.data : NULL, target, dropout},
+            dtype, NULL);
         assert_memory_equal(target, out.data, (size_t)(n * mt_dtype_size(dtype)));
         matrix_take(&out, got);
         dropout_reference(want, in, s);
@@ -1049,13 +1063,13 @@ static void dropout_keeps_its_share_and_does_not_depend_on_where_a_row_lies(void
     for (int64_t i = 0; i < T * C; i++) x[i] = 1;
     for (int64_t t = 0; t < T; t++) names[t] = t;
     mt_dropout dropout = {0.2, 7};
-    ops->dropout_add_forward(y, x, NULL, names, T, C, 0, &dropout, MT_F32, NULL);
+    ops->dropout_add_forward(&(mt_dropout_add_args){T, C, 0, names, x, NULL, y, dropout}, MT_F32, NULL);
     for (int64_t i = 0; i < T * C; i++) {
         assert_true(y[i] == 0 || y[i] == 1.25f);
         kept += y[i] != 0;
     }
     assert_true(fabs((double)kept / (T * C) - 0.8) < 5 * 0.4 / sqrt(T * C));
-    ops->dropout_add_forward(part, x, NULL, names + 41, 1, C - 333, 333, &dropout, MT_F32, NULL);
+    ops->dropout_add_forward(&(mt_dropout_add_args){1, C - 333, 333, names + 41, x, NULL, part, dropout}, MT_F32, NULL);
     assert_memory_equal(part, y + 41 * C + 333, (C - 333) * 4);
     free(x), free(y);
 }
@@ -1602,8 +1616,9 @@ static uint64_t hash_rows(mt_dtype dtype) {
     int64_t T = REPEAT_T, C = REPEAT_C;
     mt_dropout dropout = {0.1, 5};
     operands_fill(&o, dtype);
-    ops->embedding_forward(o.out[0], o.ids, o.in[0], T, C, 0, 100, false, dtype, NULL);
-    ops->embedding_backward(o.grads[0], o.in[1], o.ids, T, C, 0, 100, dtype, NULL);
+    ops->embedding_forward(&(mt_embedding_args){T, C, 0, 100, o.ids, o.in[0], o.out[0], .accumulate = false}, dtype,
+                           NULL);
+    ops->embedding_backward(&(mt_embedding_args){T, C, 0, 100, o.ids, .dout = o.in[1], .dw = o.grads[0]}, dtype, NULL);
     mt_norm_args layer = {.T = T, .H = 1, .C = C, .x = o.in[0], .w = o.in[1], .b = o.in[2], .eps = 1e-5f};
     layer.y = o.out[1], layer.mean = o.stats[0], layer.rstd = o.stats[1];
     layer.dy = o.in[3], layer.dresidual = o.in[4], layer.dx = o.out[2], layer.dw = o.grads[1], layer.db = o.grads[2];
@@ -1614,7 +1629,8 @@ static uint64_t hash_rows(mt_dtype dtype) {
     rms.x_stride = rms.y_stride = rms.dx_stride = rms.dy_stride = C;
     ops->rmsnorm_forward(&rms, dtype, NULL);
     ops->rmsnorm_backward(&rms, dtype, NULL);
-    ops->dropout_add_forward(o.out[5], o.in[0], o.in[1], o.names, T, C, 0, &dropout, dtype, NULL);
+    ops->dropout_add_forward(&(mt_dropout_add_args){T, C, 0, o.names, o.in[0], o.in[1], o.out[5], dropout}, dtype,
+                             NULL);
     return operands_take(&o, 2);
 }
 
@@ -1654,9 +1670,12 @@ static uint64_t hash_loss_and_optimizer(mt_dtype dtype) {
     a.stats = a.lse = o.stats[0], a.entropy = o.stats[5], a.dlogp = o.stats[4], a.dlogits = o.out[0];
     ops->cross_entropy_forward(&a, dtype, NULL);
     ops->cross_entropy_backward(&a, dtype, NULL);
-    ops->activation_forward(o.out[1], o.in[0], NULL, T, V / 2, MT_ACTIVATION_SWIGLU, dtype, NULL);
-    ops->activation_forward(o.out[2], o.in[0], NULL, T, V, MT_ACTIVATION_GELU_TANH, dtype, NULL);
-    ops->activation_backward(o.out[3], NULL, o.in[1], o.in[0], NULL, T, V, MT_ACTIVATION_GELU, dtype, NULL);
+    ops->activation_forward(&(mt_activation_args){T, V / 2, MT_ACTIVATION_SWIGLU, o.in[0], NULL, .y = o.out[1]}, dtype,
+                            NULL);
+    ops->activation_forward(&(mt_activation_args){T, V, MT_ACTIVATION_GELU_TANH, o.in[0], NULL, .y = o.out[2]}, dtype,
+                            NULL);
+    ops->activation_backward(
+        &(mt_activation_args){T, V, MT_ACTIVATION_GELU, o.in[0], NULL, .dy = o.in[1], .dx = o.out[3]}, dtype, NULL);
     ops->random_normal(o.grads[0], T * V, 1, 3, 0, 1, MT_F32, NULL);
     ops->squared_norm(&sum, o.grads[0], T * V, MT_F32, NULL);
     return operands_take(&o, hash_bytes(4, &sum, 8));

@@ -107,8 +107,8 @@ static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
 /* A backend with a fused operation, which calls the operations that define it. */
 static void residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_norm_args norm = *a;
-    mt_cpu_ops.dropout_add_forward(a->sum, a->x, a->residual, a->token_index, a->T, a->C, 0, &a->dropout, dtype,
-                                   stream);
+    mt_cpu_ops.dropout_add_forward(
+        &(mt_dropout_add_args){a->T, a->C, 0, a->token_index, a->x, a->residual, a->sum, a->dropout}, dtype, stream);
     norm.x = a->sum, norm.x_stride = norm.y_stride = a->C;
     (a->mean ? mt_cpu_ops.layernorm_forward : mt_cpu_ops.rmsnorm_forward)(&norm, dtype, stream);
 }
@@ -138,14 +138,16 @@ static void qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) 
 static void linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
                                 int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     mt_cpu_ops.linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
-    mt_cpu_ops.activation_forward(y, pre, NULL, T, N, MT_ACTIVATION_GELU_TANH, dtype, stream);
+    mt_cpu_ops.activation_forward(&(mt_activation_args){T, N, MT_ACTIVATION_GELU_TANH, pre, NULL, .y = y}, dtype,
+                                  stream);
 }
 
 static void linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T, int64_t N,
                                  int64_t K, mt_dtype dtype, mt_stream *stream) {
     void *dy_w = mt_malloc(T * K * mt_dtype_size(dtype));
     mt_cpu_ops.linear_backward_input(dy_w, dy, w, T, N, K, dtype, stream);
-    mt_cpu_ops.activation_backward(dpre, NULL, dy_w, pre, NULL, T, K, MT_ACTIVATION_GELU_TANH, dtype, stream);
+    mt_cpu_ops.activation_backward(
+        &(mt_activation_args){T, K, MT_ACTIVATION_GELU_TANH, pre, NULL, .dy = dy_w, .dx = dpre}, dtype, stream);
     free(dy_w);
 }
 

@@ -22,17 +22,14 @@ static void wait_if(bool slow) {
     if (slow) usleep(DELAY_MS * 1000);
 }
 
-static void slow_activation_forward(void *y, const void *x, const float *weights, int64_t T, int64_t F,
-                                    mt_activation activation, mt_dtype dtype, mt_stream *stream) {
+static void slow_activation_forward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     wait_if(slow_forward);
-    mt_cpu_ops.activation_forward(y, x, weights, T, F, activation, dtype, stream);
+    mt_cpu_ops.activation_forward(a, dtype, stream);
 }
 
-static void slow_activation_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
-                                     int64_t T, int64_t F, mt_activation activation, mt_dtype dtype,
-                                     mt_stream *stream) {
+static void slow_activation_backward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     wait_if(slow_backward);
-    mt_cpu_ops.activation_backward(dx, dweights, dy, x, weights, T, F, activation, dtype, stream);
+    mt_cpu_ops.activation_backward(a, dtype, stream);
 }
 
 static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {

@@ -1,0 +1,68 @@
+#!/bin/sh
+# The collectives of fp8 training, counted in the trace of a step. On the CPU, and on two GPUs where there are two.
+set -u
+. tests/suite.sh
+needs_mpi
+
+export OMP_NUM_THREADS=1
+model='--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --swiglu --normalization RMSNorm
+    --position-embedding-type rope --disable-bias-linear --vocab-size 256 --seq-length 64 --micro-batch-size 1
+    --global-batch-size 2 --mock-data --train-iters 3 --lr 1e-3 --eval-iters 0 --bf16 --fp8-format hybrid
+    --deterministic-mode'
+
+# trace RANKS FILE ARGUMENTS...: trains, and writes the collectives of rank 0 in step 3 as lines "NAME BYTES".
+trace() {
+    ranks=$1 file=$2
+    shift 2
+    # shellcheck disable=SC2046,SC2086
+    $(mpirun_here) -np "$ranks" "$train" $model --trace "$work/trace.json" --trace-first-step 3 --trace-last-step 3 \
+        "$@" >"$work/out" 2>"$work/err" </dev/null || {
+        cat "$work/err"
+        return 1
+    }
+    sed -n 's/.*"pid":0,.*"name":"\(all_gather\|all_reduce\)".*"bytes":\([0-9.]*\).*/\1 \2/p' "$work/trace.json" \
+        >"$file"
+}
+
+# counts NUMBER LINE FILE: the file has the line so many times.
+counts() {
+    [ "$(grep -cx "$2" "$3")" = "$1" ] && return 0
+    echo "expected \"$2\" $1 times in:"
+    cat "$3"
+    return 1
+}
+
+# A layer has 4 C^2 + 3 C F + 2 C = 164096 parameters. A rank sends half of them, with 2 bytes each or 1. With
+# --fp8-param-gather the two norms follow in bf16, and for tensorwise scales the largest values of 4 linears.
+weights_are_gathered_in_8_bits() {
+    device=$1
+    trace 2 "$work/bf16" --device "$device" --fp8-recipe tensorwise --use-distributed-optimizer &&
+        counts 2 'all_gather 164096' "$work/bf16" && counts 0 'all_gather 82048' "$work/bf16" || return 1
+    for recipe in tensorwise delayed; do
+        trace 2 "$work/fp8" --device "$device" --fp8-recipe $recipe --use-distributed-optimizer --fp8-param-gather &&
+            counts 2 'all_gather 82048' "$work/fp8" && counts 0 'all_gather 164096' "$work/fp8" &&
+            counts 2 'all_reduce 512' "$work/fp8" || return 1
+        [ $recipe = delayed ] || counts 2 'all_reduce 48' "$work/fp8" || return 1
+    done
+}
+
+# The scales of 2 layers with 4 linears of 3 operands are 96 bytes. Each of four ranks sends 3/4 of them twice; each of
+# two tensor-parallel ranks 1/2 twice.
+one_collective_for_all_scales() {
+    shape='--device cpu --fp8-recipe delayed --tensor-model-parallel-size 2'
+    # shellcheck disable=SC2086
+    trace 4 "$work/all" $shape && counts 1 'all_reduce 144' "$work/all" && counts 0 'all_reduce 96' "$work/all" &&
+        trace 4 "$work/tensor" $shape --tp-only-amax-red && counts 0 'all_reduce 144' "$work/tensor" &&
+        counts 1 'all_reduce 96' "$work/tensor"
+}
+
+check weights_are_gathered_in_8_bits weights_are_gathered_in_8_bits cpu
+check one_collective_for_all_scales one_collective_for_all_scales
+# shellcheck disable=SC2086
+if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] &&
+    ! $(mpirun_here) -np 2 "$train" $model --device cuda 2>&1 </dev/null | grep -q 'this build'; then
+    check weights_are_gathered_in_8_bits_on_two_gpus weights_are_gathered_in_8_bits cuda
+else
+    echo "skipped: weights_are_gathered_in_8_bits_on_two_gpus: needs two GPUs, CUDA and NCCL"
+fi
+exit $failed
