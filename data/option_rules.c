@@ -287,8 +287,8 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
          {2 << MT_CONTEXT_BLOCKS, cp}},
         {hierarchical, "--dynamic-context-parallel has one level; take --cp-comm-type p2p, all_gather or a2a"},
         {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
-         "--dynamic-context-parallel gives the ranks of a context group different samples, which the "
-         "--moe-router-load-balancing-type seq_aux_loss and sinkhorn cannot tell apart; take aux_loss"},
+         "--dynamic-context-parallel gives the ranks of a context group different samples, which "
+         "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
