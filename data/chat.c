@@ -268,6 +268,7 @@ static int check_roles(mt_chat_template template, const mt_chat_message *message
 int mt_chat_render(mt_chat_text *out, mt_chat_template template, const mt_chat_message *messages, int64_t count,
                    bool generates, mt_error *error) {
     out->text.bytes = out->count = 0;
+    mt_text_reserve(&out->text, 1); // empty texts have an address too
     if (check_roles(template, messages, count, error) != 0) return -1;
     switch (template) {
     case MT_CHAT_QWEN3:

@@ -68,6 +68,16 @@ training_on_your_own_text() {
     block '^\./infer' | sed 's/--max-new-tokens 200/--max-new-tokens 20/' | runs && says '^Once upon a time' "$work/out"
 }
 
+# The model of the section before stands for the demo's.
+fine_tuning() {
+    blocks README.md 'Fine-tune a model' && block '^make demo' >"$work/commands" || return 1
+    sed -n 's|runs/demo|runs/my|; s|--save|--train-epochs 1 --lr-warmup-iters 2 --save|p' "$work/commands" | runs &&
+        says '^saved iteration [0-9]* to runs/chat' "$work/out" || return 1
+    grep '^\./infer' "$work/commands" >"$work/infer"
+    [ -s "$work/infer" ] && (cd "$tree" && echo 'Hello!' | sh "$work/infer") >"$work/out" 2>"$work/err" &&
+        [ "$(wc -l <"$work/out")" -ge 1 ]
+}
+
 several_ranks() {
     has_mpi || return 0
     model='--mock-data --num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 32'
@@ -189,8 +199,9 @@ chapter_18() {
     grep -A $(($(wc -l <"$work/quote") - 1)) -Fx -- "$(head -n 1 "$work/quote")" megatron.c | diff "$work/quote" -
 }
 
-for test in training_on_your_own_text several_ranks hugging_face_models a_yaml_file chapter_1 chapter_4 chapter_5 \
-    chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16 chapter_17 chapter_18; do
+for test in in training_on_your_own_text fine_tuning several_ranks hugging_face_models a_yaml_file chapter_1 \
+    chapter_4 chapter_5 chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16 \
+    chapter_17 chapter_18; do
     check $test $test
 done
 exit $failed
