@@ -268,6 +268,7 @@ typedef struct mt_feed {
     mt_loader *loader;
     int64_t consumed, samples; // of the run: before the step, and of the step
     int64_t micro_batches;     // of each rank
+    double tokens;             // of the step's samples, without padding; 0: all samples have seq_length
     bool shared;               // other ranks read the same samples: those of one model replica
     int status;                // of reading on this rank, with its first error
     mt_error error;

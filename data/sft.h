@@ -176,8 +176,8 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
 double mt_shared_work(const mt_token_work *work, double tokens, double pairs, int64_t size);
 
 /* The time of a plan in predicted work: blocks begin when their ranks have finished the slots before; with `meets`,
- * when all ranks have. */
-double mt_step_plan_span(const mt_step_plan *plan, bool meets);
+ * when all ranks have. start[num_batches]: when each batch begins; NULL: not wanted. */
+double mt_step_plan_time(const mt_step_plan *plan, bool meets, double *start);
 
 /* Predicted work of the slowest rank divided by the mean of all ranks, minus 1. */
 double mt_step_plan_imbalance(const mt_step_plan *plan);

@@ -358,7 +358,7 @@ static void dynamic_blocks_are_even_and_faster(void **state) {
             int64_t num_rows = 2 * ranks;
             mt_step_plan_solve(&plan, pieces, first[num_rows], &shape);
             check_blocks(&plan, first[num_rows], &shape);
-            double off = mt_step_plan_imbalance(&plan), span = mt_step_plan_span(&plan, meets), sum = 0;
+            double off = mt_step_plan_imbalance(&plan), span = mt_step_plan_time(&plan, meets, NULL), sum = 0;
             mt_step_plan_balance(&whole, pieces, first, num_rows, &fixed);
             for (int64_t b = 0; b < whole.num_batches; b++) {
                 double pairs = 0, tokens = (double)whole.batches[b].num_tokens;
