@@ -759,16 +759,10 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-static void append_span(mt_batch *batch, int64_t length) {
-    int64_t start = batch->num_tokens;
-    batch->spans[batch->num_spans++] =
-        (mt_span){.q_start = start, .q_len = length, .k_start = start, .k_len = length, .causal = true};
-    batch->num_tokens += length;
-}
-
 static void append_sample(mt_batch *batch, const mt_piece *piece, const mt_samples *samples) {
     int64_t from = samples->offsets[piece->sample], first = batch->num_tokens;
-    append_span(batch, piece->length);
+    batch->spans[batch->num_spans++] = (mt_span){first, piece->length, first, piece->length, true};
+    batch->num_tokens += piece->length;
     for (int64_t i = 0; i < piece->length; i++) {
         batch->tokens[first + i] = samples->tokens[from + i];
         batch->labels[first + i] = samples->tokens[from + i + 1];
@@ -778,26 +772,21 @@ static void append_sample(mt_batch *batch, const mt_piece *piece, const mt_sampl
     }
 }
 
-/* Appends masked tokens up to `num_tokens`. Short spans keep their attention cheap. */
-static void append_padding(mt_batch *batch, int64_t num_tokens, int32_t padding) {
-    enum { SPAN = 64 };
-    while (batch->num_tokens < num_tokens) {
-        int64_t first = batch->num_tokens, length = mt_min(SPAN, num_tokens - first);
-        append_span(batch, length);
-        for (int64_t i = 0; i < length; i++) {
-            batch->tokens[first + i] = batch->labels[first + i] = padding;
-            batch->loss_mask[first + i] = 0;
-            batch->positions[first + i] = (int32_t)i;
-            batch->token_index[first + i] = first + i;
-        }
-    }
+/* A batch of one masked token, for a rank that has no sample. */
+static void fill_empty(mt_batch *batch) {
+    batch->tokens[0] = batch->labels[0] = batch->positions[0] = 0;
+    batch->loss_mask[0] = 0;
+    batch->token_index[0] = 0;
+    batch->spans[0] = (mt_span){0, 1, 0, 1, true};
+    batch->num_tokens = batch->num_spans = 1;
 }
 
 void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
-                       int64_t num_tokens, int64_t alignment, int32_t padding, mt_batch *batch) {
+                       int64_t num_tokens, mt_batch *batch) {
     const mt_plan_batch *from = &plan->batches[plan->batch_of[slot * plan->num_ranks + rank]];
-    if (num_tokens == 0) num_tokens = (mt_max(from->num_tokens, 1) + alignment - 1) / alignment * alignment;
     batch->num_tokens = batch->num_spans = 0;
+    batch->context_size = from->context_size;
     for (int64_t i = 0; i < from->count; i++) append_sample(batch, &plan->pieces[from->first + i], samples);
-    append_padding(batch, num_tokens, padding);
+    if (from->count == 0) fill_empty(batch);
+    if (num_tokens > 0) mt_batch_pad(batch, num_tokens);
 }

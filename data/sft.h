@@ -182,10 +182,10 @@ double mt_step_plan_time(const mt_step_plan *plan, bool meets, double *start);
 /* Predicted work of the slowest rank divided by the mean of all ranks, minus 1. */
 double mt_step_plan_imbalance(const mt_step_plan *plan);
 
-/* Fills `batch` with a micro-batch of a plan: a causal span and positions from 0 for each sample, then masked tokens in
- * causal spans of at most 64 tokens, up to `num_tokens` in all or, if that is 0, to a multiple of `alignment`. */
+/* Fills `batch` with a micro-batch of a plan: a causal span and positions from 0 for each sample, then the masked
+ * tokens of mt_batch_pad up to `num_tokens` in all (0: none, except one token where there is no sample). */
 void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
-                       int64_t num_tokens, int64_t alignment, int32_t padding, mt_batch *batch);
+                       int64_t num_tokens, mt_batch *batch);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Training on samples of any length: the same losses on every layout, with packing and micro-batches of variable length;
-# resuming; epochs; refusals.
+# Training on samples of any length: the same losses on every layout, with packing, micro-batches of variable length and
+# dynamic context parallelism; resuming; epochs; refusals.
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1
@@ -8,8 +8,8 @@ launch=''
 [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null && launch=$(mpirun_here)
 
 small='--num-layers 4 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm --disable-bias-linear
-    --position-embedding-type rope --seq-length 128 --vocab-size 61 --mock-data --sft --lr 1e-2 --lr-decay-style constant
-    --hidden-dropout 0 --attention-dropout 0 --device cpu'
+    --position-embedding-type rope --seq-length 128 --vocab-size 61 --mock-data --sft --lr 1e-2
+    --lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --device cpu'
 steps='--global-batch-size 8 --train-iters 3 --eval-iters 1'
 
 # run RANKS ARGUMENTS...: trains; the output is in $work/out.
@@ -73,6 +73,18 @@ for reference in packed alone; do
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
     check "$reference, tensor-parallel, variable lengths" same 2 --variable-seq-lengths \
         --tensor-model-parallel-size 2 --sequence-parallel
+    check "$reference, context-parallel, variable lengths" same 2 --variable-seq-lengths --context-parallel-size 2
+    for layout in '2 --context-parallel-size 2' '4 --context-parallel-size 4' '4 --context-parallel-size 2' \
+        '2 --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 80' \
+        '4 --context-parallel-size 4 --min-dynamic-context-parallel-size 2' \
+        '4 --context-parallel-size 2 --pipeline-model-parallel-size 2' \
+        '4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2' \
+        '4 --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel' \
+        '4 --context-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params' \
+        '2 --context-parallel-size 2 --cp-comm-type all_gather' '2 --context-parallel-size 2 --cp-comm-type a2a'; do
+        # shellcheck disable=SC2086
+        check "$reference, dynamic, $layout" same $layout --dynamic-context-parallel
+    done
 done
 
 # ---- resuming, epochs
@@ -96,6 +108,15 @@ epochs() {
 }
 check 'an epoch is a number of steps' epochs
 
+# ---- drawing
+
+draws() {
+    run 1 --sequence-packing --global-batch-size 8 --train-iters 1 --context-parallel-size 4 \
+        --dynamic-context-parallel --print-schedule "$work/step.svg" || return 1
+    says '^rank 3 .*\[4:1 ' "$work/out" && says '<rect' "$work/step.svg"
+}
+check 'a step is drawn' draws
+
 # ---- refusals
 
 none='--train-iters 1'
@@ -104,7 +125,12 @@ none='--train-iters 1'
     check 'tokens file' refuses 'exclude each other' $none --tokens-file x
     check 'documents' refuses 'exclude each other' $none --reset-attention-mask
     check 'epochs and steps' refuses '--train-epochs and --train-iters exclude' $none --train-epochs 2
+    check 'dynamic without context ranks' refuses 'needs --context-parallel-size' $none --dynamic-context-parallel
     check 'packing without samples' refused '--sequence-packing needs --sft' "$train" $none --sequence-packing \
         --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 8 --mock-data --lr 1
+    dynamic="$none --context-parallel-size 4 --dynamic-context-parallel --print-schedule"
+    check 'short micro-batches' refuses 'holds 64 tokens, fewer than --seq-length' $dynamic \
+        --max-seqlen-per-dp-cp-rank 16
+    check 'small blocks' refuses 'power of two' $dynamic --min-dynamic-context-parallel-size 3
 }
 exit $failed
