@@ -157,7 +157,10 @@ find_room() {
     slots=0
     : >"$work/hosts"
     while read -r host rest || [ -n "$host" ]; do
-        case $host in '' | '#'*) continue ;; esac
+        case $host in
+        '' | '#'*) continue ;;
+        -*) say "host $host is an option of ssh: left out" && continue ;;
+        esac
         count=$(echo "$rest" | sed -n 's/.*slots=0*\([0-9]\{1,6\}\).*/\1/p')
         case $host in
         localhost | "$(uname -n)") ;;

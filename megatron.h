@@ -937,12 +937,11 @@ typedef struct mt_dropout_add_args {
 } mt_dropout_add_args;
 
 #define MT_ROW_OPERATIONS(OP)                                                                                          \
-    /* out[T, C] = residual + dropout(x). With i = first_channel + c, element                                          \
-     * (t, c) is kept when word i % 4 of Philox at (token_index[t], i / 4) is at least p 2^32, and then scaled by      \
-     * 1 / (1 - p). */                                                                                                 \
+    /* out[T, C] = residual + dropout(x). With i = first_channel + c, element (t, c) is kept when word i % 4 of Philox \
+     * at (token_index[t], i / 4) is at least p 2^32, and then scaled by 1 / (1 - p). */                               \
     OP(dropout_add_forward, mt_work_bytes((a->residual ? 3 : 2) * a->T * a->C, dtype), (a, dtype, stream),             \
        const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream)                                                \
-    /* out, the gradient of x, = dropout(x), x the gradient of the sum, which is also that of the residual. */         \
+    /* out = dropout(x): x is the gradient of the sum and of the residual, out that of the forward's x. */             \
     OP(dropout_add_backward, mt_work_bytes(2 * a->T * a->C, dtype), (a, dtype, stream), const mt_dropout_add_args *a,  \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     /* y[n] = a[n] + b[n], in fp32 and rounded once; y may be a or b. */                                               \

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prepares text, trains a small Llama on it and generates text, in about two minutes on two cores. The text is this
+# Prepares text, trains a small Llama on it and generates text, in about three minutes on two cores. The text is this
 # project's own: its notes, and the comments of its code. Nothing is downloaded.
 #
 #   usage: data/demo.sh      (make demo)
@@ -11,7 +11,7 @@
 set -eu
 bin=${MT_BIN:-.}
 model=${DEMO_DIR:-runs/demo}
-iterations=${DEMO_ITERS:-500}
+iterations=${DEMO_ITERS:-350}
 corpus=$model/data/corpus
 tokenizer=data/demo-tokenizer.json
 log=$model/demo.log
@@ -109,7 +109,19 @@ else
     echo "4. curves: not drawn, gnuplot is absent"
 fi
 
-# 5. Generation.
+# words: prints the words of standard input, one a line: letters in lower case, at least two.
+words() {
+    LC_ALL=C tr -cs '[:alpha:]' '\n' | LC_ALL=C tr '[:upper:]' '[:lower:]' | grep -E '^.{2,}$' || :
+}
+
+# 5. Generation. The last line counts the generated words, without those of the prompts, that the text has, too.
 echo "5. generated text ($bin/infer --load $model --prompt TEXT writes more):"
-"$bin/infer" --load "$model" --prompt 'The loss' 'Each rank' 'A checkpoint' --max-new-tokens 100 --temperature 0.6 \
-    --top-p 0.95 --seed 1 2>>"$log"
+set -- 'The loss' 'Each rank' 'A checkpoint' 'The gradient of' 'A pipeline stage' 'The model' 'If the' 'All ranks'
+"$bin/infer" --load "$model" --prompt "$@" --max-new-tokens 100 --temperature 0.4 --top-p 0.9 --seed 1 \
+    >"$model/data/generated" 2>>"$log" || { tail -n 20 "$log" >&2 && exit 1; }
+cat "$model/data/generated"
+words <"$corpus.txt" | sort -u >"$model/data/vocabulary"
+prompts=$(printf 's/^%s//;' "$@")
+sed "/^== [0-9]* of [0-9]* ==\$/d; $prompts" "$model/data/generated" | words >"$model/data/words"
+echo "6. words: $(grep -cxFf "$model/data/vocabulary" "$model/data/words" || :) of the" \
+    "$(wc -l <"$model/data/words") generated words occur in the text"

@@ -144,7 +144,6 @@ int mt_options_check_shape(const mt_options *options, const char *json, int64_t 
                            mt_error *error);
 
 /* Keeps the family of config.json if it computes this model, otherwise takes the first family that does. */
-void mt_options_derive_biases(mt_options *options);
 void mt_options_derive_family(mt_options *options);
 
 #endif

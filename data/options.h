@@ -36,6 +36,9 @@ int mt_options_derive(mt_options *options, mt_program program, int64_t world_siz
 /* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
 void mt_options_derive_sizes(mt_options *options);
 
+/* With add_bias_linear: sets add_qkv_bias, attention_output_bias and mlp_bias. */
+void mt_options_derive_biases(mt_options *options);
+
 /* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
 bool mt_options_converts(const mt_options *options);
 

@@ -168,16 +168,19 @@ a_rank_that_always_fails_is_left_out() {
         same_losses "$work/m.jsonl" "$work/plain"
 }
 
-# ssh does not reach the host "gone"; 3 ranks do not divide the batch of 8.
+# ssh does not reach the host "gone", and never sees a host that it would read as an option; 3 ranks do not divide the
+# batch of 8.
 an_unreachable_host_is_left_out() {
     mkdir -p "$work/bin"
-    printf '#!/bin/sh\nexit 255\n' >"$work/bin/ssh"
+    printf '#!/bin/sh\necho "$*" >>"%s"\nexit 255\n' "$work/ssh.log" >"$work/bin/ssh"
     chmod +x "$work/bin/ssh"
-    printf 'localhost slots=3\n# spare\ngone slots=4\n' >"$work/hosts"
+    printf 'localhost slots=3\n# spare\ngone slots=4\n-oProxyCommand=reboot slots=4\n' >"$work/hosts"
     # shellcheck disable=SC2086
     PATH="$work/bin:$PATH" ./launch.sh -n 7 --hostfile "$work/hosts" --pause 0 "$train" $small --train-iters 5 \
         --save "$work/save" >"$work/out" 2>"$work/err" </dev/null || return 1
     grep -q 'launch: host gone does not answer' "$work/err" && grep -q 'launch: starting 2 ranks$' "$work/err" &&
+        grep -q 'launch: host -oProxyCommand=reboot is an option of ssh: left out' "$work/err" &&
+        grep -q ' gone true$' "$work/ssh.log" && ! grep -q -e -oProxy "$work/ssh.log" &&
         [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 5 ]
 }
 
