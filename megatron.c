@@ -2858,7 +2858,13 @@ static void mt_share_threads(const mt_group *world) {
     X(EXPERT_EXCHANGE, expert_exchange, "expert-exchange", 1, 1, 1, 0, 0)                                              \
     X(KV_REPLICAS, kv_replicas, "kv-replicas", 0, 1, 0, 0, 0)                                                          \
     X(CONTEXT_A2A, context_a2a, "context-a2a", 0, 0, 1, 0, 0)                                                          \
-    X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)
+    X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)                                                       \
+    X(CONTEXT_2, context_blocks[0], "context-2", 0, 0, 1, 0, 0)                                                        \
+    X(CONTEXT_4, context_blocks[1], "context-4", 0, 0, 1, 0, 0)                                                        \
+    X(CONTEXT_8, context_blocks[2], "context-8", 0, 0, 1, 0, 0)                                                        \
+    X(CONTEXT_16, context_blocks[3], "context-16", 0, 0, 1, 0, 0)                                                      \
+    X(CONTEXT_32, context_blocks[4], "context-32", 0, 0, 1, 0, 0)                                                      \
+    X(CONTEXT_64, context_blocks[5], "context-64", 0, 0, 1, 0, 0)
 
 #define MT_GROUP_ALONE(kind, field, its_name, ...) .field = {.name = its_name, .size = 1},
 #define MT_GROUP_ROW(kind, field, name, experts, ...)                                                                  \
@@ -2885,7 +2891,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .expert = 1,
                            .expert_tensor = 1,
                            .num_query_groups = options->num_query_groups,
-                           .context_a2a = options->context_a2a_size};
+                           .context_a2a = options->context_a2a_size,
+                           .context_blocks = options->dynamic_context_parallel};
     if (options->num_experts > 0) {
         shape.expert = options->expert_model_parallel_size;
         shape.expert_tensor = options->expert_tensor_parallel_size;
@@ -2940,6 +2947,12 @@ static int mt_grid_keep_level(int *members, int count, int neighbours, bool with
     return kept;
 }
 
+/* Dynamic context parallelism: keeps the block of `size` ranks of a context group. Blocks of one rank and of the whole
+ * group need no group of their own. */
+static int mt_grid_keep_block(int *members, int count, int size, const mt_grid_shape *shape, int rank) {
+    return mt_grid_keep_level(members, count, shape->context_blocks && size < count ? size : 1, true, rank);
+}
+
 int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, int rank) {
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
@@ -2948,6 +2961,8 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
     if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
         return mt_grid_keep_level(members, count, (int)mt_max(1, s->context_a2a), kind == MT_GROUP_CONTEXT_A2A, rank);
+    if (kind >= MT_GROUP_CONTEXT_2)
+        return mt_grid_keep_block(members, count, 2 << (kind - MT_GROUP_CONTEXT_2), s, rank);
     if (kind == MT_GROUP_KV_REPLICAS) return mt_grid_keep_replicas(members, count, s->num_query_groups, rank);
     return count;
 }
@@ -4657,6 +4672,8 @@ typedef struct mt_pass {
     mt_tensor_parallel tp;
     mt_stream *stream;
     mt_spans spans;
+    mt_context *context;     // attention with context parallelism, or NULL
+    int64_t num_sequences;   // of the micro-batch, on all ranks that share it
     int64_t T;               // tokens
     int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
     int64_t message_rows;    // of a message between pipeline stages
@@ -4774,10 +4791,13 @@ struct mt_model {
     bool reruns;            // --rerun-mode validate_results
     mt_stream *reader;      // mt_model_set_reader
     mt_pass last_forward;
-    /* context parallelism; NULL without */
-    mt_context *context;
-    const struct mt_micro_batch *in_context; // the micro-batch that `context` has loaded
-    void *context_memory;
+    /* context parallelism */
+    mt_context
+        *contexts[1 + MT_CONTEXT_BLOCKS]; // of batches for all ranks, or with dynamic sizes for 1, 2, 4 ... ranks
+    int num_contexts;
+    void *context_memory;                    // of all contexts: one is in use
+    const struct mt_micro_batch *in_context; // the micro-batch that is loaded
+    int32_t *local_sequence;                 // [max_tokens] of local_batch: see mt_batch_block
 };
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
@@ -5492,8 +5512,8 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
     }
     mt_attention call = mt_attention_call(m, p, w, a);
     if (p->decode) mt_cache_update(m, p, w, &call);
-    if (m->context)
-        mt_context_attention_forward(m->context, &call, p->stream);
+    if (p->context)
+        mt_context_attention_forward(p->context, &call, p->stream);
     else
         m->ops->attention_forward(&call, m->dtype, p->stream);
     mt_linear_forward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.block_out});
@@ -5517,8 +5537,8 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
     mt_qkv_view d = mt_gradient_view(m, p);
     mt_attention call = mt_attention_call(m, p, w, a);
     call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->dattended;
-    if (m->context)
-        mt_context_attention_backward(m->context, &call, p->stream);
+    if (p->context)
+        mt_context_attention_backward(p->context, &call, p->stream);
     else
         m->ops->attention_backward(&call, m->dtype, p->stream);
     if (m->options->multi_latent_attention) {
@@ -5649,6 +5669,7 @@ typedef struct mt_experts {
     int32_t *all_offsets;                // [size, num_destinations + 1] offsets of all ranks
     int32_t *counts;                     // [size, E/ep] received rows by source rank and expert
     int32_t *host_offsets, *host_counts; // the same on the host
+    int32_t *no_choices;                 // allgather dispatcher: [R, k] of -1, on the host
     int64_t *out_counts, *in_counts;     // [size] elements received and sent, on the host
     float *all_logits;                   // [Tall, E] of the whole micro-batch, for Sinkhorn
     int32_t *all_experts;                // [Tall, k] of the whole micro-batch, for the capacity, as the next two
@@ -5830,7 +5851,7 @@ static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p
     bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS && p->spans.count > 1;
     const int32_t *sequence = by_sequence ? p->batch->sequence + p->first_row : NULL;
     return (mt_aux_loss_args){
-        by_sequence ? p->spans.count : 1, p->rows, &m->experts->router, r->logits, sequence, .sums = r->aux_stats};
+        by_sequence ? p->num_sequences : 1, p->rows, &m->experts->router, r->logits, sequence, .sums = r->aux_stats};
 }
 
 /* Auxiliary loss, from the experts' scores and counts over all ranks that share the sequences. */
@@ -5869,9 +5890,26 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
+/* Rows of each rank that the dispatcher handles. Ranks may have micro-batches of different lengths; an all-gather takes
+ * as many rows of each as the longest has. */
+static int64_t mt_dispatched_rows(const mt_model *m, const mt_pass *p) {
+    return m->experts->uses_allgather ? m->max_rows : p->rows;
+}
+
 /* Offset of this rank's tokens in arrays [N, k]. */
 static int64_t mt_own_offset(const mt_model *m, const mt_pass *p) {
-    return m->experts->uses_allgather ? m->experts->group->rank * p->rows * m->experts->router.topk : 0;
+    const mt_experts *e = m->experts;
+    return e->uses_allgather ? e->group->rank * mt_dispatched_rows(m, p) * e->router.topk : 0;
+}
+
+/* --moe-token-dispatcher-type allgather: gathers the choices of all ranks; rows after a rank's tokens choose nothing.
+ */
+static void mt_gather_choices(mt_model *m, const mt_pass *p, mt_routing *r) {
+    mt_experts *e = m->experts;
+    int64_t own = mt_own_offset(m, p), R = mt_dispatched_rows(m, p), k = e->router.topk;
+    if (R > p->rows) m->ops->memory_copy(r->kept + own + p->rows * k, e->no_choices, (R - p->rows) * k * 4, p->stream);
+    m->ops->all_gather(r->kept, r->kept + own, R * k, MT_I32, e->group, p->stream);
+    m->ops->all_gather(r->probs, r->probs + own, R * k, MT_F32, e->group, p->stream);
 }
 
 /* Chooses experts for logits[R, E] with Sinkhorn's iteration, which balances the loads of the whole micro-batch. */
@@ -5991,13 +6029,12 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
 /* Dispatch, preprocess: order and number of sent and received rows. */
 static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t k = e->router.topk, N = e->uses_allgather ? e->group->size * p->rows : p->rows, own = mt_own_offset(m, p);
+    int64_t k = e->router.topk, N = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
     dispatch.copies = m->grid->expert_tensor.size;
     if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
     if (e->uses_allgather) {
-        m->ops->all_gather(r->kept, r->kept + own, p->rows * k, MT_I32, e->group, p->stream);
-        m->ops->all_gather(r->probs, r->probs + own, p->rows * k, MT_F32, e->group, p->stream);
+        mt_gather_choices(m, p, r);
         dispatch =
             (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->num_local, .count = e->num_local, .copies = 1};
         dispatch.num_local = e->num_local;
@@ -6063,7 +6100,7 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
     }
     mt_wait_stream(m, e->comm, p->stream);
     if (e->uses_allgather) {
-        m->ops->all_gather(e->gathered, x, p->rows * m->C, m->dtype, e->group, e->comm);
+        m->ops->all_gather(e->gathered, x, mt_dispatched_rows(m, p) * m->C, m->dtype, e->group, e->comm);
         return;
     }
     mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
@@ -6117,19 +6154,19 @@ static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *
 /* Combine, postprocess: out[R, C] = base + sum of each token's results; base may be NULL, or out. */
 static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
     mt_experts *e = m->experts;
-    int64_t R = p->rows;
+    int64_t R = mt_dispatched_rows(m, p);
     void *sum = base && (e->uses_allgather || !e->permute_fusion) ? e->scattered : out;
     if (e->group->size > 1 && !e->uses_allgather) mt_wait_stream(m, p->stream, e->comm);
     mt_combine_results(m, p, r, e->uses_allgather ? e->gathered : sum, e->uses_allgather ? NULL : base,
                        e->uses_allgather ? e->group->size * R : R);
     if (e->uses_allgather) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
-    if (base && sum != out) m->ops->add(out, base, e->scattered, R * m->C, m->dtype, p->stream);
+    if (base && sum != out) m->ops->add(out, base, e->scattered, p->rows * m->C, m->dtype, p->stream);
 }
 
 /* experts.dprobs of this rank's tokens, from the gradients of weights[M] in experts.rows.weights. */
 static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t choices = p->rows * e->router.topk;
+    int64_t choices = mt_dispatched_rows(m, p) * e->router.topk;
     float *own = e->dprobs + mt_own_offset(m, p);
     if (e->uses_allgather) {
         m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
@@ -6323,80 +6360,104 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
-/* Sequences are distributed over ranks. A sequence is cut into 2 cp chunks, and rank r owns chunks r and 2 cp - 1 - r:
- * under a causal mask all such pairs have equal work. Only attention needs rows of other ranks; --cp-comm-type selects
- * one of four ways to get them, built from two levels. Within the a2a group, ranks exchange tokens for heads: each gets
- * all tokens of the group and a share of the heads. Across the ring group, keys and values pass from rank to rank (p2p)
- * or are gathered (all_gather). The ranks of an a2a group are adjacent, and their chunks form two chunks of a coarser
- * zig-zag, so the levels compose. Invariants: local rows are in order of position within every sequence; partial sums
- * are fp32 and are added in a fixed order; the backward communicates again, so no more is saved than on one rank. */
+/* The tokens of a micro-batch are distributed over ranks, wherever its sequences begin and end: they are cut into 2 cp
+ * chunks, and rank r owns chunks r and 2 cp - 1 - r. All ranks own equally many tokens, and the chunks are chosen so
+ * that their queries see about equally many keys. Only attention needs rows of other ranks; --cp-comm-type selects one
+ * of four ways to get them, built from two levels. Within the a2a group, ranks exchange tokens for heads: each gets all
+ * tokens of the group and a share of the heads. Across the ring group, keys and values pass from rank to rank (p2p) or
+ * are gathered (all_gather). The chunks are those of the ring; the adjacent ranks of an a2a group share the tokens of
+ * their two chunks in equal consecutive parts. Invariants: local rows are in order of position; partial sums are fp32
+ * and are added in a fixed order; the backward communicates again, so no more is saved than on one rank. */
 
-/* Writes the rows of a batch that `rank` of `size` owns, in order; spans must cover the batch. Returns their number. */
-static int64_t mt_zigzag_rows(int32_t *rows, const mt_span *spans, int64_t num_spans, int64_t size, int64_t rank) {
-    int64_t count = 0;
-    for (int64_t s = 0; s < num_spans; s++) {
-        int64_t chunk = spans[s].q_len / (2 * size), owned[2] = {rank, 2 * size - 1 - rank};
-        for (int half = 0; half < 2; half++)
-            for (int64_t i = 0; i < chunk; i++) rows[count++] = (int32_t)(spans[s].q_start + owned[half] * chunk + i);
+/* Keys that the queries of tokens [begin, end) of a batch see; spans are adjacent causal sequences. */
+static int64_t mt_keys_seen(const mt_batch *batch, int64_t begin, int64_t end, int64_t window) {
+    int64_t keys = 0;
+    for (int64_t s = 0; s < batch->num_spans; s++) {
+        int64_t start = batch->spans[s].q_start, length = batch->spans[s].q_len, edges[2] = {begin, end};
+        for (int e = 0; e < 2; e++) {
+            int64_t n = mt_min(mt_max(edges[e] - start, 0), length);
+            int64_t full = window > 0 ? mt_min(n, window) : n; // queries that see all keys before them
+            int64_t before = full * (full + 1) / 2 + (n - full) * window;
+            keys += e == 0 ? -before : before;
+        }
     }
-    return count;
+    return keys;
 }
 
-/* Checks that the spans are adjacent whole causal sequences with lengths that are multiples of 2 cp. */
+/* The span of token t, searched from span s on. */
+static int64_t mt_span_of_token(const mt_batch *batch, int64_t s, int64_t t) {
+    while (t >= batch->spans[s].q_start + batch->spans[s].q_len) s++;
+    return s;
+}
+
+void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window) {
+    const mt_span *spans = whole->spans;
+    int64_t begin = 0, end = whole->num_tokens, T = end / ranks, keys = mt_keys_seen(whole, 0, end, window);
+    MT_CHECK(end % ranks == 0);
+    cuts[0] = begin, cuts[2 * ranks] = end;
+    for (int64_t r = 0; r < ranks; r++) { // the rank owns tokens at both ends of [begin, end): `left` and T - left
+        int64_t mine = mt_keys_seen(whole, end - T, end, window), best = 0, chosen = 0, left = 0;
+        int64_t first = mt_span_of_token(whole, 0, begin), last = mt_span_of_token(whole, first, end - T),
+                least = INT64_MAX;
+        for (;; left++) {
+            int64_t error = mine * (ranks - r) - keys, from_middle = 2 * left > T ? 2 * left - T : T - 2 * left;
+            error = error < 0 ? -error : error;
+            if (error < least || (error == least && from_middle < (2 * best > T ? 2 * best - T : T - 2 * best)))
+                least = error, best = left, chosen = mine;
+            if (left == T) break;
+            first = mt_span_of_token(whole, first, begin + left), last = mt_span_of_token(whole, last, end - T + left);
+            int64_t gained = begin + left - spans[first].q_start + 1, lost = end - T + left - spans[last].q_start + 1;
+            mine += window > 0 ? mt_min(gained, window) - mt_min(lost, window) : gained - lost;
+        }
+        begin += best, end -= T - best, keys -= chosen;
+        cuts[r + 1] = begin, cuts[2 * ranks - 1 - r] = end;
+    }
+}
+
+void mt_context_rows(int32_t *rows, const int64_t *cuts, int64_t ranks, int64_t rank) {
+    int64_t owned[2] = {rank, 2 * ranks - 1 - rank};
+    for (int half = 0; half < 2; half++)
+        for (int64_t t = cuts[owned[half]]; t < cuts[owned[half] + 1]; t++) *rows++ = (int32_t)t;
+}
+
+void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, int64_t T) {
+    int64_t s = 0, of_span = -1;
+    part->num_tokens = T, part->num_spans = 0;
+    for (int64_t t = 0; t < T; t++) {
+        int64_t from = rows[t];
+        part->tokens[t] = whole->tokens[from];
+        part->labels[t] = whole->labels[from];
+        part->loss_mask[t] = whole->loss_mask[from];
+        part->positions[t] = whole->positions[from];
+        part->token_index[t] = whole->token_index[from];
+        s = mt_span_of_token(whole, s, from);
+        if (s != of_span) part->spans[part->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
+        of_span = s;
+        part->spans[part->num_spans - 1].q_len = ++part->spans[part->num_spans - 1].k_len;
+    }
+}
+
+/* Checks that the spans are adjacent whole causal sequences that cover the batch, and that the tokens divide. */
 static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *error) {
     int64_t end = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
         const mt_span *span = &batch->spans[s];
-        if (span->q_start != end || span->k_start != end || span->q_len != span->k_len || !span->causal)
+        if (!span->causal || span->q_start != end || span->k_start != end || span->q_len != span->k_len)
             return mt_error_set(error,
                                 "sequence %lld of the micro-batch is not a whole causal sequence adjacent to the "
-                                "previous one; --context-parallel-size %lld requires that",
+                                "previous one; --context-parallel-size %lld cannot distribute it",
                                 (long long)s, (long long)cp);
-        if (span->q_len % (2 * cp) != 0)
-            return mt_error_set(error,
-                                "a sequence of %lld tokens does not divide into the 2 x %lld chunks of "
-                                "--context-parallel-size; pad it to a multiple of %lld, or leave out what cuts samples "
-                                "into documents (--reset-attention-mask)",
-                                (long long)span->q_len, (long long)cp, (long long)(2 * cp));
         end += span->q_len;
     }
-    if (end == batch->num_tokens) return 0;
-    return mt_error_set(error,
-                        "%lld tokens of the micro-batch are in no sequence; --context-parallel-size %lld cannot "
-                        "distribute them",
-                        (long long)(batch->num_tokens - end), (long long)cp);
+    if (end != batch->num_tokens)
+        return mt_error_set(error,
+                            "%lld tokens of the micro-batch are in no sequence; --context-parallel-size %lld cannot "
+                            "distribute them",
+                            (long long)(batch->num_tokens - end), (long long)cp);
+    if (end % cp == 0) return 0;
+    return mt_error_set(error, "%lld tokens do not divide by --context-parallel-size %lld; pad them (mt_batch_pad)",
+                        (long long)end, (long long)cp);
 }
-
-int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error) {
-    MT_CHECK(cp >= 1 && rank >= 0 && rank < cp);
-    if (mt_batch_check_context(whole, cp, error)) return -1;
-    int64_t t = 0;
-    for (int64_t s = 0; s < whole->num_spans; s++) {
-        const mt_span *span = &whole->spans[s];
-        int64_t chunk = span->q_len / (2 * cp), owned[2] = {rank, 2 * cp - 1 - rank};
-        local->spans[s] = (mt_span){.q_start = t, .q_len = 2 * chunk, .k_start = t, .k_len = 2 * chunk, .causal = true};
-        for (int half = 0; half < 2; half++)
-            for (int64_t i = 0; i < chunk; i++, t++) {
-                int64_t from = span->q_start + owned[half] * chunk + i;
-                local->tokens[t] = whole->tokens[from];
-                local->labels[t] = whole->labels[from];
-                local->loss_mask[t] = whole->loss_mask[from];
-                local->positions[t] = whole->positions[from];
-                local->token_index[t] = whole->token_index[from];
-            }
-    }
-    local->num_tokens = t;
-    local->num_spans = whole->num_spans;
-    return 0;
-}
-
-/* Lists of spans for an attention call. */
-enum {
-    MT_CONTEXT_WHOLE,   // own keys, causal; with all_gather: both query chunks, all keys up to their ends
-    MT_CONTEXT_EARLIER, // keys of a lower rank: all queries attend to the first half of them
-    MT_CONTEXT_LATER,   // keys of a higher rank: the second half of the queries attends to all of them
-    MT_CONTEXT_LISTS
-};
 
 /* One shift of the ring: a buffer is sent to the next rank while another arrives from the previous rank. */
 typedef struct mt_ring_shift {
@@ -6407,18 +6468,18 @@ struct mt_context {
     mt_context_plan plan;
     const mt_ops *ops;
     /* the micro-batch */
-    int64_t T, M, N;   // rows of this rank, of its a2a group, of the whole batch
-    int32_t *identity; // [M] 0, 1, 2, ...
-    int32_t *rows;     // positions of received rows: [M] for a2a, [N] for all_gather
-    int64_t *index;    // token_index: [ring ranks, M]; with all_gather [N] in order of position
-    mt_span *spans;    // [MT_CONTEXT_LISTS] lists on the device, one after another
-    mt_spans lists[MT_CONTEXT_LISTS];
+    int64_t T, M, N;    // rows of this rank, of its a2a group, of the whole batch
+    int32_t *identity;  // 0, 1, 2, ...: see mt_context_copied_rows
+    int32_t *rows;      // all_gather: positions [N] of received rows
+    int64_t *index;     // token_index: [ring ranks, M]; with all_gather [N] in order of position
+    mt_span *spans;     // the lists on the device, one after another
+    mt_spans *lists;    // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
+    int64_t *cuts;      // [2 ring ranks + 1]: see mt_context_cut
     int32_t *host_rows; // [N]
     int64_t *host_index;
     mt_span *host_spans;
-    /* a2a: send and receive buffers [T, widest operand]; operands with all rows of the group and a share of the heads
-     */
-    void *send, *receive;
+    /* a2a: one operand [T, widest] by head; operands with all rows of the group and a share of the heads */
+    void *by_head;
     void *q, *k, *v, *out, *dout, *dq, *dk, *dv;
     /* ring: current and next keys and values [M, G (D + Dv)]; results of one block; sums */
     void *kv[2], *part, *dkv_part;
@@ -6468,8 +6529,7 @@ static void mt_context_plan_a2a(mt_context *c, mt_arena *arena) {
     const mt_context_plan *p = &c->plan;
     int64_t size = mt_dtype_size(p->dtype), T = p->max_tokens; // M rows of 1 / A of the heads are T rows of all
     int64_t D = p->head_size, Dv = p->value_size, H = p->num_heads, G = p->num_groups;
-    c->send = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
-    c->receive = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
+    c->by_head = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
     c->q = mt_arena_alloc(arena, T * H * D * size);
     c->k = mt_arena_alloc(arena, T * G * D * size);
     c->v = mt_arena_alloc(arena, T * G * Dv * size);
@@ -6481,15 +6541,23 @@ static void mt_context_plan_a2a(mt_context *c, mt_arena *arena) {
     c->dv = mt_arena_alloc(arena, T * G * Dv * size);
 }
 
+/* Lists of spans, each with at most one span for each of the M queries. */
+static int64_t mt_context_num_lists(const mt_context_plan *plan) {
+    return plan->comm_type == MT_CP_ALL_GATHER ? 1 : plan->ring->size;
+}
+
+/* Rows of the longest copy. Contexts that share memory for batches of 1, 2, 4 ... ranks have this number in common. */
+static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
+    return plan->max_tokens * (plan->ring->size > 1 ? plan->a2a->size : 1);
+}
+
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
-    int64_t max_spans = c->plan.max_tokens / 2; // at least two tokens per span on a rank; one rank: one token
-    if (c->plan.a2a->size * c->plan.ring->size == 1) max_spans = c->plan.max_tokens;
     c->M = c->plan.max_tokens * c->plan.a2a->size;
     c->N = c->M * c->plan.ring->size;
-    c->identity = mt_arena_alloc(arena, c->M * 4);
-    c->rows = mt_arena_alloc(arena, c->N * 4);
+    c->identity = mt_arena_alloc(arena, mt_context_copied_rows(&c->plan) * 4);
+    if (c->plan.comm_type == MT_CP_ALL_GATHER) c->rows = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
-    c->spans = mt_arena_alloc(arena, MT_CONTEXT_LISTS * max_spans * (int64_t)sizeof(mt_span));
+    c->spans = mt_arena_alloc(arena, mt_context_num_lists(&c->plan) * c->M * (int64_t)sizeof(mt_span));
     if (c->plan.ring->size > 1) mt_context_plan_ring(c, arena);
     if (c->plan.a2a->size > 1) mt_context_plan_a2a(c, arena);
 }
@@ -6524,9 +6592,11 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     mt_context_plan_memory(c, &arena);
     c->host_rows = mt_malloc(c->N * 4);
     c->host_index = mt_malloc(c->N * 8);
-    c->host_spans = mt_malloc(MT_CONTEXT_LISTS * plan->max_tokens * (int64_t)sizeof(mt_span));
+    c->host_spans = mt_malloc(mt_context_num_lists(plan) * c->M * (int64_t)sizeof(mt_span));
+    c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
+    c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
     for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
-    ops->memory_copy(c->identity, c->host_rows, c->M * 4, stream);
+    ops->memory_copy(c->identity, c->host_rows, mt_context_copied_rows(plan) * 4, stream);
     ops->stream_synchronize(stream);
     mt_context_open_ring(c);
     return c;
@@ -6539,76 +6609,96 @@ void mt_context_destroy(mt_context *c) {
     free(c->host_rows);
     free(c->host_index);
     free(c->host_spans);
+    free(c->lists);
+    free(c->cuts);
     free(c);
 }
 
 /* ---- the micro-batch: spans, and positions of rows */
 
-/* A rank's spans with its own keys, with keys of a lower rank, or with keys of a higher rank. */
-static int64_t mt_ring_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int list) {
-    for (int64_t s = 0; s < num_spans; s++) {
-        int64_t n = whole[s].q_len / ranks, at = whole[s].q_start / ranks, half = n / 2;
-        if (list == MT_CONTEXT_WHOLE) spans[s] = (mt_span){at, n, at, n, true};
-        if (list == MT_CONTEXT_EARLIER) spans[s] = (mt_span){at, n, at, half, false};
-        if (list == MT_CONTEXT_LATER) spans[s] = (mt_span){at + half, half, at, n, false};
-    }
-    return num_spans;
+/* Rows of a sequence on a rank: local rows [start, start + low + high), the first `low` of them in its first chunk.
+ * They are contiguous, because a sequence with rows in both chunks fills everything between them. */
+typedef struct mt_context_part {
+    int64_t start, low, high;
+} mt_context_part;
+
+/* The part of tokens [begin, end) that rank `rank` owns. */
+static mt_context_part mt_context_part_of(const int64_t *cuts, int64_t ranks, int64_t rank, int64_t begin,
+                                          int64_t end) {
+    const int64_t *low = &cuts[rank], *high = &cuts[2 * ranks - 1 - rank];
+    int64_t first = mt_max(begin, low[0]), second = mt_max(begin, high[0]);
+    mt_context_part part = {.low = mt_max(0, mt_min(end, low[1]) - first)};
+    part.high = mt_max(0, mt_min(end, high[1]) - second);
+    part.start = part.low > 0 ? first - low[0] : low[1] - low[0] + second - high[0];
+    return part;
 }
 
-/* The list for keys of rank `source`. */
-static int mt_ring_list_of(int64_t rank, int64_t source) {
-    return source == rank ? MT_CONTEXT_WHOLE : source < rank ? MT_CONTEXT_EARLIER : MT_CONTEXT_LATER;
-}
-
-int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
+int64_t mt_ring_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks, int64_t rank,
                       int64_t source) {
-    return mt_ring_list(spans, whole, num_spans, ranks, mt_ring_list_of(rank, source));
-}
-
-/* all_gather: each of a rank's two query chunks attends to all keys up to the chunk's end. */
-static int64_t mt_gather_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank) {
     int64_t count = 0;
-    for (int64_t s = 0; s < num_spans; s++) {
-        int64_t keys = whole[s].k_start, at = keys / ranks, chunk = whole[s].q_len / (2 * ranks);
-        spans[count++] = (mt_span){at, chunk, keys, (rank + 1) * chunk, true};
-        spans[count++] = (mt_span){at + chunk, chunk, keys, (2 * ranks - rank) * chunk, true};
+    for (int64_t s = 0; s < whole->num_spans; s++) {
+        int64_t begin = whole->spans[s].q_start, end = begin + whole->spans[s].q_len;
+        mt_context_part q = mt_context_part_of(cuts, ranks, rank, begin, end);
+        mt_context_part k = mt_context_part_of(cuts, ranks, source, begin, end);
+        if (source > rank) q.start += q.low, q.low = 0; // both of the source's chunks lie between this rank's chunks
+        if (source < rank) k.high = 0;
+        mt_span span = {q.start, q.low + q.high, k.start, k.low + k.high, source == rank};
+        if (span.q_len > 0 && span.k_len > 0) spans[count++] = span;
     }
     return count;
 }
 
-/* Builds the span lists of a micro-batch from the spans of the whole batch. */
+/* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. */
+static int64_t mt_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
+                               int64_t rank) {
+    int64_t count = 0, row = 0, owned[2] = {rank, 2 * ranks - 1 - rank};
+    for (int half = 0; half < 2; half++)
+        for (int64_t s = 0, *chunk = (int64_t[2]){cuts[owned[half]], cuts[owned[half] + 1]}; s < whole->num_spans;
+             s++) {
+            int64_t begin = whole->spans[s].q_start, end = mt_min(begin + whole->spans[s].q_len, chunk[1]);
+            int64_t queries = end - mt_max(begin, chunk[0]);
+            if (queries <= 0) continue;
+            spans[count++] = (mt_span){row, queries, begin, end - begin, true};
+            row += queries;
+        }
+    return count;
+}
+
+/* Builds the lists of spans of a micro-batch. */
 static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     int64_t P = c->plan.ring->size, rank = c->plan.ring->rank, count = 0;
-    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER && P > 1;
-    for (int list = 0; list < (gather || P == 1 ? 1 : MT_CONTEXT_LISTS); list++) {
+    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
+    for (int64_t list = 0; list < mt_context_num_lists(&c->plan); list++) {
         mt_span *host = c->host_spans + count;
         c->lists[list] = (mt_spans){.host = host, .device = c->spans + count};
-        c->lists[list].count = gather ? mt_gather_list(host, whole->spans, whole->num_spans, P, rank)
-                                      : mt_ring_list(host, whole->spans, whole->num_spans, P, list);
+        c->lists[list].count = gather ? mt_gather_spans(host, whole, c->cuts, P, rank)
+                                      : mt_ring_spans(host, whole, c->cuts, P, rank, list);
         count += c->lists[list].count;
     }
     c->ops->memory_copy(c->spans, c->host_spans, count * (int64_t)sizeof(mt_span), stream);
 }
 
-void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
-    int64_t A = c->plan.a2a->size, P = c->plan.ring->size, num_spans = whole->num_spans, count = 0;
-    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
-    c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / A;
-    MT_CHECK(c->T <= c->plan.max_tokens && c->T * A * P == c->N);
-    int64_t owners = gather ? 1 : P; // all_gather: keys in order of position
-    for (int64_t rank = 0; rank < owners; rank++)
-        count += mt_zigzag_rows(c->host_rows + count, whole->spans, num_spans, owners, rank);
-    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[c->host_rows[i]];
-    c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
+void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whole, int32_t *sequence) {
+    int64_t P = c->plan.ring->size, T = whole->num_tokens / P / c->plan.a2a->size;
+    MT_CHECK(T <= c->plan.max_tokens && T * P * c->plan.a2a->size == whole->num_tokens);
+    mt_context_cut(c->cuts, whole, P, c->plan.window);
+    mt_context_rows(c->host_rows, c->cuts, P, c->plan.ring->rank);
+    const int32_t *rows = c->host_rows + c->plan.a2a->rank * T;
+    mt_batch_take(local, whole, rows, T);
+    for (int64_t t = 0, s = 0; sequence && t < T; t++) sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, rows[t]));
+}
 
-    /* Received rows are ordered by rank: all ranks, or this a2a group, whose local sequences have no gaps. */
+void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
+    int64_t P = c->plan.ring->size;
+    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
+    c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / c->plan.a2a->size;
+    MT_CHECK(c->T <= c->plan.max_tokens && c->T * c->plan.a2a->size * P == c->N);
+    mt_context_cut(c->cuts, whole, P, c->plan.window);
+    for (int64_t rank = 0; rank < P; rank++) mt_context_rows(c->host_rows + rank * c->M, c->cuts, P, rank);
+    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[gather ? i : c->host_rows[i]];
+    c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
     mt_context_list_spans(c, whole, stream);
-    bool across = gather && P > 1;
-    const mt_span *spans = across ? whole->spans : c->lists[MT_CONTEXT_WHOLE].host;
-    count = 0;
-    for (int64_t rank = 0; rank < (across ? P : A) && A * P > 1; rank++)
-        count += mt_zigzag_rows(c->host_rows + count, spans, num_spans, across ? P : A, rank);
-    c->ops->memory_copy(c->rows, c->host_rows, count * 4, stream);
+    if (gather) c->ops->memory_copy(c->rows, c->host_rows, c->N * 4, stream);
 }
 
 /* to[t] = from[t] for rows of `width` elements. */
@@ -6662,7 +6752,7 @@ static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attent
     step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
     step.k_index = c->index + source * c->M;
     step.q_index = c->index + r * c->M;
-    step.spans = c->lists[mt_ring_list_of(r, source)];
+    step.spans = c->lists[source];
     return step;
 }
 
@@ -6730,7 +6820,7 @@ static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_str
     whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width);
     whole.k_stride = whole.v_stride = kv;
     whole.k_index = c->index;
-    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    whole.spans = c->lists[0];
     return whole;
 }
 
@@ -6760,23 +6850,19 @@ static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_strea
 static void mt_a2a_to_heads(mt_context *c, void *to, const void *from, int64_t from_stride, int64_t width,
                             mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
-    mt_dtype dtype = c->plan.dtype;
     for (int64_t a = 0; a < A; a++)
-        mt_context_copy_rows(c, mt_context_at(c, c->send, a * c->T * share), share, mt_context_at(c, from, a * share),
-                             from_stride, c->T, share, stream);
-    c->ops->all_to_all(c->receive, c->send, c->T * share, dtype, c->plan.a2a, stream);
-    c->ops->scatter_rows(to, c->receive, c->rows, c->M, share, share, share, dtype, stream);
+        mt_context_copy_rows(c, mt_context_at(c, c->by_head, a * c->T * share), share,
+                             mt_context_at(c, from, a * share), from_stride, c->T, share, stream);
+    c->ops->all_to_all(to, c->by_head, c->T * share, c->plan.dtype, c->plan.a2a, stream);
 }
 
 static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const void *from, int64_t width,
                              mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
-    mt_dtype dtype = c->plan.dtype;
-    c->ops->gather_rows(c->send, from, c->rows, c->M, share, share, share, dtype, stream);
-    c->ops->all_to_all(c->receive, c->send, c->T * share, dtype, c->plan.a2a, stream);
+    c->ops->all_to_all(c->by_head, from, c->T * share, c->plan.dtype, c->plan.a2a, stream);
     for (int64_t a = 0; a < A; a++)
         mt_context_copy_rows(c, mt_context_at(c, to, a * share), to_stride,
-                             mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
+                             mt_context_at(c, c->by_head, a * c->T * share), share, c->T, share, stream);
 }
 
 /* The call for this rank's share of the heads, with q, k, v of all tokens of the group. lse and row_dot keep their
@@ -6803,7 +6889,7 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
 static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
     mt_attention whole = *call;
     whole.q_index = whole.k_index = c->index;
-    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    whole.spans = c->lists[0];
     return whole;
 }
 
@@ -6878,6 +6964,7 @@ typedef struct mt_micro_batch {
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
+    mt_context *context;    // its attention with context parallelism, or NULL
     mt_batch whole;         // context parallelism: spans and token indices of the whole micro-batch
     mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
     mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
@@ -7128,10 +7215,8 @@ static void mt_mtp_loss_weights(const mt_model *m, float *weights, const mt_batc
 }
 
 /* Writes tokens, labels and weights of this rank's shard, for every module, to the host's block. */
-static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whole) {
-    mt_error error;
+static void mt_mtp_load(mt_model *m, const mt_context *context, mt_batch_block *block, const mt_batch *whole) {
     mt_batch *rolled = &m->mtp->rolled;
-    const mt_group *group = &m->grid->context;
     size_t T = (size_t)whole->num_tokens;
     if (m->mtp->count == 0) return;
     memcpy(rolled->tokens, whole->tokens, T * 4);
@@ -7144,8 +7229,8 @@ static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whol
         mt_mtp_loss_weights(m, m->mtp->weights, whole, rolled);
         mt_batch part = *rolled;
         part.loss_mask = m->mtp->weights, part.positions = whole->positions, part.token_index = whole->token_index;
-        if (m->context) {
-            MT_CHECK(mt_batch_context_shard(&m->mtp->local, &part, group->size, group->rank, &error) == 0);
+        if (context) {
+            mt_context_shard(context, &m->mtp->local, &part, NULL);
             part = m->mtp->local;
         }
         int64_t at = k * part.num_tokens;
@@ -7277,6 +7362,29 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
+/* Ranks over which a micro-batch of all its context ranks is divided evenly. */
+static int64_t mt_token_ranks(const mt_options *o, int64_t context_size) {
+    return context_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1);
+}
+
+int64_t mt_rank_tokens(const mt_options *options, int64_t tokens) {
+    int64_t ranks = mt_token_ranks(options, options->context_parallel_size);
+    return mt_divide_up(tokens, ranks) * ranks / options->context_parallel_size;
+}
+
+void mt_batch_pad(mt_batch *batch, int64_t multiple) {
+    int64_t end = mt_divide_up(batch->num_tokens, multiple) * multiple, longest = 64;
+    for (int64_t t = batch->num_tokens, first = t; t < end; t++) {
+        if ((t - first) % longest == 0)
+            batch->spans[batch->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
+        mt_span *span = &batch->spans[batch->num_spans - 1];
+        batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 0;
+        batch->positions[t] = (int32_t)(t - span->q_start), batch->token_index[t] = ((int64_t)1 << 49) + t;
+        span->q_len = ++span->k_len;
+    }
+    batch->num_tokens = end;
+}
+
 /* Index of the first value outside [0, limit) whose weight is not 0 (weights NULL: of any); n: there is none. */
 static int64_t mt_find_outside(const int32_t *values, const float *weights, int64_t n, int64_t limit) {
     int64_t i = 0;
@@ -7295,10 +7403,33 @@ static int64_t mt_num_positions(const mt_model *m) {
     return learned ? m->options->max_position_embeddings : INT32_MAX;
 }
 
+/* Ranks that share a batch. */
+static int64_t mt_context_ranks(const mt_model *m, const mt_batch *batch) {
+    return batch->context_size > 0 ? batch->context_size : m->grid->context.size;
+}
+
+/* Index of their attention in m->contexts. */
+static int mt_context_level(const mt_model *m, const mt_batch *batch) {
+    int level = 0;
+    for (int64_t ranks = mt_context_ranks(m, batch); m->num_contexts > 1 && ranks > 1; ranks /= 2) level++;
+    return level;
+}
+
+/* A batch for fewer ranks than --context-parallel-size needs dynamic context parallelism. */
+static int mt_batch_check_ranks(const mt_model *m, const mt_batch *batch, mt_error *error) {
+    int64_t ranks = mt_context_ranks(m, batch), cp = m->grid->context.size;
+    if (ranks == cp || (m->num_contexts > 1 && ranks < cp && cp % ranks == 0)) return 0;
+    return mt_error_set(error,
+                        "a batch for %lld ranks; give 1, 2, 4 ... up to --context-parallel-size %lld, and "
+                        "--dynamic-context-parallel for fewer ranks than that",
+                        (long long)ranks, (long long)cp);
+}
+
 int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
-    int64_t T = batch->num_tokens, cp = m->grid->context.size, V = m->options->vocab_size, t;
+    int64_t T = batch->num_tokens, cp = mt_context_ranks(m, batch), V = m->options->vocab_size, t;
     int64_t room = cp * mt_min(m->plan.max_tokens, m->plan.max_logits), positions = mt_num_positions(m);
     int64_t parts = m->tp.sequence_parallel ? m->grid->tensor.size : 1;
+    if (mt_batch_check_ranks(m, batch, error) != 0) return -1;
     if (T < 1 || T > room)
         return mt_error_set(error, "%lld tokens, and the model is planned for 1 to %lld", (long long)T,
                             (long long)room);
@@ -7338,7 +7469,8 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     p.message_rows = mb->rows;
     p.halves = MT_BACKWARD_BOTH;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
-    if (m->context && m->in_context != mb) mt_context_load(m->context, &mb->whole, m->stream);
+    p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
+    if (mb->context && m->in_context != mb) mt_context_load(mb->context, &mb->whole, m->stream);
     m->in_context = mb;
     return p;
 }
@@ -7346,10 +7478,9 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
 /* This rank's shard of a batch; with context parallelism saves spans and token indices of the whole batch for
  * attention. */
 static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch) {
-    mt_error error;
-    const mt_group *group = &m->grid->context;
-    if (!m->context) return batch;
-    MT_CHECK(mt_batch_context_shard(&m->local_batch, batch, group->size, group->rank, &error) == 0); // it was checked
+    if (m->grid->context.size == 1) return batch;
+    mb->context = m->contexts[mt_context_level(m, batch)];
+    mt_context_shard(mb->context, &m->local_batch, batch, m->local_sequence);
     mb->whole.num_tokens = batch->num_tokens, mb->whole.num_spans = batch->num_spans;
     memcpy(mb->whole.token_index, batch->token_index, (size_t)batch->num_tokens * 8);
     memcpy(mb->whole.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
@@ -7389,7 +7520,8 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     memset(block.sequence, 0, T * 4);
     for (int64_t s = 0; s < batch->num_spans; s++)
         for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
-    if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, &block, whole);
+    if (mb->context) memcpy(block.sequence, m->local_sequence, T * 4);
+    if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, mb->context, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp->count * T) - (char *)block.spans;
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
@@ -8989,9 +9121,10 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     double begin = mt_time();
     if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->trainer->data_seconds += mt_time() - begin;
+    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
+    mt_batch_pad(from->batch, mt_token_ranks(m->options, mt_context_ranks(m, from->batch)));
     if (mt_batch_check(m, from->batch, &cause) != 0)
         return mt_error_set(error, "micro-batch %lld: %s", (long long)action->micro_batch, cause.text);
-    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_pass p = mt_load_batch(m, mb, from->batch, from->training);
     p.message_rows = m->max_rows;
     if (p.training) mb->index = action->micro_batch;
@@ -9514,11 +9647,21 @@ static void mt_plan_offloaded(mt_model *m, const mt_micro_batch *mb, mt_arena *h
     }
 }
 
-/* Sizes of context-parallel attention. */
-static mt_context_plan mt_model_context_plan(const mt_model *m) {
+/* Sizes of context-parallel attention; with dynamic sizes, of the batches that 2^level ranks share. */
+static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
+    const mt_grid *grid = m->grid;
+    const mt_group *a2a = &grid->context_a2a, *ring = &grid->context_ring;
+    if (m->num_contexts > 1) {
+        bool is_all = level == m->num_contexts - 1, by_head = m->options->cp_comm_type == MT_CP_A2A;
+        const mt_group *block = is_all      ? &grid->context
+                                : level > 0 ? &grid->context_blocks[level - 1]
+                                            : &mt_grid_of_one.context;
+        a2a = by_head ? block : &mt_grid_of_one.context, ring = by_head ? &mt_grid_of_one.context : block;
+    }
     return (mt_context_plan){.comm_type = m->options->cp_comm_type,
-                             .a2a = &m->grid->context_a2a,
-                             .ring = &m->grid->context_ring,
+                             .a2a = a2a,
+                             .ring = ring,
+                             .window = m->options->window_size,
                              .max_tokens = m->plan.max_tokens,
                              .num_heads = m->H,
                              .num_groups = m->G,
@@ -9657,10 +9800,12 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->argmax = mt_arena_alloc(arena, rows * 4);
     mt_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
-    if (m->grid->context.size > 1) {
-        mt_context_plan context = mt_model_context_plan(m);
-        m->context_memory = mt_arena_alloc(arena, mt_context_bytes(&context));
+    int64_t context_bytes = 0;
+    for (int i = 0; i < m->num_contexts; i++) {
+        mt_context_plan context = mt_model_context_plan(m, i);
+        context_bytes = mt_max(context_bytes, mt_context_bytes(&context));
     }
+    m->context_memory = mt_arena_alloc(arena, context_bytes);
 }
 
 /* --fp8-param-gather: the weights of a sharded bucket in fp8, at the offsets of its bf16 parameters. */
@@ -9874,6 +10019,8 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
         return -1;
     }
     m->num_chunks = vp;
+    m->num_contexts = m->grid->context.size > 1;
+    for (int size = m->grid->context.size; o->dynamic_context_parallel && size > 1; size /= 2) m->num_contexts++;
     m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all);
     m->first_local = mt_model_calloc(m, (vp + 1) * 8);
     for (int64_t chunk = 0; chunk < vp; chunk++) {
@@ -10113,6 +10260,9 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
             m->ops->memory_alloc_host((offsets + m->experts->group->size * m->experts->num_local) * 4);
         m->experts->host_counts = m->experts->host_offsets + offsets;
         m->experts->host_counts[0] = -1;
+        int64_t choices = m->experts->uses_allgather ? m->max_rows * m->experts->router.topk : 0;
+        m->experts->no_choices = mt_model_calloc(m, choices * 4);
+        for (int64_t i = 0; i < choices; i++) m->experts->no_choices[i] = -1;
         int64_t loads = m->experts->num_layers * m->experts->router.num_experts;
         int64_t step = 2 * loads + m->experts->num_layers; // numbers of four bytes
         float *reported = m->experts->report_memory = m->ops->memory_alloc_host(2 * step * 4);
@@ -10213,9 +10363,12 @@ static void mt_decode_create(mt_model *m) {
 static void mt_context_open(mt_model *m) {
     int64_t cp = m->grid->context.size;
     if (cp == 1) return;
-    mt_context_plan plan = mt_model_context_plan(m);
-    m->context = mt_context_create(&plan, m->ops, m->context_memory, m->stream);
+    for (int i = 0; i < m->num_contexts; i++) {
+        mt_context_plan plan = mt_model_context_plan(m, i);
+        m->contexts[i] = mt_context_create(&plan, m->ops, m->context_memory, m->stream);
+    }
     mt_batch_alloc(&m->local_batch, m->plan.max_tokens);
+    m->local_sequence = mt_model_calloc(m, m->plan.max_tokens * 4);
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
@@ -10350,7 +10503,7 @@ void mt_model_destroy(mt_model *m) {
     mt_channel *channels[MT_NUM_LINKS];
     for (int i = 0; i < MT_NUM_LINKS; i++) channels[i] = m->links[i].channel;
     mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
-    mt_context_destroy(m->context);
+    for (int i = 0; i < m->num_contexts; i++) mt_context_destroy(m->contexts[i]);
     if (m->arena.base) mt_model_free_device(m);
     for (int64_t i = 0; i < m->num_micro_batches; i++) mt_batch_free(&m->micro_batches[i].whole);
     mt_batch_free(&m->local_batch);
@@ -10858,7 +11011,8 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     MT_CHECK(count <= g->max_sequences);
     for (int64_t s = 0; s < count; s++) {
         MT_CHECK(sequences[s].num_tokens > 0 && sequences[s].max_tokens <= g->rows_per_sequence);
-        if (sequences[s].num_cached == 0 && !sequences[s].finished) read += sequences[s].num_tokens;
+        int64_t uncached = sequences[s].num_tokens - sequences[s].num_cached;
+        if ((uncached > 1 || sequences[s].num_cached == 0) && !sequences[s].finished) read += uncached;
     }
     if (mt_generator_advance(g, sequences, count, error) != 0) return -1;
     mt_generator_totals *totals = &g->totals;

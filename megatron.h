@@ -414,7 +414,8 @@ typedef struct mt_options {
     bool sequence_parallel, tp_comm_overlap;
     mt_cp_comm_type cp_comm_type;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
-    double distributed_timeout_minutes;          // while the job starts
+    bool dynamic_context_parallel;
+    double distributed_timeout_minutes; // while the job starts
     int64_t distributed_timeout_seconds, save_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
@@ -451,7 +452,11 @@ typedef struct mt_options {
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* fine-tuning: samples of any length */
     bool sft, sequence_packing, variable_seq_lengths;
-    int64_t train_epochs;
+    int64_t train_epochs, skip_bad_samples;
+    mt_chat_template chat_template;
+    mt_loss_on loss_on;
+    mt_long_samples long_samples;
+    char *messages_key, *prompt_key, *query_key, *response_key;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
@@ -461,6 +466,8 @@ typedef struct mt_options {
     int64_t trace_first_step, trace_last_step;
     /* inference */
     mt_strings prompt;
+    bool chat;
+    char *system_prompt;
     char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
     double temperature, top_p;
@@ -1521,8 +1528,17 @@ typedef enum mt_group_kind {
     MT_GROUP_KV_REPLICAS,
     MT_GROUP_CONTEXT_A2A,
     MT_GROUP_CONTEXT_RING,
+    MT_GROUP_CONTEXT_2,
+    MT_GROUP_CONTEXT_4,
+    MT_GROUP_CONTEXT_8,
+    MT_GROUP_CONTEXT_16,
+    MT_GROUP_CONTEXT_32,
+    MT_GROUP_CONTEXT_64,
     MT_NUM_GROUP_KINDS
 } mt_group_kind;
+
+/* Sizes of blocks that dynamic context parallelism has between one rank and the whole context group, at most. */
+enum { MT_CONTEXT_BLOCKS = MT_NUM_GROUP_KINDS - MT_GROUP_CONTEXT_2 };
 
 typedef struct mt_grid {
     mt_group world;          // all ranks of the job
@@ -1540,6 +1556,7 @@ typedef struct mt_grid {
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
     mt_group context_ring;    // ranks with the same index in their context_a2a groups: the ring of attention
     mt_group kv_replicas;     // ranks of the tensor group that hold the same key and value head
+    mt_group context_blocks[MT_CONTEXT_BLOCKS]; // dynamic context parallelism: 2, 4, 8 ... neighbours in `context`
 } mt_grid;
 
 /* The grid of a job of one rank without a launcher. */
@@ -1552,6 +1569,7 @@ typedef struct mt_grid_shape {
     int64_t expert_tensor, expert, expert_data;
     int64_t num_query_groups;
     int64_t context_a2a; // size of that group; 0 means 1
+    bool context_blocks; // dynamic context parallelism; the size of `context` is then a power of two
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */
@@ -1938,25 +1956,41 @@ typedef struct mt_batch {
     int32_t *positions;   // [T] within the sequence
     int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout
     int64_t num_spans;
-    mt_span *spans; // room for one span a token
+    mt_span *spans;       // room for one span a token
+    int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
+                          // context group that all fill the same; 0: the whole group
 } mt_batch;
 
 /* Allocates a batch for up to max_tokens tokens in one block; free it with mt_batch_free. */
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens);
 void mt_batch_free(mt_batch *batch);
 
-/* ---- context parallelism: each sequence is cut over the ranks of the context group */
+/* The tokens of a rank's share of a micro-batch of `tokens` tokens, after mt_batch_pad. */
+int64_t mt_rank_tokens(const mt_options *options, int64_t tokens);
 
-/* Rank `rank`'s part of a micro-batch for context parallelism over `cp` ranks: every sequence is cut into 2 cp chunks,
- * and the rank has chunks `rank` and 2 cp - 1 - rank, in this order, with their tokens, labels, masks, positions and
- * indices, and one span per sequence. `local` has room for whole->num_tokens / cp tokens. Errors: a sequence that does
- * not divide by 2 cp; spans that are not whole causal sequences one after another. */
-int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error);
+/* Appends masked tokens until the number of tokens is a multiple of `multiple`: sequences of at most 64 copies of token
+ * 0. `batch` has room for them. mt_train_step and mt_evaluate do so where the ranks of a layout share tokens evenly. */
+void mt_batch_pad(mt_batch *batch, int64_t multiple);
 
-/* The spans of rank `rank` of a ring in the step in which it holds the keys of rank `source`: one per sequence of
- * `whole`; queries are rows of its own shard, keys rows of the source's. Returns num_spans. Over all sources, each
- * query meets each of its keys once, and all ranks have the same amount of work in every step. */
-int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
+/* Writes the tokens rows[T] of `whole`, ascending, and their sequences to `part`, which has room for them. The spans of
+ * `whole` are adjacent causal sequences. */
+void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, int64_t T);
+
+/* ---- context parallelism: the tokens of a micro-batch are distributed over the ranks of the context group */
+
+/* Cuts a micro-batch for `ranks` ranks into 2 ranks chunks, wherever its sequences begin and end: chunk c has the
+ * tokens [cuts[c], cuts[c + 1]), and rank r owns chunks r and 2 ranks - 1 - r, together num_tokens / ranks tokens (a
+ * multiple is required). With the mask, the queries of each rank see as nearly as possible the same number of keys. One
+ * sequence is cut into equal chunks (Zhu's ring-flash-attention calls this zig-zag). window: see mt_attention. */
+void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window);
+
+/* The tokens of rank `rank`, ascending: rows[num_tokens / ranks]. */
+void mt_context_rows(int32_t *rows, const int64_t *cuts, int64_t ranks, int64_t rank);
+
+/* The spans of rank `rank` of a ring in the step in which it holds the keys of rank `source`: at most one per sequence
+ * of `whole`; queries are rows of its own tokens, keys rows of the source's. Returns their number. Over all sources,
+ * each query meets each of its keys once. */
+int64_t mt_ring_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks, int64_t rank,
                       int64_t source);
 
 /* The plan of a rank's attention. The context group is a2a->size x ring->size ranks, neighbours in a2a: for
@@ -1968,6 +2002,7 @@ typedef struct mt_context_plan {
     int64_t max_tokens;            // T, of this rank
     int64_t num_heads, num_groups; // of this rank: H, G
     int64_t head_size, value_size;
+    int64_t window; // for mt_context_cut
     mt_dtype dtype;
     bool train;
 } mt_context_plan;
@@ -1982,7 +2017,12 @@ int64_t mt_context_bytes(const mt_context_plan *plan);
 mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, void *memory, mt_stream *stream);
 void mt_context_destroy(mt_context *context);
 
-/* Sets the micro-batch of the next calls; this rank computes its mt_batch_context_shard. */
+/* This rank's part of a micro-batch: of the cut for the ring, the a2a group's ranks take equal consecutive parts of the
+ * rank's tokens. sequence[T]: the index of each token's sequence in `whole`; or NULL. `local` has room for
+ * plan->max_tokens tokens. */
+void mt_context_shard(const mt_context *context, mt_batch *local, const mt_batch *whole, int32_t *sequence);
+
+/* Sets the micro-batch of the next calls. */
 void mt_context_load(mt_context *context, const mt_batch *whole, mt_stream *stream);
 
 /* attention_forward over the whole sequences of the loaded micro-batch. q, k and v are the T rows of this rank;
@@ -2079,7 +2119,7 @@ void mt_model_set_reader(mt_model *model, mt_stream *reader);
 
 /* Checks a batch of a training step, an evaluation or mt_model_forward against the model: the number of tokens, spans
  * inside them, tokens and positions in range, labels in range where loss_mask is not 0; with context parallelism also
- * the rules of mt_batch_context_shard. The error names index, value and limit. */
+ * the rules of mt_context_cut. The error names index, value and limit. */
 int mt_batch_check(const mt_model *model, const mt_batch *batch, mt_error *error);
 
 /* Forward over a batch that passes mt_batch_check, through the loss; adds to the step's loss sums. `training` enables
@@ -2402,7 +2442,8 @@ int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 typedef struct mt_generator mt_generator;
 
 /* A generator for a model that was created with mt_generator_plan(max_sequences, ...). Sequence s of each call owns the
- * s-th part of the cache; a new sequence (num_cached = 0) may take the place of a finished one. */
+ * s-th part of the cache. A new sequence may take the place of a finished one: with num_cached 0, or, less than
+ * num_prompt, the leading tokens that both have among the cached ones of the finished sequence. */
 mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
                                   const mt_stops *stops);
 void mt_generator_destroy(mt_generator *generator);

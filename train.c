@@ -106,6 +106,7 @@ static void open_data(run *r) {
     mt_data_config *config = &r->data_config;
     *config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
     config->tokenizer = r->tokenizer;
+    config->tokenizer_path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
     config->log = r->grid.world.rank == 0 ? stdout : NULL;
     refuse(r, mt_data_open(&r->data, config, &error), &error);
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
@@ -161,8 +162,7 @@ static void print_opening(const run *r) {
 static void open_model(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    int64_t tokens = o->micro_batch_size * o->seq_length;
-    int64_t here = tokens / o->context_parallel_size;
+    int64_t here = mt_rank_tokens(o, o->micro_batch_size * o->seq_length);
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     plan.host_memory = mt_host_memory_available("");
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
@@ -175,7 +175,7 @@ static void open_model(run *r) {
     else
         mt_model_init(r->model);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
-    mt_batch_alloc(&r->batch, tokens);
+    mt_batch_alloc(&r->batch, here * o->context_parallel_size);
 }
 
 /* False: a bad step was among the last, whose checkpoint would be the one to go back to. */

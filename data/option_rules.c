@@ -185,10 +185,6 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
         {"--num-query-groups", o->num_query_groups, tensor, tp, .or_divisor = true},
         {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
-        {"--seq-length", o->seq_length, "2 x --context-parallel-size =", cp > 1 ? 2 * cp : 1},
-        {"--seq-length", o->seq_length,
-         "--tensor-model-parallel-size x --context-parallel-size (for --sequence-parallel) =",
-         o->sequence_parallel ? tp * cp : 1},
         {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
         {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
         {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
@@ -283,7 +279,18 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
                             "apart; take all_gather or a2a",
                             (long long)o->window_size, hierarchical ? "a2a+p2p" : "p2p");
     o->context_a2a_size = a2a;
-    return 0;
+    if (!o->dynamic_context_parallel) return 0;
+    mt_load_balancing balancing = o->num_experts > 0 ? o->moe_router_load_balancing_type : MT_BALANCING_NONE;
+    const mt_constraint rules[] = {
+        {(cp & (cp - 1)) != 0 || cp > 2 << MT_CONTEXT_BLOCKS,
+         "--dynamic-context-parallel needs a power of two up to %lld as --context-parallel-size, not %lld",
+         {2 << MT_CONTEXT_BLOCKS, cp}},
+        {hierarchical, "--dynamic-context-parallel has one level; take --cp-comm-type p2p, all_gather or a2a"},
+        {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
+         "--dynamic-context-parallel gives the ranks of a context group different samples, which "
+         "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
 /* ---- stages, batches, schedules */

@@ -1107,14 +1107,17 @@ enum { RING = 4, RING_TOKENS = 32, RING_CHUNK = RING_TOKENS / (2 * RING) };
 static void ring_steps(int step[RING_TOKENS][RING_TOKENS], int64_t pairs[RING][RING]) {
     const mt_span sequence = {0, RING_TOKENS, 0, RING_TOKENS, true};
     mt_batch whole, local[RING];
-    mt_error error;
     mt_batch_alloc(&whole, RING_TOKENS);
     whole.num_tokens = RING_TOKENS, whole.num_spans = 1, whole.spans[0] = sequence;
     for (int32_t t = 0; t < RING_TOKENS; t++) whole.positions[t] = t;
     memset(step, 0, sizeof(int[RING_TOKENS][RING_TOKENS]));
+    int64_t cuts[2 * RING + 1];
+    mt_context_cut(cuts, &whole, RING, 0);
     for (int rank = 0; rank < RING; rank++) {
+        int32_t rows[RING_TOKENS / RING];
         mt_batch_alloc(&local[rank], RING_TOKENS);
-        check(mt_batch_context_shard(&local[rank], &whole, RING, rank, &error), &error);
+        mt_context_rows(rows, cuts, RING, rank);
+        mt_batch_take(&local[rank], &whole, rows, RING_TOKENS / RING);
     }
     for (int rank = 0; rank < RING; rank++)
         for (int i = 0; i < RING; i++) {
@@ -1122,7 +1125,7 @@ static void ring_steps(int step[RING_TOKENS][RING_TOKENS], int64_t pairs[RING][R
             int source = (rank + RING - i) % RING;
             bool seen[ROWS * ROWS] = {false};
             mt_span span;
-            mt_ring_spans(&span, &sequence, 1, RING, rank, source);
+            mt_ring_spans(&span, &whole, cuts, RING, rank, source);
             attention_sees(seen, &span, 1, ROWS, ROWS, 0);
             pairs[rank][i] = 0;
             for (int q = 0; q < ROWS; q++)

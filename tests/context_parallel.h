@@ -64,11 +64,11 @@ static float random_number(uint64_t key, int64_t i) {
 
 /* Sequences of 9, 1, 2 and 5 times 2 * cp tokens, with distant token indices. */
 static void fill_whole_batch(mt_batch *batch, int64_t cp) {
-    static const int64_t lengths[] = {9, 1, 2, 5};
+    const int64_t lengths[] = {18 * cp - 3, 10 * cp + 3, 4 * cp - 3, 3};
     batch->num_tokens = 0;
     batch->num_spans = 4;
     for (int64_t s = 0; s < 4; s++) {
-        int64_t start = batch->num_tokens, length = lengths[s] * 2 * cp;
+        int64_t start = batch->num_tokens, length = lengths[s];
         batch->spans[s] = (mt_span){start, length, start, length, true};
         for (int64_t t = start; t < start + length; t++) {
             batch->tokens[t] = (int32_t)(t * 7 % 50), batch->labels[t] = (int32_t)(t * 11 % 50);
@@ -240,9 +240,8 @@ static void run_context(mt_context *context, const attention_case *c, const oper
 /* One micro-batch, with sequences sharded over `cp` ranks, through a context. */
 static void check_batch(mt_context *context, const attention_case *c, const layout *l, mt_batch *whole, mt_batch *local,
                         mt_dtype dtype) {
-    int64_t cp = l->a2a * l->ring, rows[MAX_TOKENS];
-    mt_error error;
-    if (mt_batch_context_shard(local, whole, cp, grid.world.rank % cp, &error) != 0) fail_msg("%s", error.text);
+    int64_t rows[MAX_TOKENS];
+    mt_context_shard(context, local, whole, NULL);
     for (int64_t t = 0; t < local->num_tokens; t++) // find the row of the whole batch by its unique index
         for (int64_t from = 0; from < whole->num_tokens; from++)
             if (whole->token_index[from] == local->token_index[t]) rows[t] = from;

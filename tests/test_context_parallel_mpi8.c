@@ -6,57 +6,63 @@
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-static void shards_have_every_token_once_in_order(void **state) {
+/* The rank of each token by the zig-zag of one sequence. */
+static int64_t zigzag_owner(int64_t t, int64_t T, int64_t cp) {
+    int64_t chunk = t / (T / (2 * cp));
+    return chunk < cp ? chunk : 2 * cp - 1 - chunk;
+}
+
+static void one_sequence_is_cut_in_a_zigzag(void **state) {
+    (void)state;
+    mt_batch whole;
+    mt_batch_alloc(&whole, MAX_TOKENS);
+    for (int64_t cp = 1; cp <= 8; cp *= 2) {
+        int64_t cuts[17], T = 26 * cp;
+        int32_t rows[26];
+        whole.num_tokens = T, whole.num_spans = 1, whole.spans[0] = (mt_span){0, T, 0, T, true};
+        mt_context_cut(cuts, &whole, cp, 0);
+        for (int64_t rank = 0; rank < cp; rank++) {
+            mt_context_rows(rows, cuts, cp, rank);
+            for (int i = 0; i < 26; i++) assert_int_equal(zigzag_owner(rows[i], T, cp), rank);
+        }
+    }
+    mt_batch_free(&whole);
+}
+
+/* Of sequences of any length, every rank has the same number of tokens, each token is on one rank, and no rank's
+ * queries see many more keys than another's. */
+static void cuts_share_tokens_and_keys(void **state) {
     (void)state;
     mt_batch whole, local;
     mt_batch_alloc(&whole, MAX_TOKENS), mt_batch_alloc(&local, MAX_TOKENS);
     for (int64_t cp = 1; cp <= 8; cp *= 2) {
-        mt_error error;
         int seen[MAX_TOKENS] = {0};
+        int64_t cuts[17], T, most = 0, all = 0;
+        int32_t rows[MAX_TOKENS];
         fill_whole_batch(&whole, cp);
+        T = whole.num_tokens / cp;
+        mt_context_cut(cuts, &whole, cp, 0);
         for (int64_t rank = 0; rank < cp; rank++) {
-            assert_int_equal(mt_batch_context_shard(&local, &whole, cp, rank, &error), 0);
-            assert_int_equal(local.num_tokens, whole.num_tokens / cp);
-            assert_int_equal(local.num_spans, whole.num_spans);
-            for (int64_t s = 0; s < whole.num_spans; s++) {
-                mt_span *part = &local.spans[s], *of = &whole.spans[s];
-                int64_t chunk = of->q_len / (2 * cp);
-                assert_true(part->q_start == of->q_start / cp && part->q_len == 2 * chunk && part->causal);
-                assert_true(part->k_start == part->q_start && part->k_len == part->q_len);
-                for (int64_t i = 0; i < part->q_len; i++) {
-                    int64_t t = part->q_start + i;
-                    int64_t position = i < chunk ? rank * chunk + i : (2 * cp - 1 - rank) * chunk + i - chunk;
-                    int64_t from = of->q_start + position;
-                    assert_int_equal(local.positions[t], position);
-                    assert_int_equal(local.tokens[t], whole.tokens[from]);
-                    assert_int_equal(local.labels[t], whole.labels[from]);
-                    assert_int_equal(local.token_index[t], whole.token_index[from]);
-                    assert_true(local.loss_mask[t] == whole.loss_mask[from]);
-                    seen[from]++;
-                }
+            int64_t keys = 0;
+            mt_context_rows(rows, cuts, cp, rank);
+            mt_batch_take(&local, &whole, rows, T);
+            assert_int_equal(local.num_tokens, T);
+            for (int64_t t = 0; t < T; t++) {
+                int64_t from = rows[t];
+                assert_true(t == 0 || rows[t - 1] < from);
+                assert_int_equal(local.positions[t], whole.positions[from]);
+                assert_int_equal(local.tokens[t], whole.tokens[from]);
+                assert_int_equal(local.labels[t], whole.labels[from]);
+                assert_int_equal(local.token_index[t], whole.token_index[from]);
+                assert_true(local.loss_mask[t] == whole.loss_mask[from]);
+                keys += whole.positions[from] + 1;
+                seen[from]++;
             }
+            most = mt_max(most, keys), all += keys;
         }
         for (int64_t t = 0; t < whole.num_tokens; t++) assert_int_equal(seen[t], 1);
+        assert_true((double)most * (double)cp < 1.25 * (double)all);
     }
-    mt_batch_free(&whole), mt_batch_free(&local);
-}
-
-static void sequences_that_cannot_be_sharded_are_refused(void **state) {
-    (void)state;
-    mt_batch whole, local;
-    mt_error error;
-    mt_batch_alloc(&whole, MAX_TOKENS), mt_batch_alloc(&local, MAX_TOKENS);
-    fill_whole_batch(&whole, 2);
-    assert_int_equal(mt_batch_context_shard(&local, &whole, 4, 0, &error), -1);
-    assert_non_null(strstr(error.text, "a sequence of 36 tokens does not divide into the 2 x 4 chunks"));
-    assert_non_null(strstr(error.text, "pad it to a multiple of 8"));
-    whole.num_spans--;
-    assert_int_equal(mt_batch_context_shard(&local, &whole, 2, 0, &error), -1);
-    assert_non_null(strstr(error.text, "20 tokens of the micro-batch are in no sequence"));
-    whole.num_spans++;
-    whole.spans[1].causal = false;
-    assert_int_equal(mt_batch_context_shard(&local, &whole, 2, 0, &error), -1);
-    assert_non_null(strstr(error.text, "sequence 1 of the micro-batch is not a whole causal sequence"));
     mt_batch_free(&whole), mt_batch_free(&local);
 }
 
@@ -94,45 +100,16 @@ static void every_comm_type_trains_like_pytorch_on_one_rank(void **state) {
     train_over("llama", 8, "a2a+p2p --hierarchical-context-parallel-sizes 2 4");
 }
 
-static int batch_of_odd_length(void *context, int64_t index, mt_batch *batch, mt_error *error) {
-    (void)index, (void)error;
-    fill_batch(context, 0, 0, 1, batch);
-    batch->spans[0].q_len = batch->spans[0].k_len = 15;
-    batch->spans[1] = (mt_span){15, 17, 15, 17, true};
-    batch->num_spans = 2;
-    return 0;
-}
-
-/* A document of 15 tokens on 8 ranks ends training with an error. */
-static void training_names_a_sequence_that_cannot_be_sharded(void **state) {
-    (void)state;
-    if (grid.world.size != 8) skip();
-    more_options = "--context-parallel-size 8";
-    fixture f = open_family("llama", 4, grid.world.size, false);
-    mt_grid built = grid;
-    mt_run_state run = {0};
-    mt_metrics metrics;
-    mt_error error;
-    if (mt_grid_build(&built, &f.options, &error) != 0) fail_msg("%s", error.text);
-    create_model(&f, &built);
-    assert_int_equal(mt_train_step(f.model, &run, 1, batch_of_odd_length, &f, &f.batch, &metrics, &error), -1);
-    assert_non_null(strstr(error.text, "a sequence of 15 tokens does not divide into the 2 x 8 chunks"));
-    close_family(&f);
-    mt_grid_clear(&built);
-    more_options = "";
-}
-
 int main(int argc, char **argv) {
     mt_grid_start(&grid, &argc, &argv);
     if (!grid.world.comm) mt_die("start me with mpirun");
     ops = &mt_cpu_ops;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shards_have_every_token_once_in_order),
-        cmocka_unit_test(sequences_that_cannot_be_sharded_are_refused),
+        cmocka_unit_test(one_sequence_is_cut_in_a_zigzag),
+        cmocka_unit_test(cuts_share_tokens_and_keys),
         cmocka_unit_test(every_comm_type_equals_attention_on_one_rank),
         cmocka_unit_test(every_comm_type_equals_attention_on_one_rank_to_bf16_rounding),
         cmocka_unit_test(every_comm_type_trains_like_pytorch_on_one_rank),
-        cmocka_unit_test(training_names_a_sequence_that_cannot_be_sharded),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

@@ -78,6 +78,14 @@ static bool together(const mt_grid_shape *s, mt_group_kind kind, const place *a,
         return tp && dp && pp && a->cp / s->context_a2a == b->cp / s->context_a2a;
     case MT_GROUP_CONTEXT_RING:
         return tp && dp && pp && a->cp % s->context_a2a == b->cp % s->context_a2a;
+    case MT_GROUP_CONTEXT_2:
+    case MT_GROUP_CONTEXT_4:
+    case MT_GROUP_CONTEXT_8:
+    case MT_GROUP_CONTEXT_16:
+    case MT_GROUP_CONTEXT_32:
+    case MT_GROUP_CONTEXT_64:
+        if (!s->context_blocks || 2 << (kind - MT_GROUP_CONTEXT_2) >= s->context) return a == b;
+        return tp && dp && pp && a->cp >> (kind - MT_GROUP_CONTEXT_2 + 1) == b->cp >> (kind - MT_GROUP_CONTEXT_2 + 1);
     default:
         fail_msg("a kind of group without words: %d", (int)kind);
         return false;
@@ -115,7 +123,7 @@ static void groups_are_those_of_the_coordinates_for_many_sizes(void **state) {
                                 int64_t stage = tp * cp * dp;
                                 if (stage * pp > 96 || stage % (ep * etp) != 0) continue;
                                 mt_grid_shape s = {
-                                    tp, cp, dp, pp, etp, ep, stage / (ep * etp), heads, cp % 2 == 0 ? 2 : cp};
+                                    tp, cp, dp, pp, etp, ep, stage / (ep * etp), heads, cp % 2 == 0 ? 2 : cp, cp == 4};
                                 check_shape(&s);
                                 shapes++;
                             }
@@ -131,7 +139,7 @@ static void expect_members(const mt_grid_shape *s, mt_group_kind kind, int rank,
 /* The docstring of initialize_model_parallel: 16 GPUs, 2 tensor and 4 pipeline ranks. */
 static void groups_are_those_of_megatrons_example(void **state) {
     (void)state;
-    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8, 1};
+    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8, 1, false};
     expect_members(&s, MT_GROUP_DATA, 0, 2, (int[]){0, 2});
     expect_members(&s, MT_GROUP_DATA, 7, 2, (int[]){5, 7});
     expect_members(&s, MT_GROUP_DATA, 12, 2, (int[]){12, 14});
@@ -147,7 +155,7 @@ static void groups_are_those_of_megatrons_example(void **state) {
  * the same odevity the second. */
 static void the_levels_of_context_parallelism_are_megatrons(void **state) {
     (void)state;
-    mt_grid_shape s = {1, 8, 1, 1, 1, 1, 8, 8, 2};
+    mt_grid_shape s = {1, 8, 1, 1, 1, 1, 8, 8, 2, false};
     expect_members(&s, MT_GROUP_CONTEXT_A2A, 5, 2, (int[]){4, 5});
     expect_members(&s, MT_GROUP_CONTEXT_RING, 5, 4, (int[]){1, 3, 5, 7});
     s.context_a2a = 0; // p2p and all_gather: one level
@@ -155,10 +163,21 @@ static void the_levels_of_context_parallelism_are_megatrons(void **state) {
     expect_members(&s, MT_GROUP_CONTEXT_RING, 5, 8, (int[]){0, 1, 2, 3, 4, 5, 6, 7});
 }
 
+/* Dynamic context parallelism: aligned blocks; none where they are not asked for, or as large as the whole group. */
+static void blocks_of_a_context_group_are_aligned_neighbours(void **state) {
+    (void)state;
+    mt_grid_shape s = {1, 8, 2, 1, 1, 1, 16, 8, 1, true};
+    expect_members(&s, MT_GROUP_CONTEXT_2, 5, 2, (int[]){4, 5});
+    expect_members(&s, MT_GROUP_CONTEXT_4, 13, 4, (int[]){12, 13, 14, 15});
+    expect_members(&s, MT_GROUP_CONTEXT_8, 13, 1, (int[]){13});
+    s.context_blocks = false;
+    expect_members(&s, MT_GROUP_CONTEXT_2, 5, 1, (int[]){5});
+}
+
 /* With 2 heads over 8 tensor ranks, four neighbours hold the same one. */
 static void ranks_with_the_same_key_head_are_neighbours(void **state) {
     (void)state;
-    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2, 1};
+    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2, 1, false};
     expect_members(&s, MT_GROUP_KV_REPLICAS, 5, 4, (int[]){4, 5, 6, 7});
     expect_members(&s, MT_GROUP_KV_REPLICAS, 8, 4, (int[]){8, 9, 10, 11});
     s.num_query_groups = 8;
@@ -192,6 +211,7 @@ int main(void) {
         cmocka_unit_test(groups_are_those_of_the_coordinates_for_many_sizes),
         cmocka_unit_test(groups_are_those_of_megatrons_example),
         cmocka_unit_test(the_levels_of_context_parallelism_are_megatrons),
+        cmocka_unit_test(blocks_of_a_context_group_are_aligned_neighbours),
         cmocka_unit_test(ranks_with_the_same_key_head_are_neighbours),
         cmocka_unit_test(the_table_is_compact_for_64_ranks),
     };

@@ -483,12 +483,6 @@ static void layouts_that_cannot_be_are_refused(void **state) {
     expect_error(RUN "--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --tp-comm-overlap",
                     "--tp-comm-overlap needs --sequence-parallel");
-    expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--seq-length 14 --context-parallel-size 2",
-                    "--seq-length 14 must be a multiple of 2 x --context-parallel-size = 4");
-    expect_error_of(MT_PROGRAM_TRAIN, 2,
-                    RUN
-                    "--seq-length 15 --tensor-model-parallel-size 2 --sequence-parallel --max-position-embeddings 16",
-                    "--seq-length 15 must be a multiple of --tensor-model-parallel-size x --context-parallel-size");
     expect_error_of(MT_PROGRAM_TRAIN, 4,
                     RUN "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 12",
                     "--global-batch-size 12 must be a multiple of --micro-batch-size x the data-parallel size = 8; "
@@ -519,8 +513,6 @@ static void context_parallelism_that_cannot_be_is_refused(void **state) {
     (void)state;
 #define OVER_FOUR RUN "--context-parallel-size 4 "
     const char *sizes = "two numbers whose product is --context-parallel-size 4";
-    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--seq-length 36 --max-position-embeddings 36",
-                    "--seq-length 36 must be a multiple of 2 x --context-parallel-size = 8");
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type ring",
                     "--cp-comm-type expects p2p|all_gather|a2a|a2a+p2p, got 'ring'");
     expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a+p2p", sizes);
@@ -996,7 +988,7 @@ static void help_shows_the_programs_own_options_within_100_columns(void **state)
     assert_true(common && model && strstr(common, "  --lr N") < model && strstr(common, "* --config FILE") < model);
     assert_non_null(strstr(train, "--untie-embeddings-and-output-weights"));
     assert_non_null(strstr(train, "(default: 0.999)"));
-    assert_null(strstr(train, "--prompt"));
+    assert_null(strstr(train, "--prompt-tokens"));
     assert_non_null(strstr(infer, "--max-new-tokens"));
     assert_null(strstr(infer, "--lr"));
     for (const char *line = train; *line; line += strcspn(line, "\n") + 1) assert_true(strcspn(line, "\n") <= 100);

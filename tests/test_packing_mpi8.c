@@ -1,0 +1,204 @@
+/* test_packing_mpi8.c: sequences of any length, several in a micro-batch and micro-batches of different lengths, train
+ * on every layout as they do one by one on one rank: losses and gradient norms. */
+#include "../data/options.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { SAMPLES = 24, STEPS = 3, VOCABULARY = 61, LONGEST = 37, TOKENS = 400 };
+
+static mt_grid world;
+
+/* ---- samples: functions of their numbers --------------------------------------------------------------------------
+ */
+
+static int64_t sample_length(int64_t sample) {
+    static const int64_t lengths[] = {13, 29, 1, 7, 22, 5, 2, 17, LONGEST, 11};
+    return lengths[sample * 7 % 10];
+}
+
+/* Appends a sample to a batch. */
+static void add_sample(mt_batch *batch, int64_t step, int64_t sample) {
+    int64_t start = batch->num_tokens, length = sample_length(sample);
+    batch->spans[batch->num_spans++] = (mt_span){start, length, start, length, true};
+    for (int64_t i = 0, t = start; i < length; i++, t++) {
+        batch->tokens[t] = (int32_t)((sample % 5 * 7 + i * i * 3) % VOCABULARY);
+        batch->labels[t] = (int32_t)((sample % 5 * 7 + (i + 1) * (i + 1) * 3) % VOCABULARY);
+        batch->loss_mask[t] = (sample + i) % 4 != 0;
+        batch->positions[t] = (int32_t)i;
+        batch->token_index[t] = (step * SAMPLES + sample) * LONGEST + i;
+    }
+    batch->num_tokens += length;
+}
+
+/* A step's slots, micro-batches by number: in each, blocks of ranks have a batch. The samples are dealt to the blocks
+ * of all slots and data-parallel ranks in turn. */
+typedef struct dealer {
+    const mt_grid *grid;
+    int64_t step, slots;
+    bool dynamic, one_by_one;
+} dealer;
+
+/* The size of the block of context ranks that has `rank` in a slot: all, halves, or singles and a half. */
+static int64_t block_size(const dealer *d, int64_t slot, int64_t rank) {
+    int64_t cp = d->grid->context.size;
+    if (!d->dynamic || cp == 1 || slot % 3 == 0) return cp;
+    if (slot % 3 == 1) return cp / 2;
+    return rank < cp / 2 ? 1 : cp / 2;
+}
+
+static int deal(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)error;
+    const dealer *d = context;
+    int64_t cp = d->grid->context.size, blocks = 0, mine = -1;
+    for (int64_t slot = 0; slot < d->slots; slot++)
+        for (int64_t data = 0; data < d->grid->data.size; data++)
+            for (int64_t first = 0; first < cp; first += block_size(d, slot, first), blocks++) {
+                bool is_inside =
+                    d->grid->context.rank >= first && d->grid->context.rank < first + block_size(d, slot, first);
+                if (slot == index && data == d->grid->data.rank && is_inside) mine = blocks;
+            }
+    batch->num_tokens = batch->num_spans = 0;
+    batch->context_size = d->dynamic ? block_size(d, index, d->grid->context.rank) : 0;
+    for (int64_t sample = 0; sample < SAMPLES; sample++)
+        if (d->one_by_one ? sample == index : sample % blocks == mine) add_sample(batch, d->step, sample);
+    return 0;
+}
+
+/* ---- training -----------------------------------------------------------------------------------------------------
+ */
+
+typedef struct results {
+    double loss[STEPS], norm[STEPS];
+} results;
+
+/* Trains a model on a layout, with `slots` micro-batches a step. */
+static results train(const char *model, const char *layout, const mt_grid *start, int64_t slots, bool one_by_one) {
+    char line[2048], *arguments[128];
+    int count = 0;
+    mt_error error;
+    mt_options o;
+    mt_model *m;
+    mt_batch batch;
+    results r;
+    bool dynamic = strstr(layout, "dynamic");
+    snprintf(line, sizeof line,
+             "train --mock-data --seq-length %d --train-iters %d --lr 5e-3 --lr-decay-style constant --adam-eps 1e-3 "
+             "--clip-grad 1 --init-method-std 0.1 --hidden-dropout 0.1 --attention-dropout 0.1 --hidden-size 32 "
+             "--num-attention-heads 4 --ffn-hidden-size 48 --vocab-size %d --make-vocab-size-divisible-by 16 "
+             "--num-layers 4 --micro-batch-size 1 --global-batch-size 24 --distributed-timeout-seconds 60 --device cpu "
+             "%s %s",
+             LONGEST, STEPS, VOCABULARY, model, dynamic ? layout + strlen("dynamic") : layout);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    if (mt_options_parse(&o, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
+    o.dynamic_context_parallel = dynamic;
+    if (mt_options_finish(&o, MT_PROGRAM_TRAIN, start->world.size, &error) != 0) fail_msg("%s", error.text);
+    mt_grid grid = *start;
+    if (mt_grid_build(&grid, &o, &error) != 0) fail_msg("%s", error.text);
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = LONGEST, .train = true};
+    if (mt_model_create(&m, &o, &grid, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    mt_batch_alloc(&batch, TOKENS * o.context_parallel_size);
+    mt_model_init(m);
+    mt_run_state state = {0};
+    for (int step = 0; step < STEPS; step++) {
+        dealer d = {&grid, step, slots, dynamic, one_by_one};
+        mt_metrics metrics;
+        if (mt_train_step(m, &state, slots, deal, &d, &batch, &metrics, &error) != 0) fail_msg("%s", error.text);
+        r.loss[step] = metrics.loss, r.norm[step] = metrics.grad_norm;
+    }
+    mt_model_destroy(m);
+    mt_batch_free(&batch);
+    mt_options_free(&o);
+    mt_grid_clear(&grid);
+    return r;
+}
+
+#define ROTARY   "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+#define LLAMA    ROTARY "--group-query-attention --num-query-groups 2 "
+#define GPT2     ""
+#define WINDOW   LLAMA "--window-size 9 "
+#define MTP      LLAMA "--mtp-num-layers 2 --untie-embeddings-and-output-weights "
+#define EXPERTS  ROTARY "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+#define BY       "--cp-comm-type "
+#define CP       "--context-parallel-size "
+#define TP       "--sequence-parallel --tensor-model-parallel-size "
+#define PP       "--pipeline-model-parallel-size "
+#define EP       "--expert-model-parallel-size "
+#define SHARD    "--data-parallel-sharding-strategy "
+#define DYNAMIC  "dynamic "
+#define PER_RANK "--num-virtual-stages-per-pipeline-rank "
+
+static const struct {
+    const char *model, *layout;
+    int64_t slots;
+} rows[] = {
+    {LLAMA, "", 3},
+    {LLAMA, CP "2", 3},
+    {GPT2, CP "4", 2},
+    {LLAMA, CP "2 " BY "all_gather", 3},
+    {GPT2, CP "4 " BY "all_gather", 2},
+    {LLAMA, CP "2 " BY "a2a", 3},
+    {GPT2, CP "4 " BY "a2a", 3},
+    {GPT2, CP "4 " BY "a2a+p2p --hierarchical-context-parallel-sizes 2 2", 3},
+    {WINDOW, CP "4 " BY "all_gather", 2},
+    {WINDOW, CP "2 " BY "a2a", 2},
+    {LLAMA, TP "2", 3},
+    {LLAMA, CP "2 " TP "2", 3},
+    {LLAMA, CP "2 " PP "2 " PER_RANK "2", 4},
+    {LLAMA, CP "2 " PP "2 --pipeline-schedule zb-h1", 4},
+    {MTP, CP "2 " PP "2", 3},
+    {EXPERTS, CP "2 " EP "2", 3},
+    {EXPERTS, EP "4", 3},
+    {EXPERTS, CP "2 " EP "4 --moe-token-dispatcher-type allgather", 2},
+    {EXPERTS, TP "2 " EP "2 --moe-token-dispatcher-type allgather", 3},
+    {LLAMA, CP "2 " SHARD "optim_grads_params", 2},
+    {LLAMA, DYNAMIC CP "2", 3},
+    {GPT2, DYNAMIC CP "4", 3},
+    {LLAMA, DYNAMIC CP "8", 3},
+    {GPT2, DYNAMIC CP "4 " BY "a2a", 3},
+    {WINDOW, DYNAMIC CP "4 " BY "all_gather", 3},
+    {LLAMA, DYNAMIC CP "4 " TP "2", 3},
+    {LLAMA, DYNAMIC CP "2 " PP "2 " PER_RANK "2", 4},
+    {LLAMA, DYNAMIC CP "4 " PP "2 --pipeline-schedule zb-h1", 4},
+    {MTP, DYNAMIC CP "4", 3},
+    {EXPERTS, DYNAMIC CP "4 " EP "4", 3},
+    {EXPERTS, DYNAMIC CP "4 " EP "4 --moe-token-dispatcher-type allgather", 3},
+    {LLAMA, DYNAMIC CP "4 " SHARD "optim_grads_params --overlap-grad-reduce", 3},
+};
+
+static void packed_trains_as_one_by_one(void **state) {
+    (void)state;
+    const char *reference = NULL;
+    results expected = {0};
+    int failures = 0;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        if (!reference || strcmp(reference, rows[i].model) != 0)
+            expected = train(rows[i].model, "", &mt_grid_of_one, SAMPLES, true);
+        reference = rows[i].model;
+        results r = train(rows[i].model, rows[i].layout, &world, rows[i].slots, false);
+        for (int step = 0; step < STEPS; step++) {
+            bool is_equal = fabs(r.loss[step] - expected.loss[step]) <= 1e-5 * expected.loss[step] &&
+                            fabs(r.norm[step] - expected.norm[step]) <= 1e-5 * expected.norm[step];
+            if (is_equal) continue;
+            failures++;
+            if (world.world.rank == 0)
+                fprintf(stderr, "%s%s, step %d: loss %.9g, expected %.9g; norm %.9g, expected %.9g\n", rows[i].model,
+                        rows[i].layout, step, r.loss[step], expected.loss[step], r.norm[step], expected.norm[step]);
+        }
+    }
+    assert_int_equal(failures, 0);
+}
+
+int main(int argc, char **argv) {
+    mt_grid_start(&world, &argc, &argv);
+    if (world.world.size != 8) mt_die("start me with mpirun -np 8");
+    const struct CMUnitTest tests[] = {cmocka_unit_test(packed_trains_as_one_by_one)};
+    int failures = cmocka_run_group_tests(tests, NULL, NULL);
+    mt_grid_stop(&world);
+    return failures;
+}
