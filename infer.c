@@ -2,6 +2,7 @@
  * generated is in megatron.c §15. Several ranks hold the model together and do the same; rank 0 reads and prints. */
 #include "megatron.h"
 
+#include "data/chat.h"
 #include "data/checkpoint.h"
 #include "data/host_memory.h"
 #include "data/launch.h"
@@ -27,12 +28,16 @@ typedef struct run {
     bool is_first;           // of the ranks: the one that talks
     char *folder;            // holds config.json
     mt_tokenizer *tokenizer; // NULL: token ids in, token ids out
-    int32_t bos;             // begins the model's texts; -1: none
-    int64_t context;         // tokens of a sequence at most
+    const char *tokenizer_path;
+    int32_t bos;     // begins the model's texts; -1: none
+    int64_t context; // tokens of a sequence at most
     mt_model *model;
     mt_generator *generator;
     mt_decoder *decoder; // of the sequence being shown
     mt_text text;
+    mt_chat *chat; // --chat, else NULL
+    mt_conversation conversation;
+    mt_ids cached; // tokens of the conversation whose keys and values the generator has
 } run;
 
 /* Ends the program if a function failed on any rank. Every rank calls it. */
@@ -53,7 +58,8 @@ static void open_tokenizer(run *r) {
         mt_error_set(&error, "%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", why.text);
     }
     check(r, status, &error);
-    check(r, mt_prompt_begins_with_bos(o->tokenizer_model ? o->tokenizer_model : r->folder, &begins, &error), &error);
+    r->tokenizer_path = o->tokenizer_model ? o->tokenizer_model : r->folder;
+    check(r, mt_prompt_begins_with_bos(r->tokenizer_path, &begins, &error), &error);
     if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
     r->decoder = mt_decoder_open(r->tokenizer);
 }
@@ -75,6 +81,7 @@ static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t pr
     mt_stops stops;
     mt_error error;
     check(r, mt_stops_read(&stops, r->folder, o, &error), &error);
+    if (r->chat && stops.count < MT_MAX_STOPS) stops.ids[stops.count++] = mt_chat_end(r->chat);
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){{mt_tokenizer_eod(r->tokenizer)}, 1};
     open_model(r, &plan);
     if (r->is_first) mt_report_inference(r->model, r->context, stderr);
@@ -91,6 +98,73 @@ static int begin_text(const run *r, mt_sequence *sequence, int64_t id, const cha
     free(ids.data);
     return status;
 }
+
+/* ---- a conversation */
+
+static void open_chat(run *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    check(r, mt_chat_open(&r->chat, o->chat_template, r->tokenizer, r->tokenizer_path, &error), &error);
+    if (o->system_prompt)
+        mt_conversation_add(&r->conversation, "system", o->system_prompt, (int64_t)strlen(o->system_prompt));
+}
+
+/* Begins the response to the conversation as sequence `id`. It continues from the tokens that are in the cache. */
+static int begin_response(run *r, mt_sequence *sequence, int64_t id, mt_error *error) {
+    const mt_conversation *c = &r->conversation;
+    mt_ids ids = {0}, turns = {0};
+    int status = mt_chat_encode(r->chat, c->messages, c->count, true, &ids, &turns, error);
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
+    if (status == 0) {
+        int64_t most = mt_min(r->cached.count, ids.count - 1), *cached = &sequence->num_cached;
+        while (*cached < most && r->cached.data[*cached] == ids.data[*cached]) ++*cached;
+    }
+    free(ids.data);
+    free(turns.data);
+    return status;
+}
+
+/* A message of the user. If the conversation no longer fits in the context, it starts again with this message. */
+static int begin_turn(run *r, mt_sequence *sequence, int64_t id, const char *line, int64_t bytes, mt_error *error) {
+    mt_conversation *c = &r->conversation;
+    int64_t first = r->options.system_prompt != NULL;
+    mt_conversation_add(c, "user", line, bytes);
+    int status = begin_response(r, sequence, id, error);
+    if (status != 0 && c->count > first + 1) {
+        mt_conversation_cut(c, first);
+        mt_conversation_add(c, "user", line, bytes);
+        status = begin_response(r, sequence, id, error);
+        if (status == 0 && r->is_first)
+            fprintf(stderr, "note: the context of %lld tokens is full; the conversation starts again\n",
+                    (long long)r->context);
+    }
+    if (status != 0) mt_conversation_cut(c, c->count - 1);
+    return status;
+}
+
+/* The response, without the token that ends it, becomes a message. The decoder sees the prompt too: it must know what
+ * it continues. */
+static void end_turn(run *r, const mt_sequence *sequence) {
+    mt_error error;
+    mt_text text = {0};
+    mt_decoder *decoder = mt_decoder_open(r->tokenizer);
+    mt_text_append(&text, "", 0);
+    for (int64_t i = 0; i < sequence->num_tokens; i++) {
+        int32_t token = sequence->tokens[i];
+        if (i == sequence->num_prompt) text.bytes = 0;
+        if (mt_tokenizer_is_special(r->tokenizer, token) || token == mt_chat_end(r->chat)) continue;
+        (void)mt_decode_next(decoder, token, &text, &error); // an unknown token has no text
+    }
+    if (sequence->num_tokens == sequence->num_prompt) text.bytes = 0;
+    mt_decode_end(decoder, &text);
+    mt_decoder_close(decoder);
+    mt_conversation_add(&r->conversation, "assistant", text.data, text.bytes);
+    free(text.data);
+    r->cached.count = 0;
+    for (int64_t i = 0; i < sequence->num_cached; i++) mt_ids_push(&r->cached, sequence->tokens[i]);
+}
+
+/* ---- texts to continue */
 
 /* Shows token i as its id or its text. The decoder sees prompts too: it must know what it continues. */
 static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show) {
@@ -134,6 +208,7 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
         if (r->is_first && sequences[s].num_tokens == r->context && sequences[s].max_tokens == r->context)
             fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n", (long long)sequences[s].id + 1,
                     (long long)r->context);
+        if (r->chat) end_turn(r, &sequences[s]);
         free(sequences[s].tokens);
     }
 }
@@ -191,7 +266,8 @@ static char *next_line(run *r, int64_t *bytes) {
     return NULL;
 }
 
-/* Without a prompt: each line of standard input is a new text to continue. False if a text could not be continued. */
+/* Without a prompt: each line of standard input is a new text to continue, or with --chat a message of the user. False
+ * if a text could not be continued. */
 static bool answer_lines(run *r) {
     mt_error error;
     mt_sequence sequence;
@@ -206,7 +282,9 @@ static bool answer_lines(run *r) {
         if (terminal) fprintf(stderr, "> ");
         if (!(line = next_line(r, &bytes))) break;
         if (bytes == 0) continue;
-        if (begin_text(r, &sequence, id, line, bytes, &error) == 0) {
+        int status = r->chat ? begin_turn(r, &sequence, id, line, bytes, &error)
+                             : begin_text(r, &sequence, id, line, bytes, &error);
+        if (status == 0) {
             generate(r, &sequence, 1, false);
         } else {
             if (r->is_first) fprintf(stderr, "error: %s\n", error.text);
@@ -259,6 +337,7 @@ int main(int argc, char **argv) {
         score(&r);
     } else {
         open_tokenizer(&r);
+        if (o->chat) open_chat(&r);
         if (o->prompt_tokens || o->prompt.count > 0)
             answer_prompts(&r);
         else
@@ -268,6 +347,10 @@ int main(int argc, char **argv) {
     mt_generator_destroy(r.generator);
     mt_model_destroy(r.model);
     mt_decoder_close(r.decoder);
+    mt_chat_close(r.chat);
+    mt_conversation_cut(&r.conversation, 0);
+    free(r.conversation.messages);
+    free(r.cached.data);
     mt_tokenizer_close(r.tokenizer);
     mt_options_free(o);
     free(r.text.data);

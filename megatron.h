@@ -453,7 +453,11 @@ typedef struct mt_options {
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* fine-tuning: samples of any length */
     bool sft, sequence_packing, variable_seq_lengths;
-    int64_t train_epochs;
+    int64_t train_epochs, skip_bad_samples;
+    mt_chat_template chat_template;
+    mt_loss_on loss_on;
+    mt_long_samples long_samples;
+    char *messages_key, *prompt_key, *query_key, *response_key;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
@@ -463,6 +467,8 @@ typedef struct mt_options {
     int64_t trace_first_step, trace_last_step;
     /* inference */
     mt_strings prompt;
+    bool chat;
+    char *system_prompt;
     char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
     double temperature, top_p;
@@ -2097,6 +2103,17 @@ mt_dtype mt_model_dtype(const mt_model *model);
 const mt_grid *mt_model_grid(const mt_model *model);
 int64_t mt_model_bytes(const mt_model *model); // bytes of device memory in its plan
 
+/* The parts of a model that can rest while another model works on the same device. */
+typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_NUM_PARTS } mt_part;
+
+/* Releases the device memory of the parts (bits 1 << mt_part) between two steps, and allocates it again. Parameters and
+ * optimizer state wait in pinned host memory; gradients are discarded, since the next step overwrites them. While a
+ * part rests, nothing may use it: addresses in buckets are NULL, and a training step is an error. Every rank calls
+ * them; too little memory on any rank is every rank's error, and changes nothing. Parts that rest already, or are
+ * awake, stay as they are. */
+int mt_model_rest(mt_model *model, unsigned parts, mt_error *error);
+int mt_model_wake(mt_model *model, unsigned parts, mt_error *error);
+
 /* Sets a stream that still reads parameters or optimizer state, such as the stream of a save's copies: the model's
  * stream waits for its present work before it changes them. NULL: nothing reads any more. */
 void mt_model_set_reader(mt_model *model, mt_stream *reader);
@@ -2426,7 +2443,8 @@ int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 typedef struct mt_generator mt_generator;
 
 /* A generator for a model that was created with mt_generator_plan(max_sequences, ...). Sequence s of each call owns the
- * s-th part of the cache; a new sequence (num_cached = 0) may take the place of a finished one. */
+ * s-th part of the cache. A new sequence may take the place of a finished one: with num_cached 0, or, less than
+ * num_prompt, the leading tokens that both have among the cached ones of the finished sequence. */
 mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
                                   const mt_stops *stops);
 void mt_generator_destroy(mt_generator *generator);

@@ -104,6 +104,7 @@ static void configure_data(run *r) {
     const mt_options *o = &r->options;
     r->data_config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
     r->data_config.tokenizer = r->tokenizer;
+    r->data_config.tokenizer_path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
     r->data_config.log = r->grid.world.rank == 0 ? stdout : NULL;
 }
 

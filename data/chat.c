@@ -500,3 +500,21 @@ int mt_chat_encode_document(mt_chat *chat, const char *text, int64_t bytes, mt_i
     if (chat->eod >= 0) mt_ids_push(ids, chat->eod);
     return 0;
 }
+
+/* ---- conversations -------------------------------------------------------------------------------------------------
+ */
+
+void mt_conversation_add(mt_conversation *conversation, const char *role, const char *text, int64_t bytes) {
+    if (conversation->count == conversation->capacity) {
+        conversation->capacity = 2 * conversation->capacity + 16;
+        conversation->messages =
+            mt_realloc(conversation->messages, conversation->capacity * (int64_t)sizeof *conversation->messages);
+    }
+    char *copy = mt_malloc(bytes + 1);
+    if (bytes > 0) memcpy(copy, text, (size_t)bytes);
+    conversation->messages[conversation->count++] = (mt_chat_message){role, copy, bytes};
+}
+
+void mt_conversation_cut(mt_conversation *conversation, int64_t count) {
+    while (conversation->count > count) free((char *)conversation->messages[--conversation->count].content);
+}

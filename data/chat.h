@@ -81,6 +81,16 @@ int mt_chat_encode_document(mt_chat *chat, const char *text, int64_t bytes, mt_i
 /* The token that ends a response. */
 int32_t mt_chat_end(const mt_chat *chat);
 
+/* Messages with texts of their own. Start it as {0}; cut it to 0 messages and free its array. */
+typedef struct mt_conversation {
+    mt_chat_message *messages;
+    int64_t count, capacity;
+} mt_conversation;
+
+/* Add a copy of a message, whose role is a literal; remove the messages from `count` on. */
+void mt_conversation_add(mt_conversation *conversation, const char *role, const char *text, int64_t bytes);
+void mt_conversation_cut(mt_conversation *conversation, int64_t count);
+
 #ifdef __cplusplus
 }
 #endif

@@ -280,10 +280,19 @@ static void open_mock_samples(mt_data *data, const mt_data_config *config) {
 }
 
 static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_data_config *config, mt_error *error) {
+    const mt_options *o = config->options;
     mt_sft_config files = {.paths = *paths,
-                           .tokenizer_path = config->options->tokenizer_model,
+                           .tokenizer_path = config->tokenizer_path,
                            .vocab_size = config->vocab_size,
                            .seq_length = config->seq_length,
+                           .chat_template = o->chat_template,
+                           .loss_on = o->loss_on,
+                           .long_samples = o->long_samples,
+                           .skip_bad_samples = o->skip_bad_samples,
+                           .messages_key = o->messages_key,
+                           .prompt_key = o->prompt_key,
+                           .query_key = o->query_key,
+                           .response_key = o->response_key,
                            .log = config->log};
     return mt_samples_read(samples, &files, config->tokenizer, error);
 }

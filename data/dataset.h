@@ -143,6 +143,7 @@ typedef struct mt_data_config {
     /* samples of any length, see sft.h */
     const mt_options *options;            // how files are read
     const struct mt_tokenizer *tokenizer; // of the files' text
+    const char *tokenizer_path;           // its file or folder; NULL: none
     FILE *log;                            // lines about the files; NULL: none
     bool sft, sequence_packing, variable_seq_lengths;
     int64_t train_epochs;          // 0: no limit

@@ -276,7 +276,7 @@ static const struct {
      "titles-data-path use-one-sent-docs vision-backbone-type vision-pretraining vision-pretraining-type "
      "vocab-extra-ids"},
     {MT_NAME_UNSUPPORTED, "fine-tuning on conversations, filling in the middle, and distillation",
-     "chat-template fim-data fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token "
+     "fim-data fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token "
      "fim-prefix-token fim-rate fim-split-sample fim-spm-rate fim-suffix-token logits-load-decode-threads "
      "logits-load-dir logits-load-ignore-errors logits-load-kd-loss-alpha logits-load-msc-prefetch-depth "
      "logits-load-prefetch-factor logits-save-dir logits-save-dtype logits-save-top-k logits-save-top-p "

@@ -1,6 +1,7 @@
 /* option_table.c: the row of every option, and the value of an option as its row describes it. */
 #include "option_table.h"
 
+#include "chat.h"
 #include "tokenizer.h"
 
 #include <errno.h>
@@ -515,8 +516,9 @@ const mt_option mt_option_table[] = {
 
     {.help = "fine-tuning: samples of any length"},
     {"sft", MT_FLAG, MT_AT(sft), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "train on samples of any length up to --seq-length, each with attention and positions of its own; --mock-data: "
-     "with log-normal lengths",
+     "train on samples of any length up to --seq-length, each with attention and positions of its own: on JSON Lines "
+     "in "
+     "--data-path; --mock-data: with log-normal lengths",
      .excludes = "tokens-file, dataloader-type, reset-position-ids, reset-attention-mask, eod-mask-loss"},
     {"sequence-packing", MT_FLAG, MT_AT(sequence_packing), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "pack several samples into a row of --seq-length; a row is one sample of --global-batch-size", .needs = "sft",
@@ -528,6 +530,28 @@ const mt_option mt_option_table[] = {
     {"train-epochs", MT_INT, MT_AT(train_epochs), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]",
      "visit every sample this many times, instead of --train-iters", .needs = "sft",
      .excludes = "train-iters, train-samples", .own = true},
+    {"chat-template", MT_CHOICE, MT_AT(chat_template), MT_BOTH, MT_OF_RUN, "auto", "auto|" MT_CHAT_TEMPLATES,
+     "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone",
+     .needs = "sft, chat", .excludes = "mock-data"},
+    {"loss-on", MT_CHOICE, MT_AT(loss_on), MT_TRAIN, MT_OF_RUN, "responses", "responses|last|all",
+     "tokens that the loss counts: of all responses, of the last one, or all", .needs = "sft", .excludes = "mock-data",
+     .own = true},
+    {"long-samples", MT_CHOICE, MT_AT(long_samples), MT_TRAIN, MT_OF_RUN, "truncate", "truncate|drop",
+     "samples longer than --seq-length; a truncated one is dropped if no token is left that the loss counts",
+     .needs = "sft", .excludes = "mock-data", .own = true},
+    {"skip-bad-samples", MT_INT, MT_AT(skip_bad_samples), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
+     "lines that are no sample and are left out, each named; one more ends the run", .needs = "sft",
+     .excludes = "mock-data", .own = true},
+    {"messages-key", MT_STRING, MT_AT(messages_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
+     "field of a line with a list of messages, each with role and content (default: messages)", .needs = "sft",
+     .excludes = "mock-data", .own = true},
+    {"prompt-key", MT_STRING, MT_AT(prompt_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
+     "field with the prompt (default: prompt or instruction)", .needs = "sft", .excludes = "mock-data", .own = true},
+    {"query-key", MT_STRING, MT_AT(query_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
+     "field with the input that follows the prompt on the next line, or with nothing (default: input)", .needs = "sft",
+     .excludes = "mock-data", .own = true},
+    {"response-key", MT_STRING, MT_AT(response_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
+     "field with the response (default: response or output)", .needs = "sft", .excludes = "mock-data", .own = true},
 
     {.help = "evaluation, checkpoints, reports"},
     {"eval-interval", MT_INT, MT_AT(eval_interval), MT_TRAIN, MT_OF_RUN, "1000", "[1,1000000000000]",
@@ -601,11 +625,16 @@ const mt_option mt_option_table[] = {
      "sample from the k most probable tokens; 0: from all", .own = true},
     {"top-p", MT_REAL, MT_AT(top_p), MT_INFER, MT_OF_RUN, "1", "(0,1]",
      "sample from the smallest set of most probable tokens with total probability p", .own = true},
+    {"chat", MT_FLAG, MT_AT(chat), MT_INFER, MT_OF_RUN, NULL, NULL,
+     "hold a conversation: each line is a message, the model responds until its template's end of a turn",
+     .excludes = "prompt, prompt-tokens", .own = true},
+    {"system-prompt", MT_STRING, MT_AT(system_prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
+     "begin the conversation with this system message", .needs = "chat", .own = true},
 
     {.help = "scoring"},
     {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE.i32",
      "int32 [sequences, seq length + 1] to score, without a backward",
-     .excludes = "prompt, prompt-tokens, print-tokens, max-new-tokens, temperature, top-k, top-p", .own = true},
+     .excludes = "prompt, prompt-tokens, print-tokens, chat, max-new-tokens, temperature, top-k, top-p", .own = true},
     {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "write the log-probability of every label",
      .needs = "score", .own = true},
     {"entropy-out", MT_STRING, MT_AT(entropy_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32",

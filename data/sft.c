@@ -304,6 +304,12 @@ static int check_count(const reader *r, mt_error *error) {
 
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {
     reader r = {.config = config};
+    *samples = (mt_samples){0};
+    if (!tokenizer)
+        return mt_error_set(error,
+                            "%s: needs a tokenizer; give --tokenizer-type and --tokenizer-model, or --load a model "
+                            "with one",
+                            config->paths.items[0]);
     int status = mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error);
     for (int64_t i = 0; i < config->paths.count && status == 0; i++)
         status = read_file(&r, config->paths.items[i], error);

@@ -105,6 +105,50 @@ answers_lines() {
     [ "$(grep '^read' "$work/out" | tr '\n' ' ')" = 'read 5 tokens read 2 tokens ' ]
 }
 
+# A model whose vocabulary is ByteLevel's, with a context of 48 tokens, in $work/bytes.
+makes_model_of_bytes() {
+    [ -d "$work/bytes" ] || "$train" --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 48 \
+        --vocab-size 257 --tokenizer-type ByteLevel --position-embedding-type rope --mock-data --train-iters 2 \
+        --lr 1e-2 --save "$work/bytes" >"$work/out" 2>"$work/err"
+}
+
+# The second response continues the system message, both messages of the user, and the first response with its end.
+holds_a_conversation() {
+    makes_model_of_bytes || return 1
+    set -- --load "$work/bytes" --temperature 0 --max-new-tokens 4 --print-tokens
+    printf 'Hello\n\nyou\n' | "$infer" "$@" --chat --chat-template plain --system-prompt Sy >"$work/chat" \
+        2>"$work/err" || return 1
+    first=$(sed -n 1p "$work/chat" | tr ' ' ,)
+    # 7 tokens, then 15, of them 10 in the cache
+    [ "$(wc -l <"$work/chat")" = 2 ] && grep -q '^read 12 tokens' "$work/err" || return 1
+    "$infer" "$@" --prompt-tokens 83,121,72,101,108,108,111 >"$work/out" 2>"$work/err" &&
+        [ "$(cat "$work/out")" = "$(sed -n 1p "$work/chat")" ] || return 1
+    "$infer" "$@" --prompt-tokens "83,121,72,101,108,108,111,$first,256,121,111,117" >"$work/out" 2>"$work/err" &&
+        [ "$(cat "$work/out")" = "$(sed -n 2p "$work/chat")" ]
+}
+
+# The third message does not fit behind the others, the last not even alone.
+a_conversation_starts_again() {
+    makes_model_of_bytes || return 1
+    set -- --load "$work/bytes" --temperature 0 --max-new-tokens 4 --print-tokens
+    printf 'abcdefghijklmnop\nabcdefghijklmnop\nzyxwvutsrqponmlk\n%060d\n' 0 | "$infer" "$@" --chat \
+        --chat-template plain >"$work/chat" 2>"$work/err" && return 1
+    [ "$(wc -l <"$work/chat")" = 3 ] && [ "$(grep -c '^note: the context of 48 tokens is full' "$work/err")" = 1 ] &&
+        grep -q '^error: .*60 tokens' "$work/err" || return 1
+    printf 'zyxwvutsrqponmlk\n' | "$infer" "$@" --chat --chat-template plain >"$work/out" 2>"$work/err" &&
+        [ "$(cat "$work/out")" = "$(sed -n 3p "$work/chat")" ]
+}
+
+refuses_bad_conversations() {
+    makes_model_of_bytes &&
+        refuses 'has no chat template; choose one with --chat-template' --load "$work/bytes" --chat &&
+        refuses 'chatml needs the token <|im_start|>' --load "$work/bytes" --chat --chat-template chatml &&
+        refuses 'chat-template needs --chat' --load "$work/bytes" --chat-template plain &&
+        refuses 'system-prompt needs --chat' --load "$work/bytes" --system-prompt x &&
+        refuses 'chat and --prompt exclude each other' --load "$work/bytes" --chat --prompt x &&
+        refuses 'chat-template' --load "$work/bytes" --chat --chat-template alpaca
+}
+
 # Generation stops at the context of these models, 64 tokens.
 stops_at_the_context() {
     "$infer" --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 1000 --temperature 0 \
@@ -222,6 +266,15 @@ ranks_answer_lines() {
         [ "$(cat "$work/out")" = "$(sed -n 1p "$work/alone")" ]
 }
 
+ranks_hold_a_conversation() {
+    makes_model_of_bytes || return 1
+    printf 'Hello\nyou\nabcdefghijklmnop\nabcdefghijklmnop\n' >"$work/lines"
+    set -- --load "$work/bytes" --chat --chat-template plain --temperature 0 --max-new-tokens 4
+    "$infer" "$@" <"$work/lines" >"$work/alone" 2>"$work/err" &&
+        shared 2 2 "$@" <"$work/lines" >"$work/out" 2>"$work/err" && cmp "$work/alone" "$work/out" &&
+        [ "$(grep -c '^note: the context' "$work/err")" = 1 ]
+}
+
 # Every error is printed once, and the job ends.
 ranks_refuse_together() {
     for bad in "2 1 --prompt-tokens 5,160 --print-tokens" "1 2 --score $work/absent --seq-length 32 --out $work/x" \
@@ -268,6 +321,9 @@ check bf16_weights_generate runs_in_bf16
 check a_seed_repeats_a_text repeats_by_seed
 check several_prompts_are_answered_like_each_alone answers_several_prompts
 check each_line_of_standard_input_is_answered answers_lines
+check a_conversation_continues_its_turns holds_a_conversation
+check a_full_context_starts_the_conversation_again a_conversation_starts_again
+check bad_conversations_are_refused refuses_bad_conversations
 check generation_stops_at_the_context_with_a_note stops_at_the_context
 check standard_output_has_only_the_text writes_only_text_to_standard_output
 check bad_prompts_are_refused_in_one_line refuses_bad_prompts
@@ -279,6 +335,7 @@ if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check two_tensor_parallel_ranks_score_a_folder_in_fp8 scores_fp8_folder 2 1
     check two_pipeline_stages_score_a_folder_in_fp8 scores_fp8_folder 1 2
     check lines_of_standard_input_reach_every_rank ranks_answer_lines
+    check ranks_hold_the_same_conversation ranks_hold_a_conversation
     check ranks_refuse_with_one_error ranks_refuse_together
     [ -r "$story/config.json" ] && check ranks_generate_the_same_story ranks_generate_the_story
 else

@@ -988,7 +988,7 @@ static void help_shows_the_programs_own_options_within_100_columns(void **state)
     assert_true(common && model && strstr(common, "  --lr N") < model && strstr(common, "* --config FILE") < model);
     assert_non_null(strstr(train, "--untie-embeddings-and-output-weights"));
     assert_non_null(strstr(train, "(default: 0.999)"));
-    assert_null(strstr(train, "--prompt"));
+    assert_null(strstr(train, "--prompt-tokens"));
     assert_non_null(strstr(infer, "--max-new-tokens"));
     assert_null(strstr(infer, "--lr"));
     for (const char *line = train; *line; line += strcspn(line, "\n") + 1) assert_true(strcspn(line, "\n") <= 100);
