@@ -254,6 +254,7 @@ static bool step(run *r) {
     check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
     if (mt_trace_is_complete()) write_trace(r);
     if (reported && feed.tokens > 0) metrics.tokens = feed.tokens;
+    r->report.step_flops = feed.flops;
     if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
     if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
     return true;

@@ -275,7 +275,7 @@ typedef struct mt_feed {
     int64_t consumed, samples; // of the run: before the step, and of the step
     int64_t micro_batches;     // of each rank
     int64_t rank, num_ranks;   // that read different samples
-    double tokens;             // of the step's samples, without padding; 0: not known, all are the same
+    double tokens, flops;      // of the step's samples, without padding; 0: all samples have seq_length tokens
     bool shared;               // other ranks read the same samples: those of one model replica
     int status;                // of reading on this rank, with its first error
     mt_error error;

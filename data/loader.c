@@ -271,7 +271,11 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
         loader->planned_after = consumed_samples, loader->planned_count = samples;
     }
     feed.micro_batches = loader->plan.num_slots;
-    for (int64_t i = 0; i < loader->plan.num_pieces; i++) feed.tokens += (double)loader->plan.pieces[i].length;
+    for (int64_t i = 0; i < loader->plan.num_pieces; i++) {
+        double length = (double)loader->plan.pieces[i].length;
+        feed.tokens += length;
+        feed.flops += loader->config->work.per_token * length + loader->config->work.per_pair * length * length;
+    }
     return feed;
 }
 
