@@ -415,6 +415,7 @@ typedef struct mt_options {
     mt_cp_comm_type cp_comm_type;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     bool dynamic_context_parallel;
+    int64_t max_seqlen_per_dp_cp_rank, min_dynamic_context_parallel_size;
     double distributed_timeout_minutes; // while the job starts
     int64_t distributed_timeout_seconds, save_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
