@@ -4748,7 +4748,10 @@ struct mt_model {
     int64_t rotary_dim;         // R
     /* memory */
     mt_arena arena;
-    void **host_memory; // [num_host_memory] freed with the model
+    mt_arena parts[MT_NUM_PARTS]; // of the device; base NULL while the part rests
+    void *resting[MT_NUM_PARTS];  // its contents on the host
+    unsigned resting_parts;       // bits 1 << mt_part
+    void **host_memory;           // [num_host_memory] freed with the model
     int64_t num_host_memory;
     void *workspace; // of the stream
     int64_t workspace_bytes;
@@ -8245,6 +8248,7 @@ static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_bucket
 
 void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
+    MT_CHECK(!(m->resting_parts & 1u << MT_PART_PARAMS));
     if (s->strategy == MT_NO_SHARD) return;
     mt_strategy strategy = m->buckets[bucket].strategy;
     if (strategy != MT_NO_SHARD) mt_bucket_gather_products(m, bucket);
@@ -8494,9 +8498,10 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
 }
 
 /* Memory of all buckets on this rank: parameters and gradients, whole or sharded, and its part of AdamW's state. */
-static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
+static void mt_plan_buckets(mt_model *m) {
     const mt_options *o = m->options;
-    int64_t start = arena->used;
+    mt_arena *arena = &m->parts[MT_PART_PARAMS], *grads = &m->parts[MT_PART_GRADS];
+    mt_arena *optimizer = &m->parts[MT_PART_OPTIMIZER];
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         int64_t size = mt_dtype_size(b->dtype);
@@ -8504,24 +8509,22 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
         b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_offset_pointer(b->params, b->shard_first * size)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
     }
-    m->bytes[MT_PLAN_WEIGHTS] = arena->used - start;
+    m->bytes[MT_PLAN_WEIGHTS] = arena->used;
     if (!m->plan.train) return;
-    start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
         int64_t size = mt_dtype_size(b->grad_dtype);
-        if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(arena, b->count * size);
+        if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(grads, b->count * size);
         if (!mt_bucket_buffers_gradients(b)) b->grads = b->main_grads;
         b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->main_grads, b->shard_first * size)
-                                                     : mt_arena_alloc(arena, b->shard_count * size);
+                                                     : mt_arena_alloc(grads, b->shard_count * size);
     }
-    m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
-    start = arena->used;
+    m->bytes[MT_PLAN_GRADIENTS] = grads->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         if (!b->trained) continue;
-        mt_arena *from = b->on_host ? &m->host : arena;
+        mt_arena *from = b->on_host ? &m->host : optimizer;
         if (m->dtype != MT_F32)
             b->master = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_MASTER)));
         b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
@@ -8529,11 +8532,8 @@ static void mt_plan_buckets(mt_model *m, mt_arena *arena) {
     }
     if (o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
         o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16)
-        m->state_amax = mt_arena_alloc(arena, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
-    m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
-    start = arena->used;
-    mt_plan_bucket_buffers(m, arena);
-    m->bytes[MT_PLAN_BUFFERS] = arena->used - start;
+        m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
+    m->bytes[MT_PLAN_OPTIMIZER] = optimizer->used;
 }
 
 /* ==== §12b access to sharded values =============================================================================== */
@@ -8545,6 +8545,7 @@ const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
 
 mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
+    MT_CHECK(!(m->resting_parts & (1u << MT_PART_PARAMS | (state != MT_STATE_WEIGHTS) << MT_PART_OPTIMIZER)));
     void *states[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
     if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
         return (mt_shard){states[state], b->shard_first, b->shard_count, mt_state_dtype(m, state)};
@@ -9473,6 +9474,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int entry = (int)(m->trainer->num_steps % 2);
     int64_t tokens;
     m->trainer->data_seconds = 0;
+    if (m->resting_parts) return mt_error_set(error, "a part of the model rests; call mt_model_wake before a step");
     if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
@@ -9847,8 +9849,10 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
 
 /* Assigns memory to everything from the arena; a counting arena measures the sizes. */
 static void mt_plan_memory(mt_model *m, mt_arena *arena) {
-    mt_plan_buckets(m, arena);
+    mt_plan_buckets(m); // first: they begin the host's memory too, also after a rest
     if (m->host_optimizer) mt_plan_host_optimizer(m);
+    if (m->plan.train) mt_plan_bucket_buffers(m, arena);
+    m->bytes[MT_PLAN_BUFFERS] = arena->used;
     int64_t start = arena->used;
     if (m->plan.train) mt_plan_recompute(m, arena);
     if (m->offload) mt_plan_offload(m, arena);
@@ -9875,7 +9879,7 @@ static int64_t mt_model_bytes_apart(const mt_model *m) {
 }
 
 int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
-    if (row == MT_PLAN_TOTAL) return m->arena.capacity + mt_model_bytes_apart(m);
+    if (row == MT_PLAN_TOTAL) return mt_model_bytes(m) + mt_model_bytes_apart(m);
     return row == MT_PLAN_HOST ? m->host.used : m->bytes[row];
 }
 
@@ -10241,8 +10245,10 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
 static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_plan_memory(m, &counting);
+    m->arena.capacity = counting.used;
+    for (int part = 0; part < MT_NUM_PARTS; part++) m->parts[part].capacity = m->parts[part].used;
     m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
-    if (mt_model_check_memory(m, counting.used + mt_model_bytes_apart(m), error) != 0) return -1;
+    if (mt_model_check_memory(m, mt_model_planned_bytes(m, MT_PLAN_TOTAL), error) != 0) return -1;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
@@ -10271,14 +10277,77 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         m->copied[i] = m->ops->event_create();
         m->trainer->pending[i].done = m->ops->event_create();
     }
-    m->arena.capacity = counting.used;
-    m->arena.base = m->ops->memory_alloc(counting.used);
+    m->arena.base = m->ops->memory_alloc(m->arena.capacity);
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        m->parts[part].used = 0;
+        if (m->parts[part].capacity > 0) m->parts[part].base = m->ops->memory_alloc(m->parts[part].capacity);
+    }
     if (m->host.used > 0) {
         m->host.capacity = m->host.used, m->host.used = 0;
         m->host.base = m->ops->memory_alloc_host(m->host.capacity);
     }
     mt_plan_memory(m, &m->arena);
     return 0;
+}
+
+/* The next decode steps capture graphs again. */
+static void mt_decode_graphs_destroy(mt_model *m) {
+    for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++) {
+        if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
+        m->decode_graphs[i].graph = NULL;
+    }
+}
+
+/* ---- rest between phases */
+
+/* Releases parts, or allocates them again, then sets every pointer into them. */
+static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error) {
+    int64_t needed = 0, available = rest ? mt_cpu_ops.memory_available() : m->ops->memory_available();
+    int64_t on_host = m->host.used;
+    void *released[MT_NUM_PARTS] = {NULL};
+    int rank, ranks = 1;
+    parts &= (rest ? ~m->resting_parts : m->resting_parts) & ((1u << MT_NUM_PARTS) - 1);
+    for (int part = 0; part < MT_NUM_PARTS; part++)
+        if (parts >> part & 1 && !(rest && part == MT_PART_GRADS)) needed += m->parts[part].capacity;
+    if (rest || !m->ops->on_device) mt_host_ranks(&m->grid->world, &rank, &ranks, &needed, &available);
+    if (needed > available)
+        mt_error_set(error, "a model cannot %s: %.1f GiB of memory are needed and %.1f GiB available (ranks: %d)",
+                     rest ? "rest" : "wake", (double)needed / (1 << 30), (double)available / (1 << 30), ranks);
+    if (mt_agree(&m->grid->world, needed > available, error) != 0) return -1;
+    mt_wait_reader(m);
+    mt_wait_stream(m, m->stream, m->sharding->param_stream);
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        mt_arena *arena = &m->parts[part];
+        void **host = &m->resting[part], **from = rest ? (void **)&arena->base : host;
+        if (!(parts >> part & 1) || arena->capacity == 0) continue;
+        if (rest && part != MT_PART_GRADS) *host = m->ops->memory_alloc_host(arena->capacity);
+        if (!rest) arena->base = m->ops->memory_alloc(arena->capacity);
+        if (part != MT_PART_GRADS)
+            m->ops->memory_copy(rest ? *host : arena->base, *from, arena->capacity, m->stream);
+        else if (!rest)
+            m->ops->memory_zero(arena->base, arena->capacity, m->stream);
+        released[part] = *from, *from = NULL;
+    }
+    m->ops->stream_synchronize(m->stream);
+    for (int part = 0; part < MT_NUM_PARTS; part++)
+        if (released[part]) (rest ? m->ops->memory_free : m->ops->memory_free_host)(released[part]);
+    mt_decode_graphs_destroy(m); // they hold addresses
+    m->sharding->gathered_bucket = -1;
+    m->resting_parts ^= parts;
+    for (int part = 0; part < MT_NUM_PARTS; part++) m->parts[part].used = 0;
+    m->host.used = 0;
+    mt_plan_buckets(m);
+    m->host.used = on_host;
+    for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_bind(m, i);
+    return 0;
+}
+
+int mt_model_rest(mt_model *m, unsigned parts, mt_error *error) {
+    return mt_parts_move(m, parts, true, error);
+}
+
+int mt_model_wake(mt_model *m, unsigned parts, mt_error *error) {
+    return mt_parts_move(m, parts, false, error);
 }
 
 /* The spans of a decode step's graph have the longest possible k_len, because a graph keeps its launch grids. */
@@ -10402,8 +10471,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 }
 
 static void mt_model_free_device(mt_model *m) {
-    for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++)
-        if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
+    mt_decode_graphs_destroy(m);
     m->ops->mailbox_close(m->tp.mailbox);
     if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
     if (m->offload) {
@@ -10424,6 +10492,10 @@ static void mt_model_free_device(mt_model *m) {
         m->ops->event_destroy(m->trainer->pending[i].done);
     }
     m->ops->memory_free(m->arena.base);
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        if (m->parts[part].base) m->ops->memory_free(m->parts[part].base);
+        if (m->resting[part]) m->ops->memory_free_host(m->resting[part]);
+    }
 }
 
 void mt_model_destroy(mt_model *m) {
@@ -10536,7 +10608,9 @@ const mt_grid *mt_model_grid(const mt_model *m) {
 }
 
 int64_t mt_model_bytes(const mt_model *m) {
-    return m->arena.capacity;
+    int64_t bytes = m->arena.capacity;
+    for (int part = 0; part < MT_NUM_PARTS; part++) bytes += m->parts[part].capacity;
+    return bytes;
 }
 
 /* ==== §15c forward, backward, decoding ============================================================================ */

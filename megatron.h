@@ -415,6 +415,7 @@ typedef struct mt_options {
     mt_cp_comm_type cp_comm_type;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     bool dynamic_context_parallel;
+    int64_t max_seqlen_per_dp_cp_rank, min_dynamic_context_parallel_size;
     double distributed_timeout_minutes; // while the job starts
     int64_t distributed_timeout_seconds, save_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
@@ -2101,6 +2102,17 @@ mt_stream *mt_model_stream(const mt_model *model);
 mt_dtype mt_model_dtype(const mt_model *model);
 const mt_grid *mt_model_grid(const mt_model *model);
 int64_t mt_model_bytes(const mt_model *model); // bytes of device memory in its plan
+
+/* The parts of a model that can rest while another model works on the same device. */
+typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_NUM_PARTS } mt_part;
+
+/* Releases the device memory of the parts (bits 1 << mt_part) between two steps, and allocates it again. Parameters and
+ * optimizer state wait in pinned host memory; gradients are discarded, since the next step overwrites them. While a
+ * part rests, nothing may use it: addresses in buckets are NULL, and a training step is an error. Every rank calls
+ * them; too little memory on any rank is every rank's error, and changes nothing. Parts that rest already, or are
+ * awake, stay as they are. */
+int mt_model_rest(mt_model *model, unsigned parts, mt_error *error);
+int mt_model_wake(mt_model *model, unsigned parts, mt_error *error);
 
 /* Sets a stream that still reads parameters or optimizer state, such as the stream of a save's copies: the model's
  * stream waits for its present work before it changes them. NULL: nothing reads any more. */

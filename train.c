@@ -100,14 +100,19 @@ static int agree_on_tokenizer(const run *r, mt_error *error) {
     return mt_fingerprints_agree(&print, &name, 1, &r->grid.world, error);
 }
 
+static void configure_data(run *r) {
+    const mt_options *o = &r->options;
+    r->data_config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
+    r->data_config.tokenizer = r->tokenizer;
+    r->data_config.tokenizer_path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
+    r->data_config.log = r->grid.world.rank == 0 ? stdout : NULL;
+}
+
 static void open_data(run *r) {
     mt_error error;
     mt_options *o = &r->options;
     mt_data_config *config = &r->data_config;
-    *config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
-    config->tokenizer = r->tokenizer;
-    config->tokenizer_path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
-    config->log = r->grid.world.rank == 0 ? stdout : NULL;
+    configure_data(r);
     refuse(r, mt_data_open(&r->data, config, &error), &error);
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (o->train_epochs > 0) { // now their steps are known
@@ -162,7 +167,8 @@ static void print_opening(const run *r) {
 static void open_model(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    int64_t here = mt_rank_tokens(o, o->micro_batch_size * o->seq_length);
+    int64_t here = o->dynamic_context_parallel ? o->max_seqlen_per_dp_cp_rank
+                                               : mt_rank_tokens(o, o->micro_batch_size * o->seq_length);
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     plan.host_memory = mt_host_memory_available("");
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
@@ -244,8 +250,11 @@ static bool step(run *r) {
         return false;
     }
     check(r, status, &error);
+    r->state.consumed_train_samples = consumed + batch_size; // also where micro-batches hold other than whole rows
     check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
     if (mt_trace_is_complete()) write_trace(r);
+    if (reported && feed.tokens > 0) metrics.tokens = feed.tokens;
+    r->report.step_flops = feed.flops;
     if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
     if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
     return true;
@@ -299,9 +308,15 @@ static void print_profile(const run *r) {
 /* --print-schedule, instead of training. */
 static int print_schedule(run *r) {
     mt_error error;
-    int status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
+    int status = r->options.dynamic_context_parallel ? open_tokenizer(r, &error) : 0; // to read samples
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
     refuse(r, status, &error);
-    if (r->grid.world.rank == 0) status = mt_schedule_print(&r->options, stdout, &error);
+    if (r->grid.world.rank == 0 && r->options.dynamic_context_parallel) {
+        configure_data(r);
+        status = mt_step_print(&r->options, &r->data_config, stdout, &error);
+    } else if (r->grid.world.rank == 0) {
+        status = mt_schedule_print(&r->options, stdout, &error);
+    }
     refuse(r, status, &error);
     mt_options_free(&r->options);
     mt_grid_stop(&r->grid);

@@ -37,18 +37,30 @@ typedef struct operands {
     const float *a_scales, *b_scales;
 } operands;
 
-/* A shape and its algorithm. The table only grows when a shape is new, that is during the first step. */
+/* An algorithm that was chosen for a shape. Micro-batches may have any number of tokens: where candidates are timed,
+ * all numbers between two powers of two share one choice, so that only the first steps spend time on choices. */
+typedef struct choice {
+    product shape; // as shape_of_choice
+    cublasLtMatmulAlgo_t algorithm;
+    float milliseconds; // of the fused product; 0: not measured
+    bool unfused;       // a separate GELU kernel is faster, or cuBLASLt does not support this epilogue or fp8 product
+    struct choice *next;
+} choice;
+
+static choice *choices;
+
+/* A shape in cuBLASLt's terms. */
 typedef struct plan {
     product shape;
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, d;
-    cublasLtMatmulAlgo_t algorithm;
-    float milliseconds; // of the fused product; 0: not measured
-    bool unfused;       // a separate GELU kernel is faster, or cuBLASLt does not support this epilogue or fp8 product
+    choice *chosen;
     struct plan *next;
 } plan;
 
-static plan *plans;
+/* A hash table with short lists: the plan that was created first makes room for a new one. */
+enum { PLAN_LISTS = 1024, PLANS_IN_LIST = 8 };
+static plan *plans[PLAN_LISTS];
 
 /* Products with fewer columns are from decoding: many shapes, each too short to be worth measuring. */
 enum { MEASURED_COLUMNS = 256, CANDIDATES = 8, WARM_UPS = 1, TRIALS = 3 };
@@ -69,6 +81,34 @@ static bool same_shape(const product *a, const product *b) {
            a->a_dtype == b->a_dtype && a->b_dtype == b->b_dtype && a->out_dtype == b->out_dtype &&
            a->a_stride == b->a_stride && a->b_stride == b->b_stride && a->a_blocks == b->a_blocks &&
            a->b_blocks == b->b_blocks && a->fast_sums == b->fast_sums && a->alignment == b->alignment;
+}
+
+/* The dimension of a product that is a number of tokens: the summed one in a weight's gradient, else the columns. */
+static int64_t *tokens_of(product *shape) {
+    bool of_weight = shape->transpose_b || (is_fp8(shape) && shape->out_dtype == MT_F32);
+    return of_weight ? &shape->inner : &shape->cols;
+}
+
+/* True if the candidates for a shape are timed. In deterministic mode the choice must not depend on time, nor on the
+ * shapes before. */
+static bool is_timed(const product *shape, const mt_stream *stream) {
+    return shape->cols >= MEASURED_COLUMNS && !stream->deterministic;
+}
+
+/* The shape with the number of tokens rounded up to a power of two, if candidates are timed. */
+static product shape_of_choice(const product *shape, const mt_stream *stream) {
+    product rounded = *shape;
+    int64_t *tokens = tokens_of(&rounded), power = 1;
+    while (power < *tokens) power *= 2;
+    if (is_timed(shape, stream)) *tokens = power;
+    return rounded;
+}
+
+/* The list of a shape. */
+static plan **list_of(const product *shape) {
+    uint64_t hash = (uint64_t)shape->rows * 31 + (uint64_t)shape->cols;
+    hash = (hash * 31 + (uint64_t)shape->inner) * 31 + (uint64_t)shape->epilogue * 8 + (uint64_t)shape->out_dtype;
+    return &plans[(hash * 0x9E3779B97F4A7C15u >> 32) % PLAN_LISTS];
 }
 
 /* Scales of blocks exist since cuBLASLt 12.9; mt_fp8_cublaslt does not get here with an older one. */
@@ -161,8 +201,8 @@ template <class Enqueue> static float measure(Enqueue enqueue, mt_stream *stream
 
 /* Times the candidates on the real operands and returns the index of the fastest. A product that accumulates writes to
  * a scratch buffer here. */
-static int fastest(plan *p, const operands *o, const cublasLtMatmulHeuristicResult_t *candidates, int count,
-                   mt_stream *stream) {
+static int fastest(plan *p, float *milliseconds, const operands *o, const cublasLtMatmulHeuristicResult_t *candidates,
+                   int count, mt_stream *stream) {
     void *scratch = NULL;
     size_t bytes = (size_t)(p->shape.rows * p->shape.cols * mt_dtype_size(p->shape.out_dtype));
     if (p->shape.accumulate && cudaMallocAsync(&scratch, bytes, stream->stream) != cudaSuccess) {
@@ -171,10 +211,10 @@ static int fastest(plan *p, const operands *o, const cublasLtMatmulHeuristicResu
     }
     if (scratch) MT_CUDA(cudaMemsetAsync(scratch, 0, bytes, stream->stream));
     int best = 0;
-    p->milliseconds = 1e30f;
+    *milliseconds = 1e30f;
     for (int i = 0; i < count; i++) {
         float time = measure([&] { multiply(p, scratch ? scratch : o->d, o, &candidates[i].algo, stream); }, stream);
-        if (time < p->milliseconds) p->milliseconds = time, best = i;
+        if (time < *milliseconds) *milliseconds = time, best = i;
     }
     if (scratch)
         MT_CUDA(
@@ -182,8 +222,8 @@ static int fastest(plan *p, const operands *o, const cublasLtMatmulHeuristicResu
     return best;
 }
 
-/* Chooses the algorithm of a plan. Returns false if cuBLASLt does not support the GELU epilogue or the fp8 product. */
-static bool choose(plan *p, const operands *o, mt_stream *stream) {
+/* Chooses an algorithm for a plan. Returns false if cuBLASLt does not support the GELU epilogue or the fp8 product. */
+static bool choose(plan *p, choice *made, const operands *o, mt_stream *stream) {
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
     size_t workspace = (size_t)stream->workspace_bytes;
@@ -208,28 +248,69 @@ static bool choose(plan *p, const operands *o, mt_stream *stream) {
     MT_CUBLAS(status);
     MT_CHECK(count > 0);
     bool has_alternatives = count > 1 || o->aux; // several algorithms, or a separate GELU kernel
-    bool timed = p->shape.cols >= MEASURED_COLUMNS && has_alternatives && !stream->deterministic;
-    int best = timed ? fastest(p, o, candidates, count, stream) : 0;
-    p->algorithm = candidates[best].algo;
+    bool timed = has_alternatives && is_timed(&p->shape, stream);
+    int best = timed ? fastest(p, &made->milliseconds, o, candidates, count, stream) : 0;
+    made->algorithm = candidates[best].algo;
     return true;
 }
 
-/* The plan of a shape, created if it is new; its operand pointers are set. */
+/* True if the plan's product can use the algorithm of a choice. */
+static bool fits(const plan *p, const choice *made, const mt_stream *stream) {
+    cublasLtMatmulHeuristicResult_t result;
+    if (made->unfused) return !is_fp8(&p->shape); // support of fp8 may depend on the number of tokens
+    cublasStatus_t status =
+        cublasLtMatmulAlgoCheck(stream->cublas, p->operation, p->a, p->b, p->d, p->d, &made->algorithm, &result);
+    return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= (size_t)stream->workspace_bytes;
+}
+
+/* The choice for a plan; *is_new: it was made now. */
+static choice *choice_for(plan *p, const operands *o, bool *is_new, mt_stream *stream) {
+    const product shape = shape_of_choice(&p->shape, stream);
+    choice *made = choices;
+    while (made && !(same_shape(&made->shape, &shape) && fits(p, made, stream))) made = made->next;
+    *is_new = !made;
+    if (made) return made;
+    made = (choice *)mt_calloc(sizeof *made);
+    made->shape = shape, made->next = choices;
+    choices = made;
+    made->unfused = !choose(p, made, o, stream);
+    return made;
+}
+
+static void destroy(plan *p) {
+    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->a));
+    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->b));
+    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->d));
+    MT_CUBLAS(cublasLtMatmulDescDestroy(p->operation));
+    free(p);
+}
+
+/* Removes the last plan of a full list. */
+static void make_room(plan **list) {
+    for (int length = 0; *list; list = &(*list)->next)
+        if (++length == PLANS_IN_LIST) {
+            destroy(*list);
+            *list = NULL;
+            return;
+        }
+}
+
+/* The plan of a shape, created if it is new; its operand pointers are set. *is_new: its choice was made now. */
 static plan *plan_for(const product *wanted, const operands *o, bool *is_new, mt_stream *stream) {
     product shape = *wanted;
     shape.alignment = shared_alignment(o);
-    plan *p = plans;
+    plan **list = list_of(&shape), *p = *list;
     while (p && !same_shape(&p->shape, &shape)) p = p->next;
-    *is_new = !p;
-    if (*is_new) {
+    *is_new = false;
+    if (!p) {
+        make_room(list);
         p = (plan *)mt_calloc(sizeof *p);
-        p->shape = shape;
-        p->next = plans;
-        plans = p;
+        p->shape = shape, p->next = *list;
+        *list = p;
         describe(p);
     }
     set_pointers(p, o);
-    if (*is_new) p->unfused = !choose(p, o, stream);
+    if (!p->chosen) p->chosen = choice_for(p, o, is_new, stream);
     return p;
 }
 
@@ -237,7 +318,7 @@ static void run(const product *shape, void *d, const void *a, const void *b, con
     bool is_new;
     operands o = {d, a, b, bias, NULL, NULL, NULL};
     plan *p = plan_for(shape, &o, &is_new, stream);
-    multiply(p, d, &o, &p->algorithm, stream);
+    multiply(p, d, &o, &p->chosen->algorithm, stream);
 }
 
 /* Runs a product with a GELU epilogue, or `unfused`, which enqueues the equivalent separate kernels. If measurements
@@ -246,11 +327,15 @@ template <class Unfused>
 static void run_gelu(const product *shape, const operands *o, Unfused unfused, mt_stream *stream) {
     bool is_new;
     plan *p = plan_for(shape, o, &is_new, stream);
-    if (is_new && p->milliseconds > 0) p->unfused = measure(unfused, stream) < p->milliseconds;
-    if (p->unfused)
+    if (is_new && p->chosen->milliseconds > 0) {
+        choice *made = p->chosen;
+        made->unfused = measure(unfused, stream) < made->milliseconds;
+        p = plan_for(shape, o, &is_new, stream); // `unfused` may have removed it
+    }
+    if (p->chosen->unfused)
         unfused();
     else
-        multiply(p, o->d, o, &p->algorithm, stream);
+        multiply(p, o->d, o, &p->chosen->algorithm, stream);
 }
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
@@ -403,8 +488,8 @@ extern "C" bool mt_fp8_cublaslt(const mt_fp8_product_args *p, mt_stream *stream)
                   NULL,   p->b.inverse_scales, p->a.inverse_scales};
     bool is_new;
     plan *found = plan_for(&shape, &o, &is_new, stream);
-    if (found->unfused) return false;
-    multiply(found, p->out, &o, &found->algorithm, stream);
+    if (found->chosen->unfused) return false;
+    multiply(found, p->out, &o, &found->chosen->algorithm, stream);
     if (!p->bias || fuses_bias) return true;
     add_bias<<<(unsigned)mt_divide_up(p->M * p->N, 256), 256, 0, stream->stream>>>((float *)p->out,
                                                                                    (const float *)p->bias, p->M, p->N);

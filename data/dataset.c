@@ -380,8 +380,13 @@ mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
                              .sequence_packing = o->sequence_packing,
                              .variable_seq_lengths = o->variable_seq_lengths,
                              .train_epochs = o->train_epochs,
-                             .alignment =
-                                 o->context_parallel_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1),
+                             .dynamic_context_parallel = o->dynamic_context_parallel,
+                             .context_size = o->context_parallel_size,
+                             .min_context_size = o->min_dynamic_context_parallel_size,
+                             .rank_tokens = o->max_seqlen_per_dp_cp_rank,
+                             .slot_group = o->microbatch_group_size_per_virtual_pipeline_stage,
+                             .slot_rest = o->pipeline_model_parallel_size,
+                             .meets = o->num_experts > 0 || o->data_parallel_sharding_strategy >= MT_SHARD_GRADS,
                              .work = mt_token_work_of(o)};
     config.sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, iterations);
     config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;

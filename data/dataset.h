@@ -146,9 +146,11 @@ typedef struct mt_data_config {
     const char *tokenizer_path;           // its file or folder; NULL: none
     FILE *log;                            // lines about the files; NULL: none
     bool sft, sequence_packing, variable_seq_lengths;
-    int64_t train_epochs; // 0: no limit
-    int64_t alignment;    // a micro-batch of variable length has a multiple of so many tokens; 0 means 1
-    mt_token_work work;   // for even micro-batches
+    int64_t train_epochs;          // 0: no limit
+    bool dynamic_context_parallel; // with the next fields as in mt_plan_shape
+    int64_t context_size, min_context_size, rank_tokens, slot_group, slot_rest;
+    bool meets;
+    mt_token_work work; // for even micro-batches
 } mt_data_config;
 
 /* Samples of seq_length + 1 tokens by index: the first seq_length are inputs, the last seq_length labels. Every kind of
@@ -264,11 +266,16 @@ int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch,
  * the work of the ranks is, before and after samples are given to ranks by their work. Nothing for other datasets. */
 void mt_loader_print(const mt_loader *loader, int64_t consumed_samples, int64_t samples, FILE *file);
 
+/* --print-schedule with --dynamic-context-parallel: prints and draws the first step (timeline.h). */
+int mt_step_print(const mt_options *options, const mt_data_config *config, FILE *file, mt_error *error);
+
 /* The micro-batches of one training step or evaluation. */
 typedef struct mt_feed {
     mt_loader *loader;
     int64_t consumed, samples; // of the run: before the step, and of the step
     int64_t micro_batches;     // of each rank
+    int64_t rank, num_ranks;   // that read different samples
+    double tokens, flops;      // of the step's samples, without padding; 0: all samples have seq_length tokens
     bool shared;               // other ranks read the same samples: those of one model replica
     int status;                // of reading on this rank, with its first error
     mt_error error;

@@ -2,7 +2,7 @@
  *
  * Megatron-LM, megatron/training/datasets/data_samplers.py, and _get_ltor_masks_and_position_ids in gpt_dataset.py.
  */
-#include "sft.h"
+#include "timeline.h"
 #include "watchdog.h"
 
 #include <stdlib.h>
@@ -194,17 +194,24 @@ static void plan_rows(mt_step_plan *plan, const mt_loader *loader, int64_t consu
         }
         first[row + 1] = num_pieces;
     }
-    mt_step_plan_balance(plan, pieces, first, count, &shape);
+    if (config->dynamic_context_parallel && !in_order) {
+        shape.num_ranks = loader->dp_size * config->context_size;
+        shape.context_size = config->context_size, shape.min_context_size = config->min_context_size;
+        shape.rank_tokens = config->rank_tokens, shape.meets = config->meets;
+        shape.slot_group = config->slot_group, shape.slot_rest = config->slot_rest;
+        mt_step_plan_solve(plan, pieces, num_pieces, &shape);
+    } else {
+        mt_step_plan_balance(plan, pieces, first, count, &shape);
+    }
     free(first);
     free(pieces);
 }
 
-static void fill_rows(const mt_loader *loader, int64_t index, mt_batch *batch) {
+static void fill_rows(const mt_loader *loader, int64_t index, int64_t rank, mt_batch *batch) {
     const mt_data_config *config = loader->config;
-    int64_t tokens = config->variable_seq_lengths ? 0 : loader->micro_batch_size * config->seq_length;
-    bool has_eod = config->eod_id >= 0 && config->eod_id < config->vocab_size;
-    mt_step_plan_fill(&loader->plan, index, loader->dp_rank, mt_packing_samples(loader->dataset->packing), tokens,
-                      mt_max(config->alignment, 1), has_eod ? (int32_t)config->eod_id : 0, batch);
+    bool varies = config->variable_seq_lengths || config->dynamic_context_parallel;
+    mt_step_plan_fill(&loader->plan, index, rank, mt_packing_samples(loader->dataset->packing),
+                      varies ? 0 : loader->micro_batch_size * config->seq_length, batch);
 }
 
 void mt_loader_print(const mt_loader *loader, int64_t consumed, int64_t count, FILE *file) {
@@ -220,12 +227,27 @@ void mt_loader_print(const mt_loader *loader, int64_t consumed, int64_t count, F
     for (int64_t row = 0; row < count; row++) rows += mt_packing_row(packing, consumed + row, &unused) > 0;
     fprintf(file, "first step: %lld samples in %lld rows of %lld tokens, %.1f%% full", (long long)after.num_pieces,
             (long long)rows, (long long)loader->dataset->seq_length, 100 * tokens / room);
-    if (loader->dp_size > 1)
+    if (after.num_ranks > 1)
         fprintf(file, "; the slowest rank has %.1f%% more work than the mean, in order of the rows %.1f%%",
                 100 * mt_step_plan_imbalance(&after), 100 * mt_step_plan_imbalance(&before));
     fprintf(file, "\n");
     mt_step_plan_free(&before);
     mt_step_plan_free(&after);
+}
+
+int mt_step_print(const mt_options *o, const mt_data_config *config, FILE *file, mt_error *error) {
+    mt_data *data;
+    mt_loader *loader = NULL;
+    mt_step_plan plan = {0};
+    if (mt_data_open(&data, config, error) != 0) return -1;
+    const mt_dataset *dataset = mt_data_split(data, MT_SPLIT_TRAIN);
+    int status = mt_loader_open(&loader, dataset, config, o->micro_batch_size, 0, o->data_parallel_size, error);
+    if (status == 0) plan_rows(&plan, loader, 0, mt_global_batch_size(o, 0), false);
+    if (status == 0) status = mt_step_plan_print(&plan, config->meets, o->print_schedule, file, error);
+    mt_step_plan_free(&plan);
+    mt_loader_close(loader);
+    mt_data_close(data);
+    return status;
 }
 
 /* ---- feeds ------------------------------------------------------------------------------------------------------- */
@@ -235,7 +257,13 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
                     .consumed = consumed_samples,
                     .samples = samples,
                     .micro_batches = samples / (loader->micro_batch_size * loader->dp_size),
-                    .shared = grid->world.size > grid->data.size};
+                    .rank = grid->data.rank,
+                    .num_ranks = grid->data.size};
+    if (loader->config->dynamic_context_parallel) {
+        feed.rank = grid->data.rank * grid->context.size + grid->context.rank;
+        feed.num_ranks = grid->data.size * grid->context.size;
+    }
+    feed.shared = grid->world.size > feed.num_ranks;
     if (!loader->dataset->packing) return feed;
     if (loader->planned_after != consumed_samples || loader->planned_count != samples) {
         mt_step_plan_free(&loader->plan);
@@ -243,6 +271,11 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
         loader->planned_after = consumed_samples, loader->planned_count = samples;
     }
     feed.micro_batches = loader->plan.num_slots;
+    for (int64_t i = 0; i < loader->plan.num_pieces; i++) {
+        double length = (double)loader->plan.pieces[i].length;
+        feed.tokens += length;
+        feed.flops += loader->config->work.per_token * length + loader->config->work.per_pair * length * length;
+    }
     return feed;
 }
 
@@ -253,7 +286,7 @@ static int fill_batch(const mt_feed *feed, int64_t index, mt_batch *batch, mt_er
         int64_t stride = loader->micro_batch_size * loader->dp_size;
         return mt_loader_fill(loader, feed->consumed + index * stride, batch, error);
     }
-    fill_rows(loader, index, batch);
+    fill_rows(loader, index, feed->rank, batch);
     return 0;
 }
 
@@ -273,13 +306,13 @@ int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error
 }
 
 /* Names the rank that read other data than the first rank of its replica. */
-static int refuse_difference(const mt_grid *grid, double print, int64_t iteration, mt_error *error) {
+static int refuse_difference(const mt_grid *grid, int64_t replica, double print, int64_t iteration, mt_error *error) {
     const mt_group *world = &grid->world;
     int first = 0;
     double *prints = mt_calloc(2 * world->size * 8), *replicas = prints + world->size;
-    prints[world->rank] = print, replicas[world->rank] = grid->data.rank;
+    prints[world->rank] = print, replicas[world->rank] = (double)replica;
     mt_all_reduce_sum(world, prints, 2 * world->size, MT_F64);
-    while (replicas[first] != grid->data.rank) first++;
+    while (replicas[first] != (double)replica) first++;
     bool differs = prints[first] != print;
     if (differs)
         mt_error_set(error, "iteration %lld: rank %d read other data than rank %d; give every rank the same files",
@@ -289,17 +322,17 @@ static int refuse_difference(const mt_grid *grid, double print, int64_t iteratio
 }
 
 int mt_feed_check(const mt_feed *feed, const mt_grid *grid, int64_t iteration, mt_error *error) {
-    int64_t replicas = feed->shared ? grid->data.size : 0, differences = 0;
+    int64_t replicas = feed->shared ? feed->num_ranks : 0, differences = 0;
     double print = (uint32_t)(feed->print ^ feed->print >> 32);
     double *greatest = mt_malloc((1 + 2 * replicas) * 8); // a rank failed; print and -print of each replica
     for (int64_t i = 0; i < 2 * replicas; i++) greatest[1 + i] = -1e300;
     greatest[0] = feed->status != 0;
-    if (replicas > 0) greatest[1 + 2 * grid->data.rank] = print, greatest[2 + 2 * grid->data.rank] = -print;
+    if (replicas > 0) greatest[1 + 2 * feed->rank] = print, greatest[2 + 2 * feed->rank] = -print;
     mt_all_reduce_max(&grid->world, greatest, 1 + 2 * replicas, MT_F64);
     for (int64_t i = 0; i < replicas; i++) differences += greatest[1 + 2 * i] != -greatest[2 + 2 * i];
     bool failed = greatest[0] > 0;
     free(greatest);
     *error = feed->error;
     if (failed) return mt_agree(&grid->world, feed->status != 0, error);
-    return differences > 0 ? refuse_difference(grid, print, iteration, error) : 0;
+    return differences > 0 ? refuse_difference(grid, feed->rank, print, iteration, error) : 0;
 }

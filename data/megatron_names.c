@@ -319,7 +319,7 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "other ways to split the model over ranks",
      "enable-full-sharding-in-hsdp expert-gtp-weight-remat-size gtp-expert-remat-nccl-ub gtp-remat-nccl-ub "
      "gtp-remat-opt-in-modules gtp-remat-reduce-scatter-with-fp32-accumulation gtp-weight-remat-size "
-     "hybrid-context-parallel max-seqlen-per-dp-cp-rank mlp-chunks-for-training use-tp-pp-dp-mapping"},
+     "mlp-chunks-for-training use-tp-pp-dp-mapping"},
     {MT_NAME_UNSUPPORTED, "other ways to hide or speed up communication and products",
      "ddp-pad-buckets-for-high-nccl-busbw defer-embedding-wgrad-compute delay-wgrad-compute "
      "high-priority-stream-groups nccl-communicator-config-path nccl-ub overlap-param-gather-with-optimizer-step "

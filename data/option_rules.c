@@ -280,12 +280,26 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
                             (long long)o->window_size, hierarchical ? "a2a+p2p" : "p2p");
     o->context_a2a_size = a2a;
     if (!o->dynamic_context_parallel) return 0;
+    if (!MT_GIVEN(o, max_seqlen_per_dp_cp_rank))
+        o->max_seqlen_per_dp_cp_rank = mt_rank_tokens(o, o->micro_batch_size * o->seq_length);
+    int64_t smallest = o->min_dynamic_context_parallel_size, most = o->max_seqlen_per_dp_cp_rank;
     mt_load_balancing balancing = o->num_experts > 0 ? o->moe_router_load_balancing_type : MT_BALANCING_NONE;
     const mt_constraint rules[] = {
         {(cp & (cp - 1)) != 0 || cp > 2 << MT_CONTEXT_BLOCKS,
          "--dynamic-context-parallel needs a power of two up to %lld as --context-parallel-size, not %lld",
          {2 << MT_CONTEXT_BLOCKS, cp}},
         {hierarchical, "--dynamic-context-parallel has one level; take --cp-comm-type p2p, all_gather or a2a"},
+        {(smallest & (smallest - 1)) != 0 || smallest > cp,
+         "--min-dynamic-context-parallel-size %lld must be a power of two, at most --context-parallel-size %lld",
+         {smallest, cp}},
+        {most * cp < o->seq_length,
+         "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than "
+         "--seq-length %lld; raise one of the first two",
+         {most, cp, most * cp, o->seq_length}},
+        {o->sequence_parallel && most % tp != 0,
+         "--max-seqlen-per-dp-cp-rank %lld must be a multiple of --tensor-model-parallel-size %lld, whose ranks share "
+         "the tokens with --sequence-parallel",
+         {most, tp}},
         {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
          "--dynamic-context-parallel gives the ranks of a context group different samples, which "
          "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
@@ -508,7 +522,9 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
                                    "--load");
     o->data_parallel_size = world_size;
     mt_options_derive_timeouts(o);
-    if (o->print_schedule) return mt_options_derive_printed(o, world_size, error);
+    if (o->print_schedule && !o->dynamic_context_parallel) return mt_options_derive_printed(o, world_size, error);
+    if (o->print_schedule && world_size == 1) // the ranks are imagined
+        world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;

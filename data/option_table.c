@@ -252,6 +252,17 @@ const mt_option mt_option_table[] = {
     {"hierarchical-context-parallel-sizes", MT_INTS, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
      NULL, "A2A RING", "a2a+p2p: ranks of an a2a group, and number of groups in the ring",
      .needs = "cp-comm-type a2a+p2p"},
+    {"dynamic-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "each sample has 1, 2, 4 ... --context-parallel-size ranks: as many as its memory and even work need",
+     .needs = "any: sft, any: context-parallel-size", .excludes = "any: cp-comm-type a2a+p2p", .own = true},
+    {"hybrid-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "--dynamic-context-parallel"},
+    {"max-seqlen-per-dp-cp-rank", MT_INT, MT_AT(max_seqlen_per_dp_cp_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741823]",
+     "tokens of a micro-batch on each rank, at most (default: --micro-batch-size x --seq-length / "
+     "--context-parallel-size)",
+     .needs = "dynamic-context-parallel"},
+    {"min-dynamic-context-parallel-size", MT_INT, MT_AT(min_dynamic_context_parallel_size), MT_TRAIN, MT_OF_RUN, "1",
+     "[1,1048576]", "ranks of a sample, at least: a power of two", .needs = "dynamic-context-parallel", .own = true},
     {"distributed-timeout-minutes", MT_REAL, MT_AT(distributed_timeout_minutes), MT_BOTH, MT_OF_RUN, "10", "(0,1e7]",
      "end the job when a rank waits this long for another rank or a file while the job starts; also the limit of a "
      "step unless that is given"},

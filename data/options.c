@@ -1010,7 +1010,8 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
     if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error)) return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, error)) return -1;
-    if (options->print_schedule) return mt_options_derive(options, program, world_size, error);
+    if (options->print_schedule && !options->dynamic_context_parallel)
+        return mt_options_derive(options, program, world_size, error);
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;

@@ -377,13 +377,20 @@ static void mt_heap_move(mt_bin *from, int64_t *from_count, bool from_by_room, m
     }
 }
 
+static int mt_bin_compare(const void *a, const void *b) {
+    return mt_bin_precedes(a, b, false) ? -1 : 1;
+}
+
 /* bin_of[i] of piece sorted[i], which do not grow: the heaviest first, to the bin with the least work that has room.
+ * Bin b begins with the work loads[b].work (loads NULL: 0) and has room for loads[b].count (1) times `capacity` tokens.
  * Bins without room wait in a second heap until pieces are short enough. False if a piece finds no room. */
 static bool mt_pieces_spread(int64_t *bin_of, const mt_ranked *sorted, const mt_piece *pieces, int64_t count,
-                             int64_t num_bins, int64_t capacity) {
+                             const mt_load *loads, int64_t num_bins, int64_t capacity) {
     mt_bin *heap = mt_malloc(2 * num_bins * (int64_t)sizeof *heap), *full = heap + num_bins;
     int64_t size = num_bins, num_full = 0, i = 0;
-    for (int64_t b = 0; b < num_bins; b++) heap[b] = (mt_bin){0, b, capacity};
+    for (int64_t b = 0; b < num_bins; b++)
+        heap[b] = (mt_bin){loads ? loads[b].work : 0, b, (loads ? loads[b].count : 1) * capacity};
+    if (loads) qsort(heap, (size_t)num_bins, sizeof *heap, mt_bin_compare);
     for (; i < count; i++) {
         int64_t length = pieces[sorted[i].index].length;
         while (num_full > 0 && full[0].room >= length) mt_heap_move(full, &num_full, true, heap, &size);
@@ -397,22 +404,23 @@ static bool mt_pieces_spread(int64_t *bin_of, const mt_ranked *sorted, const mt_
     return i == count;
 }
 
-/* bundle_of[i] of piece sorted[i]: first its rank, then one of the rank's micro-batches, rank * num_slots + slot. False
- * if the pieces of a rank do not fit. */
+/* bundle_of[i] of piece sorted[i]: first its rank, then one of the rank's micro-batches, which are numbered rank by
+ * rank. Rank r begins with the work loads[r].work and has loads[r].count micro-batches of `capacity` tokens. False if
+ * the pieces of a rank do not fit. */
 static bool mt_pieces_place(int64_t *bundle_of, const mt_ranked *sorted, const mt_piece *pieces, int64_t count,
-                            int64_t num_ranks, int64_t num_slots, int64_t capacity) {
+                            const mt_load *loads, int64_t num_ranks, int64_t capacity) {
     mt_ranked *mine = mt_malloc(count * (int64_t)sizeof *mine);
-    int64_t *place = mt_malloc(2 * count * 8), *slot_of = place + count;
-    bool fits = mt_pieces_spread(bundle_of, sorted, pieces, count, num_ranks, num_slots * capacity);
+    int64_t *place = mt_malloc(2 * count * 8), *slot_of = place + count, bundles = 0;
+    bool fits = mt_pieces_spread(bundle_of, sorted, pieces, count, loads, num_ranks, capacity);
     int64_t *first = mt_calloc((num_ranks + 2) * 8); // of each rank's pieces
     for (int64_t i = 0; fits && i < count; i++) first[bundle_of[i] + 2]++;
     for (int64_t r = 0; r < num_ranks; r++) first[r + 2] += first[r + 1];
     for (int64_t i = 0; fits && i < count; i++) place[first[bundle_of[i] + 1]++] = i;
-    for (int64_t r = 0; fits && r < num_ranks; r++) {
+    for (int64_t r = 0; fits && r < num_ranks; bundles += loads[r++].count) {
         int64_t here = first[r + 1] - first[r], *own = place + first[r];
         for (int64_t i = 0; i < here; i++) mine[i] = sorted[own[i]];
-        fits = mt_pieces_spread(slot_of, mine, pieces, here, num_slots, capacity);
-        for (int64_t i = 0; fits && i < here; i++) bundle_of[own[i]] = r * num_slots + slot_of[i];
+        fits = mt_pieces_spread(slot_of, mine, pieces, here, NULL, loads[r].count, capacity);
+        for (int64_t i = 0; fits && i < here; i++) bundle_of[own[i]] = bundles + slot_of[i];
     }
     free(mine), free(place), free(first);
     return fits;
@@ -426,7 +434,10 @@ static bool mt_step_plan_regroup(mt_step_plan *plan, const mt_piece *pieces, con
     int64_t *bundle_of = mt_malloc(count * 8);
     for (int64_t i = 0; i < count; i++) sorted[i] = (mt_ranked){mt_piece_work(&pieces[i], &shape->work), i};
     mt_ranked_sort(sorted, count);
-    bool fits = mt_pieces_place(bundle_of, sorted, pieces, count, plan->num_ranks, slots, capacity);
+    mt_load *loads = mt_calloc(plan->num_ranks * (int64_t)sizeof *loads);
+    for (int64_t r = 0; r < plan->num_ranks; r++) loads[r].count = slots;
+    bool fits = mt_pieces_place(bundle_of, sorted, pieces, count, loads, plan->num_ranks, capacity);
+    free(loads);
     if (fits) {
         mt_bundle *bundles = mt_calloc(num_bundles * (int64_t)sizeof *bundles);
         mt_piece *grouped = mt_malloc(count * (int64_t)sizeof *grouped);
@@ -477,17 +488,19 @@ double mt_shared_work(const mt_token_work *work, double tokens, double pairs, in
     return (shared + work->per_exchange * tokens * (ranks - 1)) / ranks;
 }
 
-double mt_step_plan_span(const mt_step_plan *plan, bool meets) {
+double mt_step_plan_time(const mt_step_plan *plan, bool meets, double *start) {
     double *end = mt_calloc(plan->num_ranks * 8), last = 0;
     for (int64_t slot = 0; slot < plan->num_slots; slot++) {
+        double met = last;
         for (int64_t rank = 0, size; rank < plan->num_ranks; rank += size) {
-            const mt_plan_batch *batch = &plan->batches[plan->batch_of[slot * plan->num_ranks + rank]];
-            double begin = meets ? last : 0;
-            size = mt_max(batch->context_size, 1);
+            int64_t index = plan->batch_of[slot * plan->num_ranks + rank];
+            double begin = meets ? met : 0;
+            size = mt_max(plan->batches[index].context_size, 1);
             for (int64_t i = 0; i < size; i++) begin = fmax(begin, end[rank + i]);
-            for (int64_t i = 0; i < size; i++) end[rank + i] = begin + batch->work;
+            for (int64_t i = 0; i < size; i++) end[rank + i] = begin + plan->batches[index].work;
+            if (start) start[index] = begin;
+            last = fmax(last, end[rank]);
         }
-        for (int64_t rank = 0; rank < plan->num_ranks; rank++) last = fmax(last, end[rank]);
     }
     free(end);
     return last;
@@ -556,32 +569,71 @@ static bool mt_solver_divide(mt_solver *v, double limit) {
     return left >= 0;
 }
 
-/* Makes the batches of one size, evenly, from pieces that it appends to the plan. False if they do not fit. */
-static bool mt_solver_fill(mt_solver *v, mt_step_plan *plan, int64_t k) {
-    int64_t from = v->from[k], count = v->to[k] - from, size = (int64_t)1 << k, placed = plan->num_pieces;
+/* The pieces of one size with their work, to free. */
+static mt_ranked *mt_solver_sort(const mt_solver *v, int64_t k) {
+    int64_t from = v->from[k], count = v->to[k] - from;
     mt_ranked *sorted = mt_malloc(count * (int64_t)sizeof *sorted);
     for (int64_t i = 0; i < count; i++) {
         double length = v->sorted[from + i].by;
-        sorted[i] =
-            (mt_ranked){mt_shared_work(&v->shape->work, length, length * length, size), v->sorted[from + i].index};
+        double work = mt_shared_work(&v->shape->work, length, length * length, (int64_t)1 << k);
+        sorted[i] = (mt_ranked){work, v->sorted[from + i].index};
     }
-    bool fits = mt_pieces_spread(v->bin_of, sorted, v->pieces, count, v->bins[k], size * v->shape->rank_tokens);
+    return sorted;
+}
+
+/* Appends batches of one size to a plan; piece sorted[i] is in batch bin_of[i] of them. */
+static void mt_solver_append(const mt_solver *v, mt_step_plan *plan, int64_t k, const mt_ranked *sorted,
+                             int64_t num_bins) {
+    int64_t count = v->to[k] - v->from[k], size = (int64_t)1 << k, placed = plan->num_pieces;
     mt_plan_batch *batches = plan->batches + plan->num_batches;
-    for (int64_t b = 0; b < v->bins[k]; b++) batches[b] = (mt_plan_batch){.context_size = size};
-    for (int64_t i = 0; fits && i < count; i++) batches[v->bin_of[i]].count++;
-    for (int64_t b = 0; b < v->bins[k]; b++)
-        batches[b].first = placed, placed += batches[b].count, batches[b].count = 0;
-    for (int64_t i = 0; fits && i < count; i++) {
+    for (int64_t b = 0; b < num_bins; b++) batches[b] = (mt_plan_batch){.context_size = size};
+    for (int64_t i = 0; i < count; i++) batches[v->bin_of[i]].count++;
+    for (int64_t b = 0; b < num_bins; b++) batches[b].first = placed, placed += batches[b].count, batches[b].count = 0;
+    for (int64_t i = 0; i < count; i++) {
         mt_plan_batch *batch = &batches[v->bin_of[i]];
         const mt_piece *piece = &v->pieces[sorted[i].index];
         plan->pieces[batch->first + batch->count++] = *piece;
         batch->num_tokens += piece->length;
         batch->work += (double)piece->length * (double)piece->length; // pairs, until the loop below
     }
-    for (int64_t b = 0; b < v->bins[k]; b++)
+    for (int64_t b = 0; b < num_bins; b++)
         batches[b].work = mt_shared_work(&v->shape->work, (double)batches[b].num_tokens, batches[b].work, size);
-    plan->num_pieces += count, plan->num_batches += v->bins[k];
+    plan->num_pieces += count, plan->num_batches += num_bins;
+}
+
+/* Makes the batches of one size, evenly. False if the pieces do not fit. */
+static bool mt_solver_fill(mt_solver *v, mt_step_plan *plan, int64_t k) {
+    int64_t count = v->to[k] - v->from[k], capacity = v->shape->rank_tokens << k;
+    mt_ranked *sorted = mt_solver_sort(v, k);
+    bool fits = mt_pieces_spread(v->bin_of, sorted, v->pieces, count, NULL, v->bins[k], capacity);
+    if (fits) mt_solver_append(v, plan, k, sorted, v->bins[k]);
     free(sorted);
+    return fits;
+}
+
+/* Makes the batches of the smallest size in all places that are left, so that they even out the work of the larger
+ * ones, end[rank]. False if the pieces do not fit. */
+static bool mt_solver_level(mt_solver *v, mt_step_plan *plan, int64_t k, const double *end) {
+    int64_t size = (int64_t)1 << k, ranks = plan->num_ranks, first = plan->num_batches;
+    int64_t count = v->to[k] - v->from[k], bins = 0;
+    mt_load *loads = mt_calloc(ranks / size * (int64_t)sizeof *loads);
+    for (int64_t block = 0; block < ranks / size; block++) {
+        for (int64_t i = 0; i < size; i++) loads[block].work = fmax(loads[block].work, end[block * size + i]);
+        for (int64_t slot = 0; slot < plan->num_slots; slot++)
+            loads[block].count += plan->batch_of[slot * ranks + block * size] < 0;
+        bins += loads[block].count;
+    }
+    mt_ranked *sorted = mt_solver_sort(v, k);
+    bool fits = mt_pieces_place(v->bin_of, sorted, v->pieces, count, loads, ranks / size, v->shape->rank_tokens << k);
+    if (fits) mt_solver_append(v, plan, k, sorted, bins);
+    for (int64_t block = 0; fits && block < ranks / size; block++)
+        for (int64_t slot = 0; slot < plan->num_slots; slot++) {
+            int64_t *batch_of = plan->batch_of + slot * ranks + block * size;
+            if (batch_of[0] >= 0) continue;
+            for (int64_t i = 0; i < size; i++) batch_of[i] = first;
+            first++;
+        }
+    free(sorted), free(loads);
     return fits;
 }
 
@@ -613,10 +665,9 @@ static void mt_slot_place(mt_step_plan *plan, int64_t slot, int64_t first, int64
 }
 
 /* Lays the batches out over the slots: larger blocks first, so that every block is aligned, and of one size those with
- * the most work first, so that the batches of a slot are alike. */
-static void mt_step_plan_tile(mt_step_plan *plan, bool meets) {
+ * the most work first, so that the batches of a slot are alike. end[rank]: zeros; then the work of each rank. */
+static void mt_step_plan_tile(mt_step_plan *plan, bool meets, double *end) {
     int64_t ranks = plan->num_ranks, at = 0;
-    double *end = mt_calloc(ranks * 8);
     mt_ranked *places = mt_malloc(ranks * (int64_t)sizeof *places);
     qsort(plan->batches, (size_t)plan->num_batches, sizeof *plan->batches, mt_batch_compare);
     for (int64_t i = 0; i < plan->num_slots * ranks; i++) plan->batch_of[i] = -1;
@@ -632,25 +683,30 @@ static void mt_step_plan_tile(mt_step_plan *plan, bool meets) {
         mt_slot_place(plan, slot, b, count, end, places);
         at += count * size;
     }
-    MT_CHECK(at == plan->num_slots * ranks);
-    free(end), free(places);
+    free(places);
 }
 
-/* The plan of the divided pieces; false if some do not fit. */
+/* The plan of the divided pieces; false if some do not fit. If ranks do not meet in each slot, the smallest size comes
+ * last, to even out the work. */
 static bool mt_solver_plan(mt_solver *v, mt_step_plan *plan) {
-    int64_t places = v->num_slots * v->shape->num_ranks, idle = places, size = v->shape->min_context_size;
+    int64_t places = v->num_slots * v->shape->num_ranks, idle = places, size = v->shape->min_context_size, last = -1;
     *plan = (mt_step_plan){.num_slots = v->num_slots, .num_ranks = v->shape->num_ranks};
     plan->pieces = mt_malloc(v->count * (int64_t)sizeof *plan->pieces);
     plan->batches = mt_malloc(places * (int64_t)sizeof *plan->batches);
     plan->batch_of = mt_malloc(places * 8);
+    double *end = mt_calloc(plan->num_ranks * 8);
     bool fits = true;
+    for (int64_t k = MT_MAX_SIZES - 1; k >= 0 && !v->shape->meets; k--)
+        if (v->bins[k] > 0) last = k;
     for (int64_t k = MT_MAX_SIZES - 1; k >= 0; k--) {
-        if (v->bins[k] > 0) fits = mt_solver_fill(v, plan, k) && fits;
+        if (v->bins[k] > 0 && k != last) fits = fits && mt_solver_fill(v, plan, k);
         idle -= v->bins[k] << k;
     }
-    for (; idle > 0; idle -= size)
+    for (; last < 0 && idle > 0; idle -= size)
         plan->batches[plan->num_batches++] = (mt_plan_batch){.first = v->count, .context_size = size};
-    if (fits) mt_step_plan_tile(plan, v->shape->meets);
+    if (fits) mt_step_plan_tile(plan, v->shape->meets, end);
+    if (fits && last >= 0) fits = mt_solver_level(v, plan, last, end);
+    free(end);
     return fits;
 }
 
@@ -690,7 +746,7 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
             if (memcmp(before, v.bins, sizeof before) == 0) continue; // the same plan
             memcpy(before, v.bins, sizeof before);
             bool fits = mt_solver_plan(&v, &candidate);
-            double span = fits ? mt_step_plan_span(&candidate, shape->meets) : INFINITY;
+            double span = fits ? mt_step_plan_time(&candidate, shape->meets, NULL) : INFINITY;
             found = found || fits;
             mt_step_plan *worse = span < best ? plan : &candidate, old = *worse;
             if (span < best) best = span, *plan = candidate;
@@ -703,16 +759,10 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-static void append_span(mt_batch *batch, int64_t length) {
-    int64_t start = batch->num_tokens;
-    batch->spans[batch->num_spans++] =
-        (mt_span){.q_start = start, .q_len = length, .k_start = start, .k_len = length, .causal = true};
-    batch->num_tokens += length;
-}
-
 static void append_sample(mt_batch *batch, const mt_piece *piece, const mt_samples *samples) {
     int64_t from = samples->offsets[piece->sample], first = batch->num_tokens;
-    append_span(batch, piece->length);
+    batch->spans[batch->num_spans++] = (mt_span){first, piece->length, first, piece->length, true};
+    batch->num_tokens += piece->length;
     for (int64_t i = 0; i < piece->length; i++) {
         batch->tokens[first + i] = samples->tokens[from + i];
         batch->labels[first + i] = samples->tokens[from + i + 1];
@@ -722,26 +772,21 @@ static void append_sample(mt_batch *batch, const mt_piece *piece, const mt_sampl
     }
 }
 
-/* Appends masked tokens up to `num_tokens`. Short spans keep their attention cheap. */
-static void append_padding(mt_batch *batch, int64_t num_tokens, int32_t padding) {
-    enum { SPAN = 64 };
-    while (batch->num_tokens < num_tokens) {
-        int64_t first = batch->num_tokens, length = mt_min(SPAN, num_tokens - first);
-        append_span(batch, length);
-        for (int64_t i = 0; i < length; i++) {
-            batch->tokens[first + i] = batch->labels[first + i] = padding;
-            batch->loss_mask[first + i] = 0;
-            batch->positions[first + i] = (int32_t)i;
-            batch->token_index[first + i] = first + i;
-        }
-    }
+/* A batch of one masked token, for a rank that has no sample. */
+static void fill_empty(mt_batch *batch) {
+    batch->tokens[0] = batch->labels[0] = batch->positions[0] = 0;
+    batch->loss_mask[0] = 0;
+    batch->token_index[0] = 0;
+    batch->spans[0] = (mt_span){0, 1, 0, 1, true};
+    batch->num_tokens = batch->num_spans = 1;
 }
 
 void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
-                       int64_t num_tokens, int64_t alignment, int32_t padding, mt_batch *batch) {
+                       int64_t num_tokens, mt_batch *batch) {
     const mt_plan_batch *from = &plan->batches[plan->batch_of[slot * plan->num_ranks + rank]];
-    if (num_tokens == 0) num_tokens = (mt_max(from->num_tokens, 1) + alignment - 1) / alignment * alignment;
     batch->num_tokens = batch->num_spans = 0;
+    batch->context_size = from->context_size;
     for (int64_t i = 0; i < from->count; i++) append_sample(batch, &plan->pieces[from->first + i], samples);
-    append_padding(batch, num_tokens, padding);
+    if (from->count == 0) fill_empty(batch);
+    if (num_tokens > 0) mt_batch_pad(batch, num_tokens);
 }

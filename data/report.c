@@ -5,6 +5,7 @@
 #include "file.h"
 #include "options.h"
 #include "profile.h"
+#include "sft.h"
 #include "safetensors.h"
 #include "watchdog.h"
 
@@ -427,7 +428,9 @@ void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_
     const mt_options *o = report->options;
     long long iteration = state->iteration, total = o->num_iterations;
     if (!report->prints || !mt_report_is_due(report, iteration)) return;
-    double flops = mt_flops(o, 1) * metrics->tokens / (double)o->seq_length / metrics->seconds / report->world_size;
+    double flops =
+        report->step_flops > 0 ? report->step_flops : mt_flops(o, 1) * metrics->tokens / (double)o->seq_length;
+    flops /= metrics->seconds * report->world_size;
     double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
     long long left = (long long)(pace * (double)(total - iteration) + 0.5);
     line text = {.length = 0};
@@ -609,6 +612,10 @@ static void print_device(const mt_options *o, const mt_ops *ops, const mt_grid *
 static void print_data(const mt_options *o, const mt_dataset *data, FILE *file) {
     char wanted[32], tokens[32];
     double total = (double)mt_consumed_samples(o, o->num_iterations) * (double)o->seq_length;
+    if (data->packing) { // rows, which are not full
+        double epochs = (double)mt_consumed_samples(o, o->num_iterations) / (double)mt_packing_count(data->packing, 1);
+        if (data->num_tokens > 0) total = epochs * (double)data->num_tokens;
+    }
     mt_blend blend = {0};
     mt_error ignored;
     fprintf(file, "%s tokens in %lld iteration%s: ", print_count(wanted, total), (long long)o->num_iterations,

@@ -25,6 +25,7 @@ typedef struct mt_report {
     int world_size;
     int64_t first_iteration;
     int64_t device_bytes; // GPU memory that the model holds; 0 on the CPU, which reports the peak of the process
+    double step_flops;    // of the samples of the last step; 0: those of mt_flops for sequences of --seq-length
     double peak_flops;    // of the device for the model's type, as its maker states; 0: unknown
     double start;
 } mt_report;

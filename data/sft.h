@@ -176,16 +176,16 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
 double mt_shared_work(const mt_token_work *work, double tokens, double pairs, int64_t size);
 
 /* The time of a plan in predicted work: blocks begin when their ranks have finished the slots before; with `meets`,
- * when all ranks have. */
-double mt_step_plan_span(const mt_step_plan *plan, bool meets);
+ * when all ranks have. start[num_batches]: when each batch begins; NULL: not wanted. */
+double mt_step_plan_time(const mt_step_plan *plan, bool meets, double *start);
 
 /* Predicted work of the slowest rank divided by the mean of all ranks, minus 1. */
 double mt_step_plan_imbalance(const mt_step_plan *plan);
 
-/* Fills `batch` with a micro-batch of a plan: a causal span and positions from 0 for each sample, then masked tokens in
- * causal spans of at most 64 tokens, up to `num_tokens` in all or, if that is 0, to a multiple of `alignment`. */
+/* Fills `batch` with a micro-batch of a plan: a causal span and positions from 0 for each sample, then the masked
+ * tokens of mt_batch_pad up to `num_tokens` in all (0: none, except one token where there is no sample). */
 void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
-                       int64_t num_tokens, int64_t alignment, int32_t padding, mt_batch *batch);
+                       int64_t num_tokens, mt_batch *batch);
 
 #ifdef __cplusplus
 }

@@ -95,7 +95,7 @@ static void simulate(const mt_token_work *work, int64_t ranks, int64_t context, 
     mt_step_plan plan;
     mt_step_plan_balance(&plan, pieces, first, rows, &fixed);
     predict(&plan, work, context);
-    times[0] += mt_step_plan_span(&plan, false);
+    times[0] += mt_step_plan_time(&plan, false, NULL);
     mt_step_plan_free(&plan);
     for (int meets = 0; meets < 2; meets++) {
         dynamic.meets = meets;
@@ -104,7 +104,7 @@ static void simulate(const mt_token_work *work, int64_t ranks, int64_t context, 
         *seconds += (mt_time() - begin) / 2;
         if (!meets) *even += mt_step_plan_imbalance(&plan);
         predict(&plan, work, 1);
-        times[1 + meets] += mt_step_plan_span(&plan, meets);
+        times[1 + meets] += mt_step_plan_time(&plan, meets, NULL);
         mt_step_plan_free(&plan);
     }
     mt_rows_free(&packed);

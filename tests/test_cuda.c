@@ -1232,8 +1232,8 @@ static void gpu_agrees_with_cpu(void **state) {
     }
 }
 
-/* Memory and streams are at work in every other test, events in one of their own; graphs, grouped products and fp8 have
- * suites, and what ranks say to one another has two. */
+/* Memory and streams are at work in every other test, events and AdamW with scales in tests of their own; graphs,
+ * grouped products and fp8 have suites, and what ranks say to one another has two. */
 static void every_operation_is_tested(void **state) {
     (void)state;
     static const char *const all[] = {
@@ -1243,7 +1243,7 @@ static void every_operation_is_tested(void **state) {
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         static const char *const elsewhere[] = {"all_",   "reduce_scatter",  "broadcast", "channel_", "mailbox_",
-                                                "graph_", "grouped_linear_", "quantize",  "fp8_"};
+                                                "graph_", "grouped_linear_", "quantize",  "fp8_",     "adamw_amax"};
         bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
                      strncmp(all[i], "event_", 6) == 0 || strcmp(all[i], "workspace_bytes") == 0;
         for (size_t j = 0; j < sizeof elsewhere / sizeof *elsewhere; j++)

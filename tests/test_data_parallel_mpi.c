@@ -710,6 +710,98 @@ static void offloaded_state_is_in_host_memory(void **state) {
     }
 }
 
+/* ---- rest between phases */
+
+/* Device memory in use. New and released memory holds no zeros, and no address is used twice. */
+static struct {
+    char *memory;
+    int64_t bytes;
+    bool released;
+} allocated[256];
+static int num_allocated;
+
+static void *counted_memory_alloc(int64_t bytes) {
+    assert_true(num_allocated < 256);
+    allocated[num_allocated].memory = mt_cpu_ops.memory_alloc(bytes), allocated[num_allocated].bytes = bytes;
+    allocated[num_allocated].released = false;
+    memset(allocated[num_allocated].memory, 0xff, (size_t)bytes);
+    return allocated[num_allocated++].memory;
+}
+
+static void counted_memory_free(void *memory) {
+    for (int i = 0; i < num_allocated; i++)
+        if (allocated[i].memory == memory) {
+            assert_false(allocated[i].released);
+            memset(memory, 0xff, (size_t)allocated[i].bytes);
+            allocated[i].released = true;
+            return;
+        }
+    mt_cpu_ops.memory_free(memory); // of memory_alloc_ordered
+}
+
+static int64_t bytes_in_use(void) {
+    int64_t bytes = 0;
+    for (int i = 0; i < num_allocated; i++) bytes += allocated[i].released ? 0 : allocated[i].bytes;
+    return bytes;
+}
+
+/* Steps with a rest before some of them; every rest releases the bytes of the plan's rows, and waking restores them. */
+static outcome steps_with_rests(const char *words, int strategy, bool overlaps) {
+    static const mt_plan_row rows[MT_NUM_PARTS] = {MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER};
+    trainee t;
+    outcome o;
+    mt_error error;
+    trainee_open(&t, &grid, words, strategy, overlaps);
+    mt_model_init(t.model);
+    for (int step = 0; step < STEPS; step++) {
+        unsigned parts = (unsigned)step; // all combinations
+        int64_t before = bytes_in_use(), expected = before;
+        if (mt_model_rest(t.model, parts & 4, &error) != 0 || mt_model_rest(t.model, parts, &error) != 0)
+            fail_msg("%s", error.text);
+        for (int part = 0; part < MT_NUM_PARTS; part++)
+            expected -= parts >> part & 1 ? mt_model_planned_bytes(t.model, rows[part]) : 0;
+        assert_true(bytes_in_use() == expected && (parts % 8 == 0) == (expected == before));
+        if (parts % 8 != 0) {
+            tiny_source from = {0, 1};
+            assert_int_equal(mt_train_step(t.model, &t.state, 2, tiny_batch, &from, &t.batch, NULL, &error), -1);
+            assert_non_null(strstr(error.text, "call mt_model_wake"));
+        }
+        if (mt_model_wake(t.model, 7, &error) != 0) fail_msg("%s", error.text);
+        assert_true(bytes_in_use() == before);
+        mt_metrics metrics = train_one_step(&t, 2);
+        o.losses[step] = metrics.loss, o.norms[step] = metrics.grad_norm;
+    }
+    o.weights = whole_state(t.model, MT_STATE_WEIGHTS, &o.count);
+    if (mt_model_rest(t.model, 7, &error) != 0) fail_msg("%s", error.text);
+    trainee_close(&t);
+    assert_true(bytes_in_use() == 0);
+    for (int i = 0; i < num_allocated; i++) mt_cpu_ops.memory_free(allocated[i].memory);
+    num_allocated = 0;
+    return o;
+}
+
+static void a_model_that_rests_changes_no_bit(void **state) {
+    (void)state;
+    static const char fp8[] = " --hidden-size 32 --ffn-hidden-size 48 --fp8-format hybrid";
+    mt_ops counted = mt_cpu_ops;
+    counted.memory_alloc = counted_memory_alloc, counted.memory_free = counted_memory_free;
+    for (int variant = 0; variant < 6 * NUM_STRATEGIES; variant++) {
+        int strategy = variant / 6;
+        char words[800];
+        const char *const more[] = {"", " --bf16", fp8, fp8, offload, scaled};
+        snprintf(words, sizeof words, "%s%s%s%s", variant % 2 ? experts : tied, more[variant % 6],
+                 variant % 6 == 4 ? "0.5" : "",
+                 variant % 6 == 3 && (strategy == 1 || strategy == 2) ? " --fp8-param-gather" : "");
+        outcome expected = ten_steps(&grid, words, strategy, variant % 4 < 2, 2);
+        backend = &counted;
+        outcome o = steps_with_rests(words, strategy, variant % 4 < 2);
+        backend = &mt_cpu_ops;
+        assert_same_outcome(&o, &expected, 0, words);
+        assert_memory_equal(o.weights, expected.weights, (size_t)o.count * 4);
+        free(o.weights), free(expected.weights);
+    }
+}
+
 /* ---- checkpoints */
 
 static char folder[256]; // for all ranks
@@ -922,6 +1014,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(streams_wait_for_rounded_gradients),
         cmocka_unit_test(weights_gathered_in_fp8_change_no_bit),
         cmocka_unit_test(a_model_needs_no_zeroed_memory),
+        cmocka_unit_test(a_model_that_rests_changes_no_bit),
         cmocka_unit_test(an_optimizer_on_the_host_changes_no_bit),
         cmocka_unit_test(streams_wait_for_the_host),
         cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),

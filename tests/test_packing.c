@@ -238,8 +238,8 @@ static void a_batch_restarts_positions_and_masks_prompts_and_padding(void **stat
     mt_batch batch;
     mt_batch_alloc(&batch, 80);
     mt_step_plan_balance(&plan, pieces, first, 1, &shape);
-    mt_step_plan_fill(&plan, 0, 0, &samples, 80, 1, 9, &batch);
-    const int32_t inputs[] = {5, 6, 7, 20, 21, 22, 23, 24, 9}, labels[] = {6, 7, 8, 21, 22, 23, 24, 25, 9};
+    mt_step_plan_fill(&plan, 0, 0, &samples, 80, &batch);
+    const int32_t inputs[] = {5, 6, 7, 20, 21, 22, 23, 24, 0}, labels[] = {6, 7, 8, 21, 22, 23, 24, 25, 0};
     const int32_t positions[] = {0, 1, 2, 0, 1, 2, 3, 4, 0};
     const float mask[] = {0, 1, 1, 0, 0, 1, 1, 0, 0};
     const mt_span spans[] = {{0, 3, 0, 3, true}, {3, 5, 3, 5, true}, {8, 64, 8, 64, true}, {72, 8, 72, 8, true}};
@@ -258,10 +258,15 @@ static void a_batch_restarts_positions_and_masks_prompts_and_padding(void **stat
     }
     for (int t = 0; t < 8; t++) assert_int_equal(batch.token_index[t], 100 + t);
     for (int t = 8; t < 80; t++) assert_true(batch.loss_mask[t] == 0);
-    for (int64_t alignment = 1; alignment <= 16; alignment *= 4) {
-        mt_step_plan_fill(&plan, 0, 0, &samples, 0, alignment, 9, &batch);
-        assert_int_equal(batch.num_tokens, alignment == 16 ? 16 : 8);
-    }
+    mt_step_plan_fill(&plan, 0, 0, &samples, 0, &batch);
+    assert_int_equal(batch.num_tokens, 8);
+    plan.batches[0].count = 0;
+    mt_step_plan_fill(&plan, 0, 0, &samples, 0, &batch);
+    assert_int_equal(batch.num_tokens, 1);
+    assert_true(batch.loss_mask[0] == 0);
+    mt_step_plan_fill(&plan, 0, 0, &samples, 80, &batch);
+    assert_int_equal(batch.num_tokens, 80);
+    for (int t = 0; t < 80; t++) assert_true(batch.loss_mask[t] == 0);
     mt_step_plan_free(&plan);
     mt_batch_free(&batch);
 }
@@ -358,7 +363,7 @@ static void dynamic_blocks_are_even_and_faster(void **state) {
             int64_t num_rows = 2 * ranks;
             mt_step_plan_solve(&plan, pieces, first[num_rows], &shape);
             check_blocks(&plan, first[num_rows], &shape);
-            double off = mt_step_plan_imbalance(&plan), span = mt_step_plan_span(&plan, meets), sum = 0;
+            double off = mt_step_plan_imbalance(&plan), span = mt_step_plan_time(&plan, meets, NULL), sum = 0;
             mt_step_plan_balance(&whole, pieces, first, num_rows, &fixed);
             for (int64_t b = 0; b < whole.num_batches; b++) {
                 double pairs = 0, tokens = (double)whole.batches[b].num_tokens;

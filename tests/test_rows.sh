@@ -1,0 +1,136 @@
+#!/bin/sh
+# Training on samples of any length: the same losses on every layout, with packing, micro-batches of variable length and
+# dynamic context parallelism; resuming; epochs; refusals.
+set -u
+. tests/suite.sh
+export OMP_NUM_THREADS=1
+launch=''
+[ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null && launch=$(mpirun_here)
+
+small='--num-layers 4 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --seq-length 128 --vocab-size 61 --mock-data --sft --lr 1e-2
+    --lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --device cpu'
+steps='--global-batch-size 8 --train-iters 3 --eval-iters 1'
+
+# run RANKS ARGUMENTS...: trains; the output is in $work/out.
+run() {
+    ranks=$1
+    shift
+    # shellcheck disable=SC2086
+    if [ "$ranks" = 1 ]; then
+        "$train" $small "$@"
+    else
+        $launch -np "$ranks" "$train" $small "$@"
+    fi >"$work/out" 2>"$work/err" </dev/null
+}
+
+# refuses PATTERN ARGUMENTS...: one rank refuses the options with one line.
+refuses() {
+    pattern=$1
+    shift
+    # shellcheck disable=SC2086
+    refused "$pattern" "$train" $small "$@"
+}
+
+# numbers FILE: prints the loss and the gradient norm of each step.
+numbers() {
+    sed -n 's/.*"lm_loss": \([-+.0-9e]*\),.*"grad_norm": \([-+.0-9e]*\),.*/\1 \2/p' "$1"
+}
+
+# near FILE FILE: the numbers of two runs agree to 1e-5.
+near() {
+    numbers "$1" >"$work/one"
+    numbers "$2" >"$work/other"
+    [ "$(wc -l <"$work/one")" = "$(wc -l <"$work/other")" ] && [ -s "$work/one" ] || return 1
+    paste "$work/one" "$work/other" | awk '
+        { for (i = 1; i <= 2; i++) if (($i - $(i + 2)) ^ 2 > (1e-5 * $i) ^ 2) { print; bad = 1 } }
+        END { exit bad }'
+}
+
+# same NAME RANKS ARGUMENTS...: trains on the rows of the reference, with the same losses and gradient norms.
+same() {
+    ranks=$1
+    shift
+    rm -f "$work/layout.jsonl"
+    # shellcheck disable=SC2086
+    run "$ranks" $steps $rows "$@" --metrics "$work/layout.jsonl" && near "$work/$reference.jsonl" "$work/layout.jsonl"
+}
+
+# ---- layouts
+
+for reference in packed alone; do
+    rows=
+    [ $reference = packed ] && rows=--sequence-packing
+    # shellcheck disable=SC2086
+    check "$reference, one rank" run 1 $steps $rows --metrics "$work/$reference.jsonl"
+    check "$reference, variable lengths" same 1 --variable-seq-lengths
+    check "$reference, two rows a micro-batch" same 1 --micro-batch-size 2 --variable-seq-lengths
+    [ -n "$launch" ] || continue
+    check "$reference, data-parallel" same 2
+    check "$reference, data-parallel, variable lengths" same 4 --variable-seq-lengths
+    check "$reference, pipeline, variable lengths" same 2 --variable-seq-lengths --pipeline-model-parallel-size 2
+    check "$reference, interleaved pipeline, variable lengths" same 2 --variable-seq-lengths \
+        --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
+    check "$reference, tensor-parallel, variable lengths" same 2 --variable-seq-lengths \
+        --tensor-model-parallel-size 2 --sequence-parallel
+    check "$reference, context-parallel, variable lengths" same 2 --variable-seq-lengths --context-parallel-size 2
+    for layout in '2 --context-parallel-size 2' '4 --context-parallel-size 4' '4 --context-parallel-size 2' \
+        '2 --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 80' \
+        '4 --context-parallel-size 4 --min-dynamic-context-parallel-size 2' \
+        '4 --context-parallel-size 2 --pipeline-model-parallel-size 2' \
+        '4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2' \
+        '4 --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel' \
+        '4 --context-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params' \
+        '2 --context-parallel-size 2 --cp-comm-type all_gather' '2 --context-parallel-size 2 --cp-comm-type a2a'; do
+        # shellcheck disable=SC2086
+        check "$reference, dynamic, $layout" same $layout --dynamic-context-parallel
+    done
+done
+
+# ---- resuming, epochs
+
+# The first run stops in the middle of an epoch, the second goes on into the next one.
+resumes() {
+    run 1 --sequence-packing --global-batch-size 96 --train-iters 7 --eval-iters 0 --metrics "$work/whole.jsonl" &&
+        run 1 --sequence-packing --global-batch-size 96 --train-iters 3 --eval-iters 0 --save "$work/run" &&
+        run 1 --sequence-packing --global-batch-size 96 --train-iters 7 --eval-iters 0 --load "$work/run" \
+            --save "$work/run" --metrics "$work/rest.jsonl" || return 1
+    numbers "$work/whole.jsonl" | tail -n 4 >"$work/one"
+    numbers "$work/rest.jsonl" >"$work/other"
+    [ "$(wc -l <"$work/other")" = 4 ] && cmp "$work/one" "$work/other"
+}
+check 'a resumed run goes on with the next row' resumes
+
+# 4096 samples in rows of about 5 of 128: an epoch's rows fill its steps, and the last one has empty rows.
+epochs() {
+    run 1 --sequence-packing --global-batch-size 250 --train-epochs 1 --eval-iters 0 --micro-batch-size 25 || return 1
+    says '^ *\([0-9]*\)/\1 100%' "$work/out"
+}
+check 'an epoch is a number of steps' epochs
+
+# ---- drawing
+
+draws() {
+    run 1 --sequence-packing --global-batch-size 8 --train-iters 1 --context-parallel-size 4 \
+        --dynamic-context-parallel --print-schedule "$work/step.svg" || return 1
+    says '^rank 3 .*\[4:1 ' "$work/out" && says '<rect' "$work/step.svg"
+}
+check 'a step is drawn' draws
+
+# ---- refusals
+
+none='--train-iters 1'
+# shellcheck disable=SC2086
+{
+    check 'tokens file' refuses 'exclude each other' $none --tokens-file x
+    check 'documents' refuses 'exclude each other' $none --reset-attention-mask
+    check 'epochs and steps' refuses '--train-epochs and --train-iters exclude' $none --train-epochs 2
+    check 'dynamic without context ranks' refuses 'needs --context-parallel-size' $none --dynamic-context-parallel
+    check 'packing without samples' refused '--sequence-packing needs --sft' "$train" $none --sequence-packing \
+        --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 8 --mock-data --lr 1
+    dynamic="$none --context-parallel-size 4 --dynamic-context-parallel --print-schedule"
+    check 'short micro-batches' refuses 'holds 64 tokens, fewer than --seq-length' $dynamic \
+        --max-seqlen-per-dp-cp-rank 16
+    check 'small blocks' refuses 'power of two' $dynamic --min-dynamic-context-parallel-size 3
+}
+exit $failed
