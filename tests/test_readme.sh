@@ -199,7 +199,7 @@ chapter_18() {
     grep -A $(($(wc -l <"$work/quote") - 1)) -Fx -- "$(head -n 1 "$work/quote")" megatron.c | diff "$work/quote" -
 }
 
-for test in in training_on_your_own_text fine_tuning several_ranks hugging_face_models a_yaml_file chapter_1 \
+for test in training_on_your_own_text fine_tuning several_ranks hugging_face_models a_yaml_file chapter_1 \
     chapter_4 chapter_5 chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16 \
     chapter_17 chapter_18; do
     check $test $test
