@@ -914,7 +914,7 @@ static int mt_trainer_agrees(const char *path, const char *option, int64_t then,
 static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
                            mt_error *error) {
     const mt_options *o = mt_model_options(m);
-    int64_t version, seed, seq_length;
+    int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing;
     json_t *json = mt_json_read(path, error);
     int status = json ? mt_trainer_int(json, "version", INT64_MAX, path, &version, error) : -1;
 #define MT_READ_STATE(field)                                                                                           \
@@ -927,6 +927,10 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     }
     if (status == 0) status = mt_trainer_int(json, "seed", INT64_MAX, path, &seed, error);
     if (status == 0) status = mt_trainer_int(json, "seq_length", INT64_MAX, path, &seq_length, error);
+    if (status == 0 && json_object_get(json, "sft")) { // older files lack these
+        status = mt_trainer_int(json, "sft", 1, path, &sft, error);
+        if (status == 0) status = mt_trainer_int(json, "sequence_packing", 1, path, &packed, error);
+    }
     json_decref(json);
     if (status != 0) return -1;
     if (version > MT_TRAINER_VERSION)
@@ -934,6 +938,8 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
                             (long long)version);
     if (state->iteration == 0) return 0; // converted weights: the order of samples begins here
     if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
+    if (mt_trainer_agrees(path, "--sft", sft, o->sft, error) != 0) return -1;
+    if (mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }
 

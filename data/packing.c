@@ -225,7 +225,7 @@ double mt_step_plan_imbalance(const mt_step_plan *plan) {
 }
 
 mt_token_work mt_token_work_of(const mt_options *options) {
-    // Measured on H200s: matrix products in bf16, and the exchange of a ring of four (notes/lab.md: 8% of a step).
+    // Of H200s: matrix products in bf16, and an exchange that explains the 8% that a ring of four costs (notes/lab.md).
     const double flops_per_byte = 600e12 / 170e9;
     mt_options one = *options, many = *options; // their strings are not used
     one.seq_length = 1, many.seq_length = 1 << 20;

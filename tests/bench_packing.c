@@ -5,8 +5,9 @@
  *   attention                 at 500 TFLOP/s for long samples; a call whose queries see K keys on average reaches
  *                             K / (K + 230) of that (both from the table of attention in notes/lab.md). A sample of
  *                             static context parallelism is 2 s chunks on s ranks, and each call sees up to two chunks
- *   exchange of keys, values  170 GB/s: with that the context ring of notes/lab.md, 8% slower than data parallelism,
- *                             hides none of it. Every rank of a block receives the keys and values of all its tokens
+ *   exchange of keys, values  170 GB/s, none of it hidden by attention: an assumption that explains the context ring of
+ *                             notes/lab.md, 8% slower than data parallelism; the result depends on it. Every rank of a
+ * block receives the keys and values of all its tokens
  *
  * Prints tokens per second of dynamic over static, and the time of the solver.
  */

@@ -97,7 +97,9 @@ resumes() {
             --save "$work/run" --metrics "$work/rest.jsonl" || return 1
     numbers "$work/whole.jsonl" | tail -n 4 >"$work/one"
     numbers "$work/rest.jsonl" >"$work/other"
-    [ "$(wc -l <"$work/other")" = 4 ] && cmp "$work/one" "$work/other"
+    [ "$(wc -l <"$work/other")" = 4 ] && cmp "$work/one" "$work/other" &&
+        refuses 'was begun with --sequence-packing 1, not 0' --global-batch-size 96 --train-iters 9 --eval-iters 0 \
+            --load "$work/run" --save "$work/run"
 }
 check 'a resumed run goes on with the next row' resumes
 
