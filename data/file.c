@@ -441,19 +441,37 @@ static int mt_lock_open(const char *path, const char *option, mt_error *error) {
                         option);
 }
 
+/* Names the holder, as the file of the lock does. */
+static int mt_lock_refuse(int descriptor, const char *folder, const char *option, mt_error *error) {
+    char text[300] = "";
+    ssize_t length = pread(descriptor, text, sizeof text - 1, 0);
+    text[length > 0 ? strcspn(text, "\n") : 0] = 0;
+    return mt_error_set(error, "%s: is in use by another run, %s; wait for its end, or choose another %s", folder,
+                        *text ? text : "whose process is unknown", option);
+}
+
+int mt_folder_check_lock(const char *folder, const char *name, const char *option, mt_error *error) {
+    struct flock lock = {.l_type = F_RDLCK};
+    struct stat file;
+    char *path = mt_path_join(folder, name);
+    int descriptor = lstat(path, &file) == 0 && S_ISREG(file.st_mode) ? mt_lock_open(path, option, error) : -1;
+    bool held = descriptor >= 0 && fcntl(descriptor, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+    if (held) mt_lock_refuse(descriptor, folder, option, error);
+    if (descriptor >= 0) close(descriptor);
+    free(path);
+    return held ? -1 : 0;
+}
+
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error) {
     struct flock lock = {.l_type = F_WRLCK}; // from the start of the file to its end
-    char host[256] = "", text[300] = "";
+    char host[256] = "", text[300];
     char *path = mt_path_join(folder, name);
     int descriptor = mt_lock_open(path, option, error), status = descriptor < 0 ? -1 : 0;
     if (status == 0 && fcntl(descriptor, F_SETLK, &lock) != 0) {
         bool held = errno == EACCES || errno == EAGAIN;
         int reason = errno;
-        ssize_t length = held ? pread(descriptor, text, sizeof text - 1, 0) : 0;
-        text[length > 0 ? strcspn(text, "\n") : 0] = 0;
         if (held)
-            status = mt_error_set(error, "%s: is in use by another run, %s; wait for its end, or choose another %s",
-                                  folder, *text ? text : "whose process is unknown", option);
+            status = mt_lock_refuse(descriptor, folder, option, error);
         else
             fprintf(stderr, "warning: %s: cannot be locked: %s; a second run there would not be noticed\n", path,
                     strerror(reason));

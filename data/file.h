@@ -130,6 +130,10 @@ int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int6
  * file stays, as removing it could leave two holders with a file each. */
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error);
 
+/* An error, as mt_folder_lock's, if another process holds the lock; takes no lock. A process that holds it itself must
+ * not call this: closing the file would release the lock. */
+int mt_folder_check_lock(const char *folder, const char *name, const char *option, mt_error *error);
+
 /* ---- JSON */
 
 /* Parses JSON that must be an object; NULL with error, which names the file and line. `path` NULL: a line of a file;

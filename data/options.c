@@ -618,6 +618,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
         return mt_error_set(error, "--load %s continues the run that --overwrite would replace; leave one out",
                             o->load);
     if (!o->save || (!same && !o->auto_resume)) return 0;
+    if (mt_folder_check_lock(o->save, ".lock", "--save", error) != 0) return -1; // its checkpoints come and go
     if (mt_checkpoint_exists(o->save)) {
         char *path = mt_checkpoint_resolve_whole(o->save, error);
         free(path);
