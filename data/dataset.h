@@ -285,8 +285,9 @@ typedef struct mt_feed {
 /* A feed of `loader` of a number of samples, from a number of consumed samples on. */
 mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t samples, const mt_grid *grid);
 
-/* The mt_batch_source of mt_train_step and mt_evaluate; `feed` is an mt_feed. If a read fails, the batch has masked
- * tokens and the call succeeds, because other ranks wait for this rank's part of the step; mt_feed_check reports it. */
+/* The mt_batch_source of mt_train_step and mt_evaluate; `feed` is an mt_feed. If a read fails, the batch has sequences
+ * of one token and the call succeeds, because other ranks wait for this rank's part of the step; mt_feed_check reports
+ * it and the step's result must not be used. */
 int mt_feed_batch(void *feed, int64_t index, mt_batch *batch, mt_error *error);
 
 /* After the step. Errors, the same on every rank: a rank could not read its data; a rank read other data than the first

@@ -153,14 +153,14 @@ int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch,
     return 0;
 }
 
-/* Fills `batch` with masked tokens, which add nothing to the loss and the gradients. */
-static void fill_masked(mt_loader *loader, mt_batch *batch) {
+/* Fills `batch` with sequences of one token, in place of data that cannot be read: the run ends after the step. They
+ * are not masked, as a step of masked tokens would be reported too. */
+static void fill_with_one_token(mt_loader *loader, mt_batch *batch) {
     int64_t seq_length = loader->dataset->seq_length;
     for (int64_t i = 0; i <= seq_length; i++) loader->sample[i] = loader->config->eod_id == 0; // no end of document
     batch->num_tokens = batch->num_spans = 0;
     for (int64_t row = 0; row < loader->micro_batch_size; row++)
         append_sequence(batch, loader->sample, row, seq_length, loader->config);
-    memset(batch->loss_mask, 0, (size_t)batch->num_tokens * sizeof *batch->loss_mask);
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
@@ -297,7 +297,7 @@ int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error
     if (status == 0) status = fill_batch(feed, index, batch, error);
     mt_watch_file_end(watched);
     if (status != 0 && feed->status == 0) feed->status = status, feed->error = *error;
-    if (status != 0) fill_masked(feed->loader, batch);
+    if (status != 0) fill_with_one_token(feed->loader, batch);
     if (status != 0 || !feed->shared) return 0;
     uint64_t prints[] = {mt_contents_fingerprint(batch->tokens, batch->num_tokens * 4, true),
                          mt_contents_fingerprint(batch->labels, batch->num_tokens * 4, true), (uint64_t)index};
