@@ -7345,6 +7345,7 @@ static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int6
 
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens) {
     mt_arena arena = {0};
+    *batch = (mt_batch){0};
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
         batch->tokens = mt_arena_alloc(&arena, max_tokens * 4);
         batch->labels = mt_arena_alloc(&arena, max_tokens * 4);
@@ -7354,7 +7355,6 @@ void mt_batch_alloc(mt_batch *batch, int64_t max_tokens) {
         batch->spans = mt_arena_alloc(&arena, max_tokens * (int64_t)sizeof(mt_span));
         if (pass == 0) arena = (mt_arena){.base = mt_calloc(arena.used), .capacity = arena.used};
     }
-    batch->num_tokens = batch->num_spans = 0;
 }
 
 void mt_batch_free(mt_batch *batch) {
@@ -9106,6 +9106,15 @@ typedef struct mt_source {
     bool training; // a training step; false: an evaluation
 } mt_source;
 
+/* Pads a batch for its ranks; what has no room, or is for no number of ranks, is left to mt_batch_check. */
+static void mt_batch_share(const mt_model *m, mt_batch *batch) {
+    mt_error error;
+    if (mt_batch_check_ranks(m, batch, &error) != 0) return;
+    int64_t ranks = mt_context_ranks(m, batch), multiple = mt_token_ranks(m->options, ranks);
+    if (mt_divide_up(batch->num_tokens, multiple) * multiple <= ranks * m->plan.max_tokens)
+        mt_batch_pad(batch, multiple);
+}
+
 /* The live micro-batch of an action. */
 static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -9122,7 +9131,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->trainer->data_seconds += mt_time() - begin;
     if (action->chunk == 0) from->tokens += from->batch->num_tokens;
-    mt_batch_pad(from->batch, mt_token_ranks(m->options, mt_context_ranks(m, from->batch)));
+    mt_batch_share(m, from->batch);
     if (mt_batch_check(m, from->batch, &cause) != 0)
         return mt_error_set(error, "micro-batch %lld: %s", (long long)action->micro_batch, cause.text);
     mt_pass p = mt_load_batch(m, mb, from->batch, from->training);

@@ -303,6 +303,9 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
         {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
          "--dynamic-context-parallel gives the ranks of a context group different samples, which "
          "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
+        {o->num_experts > 0 && o->moe_expert_capacity_factor > 0,
+         "--moe-expert-capacity-factor counts the tokens of a context group, whose ranks have different samples with "
+         "--dynamic-context-parallel; leave one out"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

@@ -103,10 +103,14 @@ static const row model_rows[] = {
     {20, "RMSNorm", "RMSNorm&type none", "--mtp-num-layers 1"},
     {30, "RMSNorm&embedding-type", "", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
 
-    {40, "", WIDE,
+    {20, "", "",
+     "--sft --seq-length 64;--sft --sequence-packing --seq-length 48;--sft --variable-seq-lengths --seq-length "
+     "90;--sft "
+     "--sequence-packing --variable-seq-lengths --seq-length 64"},
+    {40, "", WIDE "&--sft", // padding counts for the experts' loads, which are compared
      "--num-experts 8 --moe-ffn-hidden-size 16;--num-experts 4 --moe-ffn-hidden-size 12;--num-experts 6 "
      "--moe-ffn-hidden-size 8;--num-experts 8"},
-    {40, WIDE, "", "--num-experts 8;--num-experts 4 --moe-ffn-hidden-size 128;--num-experts 6"},
+    {40, WIDE, "--sft", "--num-experts 8;--num-experts 4 --moe-ffn-hidden-size 128;--num-experts 6"},
     {100, EXPERTS, "",
      "--moe-router-topk 2;--moe-router-topk 2 --moe-router-pre-softmax;--moe-router-topk 1 --moe-router-pre-softmax;"
      "--moe-router-topk 3 --moe-router-score-function sigmoid;--moe-router-topk 2 --moe-router-score-function sigmoid "
@@ -127,9 +131,10 @@ static const row model_rows[] = {
     {20, EXPERTS, "", "--moe-layer-freq 2;--moe-layer-freq 3"},
     {20, EXPERTS "&num-layers 4", "moe-layer-freq", "--moe-layer-freq [0,1,1,0];--moe-layer-freq ([0]*1+[1]*3)"},
 
-    {100, "", "", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},
+    {15, "", EXPERTS "&--sft", "--seq-length 13;--seq-length 21"}, // padding would count for the experts' balance
+    {100, "", "--seq-length", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},
     {10, "", "", "--max-position-embeddings 64"},
-    {30, "", "",
+    {30, "", "--sft",
      "--tokenizer-type ByteLevel --reset-attention-mask;--tokenizer-type ByteLevel --reset-position-ids "
      "--reset-attention-mask --eod-mask-loss;--tokenizer-type ByteLevel --reset-position-ids"},
     {100, "", "ByteLevel", "--vocab-size 61;--vocab-size 128;--vocab-size 67"},
@@ -145,6 +150,9 @@ static const row layout_rows[] = {
     {60, "tensor-model-parallel-size", "sequence-parallel", "--sequence-parallel"},
     {30, "--sequence-parallel", "", "--tp-comm-overlap"},
     {50, "context-parallel-size", "window", "--cp-comm-type all_gather;--cp-comm-type a2a"},
+    {60, "--sft&context-parallel-size", "",
+     "--dynamic-context-parallel;--dynamic-context-parallel "
+     "--max-seqlen-per-dp-cp-rank 60"},
     {100, "context-parallel-size&window", "", "--cp-comm-type all_gather;--cp-comm-type a2a"},
     {40, "context-parallel-size 4", "--cp-comm-type&window",
      "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"},
@@ -291,13 +299,11 @@ static void draw_layout(config *c, random_words *random, part part) {
                      data[] = {1, 1, 2, 2, 3, 4};
     int tp, pp, cp, dp, ranks;
     char text[LINE];
-    texts_of(c, part, text);
-    bool documents = strstr(text, "--reset-attention-mask") != NULL;
     do {
         tp = draw_of(random, tensor, 5), pp = draw_of(random, stages, 6);
         cp = draw_of(random, context, 6), dp = draw_of(random, data, 6);
         ranks = tp * pp * cp * dp;
-    } while (ranks < 2 || ranks > 8 || (cp > 1 && documents)); // documents of any length do not divide into chunks
+    } while (ranks < 2 || ranks > 8);
     c->data[part == SECOND] = dp;
     add_size(c, part, "--tensor-model-parallel-size", tp, 1);
     add_size(c, part, "--pipeline-model-parallel-size", pp, 1);
