@@ -86,17 +86,15 @@ static results train(const char *model, const char *layout, const mt_grid *start
     mt_model *m;
     mt_batch batch;
     results r;
-    bool dynamic = strstr(layout, "dynamic");
     snprintf(line, sizeof line,
              "train --mock-data --seq-length %d --train-iters %d --lr 5e-3 --lr-decay-style constant --adam-eps 1e-3 "
              "--clip-grad 1 --init-method-std 0.1 --hidden-dropout 0.1 --attention-dropout 0.1 --hidden-size 32 "
              "--num-attention-heads 4 --ffn-hidden-size 48 --vocab-size %d --make-vocab-size-divisible-by 16 "
              "--num-layers 4 --micro-batch-size 1 --global-batch-size 24 --distributed-timeout-seconds 60 --device cpu "
              "%s %s",
-             LONGEST, STEPS, VOCABULARY, model, dynamic ? layout + strlen("dynamic") : layout);
+             LONGEST, STEPS, VOCABULARY, model, layout);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(&o, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
-    o.dynamic_context_parallel = dynamic;
     if (mt_options_finish(&o, MT_PROGRAM_TRAIN, start->world.size, &error) != 0) fail_msg("%s", error.text);
     mt_grid grid = *start;
     if (mt_grid_build(&grid, &o, &error) != 0) fail_msg("%s", error.text);
@@ -106,7 +104,7 @@ static results train(const char *model, const char *layout, const mt_grid *start
     mt_model_init(m);
     mt_run_state state = {0};
     for (int step = 0; step < STEPS; step++) {
-        dealer d = {&grid, step, slots, dynamic, one_by_one};
+        dealer d = {&grid, step, slots, o.dynamic_context_parallel, one_by_one};
         mt_metrics metrics;
         if (mt_train_step(m, &state, slots, deal, &d, &batch, &metrics, &error) != 0) fail_msg("%s", error.text);
         r.loss[step] = metrics.loss, r.norm[step] = metrics.grad_norm;
@@ -130,7 +128,7 @@ static results train(const char *model, const char *layout, const mt_grid *start
 #define PP       "--pipeline-model-parallel-size "
 #define EP       "--expert-model-parallel-size "
 #define SHARD    "--data-parallel-sharding-strategy "
-#define DYNAMIC  "dynamic "
+#define DYNAMIC  "--sft --dynamic-context-parallel "
 #define PER_RANK "--num-virtual-stages-per-pipeline-rank "
 
 static const struct {
