@@ -1,8 +1,6 @@
 /* packing.c: rows of samples of any length, and the micro-batches of a step with even work. */
 #include "sft.h"
 
-#include "report.h"
-
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -222,20 +220,6 @@ double mt_step_plan_imbalance(const mt_step_plan *plan) {
         slowest = fmax(slowest, work), sum += work;
     }
     return sum > 0 ? slowest * (double)plan->num_ranks / sum - 1 : 0;
-}
-
-mt_token_work mt_token_work_of(const mt_options *options) {
-    // Of H200s: matrix products in bf16, and an exchange that explains the 8% that a ring of four costs (notes/lab.md).
-    const double flops_per_byte = 600e12 / 170e9;
-    mt_options one = *options, many = *options; // their strings are not used
-    one.seq_length = 1, many.seq_length = 1 << 20;
-    double length = (double)many.seq_length, short_rate = mt_flops(&one, 1), long_rate = mt_flops(&many, 1) / length;
-    double width = (double)(options->num_query_groups * options->kv_channels);
-    mt_token_work work = {.per_pair = (long_rate - short_rate) / (length - 1)};
-    work.per_token = short_rate - work.per_pair;
-    // keys and values in bf16: once forward, once backward, and their gradients
-    work.per_exchange = 3 * 2 * width * 2 * (double)options->num_layers * flops_per_byte;
-    return work;
 }
 
 static double mt_piece_work(const mt_piece *piece, const mt_token_work *work) {

@@ -424,6 +424,20 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
+mt_token_work mt_token_work_of(const mt_options *options) {
+    // Of H200s: matrix products in bf16, and an exchange that explains the 8% that a ring of four costs (notes/lab.md).
+    const double flops_per_byte = 600e12 / 170e9;
+    mt_options one = *options, many = *options; // their strings are not used
+    one.seq_length = 1, many.seq_length = 1 << 20;
+    double length = (double)many.seq_length, short_rate = mt_flops(&one, 1), long_rate = mt_flops(&many, 1) / length;
+    double width = (double)(options->num_query_groups * options->kv_channels);
+    mt_token_work work = {.per_pair = (long_rate - short_rate) / (length - 1)};
+    work.per_token = short_rate - work.per_pair;
+    // keys and values in bf16: once forward, once backward, and their gradients
+    work.per_exchange = 3 * 2 * width * 2 * (double)options->num_layers * flops_per_byte;
+    return work;
+}
+
 void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_metrics *metrics) {
     const mt_options *o = report->options;
     long long iteration = state->iteration, total = o->num_iterations;

@@ -114,10 +114,6 @@ int64_t mt_packing_count(mt_packing *packing, int64_t epochs);
  * step's number of tokens, so this choice does not change it.
  */
 
-/* The predicted work of a model's tokens: the linear and the quadratic term of mt_flops (report.h), and the FLOPs that
- * an H200 computes while it receives a token's keys and values, forward and backward, over NVLink. */
-mt_token_work mt_token_work_of(const mt_options *options);
-
 /* A sample in the run: sample number, positions, and token index (mt_batch) of its first position, which is row *
  * seq_length + offset in the row. */
 typedef struct mt_piece {

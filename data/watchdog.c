@@ -6,11 +6,10 @@
 #endif
 #include "watchdog.h"
 
-#include "options.h"
-
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -135,10 +134,12 @@ static void mt_watchdog_open(const mt_options *o, int rank, mt_watch_phase phase
     mt_watchdog.limits[MT_WATCH_STEP] = (double)o->distributed_timeout_seconds;
     mt_watchdog.limits[MT_WATCH_SAVE] = (double)o->save_timeout_seconds;
     for (int p = 0; p < MT_WATCH_PHASES; p++) {
-        mt_error name;
-        mt_error_set(&name, "--%s", mt_watchdog_phases[p].option);
-        mt_options_name_typed(o, &name);
-        snprintf(mt_watchdog.options[p], sizeof mt_watchdog.options[p], "%.290s", name.text);
+        const mt_strings *typed = &o->typed_names; // an option, then the name by which it was given
+        const char *option = mt_watchdog_phases[p].option, *name = NULL;
+        for (int64_t i = 0; i < typed->count; i += 2)
+            if (strcmp(typed->items[i], option) == 0) name = typed->items[i + 1];
+        snprintf(mt_watchdog.options[p], sizeof mt_watchdog.options[p], "%s%.280s", name ? "" : "--",
+                 name ? name : option);
     }
     pthread_mutex_unlock(&mt_watchdog.lock);
     if (mt_watchdog.running) return;

@@ -12,6 +12,7 @@
  * Prints tokens per second of dynamic over static, and the time of the solver.
  */
 #include "data/options.h"
+#include "data/report.h"
 #include "data/sft.h"
 
 #include <math.h>
