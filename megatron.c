@@ -4791,11 +4791,10 @@ struct mt_model {
     bool reruns;            // --rerun-mode validate_results
     mt_stream *reader;      // mt_model_set_reader
     mt_pass last_forward;
-    /* context parallelism */
-    mt_context
-        *contexts[1 + MT_CONTEXT_BLOCKS]; // of batches for all ranks, or with dynamic sizes for 1, 2, 4 ... ranks
+    /* context parallelism: one context for batches of all ranks; with dynamic sizes one each for 1, 2, 4 ... ranks */
+    mt_context *contexts[2 + MT_CONTEXT_BLOCKS];
     int num_contexts;
-    void *context_memory;                    // of all contexts: one is in use
+    void *context_memory;                    // that they share: one is in use
     const struct mt_micro_batch *in_context; // the micro-batch that is loaded
     int32_t *local_sequence;                 // [max_tokens] of local_batch: see mt_batch_block
 };
@@ -5848,7 +5847,7 @@ static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt
 
 /* The operands of the auxiliary loss, except results and gradients. */
 static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p, const mt_routing *r) {
-    bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS && p->spans.count > 1;
+    bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS && p->num_sequences > 1;
     const int32_t *sequence = by_sequence ? p->batch->sequence + p->first_row : NULL;
     return (mt_aux_loss_args){
         by_sequence ? p->num_sequences : 1, p->rows, &m->experts->router, r->logits, sequence, .sums = r->aux_stats};
@@ -5860,7 +5859,6 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
     int64_t E = e->router.num_experts, S = a.S;
     const mt_group *group = &m->grid->tensor_context;
-    MT_CHECK(S <= e->sequences);
     a.z_sum = e->losses + 1;
     m->ops->aux_loss_forward(&a, p->stream);
     m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
@@ -7436,6 +7434,12 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
     if (batch->num_spans < 1 || batch->num_spans > T)
         return mt_error_set(error, "%lld spans for %lld tokens; give 1 to %lld", (long long)batch->num_spans,
                             (long long)T, (long long)T);
+    if (m->experts->sequences > 1 && batch->num_spans > m->experts->sequences)
+        return mt_error_set(
+            error,
+            "%lld sequences, and --moe-router-load-balancing-type seq_aux_loss is planned for %lld, the "
+            "tokens of a rank; give fewer, or take aux_loss",
+            (long long)batch->num_spans, (long long)m->experts->sequences);
     for (int64_t s = 0; s < batch->num_spans; s++) {
         const mt_span *span = &batch->spans[s];
         if (!mt_range_inside(span->q_start, span->q_len, T) || !mt_range_inside(span->k_start, span->k_len, T))
@@ -9107,7 +9111,7 @@ typedef struct mt_source {
 } mt_source;
 
 /* Pads a batch for its ranks; what has no room, or is for no number of ranks, is left to mt_batch_check. */
-static void mt_batch_share(const mt_model *m, mt_batch *batch) {
+static void mt_batch_pad_for_ranks(const mt_model *m, mt_batch *batch) {
     mt_error error;
     if (mt_batch_check_ranks(m, batch, &error) != 0) return;
     int64_t ranks = mt_context_ranks(m, batch), multiple = mt_token_ranks(m->options, ranks);
@@ -9131,7 +9135,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->trainer->data_seconds += mt_time() - begin;
     if (action->chunk == 0) from->tokens += from->batch->num_tokens;
-    mt_batch_share(m, from->batch);
+    mt_batch_pad_for_ranks(m, from->batch);
     if (mt_batch_check(m, from->batch, &cause) != 0)
         return mt_error_set(error, "micro-batch %lld: %s", (long long)action->micro_batch, cause.text);
     mt_pass p = mt_load_batch(m, mb, from->batch, from->training);

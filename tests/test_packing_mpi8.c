@@ -13,13 +13,15 @@
 enum { SAMPLES = 24, STEPS = 3, VOCABULARY = 61, LONGEST = 37, TOKENS = 400 };
 
 static mt_grid world;
+static bool even_lengths; // no padding, which an auxiliary loss would count
 
 /* ---- samples: functions of their numbers --------------------------------------------------------------------------
  */
 
 static int64_t sample_length(int64_t sample) {
     static const int64_t lengths[] = {13, 29, 1, 7, 22, 5, 2, 17, LONGEST, 11};
-    return lengths[sample * 7 % 10];
+    int64_t length = lengths[sample * 7 % 10];
+    return even_lengths ? mt_max(length - length % 2, 2) : length;
 }
 
 /* Appends a sample to a batch. */
@@ -86,6 +88,7 @@ static results train(const char *model, const char *layout, const mt_grid *start
     mt_model *m;
     mt_batch batch;
     results r;
+    even_lengths = strstr(model, "aux_loss");
     snprintf(line, sizeof line,
              "train --mock-data --seq-length %d --train-iters %d --lr 5e-3 --lr-decay-style constant --adam-eps 1e-3 "
              "--clip-grad 1 --init-method-std 0.1 --hidden-dropout 0.1 --attention-dropout 0.1 --hidden-size 32 "
@@ -122,6 +125,7 @@ static results train(const char *model, const char *layout, const mt_grid *start
 #define WINDOW   LLAMA "--window-size 9 "
 #define MTP      LLAMA "--mtp-num-layers 2 --untie-embeddings-and-output-weights "
 #define EXPERTS  ROTARY "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+#define BALANCED EXPERTS "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss "
 #define BY       "--cp-comm-type "
 #define CP       "--context-parallel-size "
 #define TP       "--sequence-parallel --tensor-model-parallel-size "
@@ -154,6 +158,8 @@ static const struct {
     {EXPERTS, EP "4", 3},
     {EXPERTS, CP "2 " EP "4 --moe-token-dispatcher-type allgather", 2},
     {EXPERTS, TP "2 " EP "2 --moe-token-dispatcher-type allgather", 3},
+    {BALANCED, CP "2", 3},
+    {BALANCED, CP "2 " EP "2 " BY "all_gather", 2},
     {LLAMA, CP "2 " SHARD "optim_grads_params", 2},
     {LLAMA, DYNAMIC CP "2", 3},
     {GPT2, DYNAMIC CP "4", 3},
