@@ -204,19 +204,26 @@ static void write_title(const mt_schedule *s, char title[200]) {
              (long long)s->pp, (long long)s->vp, s->vp > 1 ? "s" : "", (long long)s->micro_batches);
 }
 
+/* Begins an SVG drawing: its size in pixels, its title, its background. */
+static int open_drawing(mt_new_file *file, const char *path, double width, double height, const char *title,
+                        mt_error *error) {
+    if (mt_new_file_open(file, path, "--print-schedule", error) != 0) return -1;
+    fprintf(file->stream,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %.0f %.0f\" width=\"%.0f\" height=\"%.0f\" "
+            "font-family=\"monospace\" font-size=\"11\" fill=\"#24292f\">\n<title>%s</title>\n"
+            "<rect width=\"%.0f\" height=\"%.0f\" rx=\"8\" fill=\"#fdfdfb\"/>\n",
+            width, height, width, height, title, width, height);
+    return 0;
+}
+
 static int save_timeline(const mt_timeline *t, const char *path, mt_error *error) {
     const double unit = 24;
     char title[200];
     write_title(&t->schedule, title);
     double width = fmax(60 + unit * t->span + 60, 640), height = 90 + 24 * (double)t->schedule.pp;
     mt_new_file file;
-    if (mt_new_file_open(&file, path, "--print-schedule", error) != 0) return -1;
+    if (open_drawing(&file, path, width, height, title, error) != 0) return -1;
     FILE *svg = file.stream;
-    fprintf(svg,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %.0f %.0f\" width=\"%.0f\" height=\"%.0f\" "
-            "font-family=\"monospace\" font-size=\"11\" fill=\"#24292f\">\n<title>%s</title>\n"
-            "<rect width=\"%.0f\" height=\"%.0f\" rx=\"8\" fill=\"#fdfdfb\"/>\n",
-            width, height, width, height, title, width, height);
     fprintf(svg,
             "<text x=\"40\" y=\"24\">%s: bubble %.1f%% of the work</text>\n<text x=\"40\" y=\"44\">blue: forward, "
             "green: backward, teal: its weights' part; lighter: later stages; right: peak live micro-batches</text>\n",
@@ -300,15 +307,12 @@ static int save_plan(const mt_step_plan *plan, const double *start, double span,
                      mt_error *error) {
     const double width = 1000, height = 90 + 24 * (double)plan->num_ranks;
     mt_new_file file;
-    if (mt_new_file_open(&file, path, "--print-schedule", error) != 0) return -1;
+    if (open_drawing(&file, path, width, height, title, error) != 0) return -1;
     FILE *svg = file.stream;
     fprintf(svg,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %.0f %.0f\" width=\"%.0f\" height=\"%.0f\" "
-            "font-family=\"monospace\" font-size=\"11\" fill=\"#24292f\">\n<title>%s</title>\n"
-            "<rect width=\"%.0f\" height=\"%.0f\" rx=\"8\" fill=\"#fdfdfb\"/>\n<text x=\"40\" y=\"24\">%s</text>\n"
-            "<text x=\"40\" y=\"44\">a box: a sample; its height: the ranks that share it; its width: predicted "
-            "time</text>\n",
-            width, height, width, height, title, width, height, title);
+            "<text x=\"40\" y=\"24\">%s</text>\n<text x=\"40\" y=\"44\">a box: a sample; its height: the ranks that "
+            "share it; its width: predicted time</text>\n",
+            title);
     for (int64_t rank = 0; rank < plan->num_ranks; rank++)
         fprintf(svg, "<text x=\"32\" y=\"%.1f\" text-anchor=\"end\">%lld</text>\n", 79 + 24 * (double)rank,
                 (long long)rank);

@@ -1280,6 +1280,17 @@ static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **sta
     gpu->memory_free_host(host);
 }
 
+/* The GPU's weight, master weight and states have the bits of the CPU's. Frees the operands, of `of` types. */
+static void compare_and_free(int64_t n, const mt_dtype of[5], char *host[5], char *device[5], char *back, int types) {
+    for (int k = 0; k < 4; k++) {
+        int64_t bytes = n * mt_dtype_size(of[k]);
+        gpu->memory_copy(back, device[k], bytes, gpu_stream);
+        gpu->stream_synchronize(gpu_stream);
+        if (memcmp(back, host[k], (size_t)bytes) != 0) fail_msg("types %d: operand %d differs", types, k);
+    }
+    for (int k = 0; k < 5; k++) free(host[k]), gpu->memory_free(device[k]);
+}
+
 /* Three AdamW steps with every combination of types that have scales: the GPU's states and scales have the bits of the
  * CPU's. The last step is skipped. */
 static void adamw_with_scales_has_the_bits_of_the_cpu(void **state) {
@@ -1323,13 +1334,7 @@ static void adamw_with_scales_has_the_bits_of_the_cpu(void **state) {
             gpu->stream_synchronize(gpu_stream);
             if (memcmp(got, amax, sizeof got) != 0) fail_msg("types %d, step %d: scales differ", types, step);
         }
-        for (int k = 0; k < 4; k++) {
-            int64_t bytes = N * mt_dtype_size(of[k]);
-            gpu->memory_copy(back, device[k], bytes, gpu_stream);
-            gpu->stream_synchronize(gpu_stream);
-            if (memcmp(back, host[k], (size_t)bytes) != 0) fail_msg("types %d: operand %d differs", types, k);
-        }
-        for (int k = 0; k < 5; k++) free(host[k]), gpu->memory_free(device[k]);
+        compare_and_free(N, of, host, device, back, types);
         free(back), free(wide), gpu->memory_free(numbers);
     }
 }
@@ -1365,13 +1370,7 @@ static void adamw_has_the_bits_of_the_cpu(void **state) {
                 (on_gpu ? gpu : &mt_cpu_ops)->adamw_step(&a, &adamw, on_gpu ? gpu_stream : NULL);
             }
         }
-        for (int k = 0; k < 4; k++) {
-            int64_t bytes = N * mt_dtype_size(of[k]);
-            gpu->memory_copy(back, device[k], bytes, gpu_stream);
-            gpu->stream_synchronize(gpu_stream);
-            if (memcmp(back, host[k], (size_t)bytes) != 0) fail_msg("types %d: operand %d differs", types, k);
-        }
-        for (int k = 0; k < 5; k++) free(host[k]), gpu->memory_free(device[k]);
+        compare_and_free(N, of, host, device, back, types);
         free(back), free(wide), gpu->memory_free(scale_on_gpu);
     }
 }
