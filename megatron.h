@@ -310,6 +310,19 @@ typedef enum mt_chat_template {
     MT_CHAT_DEEPSEEK3,
     MT_CHAT_PLAIN
 } mt_chat_template;
+/* Losses of a pair of responses: see mt_preference_config. */
+typedef enum mt_preference_variant {
+    MT_PREFERENCE_SIGMOID, // -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h) (DPO, arXiv 2305.18290)
+    MT_PREFERENCE_IPO,     // (h - 1 / (2 beta))^2 (2310.12036)
+    MT_PREFERENCE_HINGE    // max(0, 1 - beta h) (SLiC-HF, 2305.10425)
+} mt_preference_variant;
+/* What is trained (--stage). */
+typedef enum mt_training_stage {
+    MT_STAGE_PT,  // pre-training
+    MT_STAGE_SFT, // fine-tuning on conversations
+    MT_STAGE_RM,  // a reward model, on pairs of responses
+    MT_STAGE_DPO  // preferences, on pairs of responses
+} mt_training_stage;
 typedef enum mt_loss_on { MT_LOSS_ON_RESPONSES, MT_LOSS_ON_LAST, MT_LOSS_ON_ALL } mt_loss_on;
 typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
@@ -340,6 +353,13 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
+
+/* The head: logits of the next token, or one value (num_labels 1) from `score`. */
+typedef enum mt_head_type {
+    MT_HEAD_LM,
+    MT_HEAD_SEQUENCE, // of a sequence, at its last token: *ForSequenceClassification, a reward model
+    MT_HEAD_TOKEN     // of every token: *ForTokenClassification, a critic
+} mt_head_type;
 
 /* Every option by its Megatron name, with underscores. data/option_table.c has each one's default, range and help. A
  * number 0 and a string NULL mean "not given"; mt_options_finish (data/options.h) derives such values and checks all
@@ -458,6 +478,12 @@ typedef struct mt_options {
     mt_loss_on loss_on;
     mt_long_samples long_samples;
     char *messages_key, *prompt_key, *query_key, *response_key;
+    /* after pre-training */
+    mt_training_stage stage;
+    bool value_head, ipo;
+    mt_preference_variant preference_loss;
+    double beta, label_smoothing;
+    char *ref_load, *chosen_key, *rejected_key;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
@@ -487,6 +513,7 @@ typedef struct mt_options {
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // of config.json
+    mt_head_type head_type;               // of config.json, or for the stage
     int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
@@ -499,6 +526,9 @@ typedef struct mt_activation_row {
 } mt_activation_row;
 extern const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS];
 mt_activation mt_options_activation(const mt_options *options);
+
+/* True if the embedding is the head's weight too. */
+bool mt_options_tied(const mt_options *options);
 
 /* True if the user gave the option whose field begins at `offset`. */
 bool mt_options_gave(const mt_options *options, size_t offset);
@@ -1836,6 +1866,8 @@ typedef enum mt_role {
     MT_EXPERT_GATE_BIAS,
     MT_EXPERT_UP_BIAS,
     MT_EXPERT_DOWN_BIAS,
+    MT_SCORE, // this and the next: the head of a model that computes values, instead of MT_LM_HEAD
+    MT_SCORE_BIAS,
     MT_NUM_ROLES
 } mt_role;
 
@@ -1948,6 +1980,16 @@ int64_t mt_param_rows_stored(const mt_param *param);
 
 /* ==== §9 layers; §15 the model ==================================================================================== */
 
+/* Numbers of a token that a loss reads besides those of the model. */
+typedef enum mt_loss_input {
+    MT_OLD_LOGP,   // log-probability by the policy that generated the token
+    MT_REF_LOGP,   // by the reference model
+    MT_ADVANTAGES, // of the token
+    MT_RETURNS,    // the target of its value
+    MT_OLD_VALUES, // its value when it was generated
+    MT_NUM_LOSS_INPUTS
+} mt_loss_input;
+
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
     int64_t num_tokens;   // T
@@ -1957,7 +1999,8 @@ typedef struct mt_batch {
     int32_t *positions;   // [T] within the sequence
     int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout
     int64_t num_spans;
-    mt_span *spans;       // room for one span a token
+    mt_span *spans;                         // room for one span a token
+    float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
 } mt_batch;
@@ -2035,6 +2078,22 @@ void mt_context_attention_backward(mt_context *context, const mt_attention *a, m
 
 typedef struct mt_model mt_model;
 
+/* Whole sequences of one micro-batch, in float64. */
+typedef struct mt_loss_tokens {
+    int64_t T, num_sequences;
+    const mt_span *sequences; // sequence s has the tokens [q_start, q_start + q_len); tokens in none do not count
+    const float *mask;        // [T] 1 where the token's label counts, else 0
+    const double *logp, *entropy, *values;                                 // [T] of the model; NULL: it has none
+    const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] mt_batch.loss_inputs; NULL: none
+    double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL: not wanted
+} mt_loss_tokens;
+
+/* All are +=. The loss of a step is loss / count, both summed over its micro-batches. */
+enum { MT_MAX_LOSS_METRICS = 8 };
+typedef struct mt_loss_sums {
+    double loss, count, metrics[MT_MAX_LOSS_METRICS];
+} mt_loss_sums;
+
 /* A loss maps numbers of each token to a scalar and to the coefficients of d logp and d entropy, from which
  * cross_entropy_backward computes the gradient of the logits. */
 typedef struct mt_loss_args {
@@ -2044,13 +2103,30 @@ typedef struct mt_loss_args {
     float *dlogp, *dentropy;             // [T] results; dentropy only for a loss that uses entropy
 } mt_loss_args;
 
+/* A metric of a loss: mt_loss_sums.metrics[number] divided by metrics[divisor], or by the count where divisor is -1. */
+typedef struct mt_loss_metric {
+    const char *name;
+    int number, divisor;
+} mt_loss_metric;
+
+/* A loss has one of two functions. `forward` runs on the device. `host` runs on the host, on whole sequences in
+ * float64, on every rank that shares a micro-batch; the device waits for it, so it is for losses that are small beside
+ * the model (§7b). */
 typedef struct mt_loss {
     bool uses_entropy;
+    bool of_values; // reads values; false: log-probabilities
     void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
+    void (*host)(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums);
+    const void *config;            // of `host`
+    const mt_loss_metric *metrics; // of `host`, ended by a row without a name; NULL: none
 } mt_loss;
 
 /* Pre-training: the weighted sum of negative log-probabilities. */
 extern const mt_loss mt_nll;
+
+/* Losses on the host; to be copied, with the config that is named here. */
+extern const mt_loss mt_preference; // mt_preference_config
+extern const mt_loss mt_reward;     // mt_reward_config
 
 /* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {
@@ -2308,12 +2384,25 @@ typedef struct mt_metrics {
     double load_balancing_loss, z_loss; // times their coefficients; means over tokens and over layers with experts
     double imbalance, worst_imbalance;  // greatest load of an expert / mean load: mean and maximum over layers
     double dropped;                     // fraction of the choices of experts that capacities dropped
+    double loss_metrics[MT_MAX_LOSS_METRICS]; // sums of a loss on the host: mt_loss_sums
+    double loss_count;                        // of that loss
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step. Calls come in the order of this rank's schedule, one for each of
  * its virtual stages. Ranks of one model replica fill in the same batch, which must pass mt_batch_check. Returns 0, or
  * -1 with error. */
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
+
+/* Receives the results of a micro-batch, on the ranks with the loss: log-probabilities of the labels and entropies of
+ * all its tokens [batch->num_tokens], padding included; or with a value head the values, and entropy NULL. */
+typedef void mt_score_sink(void *context, int64_t micro_batch, const mt_batch *batch, const double *logp,
+                           const double *entropy);
+
+/* A forward pass without dropout over `micro_batches` micro-batches per rank. `sink` receives each of them, in the
+ * order of their numbers. For models without `train` in their plan, or with a loss on the host. Every rank calls it;
+ * data-parallel ranks with the same number of micro-batches, which may be empty of unmasked tokens. */
+int mt_score_tokens(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                    mt_score_sink *sink, void *sink_context, mt_error *error);
 
 /* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule,
  * gradients summed over the data group, their norm and clipping, AdamW. Updates `state`. With metrics == NULL the host
