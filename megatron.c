@@ -7079,11 +7079,11 @@ static void mt_nll_forward(const mt_ops *ops, const mt_loss_args *a, mt_stream *
 
 const mt_loss mt_nll = {.forward = mt_nll_forward};
 
-static const mt_loss_metric mt_pair_metrics[] = {{"accuracy", MT_PAIR_ACCURACY, -1},
-                                                 {"chosen reward", MT_PAIR_CHOSEN, -1},
-                                                 {"rejected reward", MT_PAIR_REJECTED, -1},
-                                                 {"margin", MT_PAIR_MARGIN, -1},
-                                                 {NULL, 0, 0}};
+static const mt_loss_metric mt_pair_metric_rows[] = {{"accuracy", MT_PAIR_ACCURACY, -1},
+                                                     {"chosen reward", MT_PAIR_CHOSEN, -1},
+                                                     {"rejected reward", MT_PAIR_REJECTED, -1},
+                                                     {"margin", MT_PAIR_MARGIN, -1},
+                                                     {NULL, 0, 0}};
 
 static void mt_preference_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
     mt_preference_loss(tokens, config, sums);
@@ -7093,8 +7093,28 @@ static void mt_reward_host(const void *config, const mt_loss_tokens *tokens, mt_
     mt_reward_loss(tokens, config, sums);
 }
 
-const mt_loss mt_preference = {.host = mt_preference_host, .metrics = mt_pair_metrics};
-const mt_loss mt_reward = {.of_values = true, .host = mt_reward_host, .metrics = mt_pair_metrics};
+static const mt_loss_metric mt_policy_metrics[] = {{"clip fraction", MT_POLICY_CLIPFRAC, MT_POLICY_TOKENS},
+                                                   {"ppo kl", MT_POLICY_PPO_KL, MT_POLICY_TOKENS},
+                                                   {"ref kl", MT_POLICY_REF_KL, MT_POLICY_TOKENS},
+                                                   {"entropy", MT_POLICY_ENTROPY, MT_POLICY_TOKENS},
+                                                   {NULL, 0, 0}};
+static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_VALUE_TOKENS},
+                                                  {"return", MT_VALUE_RETURNS, MT_VALUE_TOKENS},
+                                                  {"clip fraction", MT_VALUE_CLIPFRAC, MT_VALUE_TOKENS},
+                                                  {NULL, 0, 0}};
+
+static void mt_policy_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
+    mt_policy_loss(tokens, config, sums);
+}
+
+static void mt_value_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
+    mt_value_loss(tokens, config, sums);
+}
+
+const mt_loss mt_preference = {.host = mt_preference_host, .metrics = mt_pair_metric_rows};
+const mt_loss mt_reward = {.of_values = true, .host = mt_reward_host, .metrics = mt_pair_metric_rows};
+const mt_loss mt_policy = {.host = mt_policy_host, .metrics = mt_policy_metrics};
+const mt_loss mt_value = {.of_values = true, .host = mt_value_host, .metrics = mt_value_metrics};
 
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
@@ -10783,15 +10803,17 @@ static void mt_master_init_scaled(mt_model *m, const mt_param *param) {
     free(values);
 }
 
-void mt_model_init(mt_model *m) {
+void mt_param_init(mt_model *m, const mt_param *param) {
     mt_params_changed(m);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        if (m->params[i].init == MT_INIT_ZEROS) continue;
-        mt_param_init_state(m, &m->params[i], MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32 && !mt_state_has_scale(mt_state_dtype(m, MT_STATE_MASTER)))
-            mt_param_init_state(m, &m->params[i], MT_STATE_MASTER); // drawn again: a copy of the weights is rounded
-    }
-    for (int64_t i = 0; i < m->num_params; i++) mt_master_init_scaled(m, &m->params[i]);
+    if (param->init == MT_INIT_ZEROS) return;
+    mt_param_init_state(m, param, MT_STATE_WEIGHTS);
+    if (m->dtype != MT_F32 && !mt_state_has_scale(mt_state_dtype(m, MT_STATE_MASTER)))
+        mt_param_init_state(m, param, MT_STATE_MASTER); // drawn again: a copy of the weights is rounded
+    mt_master_init_scaled(m, param);
+}
+
+void mt_model_init(mt_model *m) {
+    for (int64_t i = 0; i < m->num_params; i++) mt_param_init(m, &m->params[i]);
 }
 
 const mt_param *mt_model_params(const mt_model *m, int64_t *count) {

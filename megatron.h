@@ -310,11 +310,11 @@ typedef enum mt_chat_template {
     MT_CHAT_DEEPSEEK3,
     MT_CHAT_PLAIN
 } mt_chat_template;
-/* Losses of a pair of responses: see mt_preference_config. */
+/* Preferences, with h = (logp - ref_logp of chosen) - (logp - ref_logp of rejected), sums over counted tokens. */
 typedef enum mt_preference_variant {
     MT_PREFERENCE_SIGMOID, // -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h) (DPO, arXiv 2305.18290)
     MT_PREFERENCE_IPO,     // (h - 1 / (2 beta))^2 (2310.12036)
-    MT_PREFERENCE_HINGE    // max(0, 1 - beta h) (SLiC-HF, 2305.10425)
+    MT_PREFERENCE_HINGE,   // max(0, 1 - beta h) (SLiC-HF, 2305.10425)
 } mt_preference_variant;
 /* What is trained (--stage). */
 typedef enum mt_training_stage {
@@ -2078,22 +2078,6 @@ void mt_context_attention_backward(mt_context *context, const mt_attention *a, m
 
 typedef struct mt_model mt_model;
 
-/* Whole sequences of one micro-batch, in float64. */
-typedef struct mt_loss_tokens {
-    int64_t T, num_sequences;
-    const mt_span *sequences; // sequence s has the tokens [q_start, q_start + q_len); tokens in none do not count
-    const float *mask;        // [T] 1 where the token's label counts, else 0
-    const double *logp, *entropy, *values;                                 // [T] of the model; NULL: it has none
-    const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] mt_batch.loss_inputs; NULL: none
-    double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL: not wanted
-} mt_loss_tokens;
-
-/* All are +=. The loss of a step is loss / count, both summed over its micro-batches. */
-enum { MT_MAX_LOSS_METRICS = 8 };
-typedef struct mt_loss_sums {
-    double loss, count, metrics[MT_MAX_LOSS_METRICS];
-} mt_loss_sums;
-
 /* A loss maps numbers of each token to a scalar and to the coefficients of d logp and d entropy, from which
  * cross_entropy_backward computes the gradient of the logits. */
 typedef struct mt_loss_args {
@@ -2127,6 +2111,8 @@ extern const mt_loss mt_nll;
 /* Losses on the host; to be copied, with the config that is named here. */
 extern const mt_loss mt_preference; // mt_preference_config
 extern const mt_loss mt_reward;     // mt_reward_config
+extern const mt_loss mt_policy;     // mt_policy_config; uses_entropy where its coefficient is not 0
+extern const mt_loss mt_value;      // mt_value_config
 
 /* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {
@@ -2163,8 +2149,9 @@ typedef enum mt_plan_row {
 /* The bytes of a row. */
 int64_t mt_model_planned_bytes(const mt_model *model, mt_plan_row row);
 
-/* Draws the initial parameters by coordinate from options->seed. */
+/* Draws the initial values of all parameters, or of one row of the model's table, by coordinate from options->seed. */
 void mt_model_init(mt_model *model);
+void mt_param_init(mt_model *model, const mt_param *param);
 
 /* The tables, for checkpoints and tests. mt_model_buckets first gathers parameters that an optimizer step changed, so
  * every rank of the data group calls it; and because the caller may change them, the model's stream waits for a reader

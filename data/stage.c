@@ -46,7 +46,7 @@ struct mt_reference {
 static int check_shape(const mt_options *options, const char *folder, mt_error *error) {
     char *found = mt_checkpoint_resolve(folder, error), *path = found ? mt_path_join(found, "config.json") : NULL;
     int64_t bytes;
-    char *json = path ? mt_file_read(path, MT_CONFIG_BYTES, &bytes, error) : NULL;
+    char *json = path ? mt_file_read(path, 1 << 22, &bytes, error) : NULL;
     int status = json ? mt_options_check_shape(options, json, bytes, "--ref-load", path, error) : -1;
     free(found), free(path), free(json);
     return status;
