@@ -18,6 +18,7 @@
  *   §6   conjugate regions
  *   §7   linear
  *   §7a  vocabulary-parallel embedding and loss
+ *   §7b  losses after pre-training
  *   §8   the parameter table
  *   §9   layers
  *   §9a  rotary tables
@@ -4151,6 +4152,431 @@ void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross
         ops->cross_entropy_combine(a, tp->loss_parts, tp->group->size, tp->stream);
     }
     ops->cross_entropy_loss(a, tp->stream);
+}
+
+/* ==== §7b losses after pre-training =============================================================================== */
+/* Losses of policies, critics, preferences and rewards on the numbers that a model yields per token, on the host. A
+ * loss is a sum over tokens, each with a weight that depends on its sequence alone, and a count over sequences: so
+ * micro-batches and layouts do not change loss / count. Invariant: tokens that do not count are neither read nor
+ * written. */
+
+#define MT_MEAN_EPSILON 1e-8 // verl's, in denominators of means; a sequence of one token would show its absence
+
+static double mt_clip(double x, double low, double high) {
+    return x < low ? low : x > high ? high : x;
+}
+
+/* log sigmoid(x) without overflow. */
+static double mt_log_sigmoid(double x) {
+    return fmin(x, 0) - log1p(exp(-fabs(x)));
+}
+
+/* The first token of sequence s; *end: the one behind its last. */
+static int64_t mt_sequence_tokens(const mt_span *s, int64_t *end) {
+    *end = s->q_start + s->q_len;
+    return s->q_start;
+}
+
+static int64_t mt_counted_tokens(const mt_span *sequence, const float *mask) {
+    int64_t end, counted = 0;
+    for (int64_t t = mt_sequence_tokens(sequence, &end); t < end; t++) counted += mask[t] != 0;
+    return counted;
+}
+
+/* Adds a sequence of `counted` tokens to the count of a loss; returns the weight of its tokens. */
+static double mt_loss_weight(const mt_aggregation *a, int64_t counted, mt_loss_sums *sums) {
+    if (a->mode == MT_TOKEN_MEAN) {
+        sums->count += (double)counted;
+        return 1;
+    }
+    bool norm = a->mode == MT_SEQ_MEAN_TOKEN_SUM_NORM;
+    if (counted > 0 || a->counts_empty) sums->count += norm && a->norm_sequences ? 1.0 / (double)a->norm_sequences : 1;
+    if (norm) return 1 / a->norm_length;
+    return a->mode == MT_SEQ_MEAN_TOKEN_SUM ? 1 : 1 / ((double)counted + MT_MEAN_EPSILON);
+}
+
+/* ---- policies */
+
+/* The policy loss of one token and its derivative by logp. */
+typedef struct mt_policy_term {
+    double loss, dlogp;
+    bool clipped, clipped_lower;
+} mt_policy_term;
+
+/* PPO's clipped surrogate; clip_ratio_c 0: without dual clipping. d ratio / d logp = ratio. */
+static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double clip_ratio_c, double ratio,
+                                           double advantage) {
+    double plain = -advantage * ratio, bound = -advantage * clip_ratio_c;
+    double clipped = -advantage * mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
+    mt_policy_term term = {.loss = plain, .dlogp = plain};
+    if (clipped > plain) term = (mt_policy_term){.loss = clipped, .clipped = true};
+    if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound) {
+        term.loss = bound, term.dlogp = 0;
+        term.clipped_lower = true;
+    }
+    return term;
+}
+
+/* The ratio that all tokens of a sequence share, and its derivative's factors. */
+typedef struct mt_policy_sequence {
+    double ratio, dratio, advantage; // dratio: d ratio / d logp times the tokens; advantage: the mean
+} mt_policy_sequence;
+
+static double mt_log_ratio(const mt_loss_tokens *t, int64_t i) {
+    return t->old_logp ? t->logp[i] - t->old_logp[i] : 0;
+}
+
+/* GMPO clips a token's log-ratio only where that lowers the objective: above for A > 0, below for A < 0. A = 0: 0. */
+static double mt_gmpo_log_ratio(const mt_policy_config *c, double x, double advantage) {
+    if (advantage > 0) return fmin(x, c->clip_ratio_high);
+    return advantage < 0 ? fmax(x, -c->clip_ratio_low) : 0;
+}
+
+static mt_policy_sequence mt_policy_sequence_ratio(const mt_loss_tokens *t, const mt_policy_config *c,
+                                                   const mt_span *sequence, int64_t counted) {
+    bool gmpo = c->variant == MT_POLICY_GMPO;
+    double sum = 0, advantages = 0, tokens = (double)counted + (gmpo ? MT_MEAN_EPSILON : 0);
+    int64_t end;
+    for (int64_t i = mt_sequence_tokens(sequence, &end); i < end; i++) {
+        if (t->mask[i] == 0) continue;
+        double x = mt_log_ratio(t, i);
+        sum += gmpo ? mt_gmpo_log_ratio(c, x, t->advantages[i]) : x;
+        advantages += t->advantages[i];
+    }
+    double mean = sum / tokens, ratio = exp(gmpo ? mean : fmin(mean, 10));
+    return (mt_policy_sequence){ratio, gmpo || mean <= 10 ? ratio : 0, advantages / tokens};
+}
+
+static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i,
+                                      const mt_policy_sequence *sequence) {
+    double advantage = t->advantages[i], x = mt_log_ratio(t, i), ratio = exp(mt_clip(x, -20, 20));
+    mt_policy_term term = {0};
+    switch (c->variant) {
+    case MT_POLICY_PPO:
+        term = mt_clipped_surrogate(c, c->clip_ratio_c, ratio, advantage);
+        if (fabs(x) > 20) term.dlogp = 0;
+        break;
+    case MT_POLICY_GSPO: // the gradient of a token has its own advantage (GSPO-token)
+        term = mt_clipped_surrogate(c, 0, sequence->ratio, advantage);
+        if (sequence->dratio == 0) term.dlogp = 0;
+        break;
+    case MT_POLICY_CISPO: {
+        double clipped = mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
+        term.dlogp = -clipped * advantage;
+        term.loss = term.dlogp * t->logp[i];
+        term.clipped = ratio != clipped;
+        break;
+    }
+    case MT_POLICY_GMPO:
+        term.loss = -advantage * sequence->ratio;
+        if (advantage != 0 && mt_gmpo_log_ratio(c, x, advantage) == x)
+            term.dlogp = -sequence->advantage * sequence->dratio;
+        term.clipped = advantage > 0 && (x < -c->clip_ratio_low || x > c->clip_ratio_high);
+        term.clipped_lower = advantage < 0 && (x < -c->clip_ratio_low || x > c->clip_ratio_high);
+        break;
+    case MT_POLICY_GPG:
+        term.dlogp = -advantage;
+        term.loss = -advantage * t->logp[i];
+        break;
+    }
+    return term;
+}
+
+double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlogp) {
+    double x = ref_logp - logp, clamped = mt_clip(x, -20, 20), k3 = exp(clamped) - clamped - 1;
+    switch (type) {
+    case MT_KL_K1:
+        *dlogp = 1;
+        return -x;
+    case MT_KL_ABS:
+        *dlogp = (x < 0) - (x > 0);
+        return fabs(x);
+    case MT_KL_K2:
+        *dlogp = -x;
+        return x * x / 2;
+    case MT_KL_K3:
+        break;
+    }
+    *dlogp = x == clamped && k3 <= 10 ? 1 - exp(x) : 0;
+    return fmin(k3, 10);
+}
+
+/* Adds token i, whose loss has weight `weight`. */
+static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i, double weight,
+                          const mt_policy_sequence *sequence, mt_loss_sums *sums) {
+    mt_policy_term term = {0};
+    double dkl = 0, kl = t->ref_logp ? mt_kl_estimate(c->kl_type, t->logp[i], t->ref_logp[i], &dkl) : 0;
+    double entropy = t->entropy ? t->entropy[i] : 0;
+    if (t->advantages) term = mt_policy_token(t, c, i, sequence);
+    sums->loss += weight * (term.loss + c->kl_coef * kl - c->entropy_coef * entropy);
+    if (t->dlogp) t->dlogp[i] += weight * (term.dlogp + c->kl_coef * dkl);
+    if (t->dentropy) t->dentropy[i] -= weight * c->entropy_coef;
+    sums->metrics[MT_POLICY_TOKENS] += 1;
+    sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
+    sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
+    sums->metrics[MT_POLICY_PPO_KL] -= mt_clip(mt_log_ratio(t, i), -20, 20);
+    sums->metrics[MT_POLICY_REF_KL] += kl;
+    sums->metrics[MT_POLICY_ENTROPY] += entropy;
+}
+
+void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
+    bool by_sequence = c->variant == MT_POLICY_GSPO || c->variant == MT_POLICY_GMPO;
+    mt_aggregation aggregation = c->aggregation;
+    if (by_sequence) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    MT_CHECK((t->ref_logp || c->kl_coef == 0) && (t->entropy || c->entropy_coef == 0));
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        const mt_span *span = &t->sequences[s];
+        int64_t end, counted = mt_counted_tokens(span, t->mask);
+        double weight = mt_loss_weight(&aggregation, counted, sums);
+        mt_policy_sequence sequence = {0};
+        if (by_sequence && t->advantages && counted > 0) sequence = mt_policy_sequence_ratio(t, c, span, counted);
+        for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++)
+            if (t->mask[i] != 0) mt_policy_add(t, c, i, weight, &sequence, sums);
+    }
+}
+
+/* ---- critics */
+
+void mt_value_loss(const mt_loss_tokens *t, const mt_value_config *c, mt_loss_sums *sums) {
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        const mt_span *span = &t->sequences[s];
+        int64_t end, counted = mt_counted_tokens(span, t->mask);
+        double weight = mt_loss_weight(&c->aggregation, counted, sums);
+        for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++) {
+            if (t->mask[i] == 0) continue;
+            double value = t->values[i], target = t->returns[i], error = value - target, clipped = value;
+            if (c->clip > 0) clipped = mt_clip(value, t->old_values[i] - c->clip, t->old_values[i] + c->clip);
+            double plain = error * error, other = (clipped - target) * (clipped - target);
+            sums->loss += weight * fmax(plain, other) / 2;
+            if (t->dvalues && plain >= other) t->dvalues[i] += weight * error;
+            sums->metrics[MT_VALUE_TOKENS] += 1;
+            sums->metrics[MT_VALUE_CLIPFRAC] += other > plain;
+            sums->metrics[MT_VALUE_VALUES] += value;
+            sums->metrics[MT_VALUE_RETURNS] += target;
+            sums->metrics[MT_VALUE_RETURNS_SQUARED] += target * target;
+            sums->metrics[MT_VALUE_ERRORS_SQUARED] += plain;
+        }
+    }
+}
+
+/* ---- preferences and rewards */
+
+static bool mt_pair_counts(const mt_loss_tokens *t, int64_t pair) {
+    const mt_span *chosen = &t->sequences[2 * pair];
+    return mt_counted_tokens(chosen, t->mask) + mt_counted_tokens(chosen + 1, t->mask) > 0;
+}
+
+static void mt_pair_metrics(mt_loss_sums *sums, double chosen, double rejected) {
+    sums->count += 1;
+    sums->metrics[MT_PAIR_ACCURACY] += chosen > rejected;
+    sums->metrics[MT_PAIR_CHOSEN] += chosen;
+    sums->metrics[MT_PAIR_REJECTED] += rejected;
+    sums->metrics[MT_PAIR_MARGIN] += chosen - rejected;
+}
+
+/* The loss of h; *dh: its derivative. */
+static double mt_preference_of_margin(const mt_preference_config *c, double h, double *dh) {
+    double x = c->beta * h, s = c->label_smoothing, distance = h - 1 / (2 * c->beta);
+    switch (c->variant) {
+    case MT_PREFERENCE_SIGMOID:
+        *dh = c->beta * (s * exp(mt_log_sigmoid(x)) - (1 - s) * exp(mt_log_sigmoid(-x)));
+        return -(1 - s) * mt_log_sigmoid(x) - s * mt_log_sigmoid(-x);
+    case MT_PREFERENCE_IPO:
+        *dh = 2 * distance;
+        return distance * distance;
+    case MT_PREFERENCE_HINGE:
+        break;
+    }
+    *dh = x < 1 ? -c->beta : 0;
+    return fmax(0, 1 - x);
+}
+
+void mt_preference_loss(const mt_loss_tokens *t, const mt_preference_config *c, mt_loss_sums *sums) {
+    for (int64_t pair = 0; pair < t->num_sequences / 2; pair++) {
+        double log_ratio[2] = {0}, dh;
+        int64_t end;
+        if (!mt_pair_counts(t, pair)) continue;
+        for (int side = 0; side < 2; side++)
+            for (int64_t i = mt_sequence_tokens(&t->sequences[2 * pair + side], &end); i < end; i++)
+                if (t->mask[i] != 0) log_ratio[side] += t->logp[i] - (t->ref_logp ? t->ref_logp[i] : 0);
+        sums->loss += mt_preference_of_margin(c, log_ratio[0] - log_ratio[1], &dh);
+        mt_pair_metrics(sums, c->beta * log_ratio[0], c->beta * log_ratio[1]);
+        for (int side = 0; side < 2 && t->dlogp; side++)
+            for (int64_t i = mt_sequence_tokens(&t->sequences[2 * pair + side], &end); i < end; i++)
+                if (t->mask[i] != 0) t->dlogp[i] += side ? -dh : dh;
+    }
+}
+
+void mt_reward_loss(const mt_loss_tokens *t, const mt_reward_config *c, mt_loss_sums *sums) {
+    for (int64_t pair = 0; pair < t->num_sequences / 2; pair++) {
+        if (!mt_pair_counts(t, pair)) continue;
+        int64_t last[2];
+        for (int side = 0; side < 2; side++) {
+            mt_sequence_tokens(&t->sequences[2 * pair + side], &last[side]);
+            last[side] -= 1;
+        }
+        double chosen = t->values[last[0]], rejected = t->values[last[1]], x = chosen - rejected - c->margin;
+        sums->loss += c->center_coef * (chosen + rejected) * (chosen + rejected) - mt_log_sigmoid(x);
+        mt_pair_metrics(sums, chosen, rejected);
+        if (!t->dvalues) continue;
+        t->dvalues[last[0]] += 2 * c->center_coef * (chosen + rejected) - exp(mt_log_sigmoid(-x));
+        t->dvalues[last[1]] += 2 * c->center_coef * (chosen + rejected) + exp(mt_log_sigmoid(-x));
+    }
+}
+
+/* ---- advantages */
+
+void mt_whiten(double *x, const float *mask, int64_t T) {
+    double count = 0, sum = 0, squares = 0;
+    for (int64_t i = 0; i < T; i++)
+        if (mask[i] != 0) count += 1, sum += x[i];
+    double mean = sum / (count + MT_MEAN_EPSILON);
+    for (int64_t i = 0; i < T; i++)
+        if (mask[i] != 0) squares += (x[i] - mean) * (x[i] - mean);
+    double variance = count > 1 ? squares / (count + MT_MEAN_EPSILON) * (count / (count - 1)) : 0;
+    for (int64_t i = 0; i < T; i++) x[i] = mask[i] != 0 ? (x[i] - mean) / sqrt(variance + MT_MEAN_EPSILON) : 0;
+}
+
+void mt_token_rewards(double *rewards, const mt_loss_tokens *t, const double *scores, double reward_clip,
+                      mt_kl_type kl_type, double kl_coef) {
+    for (int64_t i = 0; i < t->T; i++) rewards[i] = 0;
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        int64_t end, first = mt_sequence_tokens(&t->sequences[s], &end), last = end - 1;
+        double score = reward_clip > 0 ? mt_clip(scores[s], -reward_clip, reward_clip) : scores[s], dkl;
+        if (mt_counted_tokens(&t->sequences[s], t->mask) > 0)
+            while (t->mask[last] == 0) last--;
+        for (int64_t i = first; i < end && kl_coef != 0; i++)
+            if (t->mask[i] != 0) rewards[i] = -kl_coef * mt_kl_estimate(kl_type, t->old_logp[i], t->ref_logp[i], &dkl);
+        if (last >= first) rewards[last] += score;
+    }
+}
+
+/* The advantage of all tokens of sequence s, from the scores of its group. */
+static double mt_group_advantage(const mt_advantage_tokens *t, const mt_advantage_config *c, const double *scores,
+                                 int64_t s) {
+    double number = 0, sum = 0, squares = 0;
+    for (int64_t other = 0; other < t->num_sequences; other++)
+        if (t->groups[other] == t->groups[s]) number += 1, sum += scores[other];
+    if (number == 1) return c->estimator == MT_ADV_GRPO && c->norm_by_std ? scores[s] / (1 + 1e-6) : scores[s];
+    double mean = sum / number, distance = scores[s] - mean;
+    if (c->estimator == MT_ADV_RLOO) return distance * number / (number - 1);
+    for (int64_t other = 0; other < t->num_sequences; other++)
+        if (t->groups[other] == t->groups[s]) squares += (scores[other] - mean) * (scores[other] - mean);
+    return c->norm_by_std ? distance / (sqrt(squares / (number - 1)) + 1e-6) : distance;
+}
+
+/* Backwards over the counted tokens of a sequence; tokens between them are passed over. */
+static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c, const double *scores,
+                                   int64_t s) {
+    bool gae = c->estimator == MT_ADV_GAE, by_group = c->estimator == MT_ADV_GRPO || c->estimator == MT_ADV_RLOO;
+    double next_value = 0, running = 0, of_group = by_group ? mt_group_advantage(t, c, scores, s) : 0;
+    int64_t end, first = mt_sequence_tokens(&t->sequences[s], &end);
+    for (int64_t i = end - 1; i >= first; i--) {
+        if (t->mask[i] == 0) continue;
+        if (gae) {
+            running = t->rewards[i] + c->gamma * next_value - t->values[i] + c->gamma * c->lambda * running;
+            next_value = t->values[i];
+        } else
+            running = by_group ? of_group : t->rewards[i] + c->gamma * running;
+        t->advantages[i] = running;
+        t->returns[i] = gae ? running + t->values[i] : running;
+    }
+}
+
+void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
+    double *scores = mt_calloc(t->num_sequences * 8);
+    float *counted = mt_calloc(t->T * 4); // the mask of tokens in sequences
+    for (int64_t i = 0; i < t->T; i++) t->advantages[i] = t->returns[i] = 0;
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        int64_t end;
+        for (int64_t i = mt_sequence_tokens(&t->sequences[s], &end); i < end; i++)
+            scores[s] += t->rewards[i], counted[i] = t->mask[i];
+    }
+    for (int64_t s = 0; s < t->num_sequences; s++) mt_sequence_advantages(t, c, scores, s);
+    if (c->whiten || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS) mt_whiten(t->advantages, counted, t->T);
+    for (int64_t i = 0; i < t->T && c->advantage_clip > 0; i++)
+        t->advantages[i] = mt_clip(t->advantages[i], -c->advantage_clip, c->advantage_clip);
+    free(scores);
+    free(counted);
+}
+
+/* ---- distillation */
+
+static double mt_log_sum_exp(const double *logits, int64_t K, double temperature) {
+    double greatest = -INFINITY, sum = 0;
+    for (int64_t i = 0; i < K; i++) greatest = fmax(greatest, logits[i] / temperature);
+    for (int64_t i = 0; i < K; i++) sum += exp(logits[i] / temperature - greatest);
+    return greatest + log(sum);
+}
+
+/* log((1 - weight) exp(a) + weight exp(b)) */
+static double mt_log_mix(double weight, double a, double b) {
+    double x = log1p(-weight) + a, y = log(weight) + b;
+    return fmax(x, y) + log1p(exp(fmin(x, y) - fmax(x, y)));
+}
+
+static int mt_compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* The share of forward KL in adaptive KL: the gap of the head divided by that of all labels. `scratch` [K]. */
+static double mt_adaptive_share(const mt_divergence_config *c, const double *student, double student_lse,
+                                const double *teacher, double teacher_lse, int64_t K, double *scratch) {
+    double tail = 0, gaps[2] = {0};
+    int64_t count = 0;
+    for (int64_t i = 0; i < K; i++) scratch[i] = exp(teacher[i] / c->temperature - teacher_lse);
+    qsort(scratch, (size_t)K, sizeof *scratch, mt_compare_doubles);
+    while (count < K && tail + scratch[count] <= c->adaptive_alpha) tail += scratch[count++];
+    double limit = count < K ? scratch[count] : INFINITY; // the head begins here; of equal labels the first are tail
+    int64_t equal = 0;
+    for (int64_t i = count; i-- > 0 && scratch[i] == limit;) equal++;
+    for (int64_t i = 0; i < K; i++) {
+        double q = exp(teacher[i] / c->temperature - teacher_lse), p = exp(student[i] / c->temperature - student_lse);
+        gaps[q > limit || (q == limit && equal-- <= 0)] += fabs(q - p);
+    }
+    return gaps[0] + gaps[1] > 0 ? gaps[1] / (gaps[0] + gaps[1]) : 1;
+}
+
+double mt_divergence(const mt_divergence_config *c, const double *student, const double *teacher, int64_t K,
+                     double *dstudent) {
+    double student_lse = mt_log_sum_exp(student, K, c->temperature), sum = 0, value = 0, lambda = c->skew_lambda;
+    double teacher_lse = mt_log_sum_exp(teacher, K, c->temperature), forward = c->type == MT_FORWARD_KL;
+    if (c->type == MT_ADAPTIVE_KL)
+        forward = mt_adaptive_share(c, student, student_lse, teacher, teacher_lse, K, dstudent);
+    for (int64_t i = 0; i < K; i++) { // dstudent: p times the derivative by p
+        double lp = student[i] / c->temperature - student_lse, lq = teacher[i] / c->temperature - teacher_lse, mix;
+        double p = exp(lp), q = exp(lq);
+        dstudent[i] = 0;
+        if (isinf(lp) || isinf(lq)) continue;
+        switch (c->type) {
+        case MT_FORWARD_KL:
+        case MT_REVERSE_KL:
+        case MT_ADAPTIVE_KL:
+            value += (forward * q - (1 - forward) * p) * (lq - lp);
+            dstudent[i] = (1 - forward) * p * (lp - lq + 1) - forward * q;
+            break;
+        case MT_SKEWED_FORWARD_KL:
+            mix = mt_log_mix(lambda, lp, lq);
+            value += q * (lq - mix);
+            dstudent[i] = -(1 - lambda) * q * exp(lp - mix);
+            break;
+        case MT_SKEWED_REVERSE_KL:
+            mix = mt_log_mix(lambda, lq, lp);
+            value += p * (lp - mix);
+            dstudent[i] = p * (lp - mix + 1 - lambda * exp(lp - mix));
+            break;
+        case MT_JS_DIVERGENCE:
+            mix = mt_log_mix(0.5, lp, lq);
+            value += (q * (lq - mix) + p * (lp - mix)) / 2;
+            dstudent[i] = p * (lp - mix) / 2;
+            break;
+        }
+        sum += dstudent[i];
+    }
+    for (int64_t i = 0; i < K; i++)
+        dstudent[i] = (dstudent[i] - exp(student[i] / c->temperature - student_lse) * sum) / c->temperature;
+    return value;
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
