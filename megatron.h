@@ -310,12 +310,53 @@ typedef enum mt_chat_template {
     MT_CHAT_DEEPSEEK3,
     MT_CHAT_PLAIN
 } mt_chat_template;
+/* The mean that is taken of the tokens' losses (verl's loss_agg_mode). A sequence without counted tokens does not
+ * count. */
+typedef enum mt_loss_aggregation {
+    MT_TOKEN_MEAN,              // over all counted tokens
+    MT_SEQ_MEAN_TOKEN_SUM,      // over sequences, of the sum over their tokens
+    MT_SEQ_MEAN_TOKEN_MEAN,     // over sequences, of the mean over their tokens
+    MT_SEQ_MEAN_TOKEN_SUM_NORM, // the sum over tokens divided by norm_length ("Understanding R1-Zero-Like Training")
+} mt_loss_aggregation;
+/* Policy losses, with the ratio r = exp(logp - old_logp) and the advantage A. */
+typedef enum mt_policy_variant {
+    MT_POLICY_PPO,   // max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (arXiv 1707.06347, 1912.09729)
+    MT_POLICY_GSPO,  // the same without clip_ratio_c, and r is exp of the sequence's mean log-ratio (2507.18071)
+    MT_POLICY_CISPO, // -A logp clip(r), without a gradient by r (2506.13585)
+    MT_POLICY_GMPO,  // -A r, r the geometric mean of the sequence's clipped ratios (2507.20673); verl: geo_mean
+    MT_POLICY_GPG,   // -A logp (2504.02546)
+} mt_policy_variant;
+/* Estimators of KL(policy | reference) from one sample (Schulman, "Approximating KL divergence"); x = ref_logp - logp.
+ */
+typedef enum mt_kl_type {
+    MT_KL_K1,  // -x
+    MT_KL_ABS, // |x|
+    MT_KL_K2,  // x^2 / 2
+    MT_KL_K3,  // exp(x) - x - 1, at most 10; x within +-20
+} mt_kl_type;
 /* Preferences, with h = (logp - ref_logp of chosen) - (logp - ref_logp of rejected), sums over counted tokens. */
 typedef enum mt_preference_variant {
     MT_PREFERENCE_SIGMOID, // -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h) (DPO, arXiv 2305.18290)
     MT_PREFERENCE_IPO,     // (h - 1 / (2 beta))^2 (2310.12036)
     MT_PREFERENCE_HINGE,   // max(0, 1 - beta h) (SLiC-HF, 2305.10425)
 } mt_preference_variant;
+/* Estimators of advantages: see mt_advantages. */
+typedef enum mt_adv_estimator {
+    MT_ADV_GAE,                 // arXiv 1506.02438; with a critic
+    MT_ADV_GRPO,                // score - the group's mean, also divided by its deviation (2402.03300)
+    MT_ADV_RLOO,                // score - the mean of the group's others (2402.14740)
+    MT_ADV_REINFORCE,           // the discounted return
+    MT_ADV_REINFORCE_PLUS_PLUS, // the same, whitened (2501.03262)
+} mt_adv_estimator;
+/* Divergences of the student p from the teacher q, softmaxes of K logits. */
+typedef enum mt_divergence_type {
+    MT_FORWARD_KL,        // KL(q | p)
+    MT_REVERSE_KL,        // KL(p | q)
+    MT_ADAPTIVE_KL,       // both, weighted by the gaps |p - q| of the teacher's head and tail (arXiv 2404.02657)
+    MT_SKEWED_FORWARD_KL, // KL(q | lambda q + (1 - lambda) p) (DistiLLM, 2402.03898)
+    MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
+    MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
+} mt_divergence_type;
 /* What is trained (--stage). */
 typedef enum mt_training_stage {
     MT_STAGE_PT,  // pre-training
@@ -1837,15 +1878,6 @@ typedef struct mt_loss_sums {
     double loss, count, metrics[MT_MAX_LOSS_METRICS];
 } mt_loss_sums;
 
-/* The mean that is taken of the tokens' losses (verl's loss_agg_mode). A sequence without counted tokens does not
- * count. */
-typedef enum mt_loss_aggregation {
-    MT_TOKEN_MEAN,              // over all counted tokens
-    MT_SEQ_MEAN_TOKEN_SUM,      // over sequences, of the sum over their tokens
-    MT_SEQ_MEAN_TOKEN_MEAN,     // over sequences, of the mean over their tokens
-    MT_SEQ_MEAN_TOKEN_SUM_NORM, // the sum over tokens divided by norm_length ("Understanding R1-Zero-Like Training")
-} mt_loss_aggregation;
-
 typedef struct mt_aggregation {
     mt_loss_aggregation mode;
     double norm_length; // MT_SEQ_MEAN_TOKEN_SUM_NORM; verl: the padded length of responses
@@ -1854,24 +1886,6 @@ typedef struct mt_aggregation {
     int64_t norm_sequences;
     bool counts_empty; // means over sequences count those without counted tokens, as verl's geo_mean does
 } mt_aggregation;
-
-/* Policy losses, with the ratio r = exp(logp - old_logp) and the advantage A. */
-typedef enum mt_policy_variant {
-    MT_POLICY_PPO,   // max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (arXiv 1707.06347, 1912.09729)
-    MT_POLICY_GSPO,  // the same without clip_ratio_c, and r is exp of the sequence's mean log-ratio (2507.18071)
-    MT_POLICY_CISPO, // -A logp clip(r), without a gradient by r (2506.13585)
-    MT_POLICY_GMPO,  // -A r, r the geometric mean of the sequence's clipped ratios (2507.20673); verl: geo_mean
-    MT_POLICY_GPG,   // -A logp (2504.02546)
-} mt_policy_variant;
-
-/* Estimators of KL(policy | reference) from one sample (Schulman, "Approximating KL divergence"); x = ref_logp - logp.
- */
-typedef enum mt_kl_type {
-    MT_KL_K1,  // -x
-    MT_KL_ABS, // |x|
-    MT_KL_K2,  // x^2 / 2
-    MT_KL_K3,  // exp(x) - x - 1, at most 10; x within +-20
-} mt_kl_type;
 
 /* policy + kl_coef KL - entropy_coef entropy. */
 typedef struct mt_policy_config {
@@ -1919,13 +1933,6 @@ enum {
 /* Adds to sums and to t->dvalues; reads values, returns and old_values. */
 void mt_value_loss(const mt_loss_tokens *t, const mt_value_config *c, mt_loss_sums *sums);
 
-/* Preferences, with h = (logp - ref_logp of chosen) - (logp - ref_logp of rejected), sums over counted tokens. */
-typedef enum mt_preference_variant {
-    MT_PREFERENCE_SIGMOID, // -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h) (DPO, arXiv 2305.18290)
-    MT_PREFERENCE_IPO,     // (h - 1 / (2 beta))^2 (2310.12036)
-    MT_PREFERENCE_HINGE,   // max(0, 1 - beta h) (SLiC-HF, 2305.10425)
-} mt_preference_variant;
-
 typedef struct mt_preference_config {
     mt_preference_variant variant;
     double beta, label_smoothing; // label_smoothing: s of MT_PREFERENCE_SIGMOID
@@ -1953,14 +1960,6 @@ typedef struct mt_reward_config {
 void mt_reward_loss(const mt_loss_tokens *t, const mt_reward_config *c, mt_loss_sums *sums);
 
 /* ---- advantages, of all rollouts of a step at once */
-
-typedef enum mt_adv_estimator {
-    MT_ADV_GAE,                 // arXiv 1506.02438; with a critic
-    MT_ADV_GRPO,                // score - the group's mean, also divided by its deviation (2402.03300)
-    MT_ADV_RLOO,                // score - the mean of the group's others (2402.14740)
-    MT_ADV_REINFORCE,           // the discounted return
-    MT_ADV_REINFORCE_PLUS_PLUS, // the same, whitened (2501.03262)
-} mt_adv_estimator;
 
 typedef struct mt_advantage_config {
     mt_adv_estimator estimator;
@@ -1994,16 +1993,6 @@ void mt_token_rewards(double *rewards, const mt_loss_tokens *t, const double *sc
 void mt_whiten(double *x, const float *mask, int64_t T);
 
 /* ---- distillation */
-
-/* Divergences of the student p from the teacher q, softmaxes of K logits. */
-typedef enum mt_divergence_type {
-    MT_FORWARD_KL,        // KL(q | p)
-    MT_REVERSE_KL,        // KL(p | q)
-    MT_ADAPTIVE_KL,       // both, weighted by the gaps |p - q| of the teacher's head and tail (arXiv 2404.02657)
-    MT_SKEWED_FORWARD_KL, // KL(q | lambda q + (1 - lambda) p) (DistiLLM, 2402.03898)
-    MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
-    MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
-} mt_divergence_type;
 
 typedef struct mt_divergence_config {
     mt_divergence_type type;

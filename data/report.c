@@ -480,14 +480,19 @@ void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_
 
 void mt_report_evaluation(mt_report *report, const mt_run_state *state, const char *split, double loss) {
     scalar_list all = {.count = 0};
-    mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
+    bool of_tokens = !report->loss_metrics; // the mean negative log-probability
+    if (of_tokens)
+        mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss,
+                       exp(loss));
+    else
+        mt_report_line(report, "%6lld  %s loss %.4f", (long long)state->iteration, split, loss);
     char names[4][40];
     snprintf(names[0], sizeof names[0], "lm loss %s", split);
     snprintf(names[1], sizeof names[1], "%s_loss", split);
     snprintf(names[2], sizeof names[2], "lm loss %s ppl", split);
     snprintf(names[3], sizeof names[3], "%s_perplexity", split);
     add_scalar(&all, names[0], names[1], loss);
-    add_scalar(&all, names[2], names[3], exp(loss));
+    if (of_tokens) add_scalar(&all, names[2], names[3], exp(loss));
     write_scalars(report, state->iteration, &all);
 }
 
