@@ -357,7 +357,7 @@ typedef enum mt_divergence_type {
     MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
     MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
 } mt_divergence_type;
-/* What is trained (--stage). */
+/* The stage of training (--stage). */
 typedef enum mt_training_stage {
     MT_STAGE_PT,  // pre-training
     MT_STAGE_SFT, // fine-tuning on conversations

@@ -35,7 +35,7 @@ typedef struct scores {
 } scores;
 
 struct mt_reference {
-    mt_options options; // the trained model's, but for the folder; shares their strings
+    mt_options options; // the trained model's, except the folder; shares their strings
     mt_model *model;
     mt_feed *feed;
     scores *scores; // [capacity] of the feed's micro-batches
