@@ -23,7 +23,7 @@
 #include <pcre2.h>
 #endif
 
-struct mt_reward {
+struct mt_reward_function {
     mt_reward_kind kind;
     char *argument;
     double seconds;
@@ -177,7 +177,7 @@ static int score_number(const mt_reward_item *item, double *score, mt_error *err
  */
 
 #ifdef MT_HAVE_PCRE2
-static int open_pattern(mt_reward *r, mt_error *error) {
+static int open_pattern(mt_reward_function *r, mt_error *error) {
     int code;
     PCRE2_SIZE offset;
     pcre2_code *pattern =
@@ -199,7 +199,7 @@ static int open_pattern(mt_reward *r, mt_error *error) {
     return 0;
 }
 
-static void close_pattern(mt_reward *r) {
+static void close_pattern(mt_reward_function *r) {
     pcre2_match_data_free(r->match);
     pcre2_match_context_free(r->context);
     pcre2_jit_stack_free(r->stack);
@@ -207,7 +207,7 @@ static void close_pattern(mt_reward *r) {
 }
 
 /* Finds the next match from *from on, and sets *from behind it. */
-static bool next_match(mt_reward *r, PCRE2_SIZE *from) {
+static bool next_match(mt_reward_function *r, PCRE2_SIZE *from) {
     const mt_text *text = &r->repaired;
     if (*from > (PCRE2_SIZE)text->bytes) return false;
     int status = pcre2_match(r->pattern, (PCRE2_SPTR)(text->bytes ? text->data : ""), (PCRE2_SIZE)text->bytes, *from,
@@ -219,7 +219,7 @@ static bool next_match(mt_reward *r, PCRE2_SIZE *from) {
     return true;
 }
 
-static int score_pattern(mt_reward *r, const mt_reward_item *item, double *score) {
+static int score_pattern(mt_reward_function *r, const mt_reward_item *item, double *score) {
     PCRE2_SIZE from = 0;
     r->repaired.bytes = 0;
     mt_utf8_repair(&r->repaired, item->response, item->response_bytes);
@@ -234,17 +234,17 @@ static int score_pattern(mt_reward *r, const mt_reward_item *item, double *score
     return 0;
 }
 #else
-static int open_pattern(mt_reward *r, mt_error *error) {
+static int open_pattern(mt_reward_function *r, mt_error *error) {
     (void)r;
     return mt_error_set(error, "the reward regex needs PCRE2, which this build lacks; install libpcre2-dev and run "
                                "make again, or use the reward command");
 }
 
-static void close_pattern(mt_reward *r) {
+static void close_pattern(mt_reward_function *r) {
     (void)r;
 }
 
-static int score_pattern(mt_reward *r, const mt_reward_item *item, double *score) {
+static int score_pattern(mt_reward_function *r, const mt_reward_item *item, double *score) {
     (void)r, (void)item, (void)score;
     return -1; // open_pattern has failed
 }
@@ -267,7 +267,7 @@ static void close_end(int *end) {
 }
 
 /* posix_spawn, since fork copies the page tables of a large process and MPI warns of it. */
-static int spawn_shell(mt_reward *r, int input, int output) {
+static int spawn_shell(mt_reward_function *r, int input, int output) {
     char *arguments[] = {"sh", "-c", r->argument, NULL};
     posix_spawn_file_actions_t files;
     posix_spawnattr_t attributes;
@@ -290,7 +290,7 @@ static int spawn_shell(mt_reward *r, int input, int output) {
     return status;
 }
 
-static int open_command(mt_reward *r, mt_error *error) {
+static int open_command(mt_reward_function *r, mt_error *error) {
     int input[2] = {-1, -1}, output[2] = {-1, -1};
     int status = open_pipe(input, 1) != 0 || open_pipe(output, 0) != 0 ? errno : spawn_shell(r, input[0], output[1]);
     close_end(&input[0]);
@@ -302,7 +302,7 @@ static int open_command(mt_reward *r, mt_error *error) {
 
 /* Waits at most `seconds` for the command's end, then kills it. Returns its status, of waitpid; -1: it was killed here.
  * Children in its group are killed as well, before its number becomes free. */
-static int end_command(mt_reward *r, double seconds) {
+static int end_command(mt_reward_function *r, double seconds) {
     double until = mt_time() + seconds;
     int status = -1;
     siginfo_t info = {0};
@@ -321,7 +321,7 @@ static int end_command(mt_reward *r, double seconds) {
 }
 
 /* The command's output ended. */
-static int report_end(mt_reward *r, int64_t answered, int64_t count, mt_error *error) {
+static int report_end(mt_reward_function *r, int64_t answered, int64_t count, mt_error *error) {
     int status = end_command(r, 1);
     char how[96] = "closed its output";
     if (status != -1 && WIFEXITED(status))
@@ -336,7 +336,7 @@ static int report_end(mt_reward *r, int64_t answered, int64_t count, mt_error *e
 }
 
 /* Appends a JSON string. */
-static void append_string(mt_reward *r, const char *text, int64_t bytes) {
+static void append_string(mt_reward_function *r, const char *text, int64_t bytes) {
     mt_text *to = &r->request;
     char escape[8];
     r->repaired.bytes = 0;
@@ -355,7 +355,7 @@ static void append_string(mt_reward *r, const char *text, int64_t bytes) {
     mt_text_append(to, "\"", 1);
 }
 
-static void write_request(mt_reward *r, const mt_reward_item *item) {
+static void write_request(mt_reward_function *r, const mt_reward_item *item) {
     static const char *const keys[] = {"{\"prompt\": ", ", \"response\": ", ", \"answer\": "};
     const char *texts[] = {item->prompt, item->response, item->answer};
     const int64_t bytes[] = {item->prompt_bytes, item->response_bytes, item->answer_bytes};
@@ -371,7 +371,7 @@ static void write_request(mt_reward *r, const mt_reward_item *item) {
 }
 
 /* The number of a line of output, without its line end. */
-static int read_score(mt_reward *r, const char *line, int64_t bytes, double *score, mt_error *error) {
+static int read_score(mt_reward_function *r, const char *line, int64_t bytes, double *score, mt_error *error) {
     char text[64], *end = text;
     r->lines++;
     trim(&line, &bytes);
@@ -394,7 +394,7 @@ typedef struct batch {
     double *scores;
 } batch;
 
-static int report_surplus(const mt_reward *r, mt_error *error) {
+static int report_surplus(const mt_reward_function *r, mt_error *error) {
     return mt_error_set(
         error,
         "the reward command \"%s\" wrote more lines than it got responses; it must write one number for "
@@ -403,7 +403,7 @@ static int report_surplus(const mt_reward *r, mt_error *error) {
 }
 
 /* Takes the whole lines of `received`. */
-static int take_lines(mt_reward *r, batch *b, mt_error *error) {
+static int take_lines(mt_reward_function *r, batch *b, mt_error *error) {
     mt_text *text = &r->received;
     int64_t taken = 0;
     for (const char *end; (end = memchr(text->data + taken, '\n', (size_t)(text->bytes - taken)));) {
@@ -420,7 +420,7 @@ static int take_lines(mt_reward *r, batch *b, mt_error *error) {
 }
 
 /* Reads what there is. */
-static int receive(mt_reward *r, batch *b, mt_error *error) {
+static int receive(mt_reward_function *r, batch *b, mt_error *error) {
     char piece[65536];
     ssize_t bytes = read(r->from, piece, sizeof piece);
     if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
@@ -430,7 +430,7 @@ static int receive(mt_reward *r, batch *b, mt_error *error) {
 }
 
 /* Writes as much as the pipe takes. A command that reads no more is noticed where its output ends. */
-static void send_request(mt_reward *r, batch *b) {
+static void send_request(mt_reward_function *r, batch *b) {
     ssize_t bytes = write(r->to, r->request.data + b->sent, (size_t)(r->request.bytes - b->sent));
     if (bytes > 0)
         b->sent += bytes;
@@ -438,7 +438,7 @@ static void send_request(mt_reward *r, batch *b) {
         close_end(&r->to);
 }
 
-static int exchange(mt_reward *r, batch *b, mt_error *error) {
+static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
     double until = mt_time() + r->seconds;
     struct pollfd from = {r->from, POLLIN, 0};
     b->sent = r->request.bytes = 0;
@@ -469,7 +469,8 @@ static int exchange(mt_reward *r, batch *b, mt_error *error) {
 
 /* A write to a command that has died must not end this program: SIGPIPE is blocked in this thread, and one that came
  * is taken. */
-static int score_by_command(mt_reward *r, const mt_reward_item *items, int64_t count, double *scores, mt_error *error) {
+static int score_by_command(mt_reward_function *r, const mt_reward_item *items, int64_t count, double *scores,
+                            mt_error *error) {
     batch b = {.items = items, .count = count, .scores = scores};
     sigset_t pipe_signal, before, pending;
     int number;
@@ -490,12 +491,13 @@ static int score_by_command(mt_reward *r, const mt_reward_item *items, int64_t c
 /* ---- all kinds -----------------------------------------------------------------------------------------------------
  */
 
-int mt_reward_open(mt_reward **out, mt_reward_kind kind, const char *argument, double seconds, mt_error *error) {
+int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *argument, double seconds,
+                   mt_error *error) {
     static const char *const arguments[] = {[MT_REWARD_REGEX] = "pattern", [MT_REWARD_COMMAND] = "command"};
     bool needs = kind == MT_REWARD_REGEX || kind == MT_REWARD_COMMAND;
     *out = NULL;
     if (needs && (!argument || !*argument)) return mt_error_set(error, "the reward needs a %s", arguments[kind]);
-    mt_reward *r = mt_calloc(sizeof *r);
+    mt_reward_function *r = mt_calloc(sizeof *r);
     r->kind = kind, r->seconds = seconds;
     r->argument = mt_strdup(argument ? argument : "");
     r->to = r->from = -1;
@@ -509,7 +511,7 @@ int mt_reward_open(mt_reward **out, mt_reward_kind kind, const char *argument, d
     return status;
 }
 
-void mt_reward_close(mt_reward *r) {
+void mt_reward_close(mt_reward_function *r) {
     if (!r) return;
     end_command(r, 2);
     if (r->pattern) close_pattern(r);
@@ -520,7 +522,8 @@ void mt_reward_close(mt_reward *r) {
     free(r);
 }
 
-int mt_rewards_compute(mt_reward *r, const mt_reward_item *items, int64_t count, double *scores, mt_error *error) {
+int mt_rewards_compute(mt_reward_function *r, const mt_reward_item *items, int64_t count, double *scores,
+                       mt_error *error) {
     if (r->kind == MT_REWARD_COMMAND) return score_by_command(r, items, count, scores, error);
     for (int64_t i = 0; i < count; i++) {
         const mt_reward_item *item = &items[i];

@@ -25,7 +25,7 @@ typedef struct mt_reward_item {
     int64_t prompt_bytes, response_bytes, answer_bytes;
 } mt_reward_item;
 
-typedef struct mt_reward mt_reward;
+typedef struct mt_reward_function mt_reward_function;
 
 /* `argument` is the pattern of regex or the command line of command; else NULL.
  *
@@ -39,15 +39,17 @@ typedef struct mt_reward mt_reward;
  * It belongs to a process group of its own, so that Ctrl-C reaches it only as the end of its input.
  *
  * Errors: a missing or a bad argument; regex without PCRE2. */
-int mt_reward_open(mt_reward **out, mt_reward_kind kind, const char *argument, double seconds, mt_error *error);
+int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *argument, double seconds,
+                   mt_error *error);
 
 /* scores[count] of the items. An error is one line that names the command, or the item. After an error of a command,
  * the command has been ended, and further calls fail. */
-int mt_rewards_compute(mt_reward *reward, const mt_reward_item *items, int64_t count, double *scores, mt_error *error);
+int mt_rewards_compute(mt_reward_function *reward, const mt_reward_item *items, int64_t count, double *scores,
+                       mt_error *error);
 
 /* Ends the command: closes its input, waits for two seconds, then kills it and the processes of its group. NULL is
  * allowed. */
-void mt_reward_close(mt_reward *reward);
+void mt_reward_close(mt_reward_function *reward);
 
 #ifdef __cplusplus
 }

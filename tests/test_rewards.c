@@ -19,15 +19,15 @@ static mt_reward_item item_of(const char *response, const char *answer) {
     return (mt_reward_item){"p", response, answer, 1, (int64_t)strlen(response), answer ? (int64_t)strlen(answer) : 0};
 }
 
-static mt_reward *open_reward(mt_reward_kind kind, const char *argument, double seconds) {
-    mt_reward *reward;
+static mt_reward_function *open_reward(mt_reward_kind kind, const char *argument, double seconds) {
+    mt_reward_function *reward;
     mt_error error;
     if (mt_reward_open(&reward, kind, argument, seconds, &error) != 0) fail_msg("%s", error.text);
     return reward;
 }
 
 /* The score of one response. */
-static double score(mt_reward *reward, const char *response, const char *answer) {
+static double score(mt_reward_function *reward, const char *response, const char *answer) {
     mt_reward_item item = item_of(response, answer);
     double value = NAN;
     mt_error error;
@@ -45,7 +45,7 @@ static void assert_says(const mt_error *error, const char *words) {
 
 static void exact_compares_texts(void **state) {
     (void)state;
-    mt_reward *r = open_reward(MT_REWARD_EXACT, NULL, 1);
+    mt_reward_function *r = open_reward(MT_REWARD_EXACT, NULL, 1);
     assert_true(score(r, " a b\n", "a b") == 1 && score(r, "a b", "\ta b ") == 1 && score(r, "", " ") == 1);
     assert_true(score(r, "a  b", "a b") == 0 && score(r, "A", "a") == 0 && score(r, "", "a") == 0);
     mt_reward_item item = item_of("x", NULL);
@@ -118,7 +118,7 @@ static const struct {
 
 static void number_compares_numbers(void **state) {
     (void)state;
-    mt_reward *r = open_reward(MT_REWARD_NUMBER, NULL, 1);
+    mt_reward_function *r = open_reward(MT_REWARD_NUMBER, NULL, 1);
     for (size_t i = 0; i < sizeof number_cases / sizeof *number_cases; i++)
         if (score(r, number_cases[i].response, number_cases[i].answer) != number_cases[i].score)
             fail_msg("\"%s\" for \"%s\" is not %g", number_cases[i].response, number_cases[i].answer,
@@ -139,7 +139,7 @@ static void number_compares_numbers(void **state) {
 
 static void regex_matches_patterns(void **state) {
     (void)state;
-    mt_reward *r;
+    mt_reward_function *r;
     mt_error error;
 #ifdef MT_HAVE_PCRE2
     r = open_reward(MT_REWARD_REGEX, "^<think>.*</think>\\s*(yes|no)$", 1);
@@ -177,7 +177,7 @@ static void assert_no_child(void) {
 
 /* A command that fails on `count` responses of `bytes` bytes; its error. */
 static mt_error expect_failure(const char *command, int64_t count, int64_t bytes, double seconds, const char *words) {
-    mt_reward *r = open_reward(MT_REWARD_COMMAND, command, seconds);
+    mt_reward_function *r = open_reward(MT_REWARD_COMMAND, command, seconds);
     mt_reward_item *items = mt_calloc(count * (int64_t)sizeof *items);
     double *scores = mt_calloc(count * 8), began = mt_time();
     char *text = mt_malloc(bytes + 1);
@@ -212,7 +212,7 @@ static void a_command_gets_lines_of_json(void **state) {
     char command[600];
     snprintf(command, sizeof command, "while IFS= read -r l; do printf '%%s\\n' \"$l\" >>%s; echo ' 2.5e-1\r'; done",
              at("lines"));
-    mt_reward *r = open_reward(MT_REWARD_COMMAND, command, 10);
+    mt_reward_function *r = open_reward(MT_REWARD_COMMAND, command, 10);
     mt_reward_item items[] = {{"p\"\\\n", "a\0b\x01\xff", "1", 4, 5, 1}, {"", "\xc3\xa9", NULL, 0, 2, 0}};
     double scores[2];
     mt_error error;
@@ -261,7 +261,7 @@ static void a_command_gets_many_responses(void **state) {
         items[i] = item_of(response, answers[i]);
     }
     for (int c = 0; c < 2; c++) {
-        mt_reward *r = open_reward(MT_REWARD_COMMAND, commands[c], 60);
+        mt_reward_function *r = open_reward(MT_REWARD_COMMAND, commands[c], 60);
         for (int round = 0; round < 2; round++) {
             memset(scores, 0, sizeof scores);
             if (mt_rewards_compute(r, items, COUNT, scores, &error) != 0) fail_msg("%s", error.text);
@@ -281,7 +281,7 @@ static void a_command_that_dies_is_an_error(void **state) {
     expect_failure("true", 100, 100000, 10, "exit status 0 after 0 answers to 100"); // writes to it fail
     expect_failure("exec <&-; sleep 60", 100, 100000, 0.5, "hangs");
     expect_failure("exec >&-; sleep 60", 2, 10, 10, "closed its output");
-    mt_reward *r = open_reward(MT_REWARD_COMMAND, "read -r l; echo 1; exit 4", 10); // after its answer
+    mt_reward_function *r = open_reward(MT_REWARD_COMMAND, "read -r l; echo 1; exit 4", 10); // after its answer
     assert_true(score(r, "x", "1") == 1);
     mt_reward_item item = item_of("x", "1");
     double value;
@@ -331,7 +331,7 @@ static void a_command_that_writes_no_number_is_an_error(void **state) {
     expect_failure("read -r l; printf '1\\n2'; sleep 100", 1, 10, 0.5, "more lines");
     expect_failure("yes x | tr -d '\\n'", 1, 10, 10, "wrote \"xxxx"); // a line without end
     expect_failure("yes 1", 1, 10, 10, "more lines");
-    mt_reward *r = open_reward(MT_REWARD_COMMAND, "echo started; cat >/dev/null", 10);
+    mt_reward_function *r = open_reward(MT_REWARD_COMMAND, "echo started; cat >/dev/null", 10);
     usleep(200000);
     mt_reward_item item = item_of("x", "1");
     double value;
