@@ -441,11 +441,13 @@ static void send_request(mt_reward_function *r, batch *b) {
 static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
     double until = mt_time() + r->seconds;
     struct pollfd from = {r->from, POLLIN, 0};
+    char surplus;
     b->sent = r->request.bytes = 0;
     if (r->to < 0) return report_end(r, 0, b->count, error);
-    if (poll(&from, 1, 0) > 0) { // nothing was asked: surplus output, or the end
-        batch none = {0};
-        if (receive(r, &none, error) != 0) return -1;
+    if (poll(&from, 1, 0) > 0) { // before anything was asked
+        ssize_t bytes = read(r->from, &surplus, 1);
+        if (bytes > 0) return report_surplus(r, error);
+        if (bytes == 0) return report_end(r, 0, b->count, error);
     }
     while (b->answered < b->count) {
         if (b->sent == r->request.bytes && b->next < b->count) {

@@ -287,7 +287,7 @@ static void a_command_that_dies_is_an_error(void **state) {
     double value;
     mt_error error;
     assert_int_equal(mt_rewards_compute(r, &item, 1, &value, &error), -1);
-    assert_says(&error, "exit status 4 after 0 answers to");
+    assert_says(&error, "exit status 4 after 0 answers to 1 ");
     mt_reward_close(r);
     assert_no_child();
 }
