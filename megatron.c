@@ -4253,6 +4253,7 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
     mt_policy_term term = {0};
     switch (c->variant) {
     case MT_POLICY_PPO:
+    case MT_POLICY_VANILLA:
         term = mt_clipped_surrogate(c, c->clip_ratio_c, ratio, advantage);
         if (fabs(x) > 20) term.dlogp = 0;
         break;

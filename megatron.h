@@ -320,11 +320,12 @@ typedef enum mt_loss_aggregation {
 } mt_loss_aggregation;
 /* Policy losses, with the ratio r = exp(logp - old_logp) and the advantage A. */
 typedef enum mt_policy_variant {
-    MT_POLICY_PPO,   // max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (arXiv 1707.06347, 1912.09729)
-    MT_POLICY_GSPO,  // the same without clip_ratio_c, and r is exp of the sequence's mean log-ratio (2507.18071)
-    MT_POLICY_CISPO, // -A logp clip(r), without a gradient by r (2506.13585)
-    MT_POLICY_GMPO,  // -A r, r the geometric mean of the sequence's clipped ratios (2507.20673); verl: geo_mean
-    MT_POLICY_GPG,   // -A logp (2504.02546)
+    MT_POLICY_PPO,     // max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (arXiv 1707.06347, 1912.09729)
+    MT_POLICY_VANILLA, // verl's name of the same
+    MT_POLICY_GSPO,    // the same without clip_ratio_c, and r is exp of the sequence's mean log-ratio (2507.18071)
+    MT_POLICY_CISPO,   // -A logp clip(r), without a gradient by r (2506.13585)
+    MT_POLICY_GMPO,    // -A r, r the geometric mean of the sequence's clipped ratios (2507.20673); verl: geo_mean
+    MT_POLICY_GPG,     // -A logp (2504.02546)
 } mt_policy_variant;
 /* Estimators of KL(policy | reference) from one sample (Schulman, "Approximating KL divergence"); x = ref_logp - logp.
  */
@@ -357,12 +358,21 @@ typedef enum mt_divergence_type {
     MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
     MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
 } mt_divergence_type;
+/* Rewards of responses: see data/rewards.h; MODEL: by a reward model. */
+typedef enum mt_reward_kind {
+    MT_REWARD_EXACT,   // 1 if the response is the answer, apart from white space around them; else 0
+    MT_REWARD_NUMBER,  // 1 if the response's number is the answer's; else 0
+    MT_REWARD_REGEX,   // 1 if a pattern matches in the response; else 0
+    MT_REWARD_COMMAND, // a program's number
+    MT_REWARD_MODEL    // the value of a reward model
+} mt_reward_kind;
 /* The stage of training (--stage). */
 typedef enum mt_training_stage {
     MT_STAGE_PT,  // pre-training
     MT_STAGE_SFT, // fine-tuning on conversations
     MT_STAGE_RM,  // a reward model, on pairs of responses
-    MT_STAGE_DPO  // preferences, on pairs of responses
+    MT_STAGE_DPO, // preferences, on pairs of responses
+    MT_STAGE_RL   // reinforcement learning, on the model's own responses to prompts
 } mt_training_stage;
 typedef enum mt_loss_on { MT_LOSS_ON_RESPONSES, MT_LOSS_ON_LAST, MT_LOSS_ON_ALL } mt_loss_on;
 typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
@@ -525,6 +535,18 @@ typedef struct mt_options {
     mt_preference_variant preference_loss;
     double beta, label_smoothing;
     char *ref_load, *chosen_key, *rejected_key;
+    /* reinforcement learning */
+    int64_t rollout_batch_size, num_return_sequences, ppo_epochs;
+    mt_adv_estimator adv_estimator;
+    bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;
+    double gamma, lam, reward_clip, advantage_clip, overlong_penalty, kl_coef;
+    mt_policy_variant pg_variant;
+    double clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, entropy_coeff, kl_loss_coef, value_clip;
+    mt_loss_aggregation loss_agg_mode;
+    mt_kl_type kl_loss_type;
+    mt_reward_kind reward;
+    char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
+    double reward_timeout_seconds, critic_lr;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
@@ -540,7 +562,7 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[28];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    uint64_t given[34];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
     mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
     /* not options: derived by mt_options_finish, or read from config.json */
