@@ -316,6 +316,18 @@ static void score(run *r) {
             (double)(count * r->options.seq_length) / (mt_time() - start));
 }
 
+/* --print-config, instead of generation. */
+static int print_config(run *r) {
+    mt_error error;
+    int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
+    int status = mt_options_read_shape(&r->options, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_INFER, ranks, &error);
+    if (r->is_first) mt_options_print_config(&r->options, MT_PROGRAM_INFER, ranks, status != 0 ? &error : NULL, stdout);
+    mt_options_free(&r->options);
+    mt_grid_stop(&r->grid);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     run r = {0};
     mt_options *o = &r.options;
@@ -327,6 +339,7 @@ int main(int argc, char **argv) {
     mt_grid_start(&r.grid, &argc, &argv);
     r.is_first = r.grid.world.rank == 0;
     check(&r, status, &error);
+    if (o->print_config) return print_config(&r);
     check(&r, mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
     check(&r, mt_options_agree(o, &r.grid.world, &error), &error);
     check(&r, mt_grid_build(&r.grid, o, &error), &error);

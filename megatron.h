@@ -380,7 +380,7 @@ typedef struct mt_options {
     int64_t mtp_num_layers;
     double mtp_loss_scaling_factor;
     /* training */
-    int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
+    int64_t micro_batch_size, global_batch_size, gradient_accumulation_steps, seq_length, train_iters, train_samples;
     mt_ints rampup_batch_size; // start, increment, samples
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
     mt_lr_decay_style lr_decay_style;
@@ -459,7 +459,8 @@ typedef struct mt_options {
     mt_long_samples long_samples;
     char *messages_key, *prompt_key, *query_key, *response_key;
     /* checkpoints and reports */
-    char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
+    char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
+    bool print_config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
     bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
@@ -476,6 +477,8 @@ typedef struct mt_options {
     uint64_t given[28];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
     mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
+    mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
+    int64_t config_devices;   // ranks that the file of --role names; 0: none
     /* not options: derived by mt_options_finish, or read from config.json */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
