@@ -830,9 +830,17 @@ static void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters)
         snprintf(text, sizeof text, lacks ? "this role does not need it" : "gives way to --%s", other);
         mt_options_yield_keys(o, row, text);
         mt_option_reset(o, row);
-        reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // what needs it gives way as well
+        reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well
         row = mt_option_table;
     }
+}
+
+/* True if the entry of config_keys at `i` repeats the one before: a key without effect that had stood for two options.
+ */
+static bool mt_config_key_repeats(const mt_strings *keys, int64_t i) {
+    bool same = i > 0 && *keys->items[i + 3];
+    for (int64_t j = i; j < i + 4 && same; j++) same = j == i + 2 || strcmp(keys->items[j], keys->items[j - 4]) == 0;
+    return same;
 }
 
 /* Prints how many keys of the file set options, and the others by reason. */
@@ -849,7 +857,8 @@ static void mt_options_print_unused(const mt_options *options, FILE *file) {
         if (!is_first) continue;
         fprintf(file, "  %s", keys->items[i + 1]);
         for (int64_t j = i + 4; j < keys->count; j += 4)
-            if (strcmp(keys->items[j + 3], reason) == 0) fprintf(file, ", %s", keys->items[j + 1]);
+            if (strcmp(keys->items[j + 3], reason) == 0 && !mt_config_key_repeats(keys, j))
+                fprintf(file, ", %s", keys->items[j + 1]);
         fprintf(file, ": %s\n", reason);
     }
 }
@@ -875,7 +884,7 @@ void mt_options_print_config(const mt_options *options, mt_program program, int6
     }
     if (options->role) fprintf(file, "keys without effect here\n");
     for (int64_t i = 0; i < keys->count; i += 4)
-        if (*keys->items[i + 3])
+        if (*keys->items[i + 3] && !mt_config_key_repeats(keys, i))
             fprintf(file, "%6s  %-*s  %s\n", keys->items[i], width, keys->items[i + 1], keys->items[i + 3]);
     fprintf(file, "options on %lld rank%s\n", (long long)ranks, ranks == 1 ? "" : "s");
     mt_options_print(options, program, file);

@@ -71,8 +71,8 @@ int mt_options_read_role(mt_options *options, mt_program program, const char *ro
 void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
                              FILE *file);
 
-/* The ranks to finish options for that are only printed: those that run, or, for one rank that cannot hold the layout,
- * those that the file of --role names, or that the layout needs. */
+/* The number of ranks to finish printed options for: the ranks that run, or, if one rank runs and the layout needs
+ * more, the devices in the file of --role, or the ranks of the layout. */
 int64_t mt_options_printed_ranks(const mt_options *options, int64_t world_size);
 
 /* Takes the model from the text of a Hugging Face config.json, except the options that were given; `path` is for

@@ -29,7 +29,7 @@ void mt_role_config_free(mt_role_config *config) {
 
 #ifdef MT_HAVE_YAML
 enum {
-    MAX_DEPTH = 12,      // of sections
+    MAX_DEPTH = 12,      // of sections that "<<" merges
     MAX_REFERENCES = 16, // that lead to one another
     MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
     MAX_TEXT = 16384,    // bytes of a value
@@ -40,10 +40,12 @@ typedef struct reader {
     yaml_document_t document;
     mt_role_config *config;
     const char *path, *role;
+    const char *text; // of the file
+    int64_t bytes;
     bool has_role;
     char key[MAX_KEY]; // of the value at hand, with its sections
     int64_t visited;
-    int depth;
+    int depth; // of sections; 1: the keys of the file
     mt_error *error;
 } reader;
 
@@ -86,10 +88,11 @@ static int visit(reader *r, const yaml_node_t *node) {
     return node->data.scalar.length < MAX_TEXT ? 0 : fail_at(r, node, "holds a text of more than 16 KiB");
 }
 
-/* The value of a key; NULL if there is none. A key of the section itself comes before those that "<<" merges. */
+/* The value of a key; NULL if there is none. Keys of the section itself come before merged ones ("<<"). */
 static yaml_node_t *find_key(reader *r, const yaml_node_t *mapping, const char *name, size_t length, int depth) {
     yaml_node_t *merged = NULL;
     if (!mapping || !is_mapping(mapping) || depth > MAX_DEPTH) return NULL;
+    if (depth > 0 && ++r->visited > MAX_NODES) return NULL; // the next visit is an error
     const yaml_node_pair_t *pair = mapping->data.mapping.pairs.start;
     for (; pair < mapping->data.mapping.pairs.top; pair++) {
         const char *key = scalar_text(get_node(r, pair->key));
@@ -461,6 +464,18 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
     free(flag);
 }
 
+/* True if a reference of the file leads to a key of the root, or into it. */
+static bool is_referenced(const reader *r, const char *name) {
+    char begin[120];
+    size_t length = (size_t)snprintf(begin, sizeof begin, "${%.100s", name);
+    const char *at = r->text, *end = r->text + r->bytes;
+    while ((at = memmem(at, (size_t)(end - at), begin, length)) != NULL) {
+        at += length;
+        if (at < end && (*at == '.' || *at == '}')) return true;
+    }
+    return false;
+}
+
 /* ---- the walk ------------------------------------------------------------------------------------------------------
  */
 
@@ -469,9 +484,7 @@ static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles
 static int take_section(reader *r, yaml_node_t *node, const char *section, long long line) {
     if (!is_mapping(node))
         return mt_error_set(r->error, "%s:%lld: %s expects a section of keys", r->path, line, r->key);
-    if (++r->depth > MAX_DEPTH)
-        return mt_error_set(r->error, "%s:%lld: %s: sections are nested deeper than %d", r->path, line, r->key,
-                            MAX_DEPTH);
+    r->depth++;
     int status = walk(r, node, section, false);
     if (status == 0) status = walk(r, node, section, true);
     r->depth--;
@@ -562,6 +575,10 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
         return 0;
     }
     bool is_megatron = !row && mt_role_section_is_megatron(section);
+    if (!row && r->depth == 1 && is_referenced(r, name)) {
+        add_entry(r, MT_ENTRY_UNUSED, line_of(key), "a value that other keys refer to");
+        return 0;
+    }
     if (!row && !is_megatron) {
         bool found = mt_role_key_nearest(nearest, section, name);
         add_entry(r, MT_ENTRY_UNKNOWN, line_of(key), found ? nearest : "");
@@ -590,7 +607,7 @@ static int check_keys(reader *r, const yaml_node_t *mapping) {
     return 0;
 }
 
-/* Takes the keys of a mapping, and those that "<<" merges into it unless `outer` has them. */
+/* Takes the keys of a mapping; at depth > 0, where "<<" merges it, only the keys that `outer` does not have. */
 static int walk_merged(reader *r, yaml_node_t *mapping, yaml_node_t *outer, const char *section, bool roles,
                        int depth) {
     if (mapping->type == YAML_SEQUENCE_NODE && depth > 0 && depth < MAX_DEPTH) {
@@ -599,7 +616,8 @@ static int walk_merged(reader *r, yaml_node_t *mapping, yaml_node_t *outer, cons
             if (walk_merged(r, get_node(r, *item), outer, section, roles, depth + 1) != 0) return -1;
         return 0;
     }
-    if (!is_mapping(mapping) || depth > MAX_DEPTH) return fail_at(r, mapping, "<< expects sections");
+    if (!is_mapping(mapping) || depth > MAX_DEPTH)
+        return fail_at(r, mapping, "<< merges what is no section, or itself");
     if (check_keys(r, mapping) != 0) return -1;
     size_t length = strlen(r->key);
     const yaml_node_pair_t *pair = mapping->data.mapping.pairs.start;
@@ -665,6 +683,7 @@ static long long line_of_root_key(reader *r, const char *name) {
     return 1;
 }
 
+/* Adds the defaults of keys that the file does not have. */
 static void add_defaults(reader *r, const char *root) {
     for (const mt_role_default *row = mt_role_defaults; row->root; row++) {
         bool is_set = strcmp(row->root, root) != 0;
@@ -680,7 +699,7 @@ static void add_defaults(reader *r, const char *root) {
     }
 }
 
-/* What is trained, --stage or --sft, and the defaults of a role that trains. */
+/* Adds --stage or --sft, and the defaults of a role that trains. */
 static void add_stage(reader *r, const char *root) {
     for (const mt_role_stage *row = mt_role_stages; row->stage; row++) {
         const char *name = row->key ? row->key : row->role;
@@ -735,7 +754,7 @@ static int load_document(reader *r, const char *text, int64_t bytes) {
 
 int mt_role_config_read(mt_role_config *config, const char *role, const char *text, int64_t bytes, const char *path,
                         mt_error *error) {
-    reader r = {.config = config, .role = role, .path = path, .error = error};
+    reader r = {.config = config, .role = role, .path = path, .text = text, .bytes = bytes, .error = error};
     *config = (mt_role_config){0};
     if (load_document(&r, text, bytes) != 0) return -1;
     int status = read_document(&r);

@@ -26,7 +26,7 @@
     "fa2=flash|flash_attention_2=flash|fa3=flash|flash_attention_3=flash|sdpa=auto|eager=unfused|disabled=unfused|"    \
     "fused=cudnn|local=unfused"
 
-/* What other engines do. */
+/* Other engines, and reasons. */
 #define HYDRA        "hydra"
 #define RAY          "Ray and its processes"
 #define TRACKERS     "trackers (here --tensorboard-dir and --metrics)"
@@ -188,7 +188,7 @@ static const mt_role_key keys[] = {
     {"model_args", "disable_gradient_checkpointing gradient_checkpointing_use_reentrant", MT_KEY_UNUSED,
      TRANSFORMERS " (recompute_granularity of strategy_config is Megatron's)"},
     {"model_args", "device_map vision_dp ulysses_size", MT_KEY_UNUSED, TRANSFORMERS},
-    {"model_args", "model_type", MT_KEY_UNUSED, "heads: --load tells its own"},
+    {"model_args", "model_type", MT_KEY_UNUSED, "heads: --load has its own"},
     {"model_args", "num_labels", MT_KEY_FIXED, "a head of values has one", "1"},
     {"model_args", "model_config_kwargs", MT_KEY_SECTION, "transformer"},
 

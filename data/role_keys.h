@@ -51,14 +51,14 @@ bool mt_role_key_nearest(char nearest[112], const char *section, const char *nam
 /* The value that `text` has here, in `value`; false: refused, for the reason in `value`. */
 bool mt_role_key_translate(const mt_role_key *row, const char *text, char *value, size_t room);
 
-/* The keys of a training role that tell its stage, in order; NULL: the role does not train. */
+/* The stage of a training role: the first row of the role whose key the file has. */
 typedef struct mt_role_stage {
     const char *role, *key; // NULL: any
     const char *stage;
 } mt_role_stage;
 extern const mt_role_stage mt_role_stages[]; // ends with a stage of NULL
 
-/* What an absent key means in a training role, where this program has another default. */
+/* The value of an absent key in a training role, where this program has another default. */
 typedef struct mt_role_default {
     const char *root, *key, *option, *value; // root: the section of the whole file
 } mt_role_default;
