@@ -650,12 +650,6 @@ static void mt_option_reader_take_absent(mt_option_reader *reader, const mt_role
     char reason[300];
     const char *value = entry->values.count > 0 ? entry->values.items[0] : "";
     bool is_on = true, is_stage = strcmp(entry->option, "stage") == 0;
-    if (is_stage && reader->program != MT_PROGRAM_INFER && strcmp(value, "sft") == 0) {
-        mt_error ignored;
-        MT_CHECK(mt_option_set(reader->options, mt_option_find("sft", 3), "true", "--sft", &ignored) == 0);
-        mt_options_note_key(reader->options, entry, "sft", "");
-        return;
-    }
     if (entry->is_implied && (!is_stage || reader->program == MT_PROGRAM_INFER)) return;
     bool is_off =
         (mt_parse_bool(value, &is_on) && !is_on) || (entry->accepted && mt_choice_index(entry->accepted, value) >= 0);
@@ -725,11 +719,13 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
         mt_options_note_key(reader->options, entry, "", entry->text);
     if (entry->kind != MT_ENTRY_OPTION) return 0;
     mt_setting setting = mt_setting_find(entry->option, strlen(entry->option));
-    if (mt_setting_is_accepted(&setting, reader->program)) {
+    bool is_stage = setting.row && setting.row->offset == MT_AT(stage);
+    if (is_stage && !infers && mt_choice_index(setting.row->values, entry->values.items[0]) < 0) {
+        mt_option_reader_take_absent(reader, entry, position);
+    } else if (mt_setting_is_accepted(&setting, reader->program)) {
         if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
         return mt_option_reader_take_values(reader, entry, &setting, where, error);
-    }
-    if (setting.row && !entry->is_implied)
+    } else if (setting.row && !entry->is_implied)
         mt_options_note_key(reader->options, entry, "", infers ? "training (train)" : "generation (infer)");
     else if (!setting.row && entry->is_megatron)
         mt_option_reader_take_other(reader, entry, position, &setting);
@@ -769,6 +765,7 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
     const mt_options *o = reader->options;
     mt_option_rule rule;
+    if (o->stage != MT_STAGE_PT) return false;
     for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
         if ((rule.other->offset == MT_AT(sft) || rule.other->offset == MT_AT(chat)) &&
             rule.other->programs & (int)reader->program && !mt_option_has(o, rule.other, NULL))

@@ -52,7 +52,7 @@ keys_have_options_and_references_values() {
         sets sft_train.model_args.attn_implementation attention-backend flash &&
         sets sft_train.strategy_args.strategy_config.recompute_granularity recompute-granularity full &&
         sets sft_train.strategy_args.strategy_config.additional_configs.recompute_method recompute-method uniform &&
-        sets sft_train.use_sequence_packing sequence-packing true && sets sft_train sft true &&
+        sets sft_train.use_sequence_packing sequence-packing true && sets sft_train stage sft &&
         sets sft_train.data_args.file_name train-data-path train.json
 }
 
@@ -266,6 +266,18 @@ roll_sft_trains() {
         says '^     2/2 .* loss [0-9]' "$work/out" && says 'saved iteration 2 to ./output_sft' "$work/out"
 }
 
+# roll-dpo.yaml as it stands, likewise: preferences against the initial model.
+roll_dpo_trains() {
+    mkdir -p "$work/dpo/data" && cp "$shared/yaml/roll-dpo.yaml" "$work/dpo" || return 1
+    for i in 1 2 3 4 5 6 7 8 9; do
+        printf '{"prompt": "Say %d", "chosen": "%d", "rejected": "no"}\n' $i $i
+    done >"$work/dpo/data/comparison_gpt4_data_zh.json"
+    # shellcheck disable=SC2086
+    (cd "$work/dpo" && "$train" --config roll-dpo.yaml --role actor_train $small --train-iters 2 --seq-length 32 \
+        --eval-iters 1) >"$work/out" 2>"$work/err" &&
+        says '^     2/2 .* loss 0\.69' "$work/out" && says '^  stage  *dpo$' "$work/out"
+}
+
 check keys_have_options_and_references_values keys_have_options_and_references_values
 check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
 check every_role_is_read every_role_is_read
@@ -284,6 +296,7 @@ fi
 if [ -d "$shared/yaml" ]; then
     check shared_files_are_read shared_files_are_read
     [ -z "${HAVE_MPI:-}" ] || check roll_sft_trains roll_sft_trains
+    check roll_dpo_trains roll_dpo_trains
 else
     echo "skipped: ../shared/yaml is absent"
 fi
