@@ -100,7 +100,8 @@ absent_options_are_named() {
     for pair in 'beta:1: beta' 'rollout-batch-size:3: rollout_batch_size'; do
         option=${pair%%:*}
         grep -q -e "--$option " "$work/help" && continue
-        says "absent.yaml:${pair#*:}" "$work/err" && says "sets --$option, which is not built yet" "$work/err" || return 1
+        says "absent.yaml:${pair#*:}" "$work/err" && says "sets --$option, which is not built yet" "$work/err" ||
+            return 1
     done
     ! grep -q 'seed\|ipo' "$work/err"
 }
