@@ -1454,17 +1454,24 @@ static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task 
     return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
 }
 
+/* Row of the task's key j in k and v. */
+static int64_t mt_attention_key_row(const mt_attention_task *task, int64_t j) {
+    const mt_pages *pages = &task->call->pages;
+    int64_t row = task->span->k_start + j;
+    return pages->table ? pages->table[row / pages->rows] * pages->rows + row % pages->rows : row;
+}
+
 static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
     const mt_attention *call = task->call;
     int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = (task->span->k_start + j0) * call->k_stride + group * call->head_size;
+    int64_t offset = mt_attention_key_row(task, j0) * call->k_stride + group * call->head_size;
     return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
     const mt_attention *call = task->call;
     int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = (task->span->k_start + j0) * call->v_stride + group * call->value_size;
+    int64_t offset = mt_attention_key_row(task, j0) * call->v_stride + group * call->value_size;
     return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
@@ -1506,8 +1513,10 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
-    for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
-        int64_t columns = mt_min(MT_KEYS, last - j0);
+    for (int64_t j0 = first, columns; j0 < last; j0 += columns) {
+        columns = mt_min(MT_KEYS, last - j0);
+        if (call->pages.table) // a block lies in one page
+            columns = mt_min(columns, call->pages.rows - (span->k_start + j0) % call->pages.rows);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
         mt_matmul(p, columns, q, mt_transposed(k), rows, columns, D, false);

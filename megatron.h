@@ -842,6 +842,16 @@ typedef struct mt_spans {
     int64_t count;
 } mt_spans;
 
+/* Keys in pages (Kwon et al., "Efficient memory management for large language model serving with PagedAttention"): key
+ * row j of a span, j counted from row 0 of k and v, is row table[j / rows] * rows + j % rows of them. A span's keys are
+ * one range of j, wherever its pages are, and spans may share pages. The first key of a span with more than one key
+ * begins a page. */
+typedef struct mt_pages {
+    const int32_t *table; // on the device; NULL: key row j is row j
+    int64_t rows;         // of a page: a power of two
+    int64_t count;        // pages in k and v
+} mt_pages;
+
 /* One attention call. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
  * window; 0 is none). Dropout keeps the probability of head h, query i and key j when word k_index[j] % 4 of Philox at
  * (q_index[i], (first_head + h) << 48 | k_index[j] / 4) is at least p 2^32. */
@@ -857,6 +867,7 @@ typedef struct mt_attention {
     int64_t q_stride, k_stride;    // elements between tokens; a gradient has its operand's stride
     int64_t v_stride, out_stride;
     mt_spans spans; // of queries and keys
+    mt_pages pages; // of the keys; the forward only
     int64_t window;
     float scale; // of q k^T
     mt_attention_backend backend;
