@@ -542,7 +542,7 @@ static void generate(const mt_options *options, const mt_ops *ops, const mt_samp
     }
     mt_model_plan plan = mt_generator_plan(count, CONTEXT, 16); // prompts in pieces
     mt_model *model = create_model(options, ops, &plan);
-    mt_generator *generator = mt_generator_create(model, count, sampling, &stops);
+    mt_generator *generator = mt_generator_create(model, sampling, &stops);
     int64_t unfinished = count;
     while (unfinished > 0) {
         unfinished = mt_generator_step(generator, sequences, count, &error);
@@ -578,7 +578,7 @@ static void generated_tokens_are_those_of_plain_steps_and_of_transformers(void *
                 assert_memory_equal(a[s].tokens, b[s].tokens, (size_t)a[s].num_tokens * 4);
             }
             if (!drawn) assert_memory_equal(a[0].tokens, golden, 32 * 4);
-            for (int64_t s = 0; s < SEQUENCES; s++) free(a[s].tokens), free(b[s].tokens);
+            for (int64_t s = 0; s < SEQUENCES; s++) mt_sequence_end(&a[s]), mt_sequence_end(&b[s]);
             json_decref(root);
             mt_options_free(&options);
         }
