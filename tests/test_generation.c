@@ -3,6 +3,7 @@
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
+#include "../data/rollout.h"
 
 #include <jansson.h>
 #include <math.h>
