@@ -28,6 +28,7 @@ typedef struct run {
     bool is_first;           // of the ranks: the one that talks
     char *folder;            // holds config.json
     mt_tokenizer *tokenizer; // NULL: token ids in, token ids out
+    mt_error no_tokenizer;   // why the model's folder gives none, with --score
     const char *tokenizer_path;
     int32_t bos;     // begins the model's texts; -1: none
     int64_t context; // tokens of a sequence at most
@@ -52,6 +53,10 @@ static void open_tokenizer(run *r) {
     if (o->prompt_tokens && o->print_tokens) return;
     int status = o->tokenizer_type ? mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error)
                                    : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
+    if (status != 0 && o->score && !o->tokenizer_type) { // the lines may be tokens
+        r->tokenizer = NULL, r->no_tokenizer = error;
+        return;
+    }
     if (status != 0) {
         mt_error why = error;
         mt_error_set(&error, "%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", why.text);
@@ -299,15 +304,23 @@ static void print_rates(const mt_generator *generator) {
 static void score(run *r) {
     mt_error error;
     mt_model_plan plan;
-    check(r, mt_score_plan(&plan, &r->options, &error), &error);
+    mt_scoring *scoring;
+    int64_t tokens;
+    if (mt_text_ends_with(r->options.score, ".jsonl")) open_tokenizer(r);
+    int status = mt_scoring_open(&scoring, &r->options, r->tokenizer, r->tokenizer_path, &plan, &error);
+    if (status != 0 && *r->no_tokenizer.text) {
+        mt_error why = error;
+        mt_error_set(&error, "%.2000s (%.1000s)", why.text, r->no_tokenizer.text);
+    }
+    check(r, status, &error);
     open_model(r, &plan);
     double start = mt_time();
-    int64_t count = mt_score(r->model, &error);
+    int64_t count = mt_scoring_run(scoring, r->model, &tokens, &error);
     check(r, count < 0 ? -1 : 0, &error);
+    mt_scoring_close(scoring);
     if (!r->is_first) return;
     mt_report_inference(r->model, r->context, stderr);
-    fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count,
-            (double)(count * r->options.seq_length) / (mt_time() - start));
+    fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count, (double)tokens / (mt_time() - start));
 }
 
 int main(int argc, char **argv) {

@@ -903,6 +903,10 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
     if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
     if (o->score && !o->out && !o->entropy_out && !o->logits_out)
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
+    if (MT_GIVEN(o, chat_template) && !o->chat && !o->score)
+        return mt_error_set(error, "--chat-template needs --chat or --score");
+    if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
+        return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
     return 0;
 }
 

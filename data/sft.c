@@ -4,6 +4,7 @@
 #include "chat.h"
 #include "text.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -89,9 +90,16 @@ static void add_sample(reader *r, int64_t count) {
     r->longest = mt_max(r->longest, count - 1);
 }
 
+static int check_tokenizer(const reader *r, mt_error *error) {
+    if (r->chat) return 0;
+    return mt_error_set(error, "has text, and there is no tokenizer; give --tokenizer-type and --tokenizer-model, or "
+                               "--load a model with one");
+}
+
 /* The tokens of the messages; all of them are in the scratch of the reader. */
 static int encode_sample(reader *r, mt_error *error) {
     r->ids.count = r->turns.count = 0;
+    if (check_tokenizer(r, error) != 0) return -1;
     if (mt_chat_encode(r->chat, r->messages, r->num_messages, false, &r->ids, &r->turns, error) != 0) return -1;
     return check_tokens(r, error);
 }
@@ -178,6 +186,7 @@ static int read_prompt(reader *r, const json_t *prompt, const char *name, const 
 
 static int read_document(reader *r, const json_t *text, mt_error *error) {
     if (!json_is_string(text)) return mt_error_set(error, "\"text\" is not a text");
+    if (check_tokenizer(r, error) != 0) return -1;
     r->ids.count = r->turns.count = 0;
     if (mt_chat_encode_document(r->chat, json_string_value(text), (int64_t)json_string_length(text), &r->ids, error))
         return -1;
@@ -186,9 +195,27 @@ static int read_document(reader *r, const json_t *text, mt_error *error) {
     return r->ids.count < 2 ? mt_error_set(error, "\"text\" is empty") : take_sample(r, error);
 }
 
+/* A list of tokens: the loss counts all but the first. */
+static int read_tokens(reader *r, const json_t *tokens, mt_error *error) {
+    size_t i;
+    const json_t *token;
+    r->ids.count = r->turns.count = 0;
+    json_array_foreach(tokens, i, token) {
+        double id = json_number_value(token);
+        if (!json_is_number(token) || id < 0 || id > INT32_MAX || id != floor(id))
+            return mt_error_set(error, "\"tokens\": item %lld is not a token", (long long)i + 1);
+        mt_ids_push(&r->ids, (int32_t)id);
+        mt_ids_push(&r->turns, 0); // one response
+    }
+    if (check_tokens(r, error) != 0) return -1;
+    return r->ids.count < 2 ? mt_error_set(error, "\"tokens\" has less than two") : take_sample(r, error);
+}
+
 /* Reads one line as a sample. */
 static int read_single(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
+    if (json_is_array(json_object_get(object, "tokens")))
+        return read_tokens(r, json_object_get(object, "tokens"), error);
     const char *name, *response_name, *text_name;
     const json_t *messages = find_field(object, c->messages_key, "messages", NULL, &name);
     if (messages) {
@@ -307,12 +334,7 @@ static int check_count(const reader *r, mt_error *error) {
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {
     reader r = {.config = config, .samples.pairs = config->pairs};
     *samples = (mt_samples){0};
-    if (!tokenizer)
-        return mt_error_set(error,
-                            "%s: needs a tokenizer; give --tokenizer-type and --tokenizer-model, or --load a model "
-                            "with one",
-                            config->paths.items[0]);
-    int status = mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error);
+    int status = tokenizer ? mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error) : 0;
     for (int64_t i = 0; i < config->paths.count && status == 0; i++)
         status = read_file(&r, config->paths.items[i], error);
     if (status == 0) status = check_count(&r, error);

@@ -47,11 +47,12 @@ typedef struct mt_sft_config {
     FILE *log;                             // skipped lines and a summary are printed here; NULL: nowhere
 } mt_sft_config;
 
-/* Reads all samples of the files into memory; free them, but not after an error. A line of JSON is one of
+/* Reads all samples of the files into memory; free them, but not after an error. `tokenizer` may be NULL if every line
+ * has tokens. A line of JSON is one of
  *
  *   {"messages": [{"role": "user", "content": "..."}, ...]}
  *   {"prompt": "...", "response": "..."}, also with keys instruction, input and output, as in Alpaca
- *   {"text": "..."}, which is trained on as a whole
+ *   {"text": "..."} or {"tokens": [...]}, which is trained on as a whole
  *   {"prompt": "...", "chosen": "...", "rejected": "..."} with `pairs`; the three may be lists of messages, and the
  *   prompt may be missing
  *
