@@ -296,10 +296,57 @@ static int refuse_line(reader *r, const char *path, int64_t number, mt_error *er
     return 0;
 }
 
+/* Skips blanks, and counts lines. */
+static const char *skip_blanks(const char *text, const char *end, int64_t *line) {
+    for (; text < end && strchr(" \t\r\n", *text) && *text; text++) *line += *text == '\n';
+    return text;
+}
+
+/* The end of the JSON object that begins at `text`, behind its brace, or the end of the file. */
+static const char *object_end(const char *text, const char *end) {
+    int64_t depth = 0;
+    bool quoted = false;
+    for (; text < end; text++) {
+        if (*text == '"') quoted = !quoted;
+        if (quoted && *text == '\\') text++;
+        if (quoted) continue;
+        depth += (*text == '{') - (*text == '}');
+        if (depth == 0) return text + 1;
+    }
+    return end;
+}
+
+/* A file that is one JSON list, from behind its bracket: each object is read like a line. */
+static int read_list(reader *r, const char *path, const char *text, const char *end, int64_t line, mt_error *error) {
+    const char *problem = NULL;
+    for (bool begins = true;; begins = false) {
+        text = skip_blanks(text, end, &line);
+        if (text < end && *text == ']') {
+            text = skip_blanks(text + 1, end, &line);
+            if (text < end) problem = "has more than one JSON list";
+            break;
+        }
+        if (!begins && (text == end || *text++ != ',')) problem = "expects , or ] after an object of the JSON list";
+        if (!problem) text = skip_blanks(text, end, &line);
+        if (!problem && (text == end || *text != '{')) problem = "expects an object in the JSON list";
+        if (problem) break;
+        const char *next = object_end(text, end);
+        if (read_line(r, text, next - text, error) != 0 && refuse_line(r, path, line, error) != 0) return -1;
+        for (; text < next; text++) line += *text == '\n';
+    }
+    return problem ? mt_error_set(error, "%s:%lld: %s", path, (long long)line, problem) : 0;
+}
+
 static int read_file(reader *r, const char *path, mt_error *error) {
     mt_mapping file;
+    int64_t first_line = 1;
     int status = mt_mapping_open(&file, path, error);
     const char *text = (const char *)file.bytes, *end = text ? text + file.size : NULL;
+    const char *first = text ? skip_blanks(text, end, &first_line) : NULL;
+    if (first < end && *first == '[') {
+        status = read_list(r, path, first + 1, end, first_line, error);
+        text = end;
+    }
     for (int64_t number = 1; status == 0 && text < end; number++) {
         const char *next = mt_text_document_end(MT_TEXT_JSONL, text, end);
         if (!next) next = end;

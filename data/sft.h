@@ -56,8 +56,9 @@ typedef struct mt_sft_config {
  *   {"prompt": "...", "chosen": "...", "rejected": "..."} with `pairs`; the three may be lists of messages, and the
  *   prompt may be missing
  *
- * Blank lines are skipped. Errors: a file that cannot be read; more bad lines than skip_bad_samples, with the file and
- * the line of the first; a token outside the vocabulary; no sample at all. */
+ * Blank lines are skipped. A file may also be one JSON list of such objects. Errors: a file that cannot be read; more
+ * bad lines than skip_bad_samples, with the file and the line of the first; a token outside the vocabulary; no sample
+ * at all. */
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error);
 
 /* A number that equal samples share, for mt_fingerprints_agree. */
