@@ -7550,10 +7550,14 @@ static void mt_value_host(const void *config, const mt_loss_tokens *tokens, mt_l
     mt_value_loss(tokens, config, sums);
 }
 
-const mt_loss mt_preference = {.host = mt_preference_host, .metrics = mt_pair_metric_rows};
+const mt_loss mt_preference = {.inputs = 1 << MT_REF_LOGP, .host = mt_preference_host, .metrics = mt_pair_metric_rows};
 const mt_loss mt_reward = {.of_values = true, .host = mt_reward_host, .metrics = mt_pair_metric_rows};
-const mt_loss mt_policy = {.host = mt_policy_host, .metrics = mt_policy_metrics};
-const mt_loss mt_value = {.of_values = true, .host = mt_value_host, .metrics = mt_value_metrics};
+const mt_loss mt_policy = {
+    .inputs = 1 << MT_OLD_LOGP | 1 << MT_ADVANTAGES, .host = mt_policy_host, .metrics = mt_policy_metrics};
+const mt_loss mt_value = {.of_values = true,
+                          .inputs = 1 << MT_RETURNS | 1 << MT_OLD_VALUES,
+                          .host = mt_value_host,
+                          .metrics = mt_value_metrics};
 
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
@@ -7645,9 +7649,9 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp, &tokens.advantages,
                                                  &tokens.returns, &tokens.old_values};
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) {
-        for (int64_t t = 0; p->whole->loss_inputs[i] && t < n; t++)
-            h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
-        *inputs[i] = p->whole->loss_inputs[i] ? h->inputs[i] : NULL;
+        if (!(m->plan.loss->inputs & 1u << i)) continue;
+        for (int64_t t = 0; t < n; t++) h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
+        *inputs[i] = h->inputs[i];
     }
     memset(h->numbers[MT_HOST_DLOGP], 0, (size_t)n * 8);
     memset(h->numbers[MT_HOST_DENTROPY], 0, (size_t)n * 8);

@@ -2327,7 +2327,8 @@ typedef struct mt_loss_metric {
  * the model (§7b). */
 typedef struct mt_loss {
     bool uses_entropy;
-    bool of_values; // reads values; false: log-probabilities
+    bool of_values;  // reads values; false: log-probabilities
+    unsigned inputs; // bits 1 << mt_loss_input: the arrays of mt_loss_tokens that `host` reads; the others are NULL
     void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
     void (*host)(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums);
     const void *config;            // of `host`
@@ -2340,7 +2341,7 @@ extern const mt_loss mt_nll;
 /* Losses on the host; to be copied, with the config that is named here. */
 extern const mt_loss mt_preference; // mt_preference_config
 extern const mt_loss mt_reward;     // mt_reward_config
-extern const mt_loss mt_policy;     // mt_policy_config; uses_entropy where its coefficient is not 0
+extern const mt_loss mt_policy; // mt_policy_config; with a KL coefficient add MT_REF_LOGP, with entropy uses_entropy
 extern const mt_loss mt_value;      // mt_value_config
 
 /* The sizes from which a model's memory is planned, and its loss. */

@@ -8,6 +8,7 @@
  */
 #include "rl.h"
 
+#include "chat.h"
 #include "file.h"
 #include "options.h"
 #include "rollout.h"
@@ -28,7 +29,19 @@ typedef struct partner {
     mt_model *model; // NULL: there is none
 } partner;
 
-enum { SCORE, SCORE_DEVIATION, TOKENS, OVERLONG, DROPPED, LOGP_GAP, VALUE_LOSS, GENERATION, REWARDS, SCORING, TRAINING };
+enum {
+    SCORE,
+    SCORE_DEVIATION,
+    TOKENS,
+    OVERLONG,
+    DROPPED,
+    LOGP_GAP,
+    VALUE_LOSS,
+    GENERATION,
+    REWARDS,
+    SCORING,
+    TRAINING
+};
 
 static const char *const number_names[] = {[SCORE] = "reward",
                                            [SCORE_DEVIATION] = "reward deviation",
@@ -99,7 +112,8 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
         return mt_error_set(error, "--ref-load has no effect without --kl-loss-coef or --kl-in-reward; leave it out");
     }
     if (!o->ref_load && state->iteration > 0)
-        return mt_error_set(error, "the run resumes at iteration %lld; name the model with which it began by --ref-load",
+        return mt_error_set(error,
+                            "the run resumes at iteration %lld; name the model with which it began by --ref-load",
                             (long long)state->iteration);
     if (choose_folder(rl, &rl->reference, o->ref_load, "--ref-load", error) != 0) return -1;
     return open_partner(rl, &rl->reference, plan, NULL, &unused, error);
@@ -143,8 +157,7 @@ static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
         return open_partner(rl, &rl->reward_model, plan, NULL, &unused, error);
     }
     const char *argument = o->reward == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
-    if (world->rank == 0)
-        status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);
+    if (world->rank == 0) status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);
     return mt_agree(world, status != 0, error);
 }
 
@@ -247,11 +260,16 @@ const mt_report_number *mt_rl_numbers(const mt_rl *rl, int64_t *count) {
 
 /* ---- generation and rewards */
 
-/* The stop tokens of the model's folder and of its chat template. */
+/* The tokens that end a response: of the tokenizer, and of the chat template. */
 static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
-    (void)error;
+    const mt_rl_config *c = &rl->config;
+    mt_chat *chat;
     *stops = (mt_stops){.count = 0};
-    if (rl->config.tokenizer) stops->ids[stops->count++] = mt_tokenizer_eod(rl->config.tokenizer);
+    if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
+    const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), mt_chat_end(chat)};
+    for (int i = 0; i < 2; i++)
+        if (ends[i] >= 0 && (i == 0 || ends[1] != ends[0])) stops->ids[stops->count++] = ends[i];
+    mt_chat_close(chat);
     return 0;
 }
 
@@ -313,8 +331,7 @@ static void store(void *context, int64_t micro_batch, const mt_batch *batch, con
     mt_rl *rl = context;
     const mt_grid *grid = rl->config.grid;
     (void)micro_batch, (void)entropy;
-    if (grid->tensor.rank == 0 && grid->context.rank == 0)
-        mt_rollouts_store(&rl->rollouts, rl->stored, batch, numbers);
+    if (grid->tensor.rank == 0 && grid->context.rank == 0) mt_rollouts_store(&rl->rollouts, rl->stored, batch, numbers);
 }
 
 /* Scores the planned micro-batches by a model; afterwards all ranks have the numbers of all sequences. */
@@ -424,7 +441,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     mt_rollouts *r = &rl->rollouts;
     float *generated = NULL;
     double then = mt_time();
-    if (metrics) *metrics = (mt_metrics){.loss = NAN};
+    if (metrics) *metrics = (mt_metrics){.loss = NAN, .seconds = 1};
     for (int i = 0; i < NUM_NUMBERS; i++) n[i] = (mt_report_number){number_names[i], 0, i < GENERATION};
     int status = generate(rl, state->iteration, &generated, error);
     n[GENERATION].value = lap(&then);
