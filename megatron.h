@@ -2342,7 +2342,7 @@ extern const mt_loss mt_nll;
 extern const mt_loss mt_preference; // mt_preference_config
 extern const mt_loss mt_reward;     // mt_reward_config
 extern const mt_loss mt_policy; // mt_policy_config; with a KL coefficient add MT_REF_LOGP, with entropy uses_entropy
-extern const mt_loss mt_value;      // mt_value_config
+extern const mt_loss mt_value;  // mt_value_config
 
 /* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {

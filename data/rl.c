@@ -61,6 +61,7 @@ struct mt_rl {
     mt_model *actor;
     partner reference, critic, reward_model;
     mt_saver *critic_saver;
+    char *critic_folder;  // that it saves to
     int64_t critic_steps; // AdamW steps of the critic
     mt_samples prompts;
     mt_reward_function *reward; // of rank 0; NULL: a model's, or another rank
@@ -126,7 +127,7 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state 
     mt_run_state own = {0};
     char name[64];
     if (o->adv_estimator != MT_ADV_GAE) return 0;
-    char *folder = o->save ? mt_path_join(o->save, "critic") : NULL, *saved = NULL;
+    char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL, *saved = NULL;
     snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
     if (state->iteration > 0 && folder) saved = mt_path_join(folder, name);
     int status = choose_folder(rl, p, saved ? saved : o->critic_load, saved ? "--save" : "--critic-load", error);
@@ -140,7 +141,7 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state 
     status = mt_agree(&rl->config.grid->world, status != 0, error);
     if (status == 0 && o->save)
         mt_saver_open(&rl->critic_saver, p->model, folder, rl->config.extra, rl->config.context, false);
-    free(folder), free(saved);
+    free(saved);
     return status;
 }
 
@@ -234,6 +235,7 @@ static void close_partner(partner *p) {
 void mt_rl_close(mt_rl *rl) {
     if (!rl) return;
     mt_saver_close(rl->critic_saver);
+    free(rl->critic_folder);
     mt_reward_close(rl->reward);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
