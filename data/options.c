@@ -761,13 +761,14 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
     return false;
 }
 
-/* True if an option of the file is for training on samples, or for a conversation, and the run does neither. */
+/* True if an option of the file is for samples, for conversations or for scores, and the run has none. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
     const mt_options *o = reader->options;
     mt_option_rule rule;
     if (o->stage != MT_STAGE_PT) return false;
     for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
-        if ((rule.other->offset == MT_AT(sft) || rule.other->offset == MT_AT(chat)) &&
+        if ((rule.other->offset == MT_AT(sft) || rule.other->offset == MT_AT(chat) ||
+             rule.other->offset == MT_AT(score)) &&
             rule.other->programs & (int)reader->program && !mt_option_has(o, rule.other, NULL))
             return true;
     return false;
@@ -824,7 +825,7 @@ static void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters)
         bool lacks = mt_option_lacks_purpose(reader, row);
         const char *other = lacks ? "" : mt_option_yields_to(reader, row);
         if (!other) continue;
-        snprintf(text, sizeof text, lacks ? "this role does not need it" : "gives way to --%s", other);
+        snprintf(text, sizeof text, lacks ? "of no use in this run" : "gives way to --%s", other);
         mt_options_yield_keys(o, row, text);
         mt_option_reset(o, row);
         reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well

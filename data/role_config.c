@@ -557,6 +557,12 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     return 0;
 }
 
+/* True for the section of the role itself, not for one that it shares or borrows from another role. */
+static bool is_own_section(const mt_role_key *row, const char *role) {
+    if (strcmp(row->text, "verl.rollout") == 0) return strcmp(role, "actor_infer") == 0;
+    return strcmp(row->text, "rollouts") != 0 && strcmp(row->text, "verl.model") != 0;
+}
+
 /* A key: first those of the pipeline (roles: false), then the sections of roles. */
 static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *key, yaml_node_t *node,
                     const char *section, bool roles) {
@@ -565,7 +571,7 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
     bool applies = row && mt_role_key_applies(row, name, r->role);
     if ((row && row->kind == MT_KEY_SECTION && row->roles) != roles) return 0;
-    r->has_role = r->has_role || (roles && applies);
+    r->has_role = r->has_role || (roles && applies && is_own_section(row, r->role));
     if (row && !applies) {
         add_entry(r, MT_ENTRY_UNUSED, line_of(key), "other roles");
         return 0;
