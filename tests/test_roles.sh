@@ -93,12 +93,16 @@ infer_reads_its_role() {
 }
 
 verl_is_read() {
-    prints "$roles/verl.yaml" reference && sets actor_rollout_ref.model.path load /models/small &&
+    prints "$roles/verl.yaml" reference && sets actor_rollout_ref.model.path load "$HOME/models/small" &&
         sets actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu micro-batch-size 2 &&
         sets actor_rollout_ref.ref.megatron.tensor_model_parallel_size tensor-model-parallel-size 2 &&
         sets actor_rollout_ref.ref.megatron.override_transformer_config.recompute_num_layers recompute-num-layers 1 &&
         unused actor_rollout_ref.actor 'other roles' && unused trainer.logger trackers &&
-        unused actor_rollout_ref.ref.megatron.use_mbridge 'formats of checkpoints'
+        unused actor_rollout_ref.ref.megatron.use_mbridge 'formats of checkpoints' || return 1
+    prints "$roles/verl.yaml" critic && sets critic.ppo_mini_batch_size global-batch-size 8 &&
+        sets critic.optim.lr lr 1e-05 && (export MT_TEST_SAVE=here &&
+        prints "$roles/verl.yaml" critic && sets trainer.default_local_dir save here/small) &&
+        refused 'a critic trains beside its actor' "$train" --config "$roles/verl.yaml" --role critic
 }
 
 # Keys whose options do not exist are named with them, in one error; the others are read.
@@ -187,6 +191,7 @@ references_do_not_explode() {
 roles_are_named() {
     refused 'has the roles sft_train, actor_infer, reference, critic, rewards.rule, rewards.model' "$train" --config \
         "$roles/roll.yaml" --role actor_train &&
+        refused 'has the roles sft_train, .*rewards.model' "$train" --config "$roles/roll.yaml" --role rewards.x &&
         refused 'has the roles actor_train, actor_infer, reference, critic' "$train" --config "$roles/verl.yaml" \
             --role student &&
         refused 'has the roles actor_train, reference, critic' sh -c \
