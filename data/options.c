@@ -761,15 +761,19 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
     return false;
 }
 
-/* True if an option of the file is for training on samples, or for a conversation, and the run does neither. */
+/* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
+    static const char *const purposes[] = {"sft", "chat", "score", "stage", "adv-estimator", "kl-in-reward"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
-    if (o->stage != MT_STAGE_PT) return false;
-    for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
-        if ((rule.other->offset == MT_AT(sft) || rule.other->offset == MT_AT(chat)) &&
-            rule.other->programs & (int)reader->program && !mt_option_has(o, rule.other, NULL))
+    for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
+        bool listed = false, samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
+        for (size_t i = 0; i < sizeof purposes / sizeof *purposes && !listed; i++)
+            listed = strcmp(rule.other->name, purposes[i]) == 0;
+        if (listed && !samples && rule.other->programs & (int)reader->program && mt_option_rule_holds(o, row, &rule) &&
+            !mt_option_has(o, rule.other, rule.choices))
             return true;
+    }
     return false;
 }
 
@@ -824,68 +828,12 @@ static void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters)
         bool lacks = mt_option_lacks_purpose(reader, row);
         const char *other = lacks ? "" : mt_option_yields_to(reader, row);
         if (!other) continue;
-        snprintf(text, sizeof text, lacks ? "this role does not need it" : "gives way to --%s", other);
+        snprintf(text, sizeof text, lacks ? "of no use in this run" : "gives way to --%s", other);
         mt_options_yield_keys(o, row, text);
         mt_option_reset(o, row);
         reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well
         row = mt_option_table;
     }
-}
-
-/* True if the entry of config_keys at `i` repeats the one before: a key without effect that had stood for two options.
- */
-static bool mt_config_key_repeats(const mt_strings *keys, int64_t i) {
-    bool same = i > 0 && *keys->items[i + 3];
-    for (int64_t j = i; j < i + 4 && same; j++) same = j == i + 2 || strcmp(keys->items[j], keys->items[j - 4]) == 0;
-    return same;
-}
-
-/* Prints how many keys of the file set options, and the others by reason. */
-static void mt_options_print_unused(const mt_options *options, FILE *file) {
-    const mt_strings *keys = &options->config_keys;
-    int64_t used = 0;
-    for (int64_t i = 0; i < keys->count; i += 4) used += !*keys->items[i + 3];
-    fprintf(file, "%s, role %s: %lld keys set options, which --print-config shows; the others have no effect here:\n",
-            options->config, options->role, (long long)used);
-    for (int64_t i = 0; i < keys->count; i += 4) {
-        const char *reason = keys->items[i + 3];
-        bool is_first = *reason;
-        for (int64_t j = 0; j < i && is_first; j += 4) is_first = strcmp(keys->items[j + 3], reason) != 0;
-        if (!is_first) continue;
-        fprintf(file, "  %s", keys->items[i + 1]);
-        for (int64_t j = i + 4; j < keys->count; j += 4)
-            if (strcmp(keys->items[j + 3], reason) == 0 && !mt_config_key_repeats(keys, j))
-                fprintf(file, ", %s", keys->items[j + 1]);
-        fprintf(file, ": %s\n", reason);
-    }
-}
-
-int64_t mt_options_printed_ranks(const mt_options *o, int64_t world_size) {
-    int64_t layout = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
-    if (world_size > 1 || layout == 1) return world_size;
-    return o->config_devices > 0 ? o->config_devices : layout;
-}
-
-void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
-                             FILE *file) {
-    const mt_strings *keys = &options->config_keys;
-    int width = 0;
-    for (int64_t i = 0; i < keys->count; i += 4) width = (int)mt_max(width, (int64_t)strlen(keys->items[i + 1]));
-    if (options->role) fprintf(file, "%s, role %s: keys and options\n", options->config, options->role);
-    for (int64_t i = 0; i < keys->count; i += 4) {
-        if (*keys->items[i + 3]) continue;
-        const mt_option *row = mt_option_find(keys->items[i + 2], strlen(keys->items[i + 2]));
-        char *value = mt_option_text(options, row);
-        fprintf(file, "%6s  %-*s  --%s %s\n", keys->items[i], width, keys->items[i + 1], row->name, value);
-        free(value);
-    }
-    if (options->role) fprintf(file, "keys without effect here\n");
-    for (int64_t i = 0; i < keys->count; i += 4)
-        if (*keys->items[i + 3] && !mt_config_key_repeats(keys, i))
-            fprintf(file, "%6s  %-*s  %s\n", keys->items[i], width, keys->items[i + 1], keys->items[i + 3]);
-    fprintf(file, "options on %lld rank%s\n", (long long)ranks, ranks == 1 ? "" : "s");
-    mt_options_print(options, program, file);
-    if (error) fprintf(file, "these options do not make a run yet: %s\n", error->text);
 }
 
 int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
@@ -1037,6 +985,9 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     mt_option_reader_free(&reader);
     if (status) return -1;
     if (options->print_config) return 0;
+    if (program == MT_PROGRAM_TRAIN && role && strcmp(role, "critic") == 0)
+        return mt_error_set(error, "--role critic: a critic trains beside its actor; run --role actor_train, and see "
+                                   "this role with --print-config");
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
