@@ -14,7 +14,7 @@ extern "C" {
 
 typedef struct mt_rl mt_rl;
 
-/* What a run gives to mt_rl_open; it must outlive the mt_rl. */
+/* The operands of mt_rl_open, which must outlive the mt_rl. */
 typedef struct mt_rl_config {
     const mt_options *options;
     const mt_grid *grid;

@@ -20,7 +20,8 @@ write_data() {
 
 model="--num-layers 1 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm
     --position-embedding-type rope --disable-bias-linear --seq-length 16"
-common="--chat-template plain --hidden-dropout 0 --attention-dropout 0 --device cpu --lr-decay-style constant --eval-iters 0"
+common="--chat-template plain --hidden-dropout 0 --attention-dropout 0 --device cpu --lr-decay-style constant
+    --eval-iters 0"
 
 learn_format() {
     # shellcheck disable=SC2086
