@@ -1186,6 +1186,7 @@ static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_str
  * are columns, so each sum has one order. */
 static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, int64_t x_stride, mt_dtype dtype) {
     int64_t H = a->H, C = a->C, rows = a->T * H;
+    if (!a->dw) return; // frozen
 #pragma omp parallel for if (rows * C > MT_PARALLEL)
     for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float dy_scratch[MT_COLUMNS], x_scratch[MT_COLUMNS], w_sums[MT_COLUMNS] = {0}, b_sums[MT_COLUMNS] = {0};
@@ -2475,45 +2476,85 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
     return (const char *)x + row * width * mt_dtype_size(dtype);
 }
 
+/* The result of a grouped operation. */
+typedef enum mt_grouped_result { MT_GROUPED_Y, MT_GROUPED_DX, MT_GROUPED_DW } mt_grouped_result;
+
+/* The product of expert e's rows [begin, begin + rows) with strides, a scale, or added to y or dx: in blocks of 512
+ * rows, summed in fp32 and rounded once. */
+static void mt_grouped_strided(const mt_grouped_args *a, mt_grouped_result result, int64_t e, int64_t begin,
+                               int64_t rows, mt_dtype dtype) {
+    int64_t N = a->N, K = a->K, width = result == MT_GROUPED_Y ? N : K, inner = result == MT_GROUPED_Y ? K : N;
+    int64_t x_stride = a->x_stride ? a->x_stride : K, y_stride = a->y_stride ? a->y_stride : N;
+    int64_t out_stride = result == MT_GROUPED_Y ? y_stride : x_stride, block = mt_max(mt_min(rows, 512), 1);
+    int64_t blocks = mt_matrix_scratch(block, N + K, dtype), w_floats = mt_matrix_scratch(N, K, dtype);
+    float *scratch = mt_scratch_grow(blocks + w_floats + mt_max(block, N) * mt_max(N, K) + mt_max(N, K)),
+          *w_scratch = scratch + blocks, *sums = w_scratch + w_floats, scale = a->scale != 0 ? a->scale : 1;
+    mt_matrix w = {0};
+    if (result != MT_GROUPED_DW) w = mt_matrix_load(w_scratch, a->w, e * N * K, N, K, K, dtype);
+    for (int64_t t = 0, count; t < rows; t += count) {
+        int64_t row = begin + t;
+        count = mt_min(rows - t, block);
+        mt_matrix x = {0}, dy = {0};
+        if (result != MT_GROUPED_DX) x = mt_matrix_load(scratch, a->x, row * x_stride, count, K, x_stride, dtype);
+        if (result != MT_GROUPED_Y)
+            dy = mt_matrix_load(scratch + mt_matrix_scratch(block, K, dtype), a->dy, row * y_stride, count, N, y_stride,
+                                dtype);
+        if (result == MT_GROUPED_DW) {
+            mt_matmul(sums, K, mt_transposed(dy), x, N, K, count, t > 0);
+            continue;
+        }
+        mt_matmul(sums, width, result == MT_GROUPED_Y ? x : dy, result == MT_GROUPED_Y ? mt_transposed(w) : w, count,
+                  width, inner, false);
+        void *out = result == MT_GROUPED_Y ? a->y : a->dx;
+        for (int64_t r = 0; r < count; r++) {
+            int64_t at = (row + r) * out_stride;
+            float *sum = sums + r * width;
+            for (int64_t i = 0; i < width; i++) sum[i] *= scale;
+            const float *old =
+                a->accumulate ? mt_row_load(sums + mt_max(block, N) * mt_max(N, K), out, at, width, dtype) : NULL;
+            for (int64_t i = 0; i < width && old; i++) sum[i] += old[i];
+            if (dtype == MT_F32) memcpy((float *)out + at, sum, (size_t)width * sizeof *sum);
+            mt_row_close(out, at, sum, width, dtype);
+        }
+    }
+    for (int64_t i = 0; i < N * K && result == MT_GROUPED_DW; i++)
+        a->dw[e * N * K + i] = sums[i] * scale + (a->accumulate ? a->dw[e * N * K + i] : 0);
+}
+
+static void mt_cpu_grouped_linear(const mt_grouped_args *a, mt_grouped_result result, mt_dtype dtype) {
+    int64_t N = a->N, K = a->K;
+    bool by_expert = mt_threads_by_expert(a->E), strided = !a->offsets || a->x_stride || a->y_stride || a->scale != 0;
+    strided |= a->accumulate && result != MT_GROUPED_DW;
+    (void)by_expert; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (by_expert)
+    for (int64_t e = 0; e < a->E; e++) {
+        int64_t begin = a->offsets ? a->offsets[e] : 0, rows = (a->offsets ? a->offsets[e + 1] : a->M) - begin;
+        const void *w = a->w ? mt_rows_from(a->w, e * N, K, dtype) : NULL;
+        const void *x = a->x ? mt_rows_from(a->x, begin, K, dtype) : NULL;
+        const void *dy = a->dy ? mt_rows_from(a->dy, begin, N, dtype) : NULL;
+        float *dw = a->dw ? a->dw + e * N * K : NULL;
+        if (rows == 0 && result == MT_GROUPED_DW && !a->accumulate) memset(dw, 0, (size_t)(N * K) * sizeof *dw);
+        if (rows == 0) continue;
+        if (strided)
+            mt_grouped_strided(a, result, e, begin, rows, dtype);
+        else if (result == MT_GROUPED_Y)
+            mt_cpu_linear_forward((char *)a->y + begin * N * mt_dtype_size(dtype), x, w, NULL, rows, N, K, dtype, NULL);
+        else if (result == MT_GROUPED_DX)
+            mt_cpu_linear_backward_input((char *)a->dx + begin * K * mt_dtype_size(dtype), dy, w, rows, N, K, dtype,
+                                         NULL);
+        else
+            mt_cpu_linear_backward_weight(dw, NULL, dy, x, rows, N, K, a->accumulate, dtype, NULL);
+    }
+}
+
 static void mt_cpu_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t N = a->N, K = a->K;
-    bool by_expert = mt_threads_by_expert(a->E);
-    (void)by_expert; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < a->E; e++) {
-        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
-        if (rows == 0) continue;
-        mt_cpu_linear_forward((char *)a->y + begin * N * mt_dtype_size(dtype), mt_rows_from(a->x, begin, K, dtype),
-                              mt_rows_from(a->w, e * N, K, dtype), NULL, rows, N, K, dtype, stream);
-    }
+    mt_cpu_grouped_linear(a, MT_GROUPED_Y, dtype);
 }
-
 static void mt_cpu_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t N = a->N, K = a->K;
-    bool by_expert = mt_threads_by_expert(a->E);
-    (void)by_expert; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < a->E; e++) {
-        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
-        if (rows == 0) continue;
-        mt_cpu_linear_backward_input((char *)a->dx + begin * K * mt_dtype_size(dtype),
-                                     mt_rows_from(a->dy, begin, N, dtype), mt_rows_from(a->w, e * N, K, dtype), rows, N,
-                                     K, dtype, stream);
-    }
+    mt_cpu_grouped_linear(a, MT_GROUPED_DX, dtype);
 }
-
 static void mt_cpu_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t N = a->N, K = a->K;
-    bool by_expert = mt_threads_by_expert(a->E);
-    (void)by_expert; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < a->E; e++) {
-        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
-        if (rows == 0 && !a->accumulate) memset(a->dw + e * N * K, 0, (size_t)(N * K) * sizeof *a->dw);
-        if (rows == 0) continue;
-        mt_cpu_linear_backward_weight(a->dw + e * N * K, NULL, mt_rows_from(a->dy, begin, N, dtype),
-                                      mt_rows_from(a->x, begin, K, dtype), rows, N, K, a->accumulate, dtype, stream);
-    }
+    mt_cpu_grouped_linear(a, MT_GROUPED_DW, dtype);
 }
 
 static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
@@ -3823,7 +3864,7 @@ static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt
     a.offsets = io->offsets;
     if (halves & MT_BACKWARD_INPUT)
         a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, l->N, recipe->gradient_format, recipe->blocks);
-    if ((halves & MT_BACKWARD_WEIGHT) && recipe->wgrad)
+    if ((halves & MT_BACKWARD_WEIGHT) && recipe->wgrad && l->weight.dw)
         a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, l->N, recipe->gradient_format);
     if (a.rows.data || a.columns.data) mt_fp8_quantize(tp, l, MT_FP8_DY, a);
     io->dy_fp8 = a.rows, io->dy_transposed = a.columns;
@@ -3837,11 +3878,126 @@ static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l,
     tp->ops->fp8_product(&a, tp->stream);
 }
 
+/* ---- adapters: h = scale dropout(x) a^T, and y += h b^T; backward: dh = scale dy b, dx += dropout(dh a), da += dh^T
+ * dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial sums over
+ * them; otherwise da is. */
+
+/* base + elements, of the products' type. */
+static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
+    return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
+}
+
+/* True if a product adds to dw, which holds a gradient afterwards. */
+static bool mt_weight_accumulates(const mt_weight *weight) {
+    bool accumulates = weight->has_gradient && *weight->has_gradient;
+    if (weight->has_gradient) *weight->has_gradient = true;
+    return accumulates;
+}
+
+/* The operands of a product of T rows with b of a part, or with a (NULL). */
+static mt_grouped_args mt_adapter_args(const mt_linear *l, const mt_linear_io *io, const mt_adapter_part *part,
+                                       int64_t T) {
+    int64_t N = part ? part->N : l->adapter->R, K = part ? l->adapter->rank : l->K;
+    mt_grouped_args a = {T, N, K, mt_max(l->num_experts, 1), io->offsets, .x_stride = K, .y_stride = N};
+    if (part) a.x_stride = l->adapter->R, a.y_stride = l->N;
+    a.w = part ? part->b.w : l->adapter->a.w;
+    return a;
+}
+
+/* h[T, R] and dh[T, R]. */
+static void *mt_adapter_h(const mt_tensor_parallel *tp, const mt_linear_io *io) {
+    return io->offsets ? io->adapter_rows : tp->adapter_h;
+}
+static void *mt_adapter_dh(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    if (!io->offsets) return tp->adapter_dh;
+    return (char *)io->adapter_rows + io->num_rows * l->adapter->R * mt_dtype_size(tp->dtype);
+}
+
+/* out = residual + dropout(x), for T rows of l->K elements. */
+static void mt_adapter_dropout(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T,
+                               void *out, const void *x, const void *residual) {
+    const mt_adapter *adapter = l->adapter;
+    int64_t first = io->first_row;
+    if (l->kind == MT_LINEAR_REPLICATED && tp->sequence_parallel) first = tp->group->rank * tp->rows;
+    mt_dropout_add_args a = {T,        l->K, adapter->first_channel, tp->token_index + first, x,
+                             residual, out,  adapter->dropout};
+    tp->ops->dropout_add_forward(&a, tp->dtype, tp->stream);
+}
+
+static bool mt_adapter_drops(const mt_tensor_parallel *tp, const mt_linear *l) {
+    return tp->training && l->adapter->dropout.p > 0;
+}
+
+/* Computes h; returns dropout(x). */
+static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                   int64_t T) {
+    mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
+    a.x = io->x, a.y = mt_adapter_h(tp, io), a.scale = l->adapter->scale;
+    if (mt_adapter_drops(tp, l)) {
+        mt_adapter_dropout(tp, l, io, T, tp->adapter_x, io->x, NULL);
+        a.x = tp->adapter_x;
+    }
+    tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+    return a.x;
+}
+
+/* Computes dh. */
+static void mt_adapter_up_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                   int64_t T) {
+    for (int64_t i = 0; i < l->adapter->num_parts; i++) {
+        const mt_adapter_part *part = &l->adapter->parts[i];
+        mt_grouped_args a = mt_adapter_args(l, io, part, T);
+        a.dy = mt_operand(tp, io->dy, part->first), a.scale = l->adapter->scale;
+        a.dx = mt_operand(tp, mt_adapter_dh(tp, l, io), part->column);
+        tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
+    }
+}
+
+/* y += the adapters' outputs. */
+static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
+    mt_adapter_down(tp, l, io, T);
+    for (int64_t i = 0; i < l->adapter->num_parts; i++) {
+        const mt_adapter_part *part = &l->adapter->parts[i];
+        mt_grouped_args a = mt_adapter_args(l, io, part, T);
+        a.x = mt_operand(tp, mt_adapter_h(tp, io), part->column), a.y = mt_operand(tp, io->y, part->first);
+        a.accumulate = true;
+        tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+    }
+}
+
+/* dx += the gradient through the adapters. */
+static void mt_adapter_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                      int64_t T) {
+    mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
+    bool drops = mt_adapter_drops(tp, l);
+    mt_adapter_up_backward(tp, l, io, T);
+    a.dy = mt_adapter_dh(tp, l, io), a.dx = drops ? tp->adapter_x : io->dx, a.accumulate = !drops;
+    tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
+    if (drops) mt_adapter_dropout(tp, l, io, T, io->dx, tp->adapter_x, io->dx);
+}
+
+/* The gradients of a and b. */
+static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                       int64_t T) {
+    mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
+    a.x = mt_adapter_down(tp, l, io, T);
+    mt_adapter_up_backward(tp, l, io, T);
+    a.dy = mt_adapter_dh(tp, l, io), a.dw = l->adapter->a.dw, a.accumulate = mt_weight_accumulates(&l->adapter->a);
+    tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
+    for (int64_t i = 0; i < l->adapter->num_parts; i++) {
+        const mt_adapter_part *part = &l->adapter->parts[i];
+        a = mt_adapter_args(l, io, part, T);
+        a.x = mt_operand(tp, mt_adapter_h(tp, io), part->column), a.dy = mt_operand(tp, io->dy, part->first);
+        a.dw = part->b.dw, a.accumulate = mt_weight_accumulates(&part->b);
+        tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
+    }
+}
+
 /* ---- the product alone, on T rows; io->offsets: of experts */
 
 /* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
 static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 &&
+    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && !l->adapter &&
            tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
 }
 
@@ -3867,6 +4023,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     }
     if (io->offsets && bias)
         ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
+    if (l->adapter) mt_adapter_forward(tp, l, io, T);
 }
 
 /* dx = dy w, or dhidden if the activation is fused. */
@@ -3885,19 +4042,15 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
     } else {
         ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
+    if (l->adapter) mt_adapter_backward_input(tp, l, io, T);
 }
 
-/* True if a product adds to dw, which holds a gradient afterwards. */
-static bool mt_weight_accumulates(const mt_weight *weight) {
-    bool accumulates = weight->has_gradient && *weight->has_gradient;
-    if (weight->has_gradient) *weight->has_gradient = true;
-    return accumulates;
-}
-
-/* dw = dy^T x, or += when accumulate; dbias += column sums of dy. */
+/* dw = dy^T x, or += when accumulate; dbias += column sums of dy; of a frozen weight only the adapters' gradients. */
 static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                        int64_t T, bool accumulate) {
     const mt_ops *ops = tp->ops;
+    if (l->adapter) mt_adapter_backward_weight(tp, l, io, T);
+    if (!l->weight.dw) return;
     if (io->dy_transposed.data) { // in fp8
         mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
         x.columns = mt_fp8_allocate_columns(&l->fp8->recipe->scratch, l, T, l->K, l->fp8->recipe->format);
@@ -3929,7 +4082,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
     }
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
         at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
-        at.y = mt_rows_of_rank(tp, io->y, owner, l->N);
+        at.y = mt_rows_of_rank(tp, io->y, owner, l->N), at.first_row = owner * tp->rows;
         if (io->active) at.active = mt_rows_of_rank(tp, io->active, owner, l->N); // as wide as y where it is fused
         mt_product_forward(tp, l, &at, tp->rows);
     }
@@ -3967,6 +4120,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
     for (int step = 1; step <= tp->group->size; step++) { // the transfer of one rank's part overlaps the next product
         int owner = mt_tensor_rank_after(tp, step);
         at.y = mt_rows_of_rank(tp, tp->partial, owner, l->N), at.x = mt_rows_of_rank(tp, io->x, owner, l->K);
+        at.first_row = owner * tp->rows;
         mt_product_forward(tp, l, &at, tp->rows);
         if (step == tp->group->size) break; // this rank's own
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
@@ -3981,7 +4135,7 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
     mt_linear_io at = *io;
     for (int step = 0, owner; step < tp->group->size; step++) {
         at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
-        at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K);
+        at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K), at.first_row = owner * tp->rows;
         if (io->hidden) at.hidden = mt_rows_of_rank(tp, io->hidden, owner, l->K); // as wide as x where it is fused
         if (io->hidden) at.dhidden = mt_rows_of_rank(tp, io->dhidden, owner, l->K);
         mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
@@ -4005,11 +4159,6 @@ static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, co
 
 /* ---- grouped: rows sorted by expert, one weight per expert; one operation, or one per expert */
 
-/* base + elements, of the products' type. */
-static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
-    return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
-}
-
 /* Expert i's part of a grouped product: its weight, its rows of each operand (own), and their number (count). */
 static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t i,
                                    mt_linear_io *own, int64_t *count) {
@@ -4032,6 +4181,7 @@ static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
         if (count > 0) mt_product_forward(tp, &expert, &own, count);
     }
+    if (io->host_offsets && l->adapter) mt_adapter_forward(tp, l, io, io->num_rows);
 }
 
 static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
@@ -4047,9 +4197,12 @@ static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l
         if ((halves & MT_BACKWARD_INPUT) && count > 0) mt_product_backward_input(tp, &expert, &own, count);
         if ((halves & MT_BACKWARD_WEIGHT) && count > 0)
             mt_product_backward_weight(tp, &expert, &own, count, accumulate);
-        else if ((halves & MT_BACKWARD_WEIGHT) && !accumulate) // the expert has no rows
+        else if ((halves & MT_BACKWARD_WEIGHT) && !accumulate && expert.weight.dw) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
+    if (!io->host_offsets || !l->adapter) return;
+    if (halves & MT_BACKWARD_INPUT) mt_adapter_backward_input(tp, l, io, io->num_rows);
+    if (halves & MT_BACKWARD_WEIGHT) mt_adapter_backward_weight(tp, l, io, io->num_rows);
 }
 
 /* ---- the three functions */
@@ -4088,8 +4241,15 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     if (io->active && !mt_fuses_activation(tp, l, io)) mt_linear_activation_forward(tp, l, io);
 }
 
+/* True if a backward computes gradients of parameters. */
+static bool mt_linear_trains(const mt_linear *l) {
+    return l->weight.dw || l->adapter;
+}
+
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     mt_linear_io at = *io;
+    if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
+    if (halves == 0) return;
     mt_fp8_begin(tp, l, io);
     switch (l->kind) {
     case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
@@ -4139,6 +4299,7 @@ void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const i
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count) {
     mt_embedding_args a = {tp->T, C, first, count, ids, .dw = w.dw};
+    if (!w.dw) return; // frozen
     a.dout = mt_region_leave_backward(tp, dout, C);
     tp->ops->embedding_backward(&a, tp->dtype, tp->stream);
 }
@@ -4616,6 +4777,82 @@ static void mt_params_set_offsets(mt_param_table *table) {
     }
 }
 
+/* ---- adapters, from the rows of the matrices that they add to. Of every linear first all A, which are one operand,
+ * then each B. */
+
+bool mt_param_is_adapter(const mt_param *param) {
+    return param->role == MT_LORA_A || param->role == MT_LORA_B;
+}
+
+bool mt_param_can_adapt(const mt_param *param) {
+    return param->is_linear && (param->unit == MT_UNIT_LAYER || param->unit == MT_UNIT_EXPERTS) &&
+           param->linear != MT_LINEAR_ROUTER && param->role != MT_MTP_PROJECTION;
+}
+
+static bool mt_param_is_adapted(const mt_options *o, const mt_param *param) {
+    return mt_param_can_adapt(param) && o->lora_roles >> param->role & 1;
+}
+
+/* Appends A or B of a matrix. A keeps the cut of its columns, B that of its rows; the gradient of the other one, which
+ * all ranks hold, is a partial sum over them. */
+static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt_role role, bool continues) {
+    bool is_a = role == MT_LORA_A, keeps_cut = base->shard_dim == is_a;
+    const mt_partition *at = &table->partition;
+    mt_param *param = &table->rows[table->count++];
+    *param = *base;
+    param->role = role, param->adapts = base->role;
+    param->unit = base->unit == MT_UNIT_EXPERTS ? MT_UNIT_EXPERT_ADAPTERS : MT_UNIT_ADAPTERS;
+    *(is_a ? &param->rows : &param->cols) = *(is_a ? &param->whole_rows : &param->whole_cols) =
+        table->options->lora_rank;
+    *(is_a ? &param->rows_option : &param->cols_option) = "--lora-rank";
+    param->exists_option = "--lora-target";
+    param->rows_stored = param->hf_rows_total = param->whole_rows;
+    param->hf_row = 0, param->hf_transposed = false, param->trained = true;
+    snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.*s.lora_%c.weight",
+             (int)(strlen(base->hf_name) - strlen(".weight")), base->hf_name, is_a ? 'A' : 'B');
+    param->init = is_a ? MT_INIT_NORMAL : MT_INIT_ZEROS, param->init_std = 1 / sqrt(3 * (double)base->whole_cols);
+    param->bucket = table->bucket, param->continues = continues;
+    *(is_a ? &param->first_row : &param->first_col) = 0;
+    if (!keeps_cut) {
+        param->shard_dim = -1, param->counted = (base->expert >= 0 ? at->etp_rank : at->tp_rank) == 0;
+        param->gradient = base->shard_dim < 0 ? base->gradient : MT_GRADIENT_HEADS;
+    }
+    mt_param_join_tensor(table);
+}
+
+/* Appends the adapters of rows[count], the matrices of one linear. Matrices of one tensor share A (GPT-2's q, k, v). */
+static void mt_params_add_linear_adapters(mt_param_table *table, const mt_param *rows, int64_t count) {
+    const mt_options *o = table->options;
+    int64_t first = table->count, output = 0;
+    for (const mt_param *base = rows; base < rows + count; base++)
+        if (mt_param_is_adapted(o, base) && base->hf_row == 0)
+            mt_param_add_adapter(table, base, MT_LORA_A, table->count > first);
+    for (const mt_param *base = rows; base < rows + count && base->expert == rows->expert; output += base++->rows)
+        for (const mt_param *other = base; other < rows + count; other++) { // of all experts
+            if (!mt_param_is_adapted(o, base) || other->role != base->role) continue;
+            mt_param_add_adapter(table, other, MT_LORA_B, other > base || base->hf_row > 0);
+            table->rows[table->count - 1].first_output = output;
+        }
+}
+
+/* Freezes the rows of the table, and puts those of the adapters before them. */
+static void mt_params_add_adapters(mt_param_table *table) {
+    mt_param *rows = table->rows;
+    int64_t count = table->count;
+    table->rows = mt_calloc(3 * count * (int64_t)sizeof *rows), table->count = table->bucket = 0;
+    for (int64_t i = 0, next; i < count; i = next) {
+        for (next = i + 1; next < count && rows[next].continues;) next++;
+        mt_params_add_linear_adapters(table, rows + i, next - i);
+        bool ends = next == count || rows[next].bucket != rows[i].bucket;
+        if (ends && table->count > 0 && table->rows[table->count - 1].bucket == table->bucket) table->bucket++;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        rows[i].trained = false, rows[i].bucket += table->bucket;
+        table->rows[table->count++] = rows[i];
+    }
+    free(rows);
+}
+
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
@@ -4634,6 +4871,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
         for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
             mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
+    if (options->lora_rank > 0) mt_params_add_adapters(&table);
     mt_params_set_offsets(&table);
     *params = table.rows;
     return table.count;
@@ -4642,7 +4880,8 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
 int64_t mt_num_parameters(const mt_options *options) {
     mt_param *params;
     int64_t count = mt_params_build(&params, options, NULL), total = 0;
-    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
+    for (int64_t i = 0; i < count; i++)
+        if (!mt_param_is_adapter(&params[i])) total += params[i].rows_stored * params[i].whole_cols;
     free(params);
     return total;
 }
@@ -5074,6 +5313,7 @@ static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_
 /* Defers the gradient of a weight: copies dy to the linear's stash slot. */
 static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                             const mt_linear *linear, const void *x, const void *dy) {
+    if (!mt_linear_trains(linear)) return;
     MT_CHECK(a->num_deferred < MT_MAX_DEFERRED);
     void *stash = mt_slot_read(a, mt_stash_slot(w, linear));
     int64_t rows = linear->kind == MT_LINEAR_COLUMN ? p->T : p->rows;
@@ -5106,7 +5346,7 @@ static bool mt_uses_layernorm(const mt_model *m) {
 
 /* The dropouts of a layer; each has a key of its own. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
-enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
+enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3, MT_RANDOM_ADAPTER = 4 };
 
 static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
     double rate = which == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
@@ -5615,6 +5855,7 @@ typedef struct mt_expert_rows {
     void *hidden;                     // [M, 2F], or [M, F] without gates
     void *active;                     // [M, F]
     void *output;                     // [M, C] before scaling, if the output is scaled
+    void *adapter;                    // [2, M, R] of experts.rows: see mt_linear_io
     int32_t *to_expert, *from_expert; // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
@@ -5776,10 +6017,24 @@ typedef struct mt_expert_rows_plan {
     mt_residency residency;
 } mt_expert_rows_plan;
 
+/* The widest h of this rank's linears with adapters, of experts or of others; or their widest x. */
+static int64_t mt_adapter_width(const mt_model *m, bool of_experts, bool of_x) {
+    int64_t width = 0;
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        if (param->role != MT_LORA_A || param->continues || (param->expert >= 0) != of_experts) continue;
+        width = mt_max(width, of_x ? param->cols : MT_MAX_ADAPTER_PARTS * param->rows);
+    }
+    return width;
+}
+
 static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_arena *arena,
                                     const mt_expert_rows_plan *plan) {
     mt_slots slots = {.count = 0};
     mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched);
+    if (!plan->layer && !plan->dispatched)
+        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, 2 * mt_adapter_width(m, true, false),
+                    m->dtype);
     mt_slots_place(m, &slots, plan->layer);
     mt_slots_allocate(&slots, plan->residency, rows, arena);
     rows->capacity = plan->M;
@@ -6186,7 +6441,8 @@ static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *
 static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
     return (mt_linear_io){.offsets = r->expert_offsets,
                           .host_offsets = m->experts->grouped ? NULL : r->host_offsets,
-                          .num_rows = r->num_rows};
+                          .num_rows = r->num_rows,
+                          .adapter_rows = m->experts->rows.adapter};
 }
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
@@ -7018,7 +7274,7 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
         a.x = a.out = dx;
         m->ops->dropout_add_backward(&a, m->dtype, p->stream);
     }
-    if (m->position_bucket >= 0 && layer < 0) {
+    if (m->position_bucket >= 0 && layer < 0 && m->buckets[m->position_bucket].trained) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
         mt_embedding_args a = {p->rows, m->C, .count = m->options->max_position_embeddings};
         a.ids = p->batch->positions + p->first_row, a.dout = dx, a.dw = m->outer.position_embedding.dw;
@@ -7468,7 +7724,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
 /* A pass over a micro-batch on the device. The caller sets training, replay, decode, halves and last. */
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
-    p.tp.T = mb->T, p.tp.rows = mb->rows;
+    p.tp.T = mb->T, p.tp.rows = mb->rows, p.tp.token_index = mb->batch.token_index;
     p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
     p.message_rows = mb->rows;
     p.halves = MT_BACKWARD_BOTH;
@@ -7889,18 +8145,20 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
  * Invariants: ranks make the same calls in the same order; streams order all transfers, and the host never waits;
  * padding has zero gradients. */
 
-/* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
- * prefetched bucket), one for the larger matrices of the vocabulary. */
+/* Buckets of one kind have similar sizes and share buffers: two for layers, two for their experts and two for the
+ * adapters of each (current and prefetched bucket), one for the larger matrices of the vocabulary. */
 typedef enum mt_bucket_kind {
     MT_BUCKET_LAYER,
     MT_BUCKET_EXPERTS,
     MT_BUCKET_VOCABULARY,
+    MT_BUCKET_ADAPTERS,
+    MT_BUCKET_EXPERT_ADAPTERS,
     MT_NUM_BUCKET_KINDS
 } mt_bucket_kind;
 
-static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
+static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5, 7, 9};
 static const mt_dtype mt_optimizer_dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3}; // of mt_optimizer_dtype
-enum { MT_NUM_BUFFERS = 5 };
+enum { MT_NUM_BUFFERS = 9 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
 typedef struct mt_bucket_buffer {
@@ -7913,6 +8171,7 @@ typedef struct mt_bucket_buffer {
 /* Progress of a bucket in the current step. */
 typedef struct mt_bucket_progress {
     mt_bucket_kind kind;     // selects its buffers
+    int64_t adapters;        // the bucket of its adapters, acquired and released with it; -1: none
     bool needs_gather;       // the optimizer's step changed the shards
     int64_t fp8_version;     // --fp8-param-gather: of the gathered weights in fp8
     bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
@@ -7953,7 +8212,12 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
 static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
     if (param->continues) return NULL;
     char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
-    return (mt_weight *)(void *)(fields + param->field);
+    if (!mt_param_is_adapter(param)) return (mt_weight *)(void *)(fields + param->field);
+    mt_adapter *adapter = ((mt_linear *)(void *)(fields + param->field))->adapter;
+    if (param->role == MT_LORA_A) return &adapter->a;
+    mt_adapter_part *part = adapter->parts;
+    while (part->first != param->first_output) part++;
+    return &part->b;
 }
 
 /* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
@@ -8007,6 +8271,12 @@ static void mt_buckets_find(mt_model *m) {
         if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
         if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
     }
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        const mt_param *param = &m->params[m->buckets[i].first_param];
+        if (!mt_param_is_adapter(param)) continue;
+        const mt_layer *layer = mt_layer_find(m, param->layer);
+        m->sharding->progress[param->expert >= 0 ? layer->expert_bucket : layer->bucket].adapters = i;
+    }
     if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
@@ -8031,11 +8301,15 @@ static void mt_sharding_open(mt_model *m) {
         bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
         if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
         if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
-        b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
+        if (param->unit == MT_UNIT_ADAPTERS) *kind = MT_BUCKET_ADAPTERS;
+        if (param->unit == MT_UNIT_EXPERT_ADAPTERS) *kind = MT_BUCKET_EXPERT_ADAPTERS;
+        bool shards = param->unit != MT_UNIT_UNTRAINED && (param->trained || s->strategy == MT_SHARD_PARAMS);
+        b->group = param->expert >= 0 ? &m->grid->expert_data : &m->grid->data_context;
         b->trained = param->trained;
-        b->dtype = b->trained ? m->dtype : MT_F32;
+        b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
         b->grad_dtype = b->trained ? mt_optimizer_dtypes[m->options->main_grads_dtype] : MT_F32;
-        b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
+        b->strategy = shards && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
+        s->progress[param->bucket].adapters = -1;
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
     }
 }
@@ -8048,7 +8322,7 @@ static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
         const mt_bucket *b = &m->buckets[i];
         mt_bucket_kind kind = s->progress[i].kind;
         if (b->strategy == MT_SHARD_PARAMS) params[kind] = mt_max(params[kind], b->count);
-        if (m->plan.train && mt_bucket_buffers_gradients(b)) grads[kind] = mt_max(grads[kind], b->count);
+        if (m->plan.train && b->trained && mt_bucket_buffers_gradients(b)) grads[kind] = mt_max(grads[kind], b->count);
     }
     for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
         for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
@@ -8137,8 +8411,7 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 /* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
  * router and the projection of a module of multi-token prediction. */
 static bool mt_param_takes_fp8(const mt_param *param) {
-    return param->is_linear && param->layer >= 0 && !param->continues && param->linear != MT_LINEAR_ROUTER &&
-           param->role != MT_MTP_PROJECTION;
+    return mt_param_can_adapt(param) && !param->continues;
 }
 
 /* The fp8 linear that begins with this parameter, or NULL. */
@@ -8238,42 +8511,63 @@ static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
 }
 
 /* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
- * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. */
-static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
+ * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. Adapters
+ * are acquired with their bucket and do not count. */
+static int64_t mt_bucket_next(const mt_model *m, int64_t bucket) {
+    mt_sharding *s = m->sharding;
+    int64_t first = m->options->lora_rank > 0 ? m->num_trained_buckets : 0, end = m->num_buckets;
+    end -= m->params[m->num_params - 1].unit == MT_UNIT_UNTRAINED;
     int64_t distance = s->last_bucket < 0 ? 0 : bucket - s->last_bucket;
     if (distance == 1 || distance == -1) s->direction = distance;
-    if (distance == 0 && bucket == 0) s->direction = 1;
-    if (distance == 0 && bucket == num_buckets - 1) s->direction = -1;
+    if (distance == 0 && bucket == first) s->direction = 1;
+    if (distance == 0 && bucket == end - 1) s->direction = -1;
     s->last_bucket = bucket;
     int64_t next = bucket + s->direction;
     bool jumped = distance > 1 || distance < -1;
-    return jumped || s->direction == 0 || next < 0 || next >= num_buckets ? -1 : next;
+    return jumped || s->direction == 0 || next < first || next >= end ? -1 : next;
+}
+
+/* A bucket and that of its adapters, if any; ends with -1. */
+typedef struct mt_bucket_pair {
+    int64_t items[3];
+} mt_bucket_pair;
+static mt_bucket_pair mt_bucket_with_adapters(const mt_model *m, int64_t bucket) {
+    return (mt_bucket_pair){{bucket, m->sharding->progress[bucket].adapters, -1}};
 }
 
 void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     MT_CHECK(!(m->resting_parts & 1u << MT_PART_PARAMS));
     if (s->strategy == MT_NO_SHARD) return;
-    mt_strategy strategy = m->buckets[bucket].strategy;
-    if (strategy != MT_NO_SHARD) mt_bucket_gather_products(m, bucket);
-    mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below: waits for this bucket only
-    if (strategy == MT_SHARD_PARAMS) {
-        mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
+    const mt_bucket_pair pair = mt_bucket_with_adapters(m, bucket);
+    for (const int64_t *i = pair.items; *i >= 0; i++)
+        if (m->buckets[*i].strategy != MT_NO_SHARD) mt_bucket_gather_products(m, *i);
+    mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below: waits for these buckets only
+    for (const int64_t *i = pair.items; *i >= 0; i++) {
+        if (m->buckets[*i].strategy != MT_SHARD_PARAMS) continue;
+        mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, *i);
         buffer->users++;
-        m->buckets[bucket].params = buffer->memory;
-        mt_bucket_bind(m, bucket);
+        m->buckets[*i].params = buffer->memory;
+        mt_bucket_bind(m, *i);
     }
-    int64_t next = mt_bucket_next(s, bucket, m->num_trained_buckets);
-    if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
-    if (m->buckets[next].fp8_params || mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
+    int64_t next = mt_bucket_next(m, bucket);
+    if (!s->prefetches || next < 0) return;
+    const mt_bucket_pair after = mt_bucket_with_adapters(m, next);
+    for (const int64_t *i = after.items; *i >= 0; i++) {
+        const mt_bucket *b = &m->buckets[*i];
+        if (b->strategy == MT_NO_SHARD) continue;
+        if (b->fp8_params || mt_buffer_free(m, s->param_buffers, *i)) mt_bucket_gather_products(m, *i);
+    }
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
-    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
-        --mt_buffer_find(m->sharding->param_buffers, bucket)->users > 0)
-        return;
-    m->buckets[bucket].params = NULL; // the buffer keeps its values, and the next acquire may find them
-    mt_bucket_bind(m, bucket);
+    const mt_bucket_pair pair = mt_bucket_with_adapters(m, bucket);
+    for (const int64_t *i = pair.items; *i >= 0; i++) {
+        if (m->buckets[*i].strategy != MT_SHARD_PARAMS || --mt_buffer_find(m->sharding->param_buffers, *i)->users > 0)
+            continue;
+        m->buckets[*i].params = NULL; // the buffer keeps its values, and the next acquire may find them
+        mt_bucket_bind(m, *i);
+    }
 }
 
 /* Gathers all parameters that a step outdated, for readers outside a step. */
@@ -8321,8 +8615,15 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
+/* The bucket that a use of this one trains: itself or that of its adapters; -1: none. */
+static int64_t mt_bucket_trained(const mt_model *m, int64_t bucket) {
+    return m->buckets[bucket].trained ? bucket : m->sharding->progress[bucket].adapters;
+}
+
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
+    bucket = mt_bucket_trained(m, bucket);
+    if (bucket < 0) return;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
     if (progress->gradients_acquired) return;
@@ -8395,6 +8696,8 @@ static void mt_bucket_reduce_group(mt_model *m, int64_t bucket) {
 
 void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     mt_sharding *s = m->sharding;
+    bucket = mt_bucket_trained(m, bucket);
+    if (bucket < 0) return;
     mt_bucket_progress *progress = &s->progress[bucket];
     mt_bucket *b = &m->buckets[bucket];
     bool shards = b->strategy >= MT_SHARD_GRADS;
@@ -8453,7 +8756,10 @@ static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const m
 
 /* The group whose ranks hold partial sums of a parameter's gradient, or NULL. */
 static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
+    if (!param->trained) return NULL;
     if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
+    if (param->expert >= 0 && param->gradient == MT_GRADIENT_HEADS)
+        return m->grid->expert_tensor.size > 1 ? &m->grid->expert_tensor : NULL;
     bool in_parts =
         param->gradient == MT_GRADIENT_HEADS || (param->gradient == MT_GRADIENT_ROWS && m->tp.sequence_parallel);
     return in_parts && m->grid->tensor.size > 1 ? &m->grid->tensor : NULL;
@@ -8476,7 +8782,7 @@ static void mt_gradients_reduce_model(mt_model *m) {
     }
     int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
     bool has_copies = !m->options->untie_embeddings_and_output_weights || m->options->mtp_num_layers > 0;
-    if (has_copies && m->grid->embedding.size > 1 && word >= 0)
+    if (has_copies && m->grid->embedding.size > 1 && word >= 0 && m->buckets[word].trained)
         m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
                            m->buckets[word].grad_dtype, &m->grid->embedding, m->stream);
 }
@@ -8795,7 +9101,7 @@ static void mt_bucket_decays(const mt_bucket *b, int64_t start[3]) {
  * of the last layers are complete first, and their parameters are needed last. */
 static void mt_host_optimizer_open(mt_model *m) {
     double all = 0, chosen = 0, fraction = m->options->optimizer_offload_fraction;
-    if (!m->plan.train || !m->options->optimizer_cpu_offload || fraction == 0) return;
+    if (!m->plan.train || !m->options->optimizer_cpu_offload || fraction == 0 || m->num_trained_buckets == 0) return;
     mt_host_optimizer *h = m->host_optimizer = mt_model_calloc(m, (int64_t)sizeof *h);
     for (int64_t i = 0; i < m->num_trained_buckets; i++) all += (double)m->buckets[i].shard_count;
     for (int64_t i = m->num_trained_buckets - 1; i >= 0 && chosen < fraction * all; i--) {
@@ -9014,7 +9320,7 @@ static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
-        if (!m->layers[i].router_bias.w) continue;
+        if (!m->layers[i].router_bias.w || m->options->lora_rank > 0) continue;
         mt_wait_reader(m);
         m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
                                  &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
@@ -9811,6 +10117,10 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
     m->argmax = mt_arena_alloc(arena, rows * 4);
+    m->tp.adapter_h = mt_arena_alloc(arena, T * mt_adapter_width(m, false, false) * mt_dtype_size(m->dtype));
+    m->tp.adapter_dh = mt_arena_alloc(arena, T * mt_adapter_width(m, false, false) * mt_dtype_size(m->dtype));
+    if (m->options->lora_dropout > 0 && m->plan.train)
+        m->tp.adapter_x = mt_arena_alloc(arena, T * mt_adapter_width(m, false, true) * mt_dtype_size(m->dtype));
     mt_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
     int64_t context_bytes = 0;
@@ -10069,7 +10379,7 @@ static void mt_model_linears(mt_model *m) {
         mt_param *param = &m->params[i];
         bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
         param->is_linear |= is_tied_head;
-        if (!param->is_linear) continue;
+        if (!param->is_linear || mt_param_is_adapter(param)) continue;
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
@@ -10077,6 +10387,33 @@ static void mt_model_linears(mt_model *m) {
             expert = param->expert;
         }
         if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
+    }
+}
+
+/* The adapters of the linears, whose sizes are known. */
+static void mt_model_adapters(mt_model *m) {
+    const mt_options *o = m->options;
+    mt_adapter *adapter = NULL;
+    for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        if (!mt_param_is_adapter(param)) continue;
+        if (param->role == MT_LORA_A && !param->continues) {
+            mt_linear *linear = (mt_linear *)(void *)((char *)mt_layer_find(m, param->layer) + param->field);
+            uint64_t index = (uint64_t)param->layer * MT_NUM_ROLES + param->adapts;
+            adapter = linear->adapter = mt_model_calloc(m, (int64_t)sizeof *adapter);
+            adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
+            adapter->dropout =
+                (mt_dropout){o->lora_dropout, mt_random_key((uint64_t)o->seed, MT_RANDOM_ADAPTER, index)};
+            adapter->first_channel = param->first_col;
+            expert = param->expert;
+        }
+        if (param->role == MT_LORA_A && param->expert == expert) adapter->R += param->rows;
+        if (param->role == MT_LORA_B && !param->continues)
+            adapter->parts[adapter->num_parts] =
+                (mt_adapter_part){.first = param->first_output, .column = adapter->num_parts * o->lora_rank},
+            adapter->num_parts++;
+        if (param->role == MT_LORA_B && param->expert == expert)
+            adapter->parts[adapter->num_parts - 1].N += param->rows;
     }
 }
 
@@ -10439,6 +10776,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
+    mt_model_adapters(m);
     if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
     mt_model_slots(m, m->options);
     mt_model_links(m);
@@ -10540,7 +10878,8 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     int64_t begin = mt_max(at, shard->first), end = mt_min(at + n, shard->first + shard->count);
     if (begin >= end) return;
     float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | (uint64_t)param->role;
+    uint64_t role = (uint64_t)param->role + (mt_param_is_adapter(param) ? 128 + (uint64_t)param->adapts : 0);
+    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
     m->ops->random_normal((char *)shard->data + (begin - shard->first) * mt_dtype_size(shard->dtype), end - begin, key,
                           first + begin - at, mean, std, shard->dtype, m->stream);
@@ -10573,15 +10912,50 @@ static void mt_master_init_scaled(mt_model *m, const mt_param *param) {
     free(values);
 }
 
-void mt_model_init(mt_model *m) {
+static void mt_params_init(mt_model *m, bool adapters_only) {
     mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params; i++) {
-        if (m->params[i].init == MT_INIT_ZEROS) continue;
+        bool kept = adapters_only && !mt_param_is_adapter(&m->params[i]);
+        if (m->params[i].init == MT_INIT_ZEROS || kept) continue;
         mt_param_init_state(m, &m->params[i], MT_STATE_WEIGHTS);
         if (m->dtype != MT_F32 && !mt_state_has_scale(mt_state_dtype(m, MT_STATE_MASTER)))
             mt_param_init_state(m, &m->params[i], MT_STATE_MASTER); // drawn again: a copy of the weights is rounded
     }
-    for (int64_t i = 0; i < m->num_params; i++) mt_master_init_scaled(m, &m->params[i]);
+    for (int64_t i = 0; i < m->num_params; i++)
+        if (m->params[i].trained) mt_master_init_scaled(m, &m->params[i]);
+}
+
+void mt_model_init(mt_model *m) {
+    mt_params_init(m, false);
+}
+void mt_model_init_adapters(mt_model *m) {
+    mt_params_init(m, true);
+}
+
+/* w[first ..., K] += scale b[N, rank] a[column ..., K] of every part and expert. */
+static void mt_linear_merge_adapter(mt_model *m, const mt_linear *l) {
+    const mt_adapter *adapter = l->adapter;
+    int64_t experts = mt_max(l->num_experts, 1), size = mt_dtype_size(m->dtype);
+    for (int64_t i = 0; i < adapter->num_parts * experts; i++) {
+        const mt_adapter_part *part = &adapter->parts[i / experts];
+        int64_t expert = i % experts;
+        mt_grouped_args a = {.M = part->N, .N = adapter->rank, .K = l->K, .E = 1, .accumulate = true};
+        char *b = mt_at(m, part->b.w, expert * part->N * adapter->rank);
+        a.dy = b, a.w = mt_at(m, adapter->a.w, (expert * adapter->R + part->column) * l->K);
+        a.dx = mt_at(m, l->weight.w, (expert * l->N + part->first) * l->K), a.scale = adapter->scale;
+        m->ops->grouped_linear_backward_input(&a, m->dtype, m->stream);
+        m->ops->memory_zero(b, part->N * adapter->rank * size, m->stream);
+    }
+}
+
+void mt_model_merge_adapters(mt_model *m) {
+    MT_CHECK(m->sharding->strategy == MT_NO_SHARD);
+    mt_params_changed(m);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        if (param->role != MT_LORA_A || param->continues) continue;
+        mt_linear_merge_adapter(m, (mt_linear *)(void *)((char *)mt_layer_find(m, param->layer) + param->field));
+    }
 }
 
 const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
