@@ -49,7 +49,11 @@ static int mt_target_refuse(const char *target, const mt_param *rows, int64_t co
         if (at && (at[strlen(listed)] == 0 || at[strlen(listed)] == ',')) continue;
         size_t used = strlen(words);
         snprintf(words + used, sizeof words - used, "%s %s", used ? "," : "", word);
-        int edits = mt_edit_distance(target, strlen(target), word);
+        char dashed[160]; // mt_edit_distance compares with a dash
+        snprintf(dashed, sizeof dashed, "%s", word);
+        for (char *c = dashed; *c; c++)
+            if (*c == '_') *c = '-';
+        int edits = mt_edit_distance(target, strlen(target), dashed);
         if (edits < best) best = edits, snprintf(nearest, sizeof nearest, "; did you mean %s?", word);
     }
     return mt_error_set(error,
