@@ -18,6 +18,7 @@
  *   §6   conjugate regions
  *   §7   linear
  *   §7a  vocabulary-parallel embedding and loss
+ *   §7b  losses after pre-training
  *   §8   the parameter table
  *   §9   layers
  *   §9a  rotary tables
@@ -4314,6 +4315,431 @@ void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross
     ops->cross_entropy_loss(a, tp->stream);
 }
 
+/* ==== §7b losses after pre-training =============================================================================== */
+/* Losses of policies, critics, preferences and rewards on the numbers that a model yields per token, on the host. A
+ * loss is a sum over tokens, each with a weight that depends on its sequence alone, and a count over sequences: so
+ * micro-batches and layouts do not change loss / count. Invariant: tokens that do not count are neither read nor
+ * written. */
+
+#define MT_MEAN_EPSILON 1e-8 // verl's, in denominators of means; a sequence of one token would show its absence
+
+static double mt_clip(double x, double low, double high) {
+    return x < low ? low : x > high ? high : x;
+}
+
+/* log sigmoid(x) without overflow. */
+static double mt_log_sigmoid(double x) {
+    return fmin(x, 0) - log1p(exp(-fabs(x)));
+}
+
+/* The first token of sequence s; *end: the one behind its last. */
+static int64_t mt_sequence_tokens(const mt_span *s, int64_t *end) {
+    *end = s->q_start + s->q_len;
+    return s->q_start;
+}
+
+static int64_t mt_counted_tokens(const mt_span *sequence, const float *mask) {
+    int64_t end, counted = 0;
+    for (int64_t t = mt_sequence_tokens(sequence, &end); t < end; t++) counted += mask[t] != 0;
+    return counted;
+}
+
+/* Adds a sequence of `counted` tokens to the count of a loss; returns the weight of its tokens. */
+static double mt_loss_weight(const mt_aggregation *a, int64_t counted, mt_loss_sums *sums) {
+    if (a->mode == MT_TOKEN_MEAN) {
+        sums->count += (double)counted;
+        return 1;
+    }
+    bool norm = a->mode == MT_SEQ_MEAN_TOKEN_SUM_NORM;
+    if (counted > 0 || a->counts_empty) sums->count += norm && a->norm_sequences ? 1.0 / (double)a->norm_sequences : 1;
+    if (norm) return 1 / a->norm_length;
+    return a->mode == MT_SEQ_MEAN_TOKEN_SUM ? 1 : 1 / ((double)counted + MT_MEAN_EPSILON);
+}
+
+/* ---- policies */
+
+/* The policy loss of one token and its derivative by logp. */
+typedef struct mt_policy_term {
+    double loss, dlogp;
+    bool clipped, clipped_lower;
+} mt_policy_term;
+
+/* PPO's clipped surrogate; clip_ratio_c 0: without dual clipping. d ratio / d logp = ratio. */
+static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double clip_ratio_c, double ratio,
+                                           double advantage) {
+    double plain = -advantage * ratio, bound = -advantage * clip_ratio_c;
+    double clipped = -advantage * mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
+    mt_policy_term term = {.loss = plain, .dlogp = plain};
+    if (clipped > plain) term = (mt_policy_term){.loss = clipped, .clipped = true};
+    if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound) {
+        term.loss = bound, term.dlogp = 0;
+        term.clipped_lower = true;
+    }
+    return term;
+}
+
+/* The ratio that all tokens of a sequence share, and its derivative's factors. */
+typedef struct mt_policy_sequence {
+    double ratio, dratio, advantage; // dratio: d ratio / d logp times the tokens; advantage: the mean
+} mt_policy_sequence;
+
+static double mt_log_ratio(const mt_loss_tokens *t, int64_t i) {
+    return t->old_logp ? t->logp[i] - t->old_logp[i] : 0;
+}
+
+/* GMPO clips a token's log-ratio only where that lowers the objective: above for A > 0, below for A < 0. A = 0: 0. */
+static double mt_gmpo_log_ratio(const mt_policy_config *c, double x, double advantage) {
+    if (advantage > 0) return fmin(x, c->clip_ratio_high);
+    return advantage < 0 ? fmax(x, -c->clip_ratio_low) : 0;
+}
+
+static mt_policy_sequence mt_policy_sequence_ratio(const mt_loss_tokens *t, const mt_policy_config *c,
+                                                   const mt_span *sequence, int64_t counted) {
+    bool gmpo = c->variant == MT_POLICY_GMPO;
+    double sum = 0, advantages = 0, tokens = (double)counted + (gmpo ? MT_MEAN_EPSILON : 0);
+    int64_t end;
+    for (int64_t i = mt_sequence_tokens(sequence, &end); i < end; i++) {
+        if (t->mask[i] == 0) continue;
+        double x = mt_log_ratio(t, i);
+        sum += gmpo ? mt_gmpo_log_ratio(c, x, t->advantages[i]) : x;
+        advantages += t->advantages[i];
+    }
+    double mean = sum / tokens, ratio = exp(gmpo ? mean : fmin(mean, 10));
+    return (mt_policy_sequence){ratio, gmpo || mean <= 10 ? ratio : 0, advantages / tokens};
+}
+
+static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i,
+                                      const mt_policy_sequence *sequence) {
+    double advantage = t->advantages[i], x = mt_log_ratio(t, i), ratio = exp(mt_clip(x, -20, 20));
+    mt_policy_term term = {0};
+    switch (c->variant) {
+    case MT_POLICY_PPO:
+        term = mt_clipped_surrogate(c, c->clip_ratio_c, ratio, advantage);
+        if (fabs(x) > 20) term.dlogp = 0;
+        break;
+    case MT_POLICY_GSPO: // the gradient of a token has its own advantage (GSPO-token)
+        term = mt_clipped_surrogate(c, 0, sequence->ratio, advantage);
+        if (sequence->dratio == 0) term.dlogp = 0;
+        break;
+    case MT_POLICY_CISPO: {
+        double clipped = mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
+        term.dlogp = -clipped * advantage;
+        term.loss = term.dlogp * t->logp[i];
+        term.clipped = ratio != clipped;
+        break;
+    }
+    case MT_POLICY_GMPO:
+        term.loss = -advantage * sequence->ratio;
+        if (advantage != 0 && mt_gmpo_log_ratio(c, x, advantage) == x)
+            term.dlogp = -sequence->advantage * sequence->dratio;
+        term.clipped = advantage > 0 && (x < -c->clip_ratio_low || x > c->clip_ratio_high);
+        term.clipped_lower = advantage < 0 && (x < -c->clip_ratio_low || x > c->clip_ratio_high);
+        break;
+    case MT_POLICY_GPG:
+        term.dlogp = -advantage;
+        term.loss = -advantage * t->logp[i];
+        break;
+    }
+    return term;
+}
+
+double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlogp) {
+    double x = ref_logp - logp, clamped = mt_clip(x, -20, 20), k3 = exp(clamped) - clamped - 1;
+    switch (type) {
+    case MT_KL_K1:
+        *dlogp = 1;
+        return -x;
+    case MT_KL_ABS:
+        *dlogp = (x < 0) - (x > 0);
+        return fabs(x);
+    case MT_KL_K2:
+        *dlogp = -x;
+        return x * x / 2;
+    case MT_KL_K3:
+        break;
+    }
+    *dlogp = x == clamped && k3 <= 10 ? 1 - exp(x) : 0;
+    return fmin(k3, 10);
+}
+
+/* Adds token i, whose loss has weight `weight`. */
+static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i, double weight,
+                          const mt_policy_sequence *sequence, mt_loss_sums *sums) {
+    mt_policy_term term = {0};
+    double dkl = 0, kl = t->ref_logp ? mt_kl_estimate(c->kl_type, t->logp[i], t->ref_logp[i], &dkl) : 0;
+    double entropy = t->entropy ? t->entropy[i] : 0;
+    if (t->advantages) term = mt_policy_token(t, c, i, sequence);
+    sums->loss += weight * (term.loss + c->kl_coef * kl - c->entropy_coef * entropy);
+    if (t->dlogp) t->dlogp[i] += weight * (term.dlogp + c->kl_coef * dkl);
+    if (t->dentropy) t->dentropy[i] -= weight * c->entropy_coef;
+    sums->metrics[MT_POLICY_TOKENS] += 1;
+    sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
+    sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
+    sums->metrics[MT_POLICY_PPO_KL] -= mt_clip(mt_log_ratio(t, i), -20, 20);
+    sums->metrics[MT_POLICY_REF_KL] += kl;
+    sums->metrics[MT_POLICY_ENTROPY] += entropy;
+}
+
+void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
+    bool by_sequence = c->variant == MT_POLICY_GSPO || c->variant == MT_POLICY_GMPO;
+    mt_aggregation aggregation = c->aggregation;
+    if (by_sequence) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    MT_CHECK((t->ref_logp || c->kl_coef == 0) && (t->entropy || c->entropy_coef == 0));
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        const mt_span *span = &t->sequences[s];
+        int64_t end, counted = mt_counted_tokens(span, t->mask);
+        double weight = mt_loss_weight(&aggregation, counted, sums);
+        mt_policy_sequence sequence = {0};
+        if (by_sequence && t->advantages && counted > 0) sequence = mt_policy_sequence_ratio(t, c, span, counted);
+        for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++)
+            if (t->mask[i] != 0) mt_policy_add(t, c, i, weight, &sequence, sums);
+    }
+}
+
+/* ---- critics */
+
+void mt_value_loss(const mt_loss_tokens *t, const mt_value_config *c, mt_loss_sums *sums) {
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        const mt_span *span = &t->sequences[s];
+        int64_t end, counted = mt_counted_tokens(span, t->mask);
+        double weight = mt_loss_weight(&c->aggregation, counted, sums);
+        for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++) {
+            if (t->mask[i] == 0) continue;
+            double value = t->values[i], target = t->returns[i], error = value - target, clipped = value;
+            if (c->clip > 0) clipped = mt_clip(value, t->old_values[i] - c->clip, t->old_values[i] + c->clip);
+            double plain = error * error, other = (clipped - target) * (clipped - target);
+            sums->loss += weight * fmax(plain, other) / 2;
+            if (t->dvalues && plain >= other) t->dvalues[i] += weight * error;
+            sums->metrics[MT_VALUE_TOKENS] += 1;
+            sums->metrics[MT_VALUE_CLIPFRAC] += other > plain;
+            sums->metrics[MT_VALUE_VALUES] += value;
+            sums->metrics[MT_VALUE_RETURNS] += target;
+            sums->metrics[MT_VALUE_RETURNS_SQUARED] += target * target;
+            sums->metrics[MT_VALUE_ERRORS_SQUARED] += plain;
+        }
+    }
+}
+
+/* ---- preferences and rewards */
+
+static bool mt_pair_counts(const mt_loss_tokens *t, int64_t pair) {
+    const mt_span *chosen = &t->sequences[2 * pair];
+    return mt_counted_tokens(chosen, t->mask) + mt_counted_tokens(chosen + 1, t->mask) > 0;
+}
+
+static void mt_pair_metrics(mt_loss_sums *sums, double chosen, double rejected) {
+    sums->count += 1;
+    sums->metrics[MT_PAIR_ACCURACY] += chosen > rejected;
+    sums->metrics[MT_PAIR_CHOSEN] += chosen;
+    sums->metrics[MT_PAIR_REJECTED] += rejected;
+    sums->metrics[MT_PAIR_MARGIN] += chosen - rejected;
+}
+
+/* The loss of h; *dh: its derivative. */
+static double mt_preference_of_margin(const mt_preference_config *c, double h, double *dh) {
+    double x = c->beta * h, s = c->label_smoothing, distance = h - 1 / (2 * c->beta);
+    switch (c->variant) {
+    case MT_PREFERENCE_SIGMOID:
+        *dh = c->beta * (s * exp(mt_log_sigmoid(x)) - (1 - s) * exp(mt_log_sigmoid(-x)));
+        return -(1 - s) * mt_log_sigmoid(x) - s * mt_log_sigmoid(-x);
+    case MT_PREFERENCE_IPO:
+        *dh = 2 * distance;
+        return distance * distance;
+    case MT_PREFERENCE_HINGE:
+        break;
+    }
+    *dh = x < 1 ? -c->beta : 0;
+    return fmax(0, 1 - x);
+}
+
+void mt_preference_loss(const mt_loss_tokens *t, const mt_preference_config *c, mt_loss_sums *sums) {
+    for (int64_t pair = 0; pair < t->num_sequences / 2; pair++) {
+        double log_ratio[2] = {0}, dh;
+        int64_t end;
+        if (!mt_pair_counts(t, pair)) continue;
+        for (int side = 0; side < 2; side++)
+            for (int64_t i = mt_sequence_tokens(&t->sequences[2 * pair + side], &end); i < end; i++)
+                if (t->mask[i] != 0) log_ratio[side] += t->logp[i] - (t->ref_logp ? t->ref_logp[i] : 0);
+        sums->loss += mt_preference_of_margin(c, log_ratio[0] - log_ratio[1], &dh);
+        mt_pair_metrics(sums, c->beta * log_ratio[0], c->beta * log_ratio[1]);
+        for (int side = 0; side < 2 && t->dlogp; side++)
+            for (int64_t i = mt_sequence_tokens(&t->sequences[2 * pair + side], &end); i < end; i++)
+                if (t->mask[i] != 0) t->dlogp[i] += side ? -dh : dh;
+    }
+}
+
+void mt_reward_loss(const mt_loss_tokens *t, const mt_reward_config *c, mt_loss_sums *sums) {
+    for (int64_t pair = 0; pair < t->num_sequences / 2; pair++) {
+        if (!mt_pair_counts(t, pair)) continue;
+        int64_t last[2];
+        for (int side = 0; side < 2; side++) {
+            mt_sequence_tokens(&t->sequences[2 * pair + side], &last[side]);
+            last[side] -= 1;
+        }
+        double chosen = t->values[last[0]], rejected = t->values[last[1]], x = chosen - rejected - c->margin;
+        sums->loss += c->center_coef * (chosen + rejected) * (chosen + rejected) - mt_log_sigmoid(x);
+        mt_pair_metrics(sums, chosen, rejected);
+        if (!t->dvalues) continue;
+        t->dvalues[last[0]] += 2 * c->center_coef * (chosen + rejected) - exp(mt_log_sigmoid(-x));
+        t->dvalues[last[1]] += 2 * c->center_coef * (chosen + rejected) + exp(mt_log_sigmoid(-x));
+    }
+}
+
+/* ---- advantages */
+
+void mt_whiten(double *x, const float *mask, int64_t T) {
+    double count = 0, sum = 0, squares = 0;
+    for (int64_t i = 0; i < T; i++)
+        if (mask[i] != 0) count += 1, sum += x[i];
+    double mean = sum / (count + MT_MEAN_EPSILON);
+    for (int64_t i = 0; i < T; i++)
+        if (mask[i] != 0) squares += (x[i] - mean) * (x[i] - mean);
+    double variance = count > 1 ? squares / (count + MT_MEAN_EPSILON) * (count / (count - 1)) : 0;
+    for (int64_t i = 0; i < T; i++) x[i] = mask[i] != 0 ? (x[i] - mean) / sqrt(variance + MT_MEAN_EPSILON) : 0;
+}
+
+void mt_token_rewards(double *rewards, const mt_loss_tokens *t, const double *scores, double reward_clip,
+                      mt_kl_type kl_type, double kl_coef) {
+    for (int64_t i = 0; i < t->T; i++) rewards[i] = 0;
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        int64_t end, first = mt_sequence_tokens(&t->sequences[s], &end), last = end - 1;
+        double score = reward_clip > 0 ? mt_clip(scores[s], -reward_clip, reward_clip) : scores[s], dkl;
+        if (mt_counted_tokens(&t->sequences[s], t->mask) > 0)
+            while (t->mask[last] == 0) last--;
+        for (int64_t i = first; i < end && kl_coef != 0; i++)
+            if (t->mask[i] != 0) rewards[i] = -kl_coef * mt_kl_estimate(kl_type, t->old_logp[i], t->ref_logp[i], &dkl);
+        if (last >= first) rewards[last] += score;
+    }
+}
+
+/* The advantage of all tokens of sequence s, from the scores of its group. */
+static double mt_group_advantage(const mt_advantage_tokens *t, const mt_advantage_config *c, const double *scores,
+                                 int64_t s) {
+    double number = 0, sum = 0, squares = 0;
+    for (int64_t other = 0; other < t->num_sequences; other++)
+        if (t->groups[other] == t->groups[s]) number += 1, sum += scores[other];
+    if (number == 1) return c->estimator == MT_ADV_GRPO && c->norm_by_std ? scores[s] / (1 + 1e-6) : scores[s];
+    double mean = sum / number, distance = scores[s] - mean;
+    if (c->estimator == MT_ADV_RLOO) return distance * number / (number - 1);
+    for (int64_t other = 0; other < t->num_sequences; other++)
+        if (t->groups[other] == t->groups[s]) squares += (scores[other] - mean) * (scores[other] - mean);
+    return c->norm_by_std ? distance / (sqrt(squares / (number - 1)) + 1e-6) : distance;
+}
+
+/* Backwards over the counted tokens of a sequence; tokens between them are passed over. */
+static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c, const double *scores,
+                                   int64_t s) {
+    bool gae = c->estimator == MT_ADV_GAE, by_group = c->estimator == MT_ADV_GRPO || c->estimator == MT_ADV_RLOO;
+    double next_value = 0, running = 0, of_group = by_group ? mt_group_advantage(t, c, scores, s) : 0;
+    int64_t end, first = mt_sequence_tokens(&t->sequences[s], &end);
+    for (int64_t i = end - 1; i >= first; i--) {
+        if (t->mask[i] == 0) continue;
+        if (gae) {
+            running = t->rewards[i] + c->gamma * next_value - t->values[i] + c->gamma * c->lambda * running;
+            next_value = t->values[i];
+        } else
+            running = by_group ? of_group : t->rewards[i] + c->gamma * running;
+        t->advantages[i] = running;
+        t->returns[i] = gae ? running + t->values[i] : running;
+    }
+}
+
+void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
+    double *scores = mt_calloc(t->num_sequences * 8);
+    float *counted = mt_calloc(t->T * 4); // the mask of tokens in sequences
+    for (int64_t i = 0; i < t->T; i++) t->advantages[i] = t->returns[i] = 0;
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        int64_t end;
+        for (int64_t i = mt_sequence_tokens(&t->sequences[s], &end); i < end; i++)
+            scores[s] += t->rewards[i], counted[i] = t->mask[i];
+    }
+    for (int64_t s = 0; s < t->num_sequences; s++) mt_sequence_advantages(t, c, scores, s);
+    if (c->whiten || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS) mt_whiten(t->advantages, counted, t->T);
+    for (int64_t i = 0; i < t->T && c->advantage_clip > 0; i++)
+        t->advantages[i] = mt_clip(t->advantages[i], -c->advantage_clip, c->advantage_clip);
+    free(scores);
+    free(counted);
+}
+
+/* ---- distillation */
+
+static double mt_log_sum_exp(const double *logits, int64_t K, double temperature) {
+    double greatest = -INFINITY, sum = 0;
+    for (int64_t i = 0; i < K; i++) greatest = fmax(greatest, logits[i] / temperature);
+    for (int64_t i = 0; i < K; i++) sum += exp(logits[i] / temperature - greatest);
+    return greatest + log(sum);
+}
+
+/* log((1 - weight) exp(a) + weight exp(b)) */
+static double mt_log_mix(double weight, double a, double b) {
+    double x = log1p(-weight) + a, y = log(weight) + b;
+    return fmax(x, y) + log1p(exp(fmin(x, y) - fmax(x, y)));
+}
+
+static int mt_compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* The share of forward KL in adaptive KL: the gap of the head divided by that of all labels. `scratch` [K]. */
+static double mt_adaptive_share(const mt_divergence_config *c, const double *student, double student_lse,
+                                const double *teacher, double teacher_lse, int64_t K, double *scratch) {
+    double tail = 0, gaps[2] = {0};
+    int64_t count = 0;
+    for (int64_t i = 0; i < K; i++) scratch[i] = exp(teacher[i] / c->temperature - teacher_lse);
+    qsort(scratch, (size_t)K, sizeof *scratch, mt_compare_doubles);
+    while (count < K && tail + scratch[count] <= c->adaptive_alpha) tail += scratch[count++];
+    double limit = count < K ? scratch[count] : INFINITY; // the head begins here; of equal labels the first are tail
+    int64_t equal = 0;
+    for (int64_t i = count; i-- > 0 && scratch[i] == limit;) equal++;
+    for (int64_t i = 0; i < K; i++) {
+        double q = exp(teacher[i] / c->temperature - teacher_lse), p = exp(student[i] / c->temperature - student_lse);
+        gaps[q > limit || (q == limit && equal-- <= 0)] += fabs(q - p);
+    }
+    return gaps[0] + gaps[1] > 0 ? gaps[1] / (gaps[0] + gaps[1]) : 1;
+}
+
+double mt_divergence(const mt_divergence_config *c, const double *student, const double *teacher, int64_t K,
+                     double *dstudent) {
+    double student_lse = mt_log_sum_exp(student, K, c->temperature), sum = 0, value = 0, lambda = c->skew_lambda;
+    double teacher_lse = mt_log_sum_exp(teacher, K, c->temperature), forward = c->type == MT_FORWARD_KL;
+    if (c->type == MT_ADAPTIVE_KL)
+        forward = mt_adaptive_share(c, student, student_lse, teacher, teacher_lse, K, dstudent);
+    for (int64_t i = 0; i < K; i++) { // dstudent: p times the derivative by p
+        double lp = student[i] / c->temperature - student_lse, lq = teacher[i] / c->temperature - teacher_lse, mix;
+        double p = exp(lp), q = exp(lq);
+        dstudent[i] = 0;
+        if (isinf(lp) || isinf(lq)) continue;
+        switch (c->type) {
+        case MT_FORWARD_KL:
+        case MT_REVERSE_KL:
+        case MT_ADAPTIVE_KL:
+            value += (forward * q - (1 - forward) * p) * (lq - lp);
+            dstudent[i] = (1 - forward) * p * (lp - lq + 1) - forward * q;
+            break;
+        case MT_SKEWED_FORWARD_KL:
+            mix = mt_log_mix(lambda, lp, lq);
+            value += q * (lq - mix);
+            dstudent[i] = -(1 - lambda) * q * exp(lp - mix);
+            break;
+        case MT_SKEWED_REVERSE_KL:
+            mix = mt_log_mix(lambda, lq, lp);
+            value += p * (lp - mix);
+            dstudent[i] = p * (lp - mix + 1 - lambda * exp(lp - mix));
+            break;
+        case MT_JS_DIVERGENCE:
+            mix = mt_log_mix(0.5, lp, lq);
+            value += (q * (lq - mix) + p * (lp - mix)) / 2;
+            dstudent[i] = p * (lp - mix) / 2;
+            break;
+        }
+        sum += dstudent[i];
+    }
+    for (int64_t i = 0; i < K; i++)
+        dstudent[i] = (dstudent[i] - exp(student[i] / c->temperature - student_lse) * sum) / c->temperature;
+    return value;
+}
+
 /* ==== §8 the parameter table ===================================================================================== */
 /* One row per role of a parameter: shape, sharding, gradient, initial values, conditions, names, and the field of the
  * model's code. mt_params_build expands these rows into a table of parameters. To add a role: append it to mt_role and
@@ -4356,11 +4782,11 @@ typedef struct mt_layer {
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
 
-/* Parameters outside the layers. With tied embeddings, lm_head is word_embedding. */
+/* Parameters outside the layers. With tied embeddings, the head is word_embedding. */
 typedef struct mt_outer {
     mt_weight word_embedding, position_embedding;
     mt_norm final_norm;
-    mt_linear lm_head; // C -> V
+    mt_linear head; // C -> V, the vocabulary; or C -> 1, a value
 } mt_outer;
 
 /* Channels of a head's value. */
@@ -4371,6 +4797,10 @@ static int64_t mt_value_channels(const mt_options *o) {
 /* True if query and key heads are normalised (q/k norm). */
 static bool mt_norms_heads(const mt_options *o) {
     return o->qk_layernorm && !o->multi_latent_attention;
+}
+
+bool mt_options_tied(const mt_options *o) {
+    return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
 
 /* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
@@ -4422,7 +4852,10 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
  * decides on each. A message about a parameter with several names the first one's. */
 #define MT_CONDITIONS(X)                                                                                               \
     X(LEARNED_POSITIONS, o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, "--position-embedding-type")      \
-    X(LM_HEAD, o->untie_embeddings_and_output_weights, "--untie-embeddings-and-output-weights")                        \
+    X(LM_HEAD, o->untie_embeddings_and_output_weights && o->head_type == MT_HEAD_LM,                                   \
+      "--untie-embeddings-and-output-weights")                                                                         \
+    X(SEQUENCE_HEAD, o->head_type == MT_HEAD_SEQUENCE, "--value-head")                                                 \
+    X(TOKEN_HEAD, o->head_type == MT_HEAD_TOKEN, "--value-head")                                                       \
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
     X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
     X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
@@ -4604,12 +5037,17 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
             "mlp.experts.#.down_proj.bias"),
     /* output */
-    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight", NULL, NULL,
-               NULL, "shared_head.head.weight"),
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight", NULL, NULL, NULL,
+               "shared_head.head.weight"),
+    MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(SEQUENCE_HEAD), 0, "score.weight"),
+    MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(TOKEN_HEAD), 0, "score.weight",
+               "classifier.weight"),
     MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
                "transformer.ln_f.weight"),
     MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
                "transformer.ln_f.bias"),
+    MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0, "score.bias",
+               "classifier.bias"),
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), 0,
             "mlp.gate.e_score_correction_bias"),
@@ -4741,7 +5179,7 @@ static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t la
 
 /* One chunk's rows. */
 static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
-    bool tied = !table->options->untie_embeddings_and_output_weights;
+    bool tied = mt_options_tied(table->options);
     if (stage->embedding) {
         mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
         mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
@@ -4912,6 +5350,7 @@ typedef struct mt_pass {
     mt_stream *stream;
     mt_spans spans;
     mt_context *context;     // attention with context parallelism, or NULL
+    const mt_batch *whole;   // forward: the micro-batch as its source gave it
     int64_t num_sequences;   // of the micro-batch, on all ranks that share it
     int64_t T;               // tokens
     int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
@@ -4967,6 +5406,7 @@ struct mt_model {
     int64_t C, D, Dv;                 // as in megatron.h; Dv: value channels per head
     int64_t H, G, F, V;               // this rank's share of heads, groups, widest MLP and padded vocabulary
     int64_t vocab_first, vocab_count; // rows of the vocabulary in that share, without padding
+    int64_t head_width;               // columns of the head's output: V, or 1 for values
     int64_t max_rows;                 // R of the largest micro-batch
     /* this rank's part of the model */
     mt_stage *stages;     // [num_chunks]
@@ -5017,7 +5457,8 @@ struct mt_model {
     struct mt_mtp *mtp;
     struct mt_fp8_model *fp8;              // NULL: no products in fp8
     struct mt_link *links;                 // [MT_NUM_LINKS]
-    float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]
+    float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
+    struct mt_host_loss *host_loss;        // of a loss on the host, and of mt_score_tokens
     void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
     void *staged_logits;                   // copy of gathered_logits on the host, or of argmax
     int32_t *argmax;                       // [max_logits]
@@ -7137,6 +7578,26 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
     return inner;
 }
 
+/* ---- numbers of tokens, in host memory */
+
+/* Position in the loaded micro-batch of token t of this rank. */
+static int64_t mt_context_position(const mt_context *c, int64_t t) {
+    return c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
+}
+
+/* True on one of the ranks that share a micro-batch. */
+static bool mt_context_is_first(const mt_context *c) {
+    return c->plan.ring->rank == 0 && c->plan.a2a->rank == 0;
+}
+
+/* whole[N] = local[T] of every rank. */
+static void mt_context_gather_numbers(const mt_context *c, double *whole, const float *local) {
+    memset(whole, 0, (size_t)c->N * 8);
+    for (int64_t t = 0; t < c->T; t++) whole[mt_context_position(c, t)] = (double)local[t];
+    mt_all_reduce_sum(c->plan.a2a, whole, c->N, MT_F64);
+    mt_all_reduce_sum(c->plan.ring, whole, c->N, MT_F64);
+}
+
 /* ---- all four --cp-comm-type */
 
 /* The call if this rank has all tokens of the sequences. */
@@ -7229,9 +7690,10 @@ typedef struct mt_micro_batch {
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
-    double replayed[2];                // sums of a replay, discarded
-    double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
-    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and sum of its weights
+    double replayed[2];                       // sums of a replay, discarded
+    double own[2];                            // with reruns: this rank's loss and squared norm before sums over ranks
+    double mtp[2 * MT_MAX_MTP_LAYERS];        // [modules, 2] loss and sum of its weights
+    double loss_metrics[MT_MAX_LOSS_METRICS]; // of a loss on the host
     float grad_scale, grad_norm;
 } mt_step_numbers;
 
@@ -7243,7 +7705,7 @@ static int64_t mt_word_bucket(const mt_model *m) {
     return m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
 }
 static mt_weight mt_word_embedding(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
+    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.head.weight;
 }
 
 /* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a
@@ -7289,7 +7751,7 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
 /* Logits of the normalised hidden states. */
 static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = out->norm.y, .y = out->logits});
+    mt_linear_forward(&p->tp, &m->outer.head, &(mt_linear_io){.x = out->norm.y, .y = out->logits});
     mt_bucket_release(m, m->head_bucket);
 }
 
@@ -7298,6 +7760,43 @@ static void mt_nll_forward(const mt_ops *ops, const mt_loss_args *a, mt_stream *
 }
 
 const mt_loss mt_nll = {.forward = mt_nll_forward};
+
+static const mt_loss_metric mt_pair_metric_rows[] = {{"accuracy", MT_PAIR_ACCURACY, -1},
+                                                     {"chosen reward", MT_PAIR_CHOSEN, -1},
+                                                     {"rejected reward", MT_PAIR_REJECTED, -1},
+                                                     {"margin", MT_PAIR_MARGIN, -1},
+                                                     {NULL, 0, 0}};
+
+static void mt_preference_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
+    mt_preference_loss(tokens, config, sums);
+}
+
+static void mt_reward_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
+    mt_reward_loss(tokens, config, sums);
+}
+
+static const mt_loss_metric mt_policy_metrics[] = {{"clip fraction", MT_POLICY_CLIPFRAC, MT_POLICY_TOKENS},
+                                                   {"ppo kl", MT_POLICY_PPO_KL, MT_POLICY_TOKENS},
+                                                   {"ref kl", MT_POLICY_REF_KL, MT_POLICY_TOKENS},
+                                                   {"entropy", MT_POLICY_ENTROPY, MT_POLICY_TOKENS},
+                                                   {NULL, 0, 0}};
+static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_VALUE_TOKENS},
+                                                  {"return", MT_VALUE_RETURNS, MT_VALUE_TOKENS},
+                                                  {"clip fraction", MT_VALUE_CLIPFRAC, MT_VALUE_TOKENS},
+                                                  {NULL, 0, 0}};
+
+static void mt_policy_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
+    mt_policy_loss(tokens, config, sums);
+}
+
+static void mt_value_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
+    mt_value_loss(tokens, config, sums);
+}
+
+const mt_loss mt_preference = {.host = mt_preference_host, .metrics = mt_pair_metric_rows};
+const mt_loss mt_reward = {.of_values = true, .host = mt_reward_host, .metrics = mt_pair_metric_rows};
+const mt_loss mt_policy = {.host = mt_policy_host, .metrics = mt_policy_metrics};
+const mt_loss mt_value = {.of_values = true, .host = mt_value_host, .metrics = mt_value_metrics};
 
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
@@ -7316,7 +7815,7 @@ static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p,
                                    .dlogits = out->logits};
 }
 
-/* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and their loss. */
+/* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and a loss on the device. */
 static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
                          const float *weights, double *sums, float *logp, float *entropy) {
     mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
@@ -7324,17 +7823,104 @@ static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, co
     tokens.logp = logp;
     if (entropy) tokens.entropy = entropy;
     mt_vocab_cross_entropy_forward(&p->tp, &tokens);
-    m->plan.loss->forward(m->ops, &a, p->stream);
+    if (m->plan.loss->forward) m->plan.loss->forward(m->ops, &a, p->stream);
+}
+
+/* The values of all T tokens, from this rank's rows. */
+static void mt_head_values(mt_model *m, const mt_pass *p, const mt_output *out) {
+    float *own = m->logp + p->first_row;
+    if (m->dtype == MT_F32)
+        m->ops->memory_copy(own, out->logits, p->rows * 4, p->stream);
+    else
+        m->ops->convert(own, MT_F32, out->logits, m->dtype, p->rows, p->stream);
+    if (p->rows < p->T) m->ops->all_gather(m->logp, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
+}
+
+/* ---- losses on the host, and scores: functions of whole sequences. The ranks of a context group exchange their
+ * tokens' numbers, and all compute the same. */
+
+/* Whole sequences of a micro-batch: the numbers of mt_loss_tokens, each [tokens]. */
+enum { MT_HOST_LOGP, MT_HOST_ENTROPY, MT_HOST_DLOGP, MT_HOST_DENTROPY, MT_NUM_HOST_NUMBERS };
+
+typedef struct mt_host_loss {
+    double *numbers[MT_NUM_HOST_NUMBERS]; // DLOGP: of values with a value head
+    double *inputs[MT_NUM_LOSS_INPUTS];   // of the batch, in float64
+    float *staged[MT_NUM_HOST_NUMBERS];   // [max_tokens] of this rank, pinned
+    mt_loss_sums *sums;                   // of the step so far, pinned
+    mt_score_sink *sink;                  // of mt_score_tokens; NULL: a loss
+    void *sink_context;
+    int64_t micro_batch;
+} mt_host_loss;
+
+/* whole[n] = `local` of every rank that shares the micro-batch. */
+static void mt_whole_gather(const mt_pass *p, double *whole, const float *local) {
+    if (p->context)
+        mt_context_gather_numbers(p->context, whole, local);
+    else
+        for (int64_t t = 0; t < p->T; t++) whole[t] = (double)local[t];
+}
+
+/* Copies logp[T] (or the values) and entropy[T] of the micro-batch to the host, as whole sequences. */
+static void mt_host_loss_gather(mt_model *m, const mt_pass *p, const float *entropy) {
+    mt_host_loss *h = m->host_loss;
+    m->ops->memory_copy(h->staged[MT_HOST_LOGP], m->logp, p->T * 4, p->stream);
+    if (entropy) m->ops->memory_copy(h->staged[MT_HOST_ENTROPY], entropy, p->T * 4, p->stream);
+    m->ops->stream_synchronize(p->stream);
+    mt_whole_gather(p, h->numbers[MT_HOST_LOGP], h->staged[MT_HOST_LOGP]);
+    if (entropy) mt_whole_gather(p, h->numbers[MT_HOST_ENTROPY], h->staged[MT_HOST_ENTROPY]);
+}
+
+/* This rank's tokens of `whole`, to the device. */
+static void mt_host_loss_scatter(mt_model *m, const mt_pass *p, int which, float *to) {
+    const double *whole = m->host_loss->numbers[which];
+    float *staged = m->host_loss->staged[which];
+    for (int64_t t = 0; t < p->T; t++) staged[t] = (float)whole[p->context ? mt_context_position(p->context, t) : t];
+    m->ops->memory_copy(to, staged, p->T * 4, p->stream);
+}
+
+/* The loss of the gathered numbers. Sums count once: on the first of the ranks that share the micro-batch. */
+static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
+    mt_host_loss *h = m->host_loss;
+    int64_t n = p->whole->num_tokens;
+    bool has_values = m->options->head_type != MT_HEAD_LM, uses_entropy = out->dentropy && !has_values;
+    mt_loss_sums sums = {0};
+    mt_loss_tokens tokens = {.T = n, .num_sequences = p->whole->num_spans, .sequences = p->whole->spans};
+    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp, &tokens.advantages,
+                                                 &tokens.returns, &tokens.old_values};
+    for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) {
+        for (int64_t t = 0; p->whole->loss_inputs[i] && t < n; t++)
+            h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
+        *inputs[i] = p->whole->loss_inputs[i] ? h->inputs[i] : NULL;
+    }
+    memset(h->numbers[MT_HOST_DLOGP], 0, (size_t)n * 8);
+    memset(h->numbers[MT_HOST_DENTROPY], 0, (size_t)n * 8);
+    tokens.mask = p->whole->loss_mask;
+    *(has_values ? &tokens.values : &tokens.logp) = h->numbers[MT_HOST_LOGP];
+    *(has_values ? &tokens.dvalues : &tokens.dlogp) = h->numbers[MT_HOST_DLOGP];
+    if (uses_entropy) tokens.entropy = h->numbers[MT_HOST_ENTROPY], tokens.dentropy = h->numbers[MT_HOST_DENTROPY];
+    m->plan.loss->host(m->plan.loss->config, &tokens, &sums);
+    mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
+    if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
+    if (p->replay || (p->context && !mt_context_is_first(p->context))) return;
+    h->sums->loss += sums.loss, h->sums->count += sums.count;
+    for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) h->sums->metrics[i] += sums.metrics[i];
+    m->ops->memory_copy(m->numbers->sums, &h->sums->loss, 2 * 8, p->stream);
+    m->ops->memory_copy(m->numbers->loss_metrics, h->sums->metrics, sizeof h->sums->metrics, p->stream);
 }
 
 /* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
 static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
     const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
-    m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
+    if (m->options->head_type == MT_HEAD_LM)
+        m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
+    else if (m->dtype == MT_F32)
+        m->ops->memory_copy(out->logits, out->dlogp + p->first_row, p->rows * 4, p->stream);
+    else
+        m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&p->tp, &m->outer.lm_head, &head, MT_BACKWARD_BOTH);
+    mt_linear_backward(&p->tp, &m->outer.head, &head, MT_BACKWARD_BOTH);
     mt_bucket_release(m, m->head_bucket);
 }
 
@@ -7607,6 +8193,7 @@ void mt_batch_alloc(mt_batch *batch, int64_t max_tokens) {
         batch->positions = mt_arena_alloc(&arena, max_tokens * 4);
         batch->token_index = mt_arena_alloc(&arena, max_tokens * 8);
         batch->spans = mt_arena_alloc(&arena, max_tokens * (int64_t)sizeof(mt_span));
+        for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) batch->loss_inputs[i] = mt_arena_alloc(&arena, max_tokens * 4);
         if (pass == 0) arena = (mt_arena){.base = mt_calloc(arena.used), .capacity = arena.used};
     }
 }
@@ -7787,6 +8374,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
     p.training = p.tp.training = training;
+    p.whole = whole;
     return p;
 }
 
@@ -7804,9 +8392,21 @@ static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
 /* Logits and the loss of every token. */
 static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     MT_CHECK(p->T <= m->plan.max_logits);
-    mt_output_forward(m, p, p->mb->outputs[0].hidden);
-    mt_head_loss(m, p, &p->mb->outputs[0], p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->logp,
-                 p->training ? NULL : m->entropy);
+    const mt_output *out = &p->mb->outputs[0];
+    mt_host_loss *h = m->host_loss;
+    float *entropy = p->training ? out->entropy : m->entropy;
+    bool scores = h && h->sink;
+    mt_output_forward(m, p, out->hidden);
+    if (m->options->head_type == MT_HEAD_LM)
+        mt_head_loss(m, p, out, p->batch->labels, p->batch->loss_mask, m->numbers->sums, m->logp, entropy);
+    else
+        mt_head_values(m, p, out), entropy = NULL;
+    if (m->plan.loss->host || scores) mt_host_loss_gather(m, p, entropy);
+    if (scores)
+        h->sink(h->sink_context, h->micro_batch, p->whole, h->numbers[MT_HOST_LOGP],
+                entropy ? h->numbers[MT_HOST_ENTROPY] : NULL);
+    else if (m->plan.loss->host)
+        mt_host_loss_forward(m, p, out);
     if (p->training) mt_mtp_forward(m, p);
 }
 
@@ -8230,7 +8830,7 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
         weight->has_gradient = &m->sharding->has_gradient[i];
-        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.lm_head.weight = *weight; // tied
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
 }
 
@@ -8261,7 +8861,7 @@ static void mt_buckets_size(mt_model *m) {
 
 /* Finds the bucket of every unit. */
 static void mt_buckets_find(mt_model *m) {
-    bool tied = !m->options->untie_embeddings_and_output_weights;
+    bool tied = mt_options_tied(m->options);
     m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         const mt_param *param = &m->params[m->buckets[i].first_param];
@@ -8781,7 +9381,7 @@ static void mt_gradients_reduce_model(mt_model *m) {
         m->ops->all_reduce(run, count, MT_SUM, b->grad_dtype, group, m->stream);
     }
     int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
-    bool has_copies = !m->options->untie_embeddings_and_output_weights || m->options->mtp_num_layers > 0;
+    bool has_copies = mt_options_tied(m->options) || m->options->mtp_num_layers > 0;
     if (has_copies && m->grid->embedding.size > 1 && word >= 0 && m->buckets[word].trained)
         m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
                            m->buckets[word].grad_dtype, &m->grid->embedding, m->stream);
@@ -9446,6 +10046,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
         return mt_error_set(error, "micro-batch %lld: %s", (long long)action->micro_batch, cause.text);
     mt_pass p = mt_load_batch(m, mb, from->batch, from->training);
     p.message_rows = m->max_rows;
+    if (m->host_loss) m->host_loss->micro_batch = action->micro_batch;
     if (p.training) mb->index = action->micro_batch;
     mt_stage_forward(m, &p);
     if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
@@ -9529,12 +10130,21 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     return status;
 }
 
+/* Zeroes the sums of a step's losses, and the squared norm. */
+static void mt_sums_begin(mt_model *m) {
+    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
+    m->ops->memory_zero(m->numbers->loss_metrics, (int64_t)sizeof m->numbers->loss_metrics, m->stream);
+    if (m->host_loss) *m->host_loss->sums = (mt_loss_sums){0};
+}
+
 /* Sums losses and token counts over all ranks: samples, sequence parts, and the stage with the loss. */
 static void mt_sums_finish(mt_model *m, bool training) {
     const mt_group *groups[] = {&m->grid->data_context, &m->grid->pipeline};
     int64_t modules = training ? m->options->mtp_num_layers : 0;
     for (int i = 0; i < 2; i++) {
         m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, groups[i], m->stream);
+        if (m->plan.loss->host)
+            m->ops->all_reduce(m->numbers->loss_metrics, MT_MAX_LOSS_METRICS, MT_SUM, MT_F64, groups[i], m->stream);
         if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
     }
 }
@@ -9544,7 +10154,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
     mt_experts_begin(m);
-    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream); // the squared norm too
+    mt_sums_begin(m);
     if (m->reruns) m->ops->memory_zero(m->numbers->own, 2 * 8, m->stream);
     if (m->options->mtp_num_layers > 0)
         m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
@@ -9818,6 +10428,8 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                                 .data_seconds = m->trainer->data_seconds};
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
             metrics->mtp_losses[k] = mt_mean_loss(result->numbers.mtp + 2 * k);
+        memcpy(metrics->loss_metrics, result->numbers.loss_metrics, sizeof metrics->loss_metrics);
+        metrics->loss_count = result->numbers.sums[1];
         metrics->seconds = m->trainer->unread_seconds * metrics->tokens / m->trainer->unread_tokens;
         mt_experts_report(m, result, metrics);
         m->trainer->unread_tokens = m->trainer->unread_seconds = 0;
@@ -9831,7 +10443,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
 int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error) {
     double sums[2];
-    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
+    mt_sums_begin(m);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     mt_source from = {.read = source, .context = context, .batch = batch};
@@ -9841,6 +10453,17 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     m->ops->stream_synchronize(m->stream);
     *loss = mt_mean_loss(sums);
     return 0;
+}
+
+int mt_score_tokens(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                    mt_score_sink *sink, void *sink_context, mt_error *error) {
+    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
+    schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
+    mt_source from = {.read = source, .context = context, .batch = batch};
+    if (m->has_loss) m->host_loss->sink = sink, m->host_loss->sink_context = sink_context;
+    int status = micro_batches > 0 ? mt_run_schedule(m, &schedule, false, &from, error) : 0;
+    if (m->has_loss) m->host_loss->sink = NULL;
+    return status;
 }
 
 /* ==== §15 the model =============================================================================================== */
@@ -10003,7 +10626,7 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
         out->entropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
         out->dentropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
     }
-    if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
+    if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->head_width * size);
 }
 
 /* Saved values of one module of multi-token prediction. */
@@ -10091,7 +10714,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
-    m->micro_batches[0].outputs[0].logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
+    m->micro_batches[0].outputs[0].logits = mt_arena_alloc(arena, m->plan.max_logits * m->head_width * size);
     arena->used = mt_max(arena->used, end);
 }
 
@@ -10321,6 +10944,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
     m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
     m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1);
     m->V = o->padded_vocab_size / tp;
+    m->head_width = o->head_type == MT_HEAD_LM ? m->V : 1;
     m->vocab_first = rank * m->V;
     m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0);
     m->rotary_dim = 0;
@@ -10381,7 +11005,7 @@ static void mt_model_linears(mt_model *m) {
         param->is_linear |= is_tied_head;
         if (!param->is_linear || mt_param_is_adapter(param)) continue;
         if (!param->continues) {
-            linear = is_tied_head ? &m->outer.lm_head : (mt_linear *)(void *)mt_param_weight(m, param);
+            linear = is_tied_head ? &m->outer.head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
             if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->num_local;
             expert = param->expert;
@@ -10592,6 +11216,18 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     return mt_agree(&m->grid->world, refused || host_refused, error);
 }
 
+/* Memory for losses on the host and scores. */
+static void mt_host_loss_open(mt_model *m) {
+    int64_t T = m->plan.max_tokens, n = T * m->grid->context.size;
+    mt_host_loss *h = m->host_loss = mt_model_calloc(m, (int64_t)sizeof *h);
+    double *numbers = mt_model_calloc(m, (MT_NUM_HOST_NUMBERS + MT_NUM_LOSS_INPUTS) * n * 8);
+    for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++) h->numbers[i] = numbers + i * n;
+    for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) h->inputs[i] = numbers + (MT_NUM_HOST_NUMBERS + i) * n;
+    h->sums = m->ops->memory_alloc_host((int64_t)sizeof *h->sums + MT_NUM_HOST_NUMBERS * T * 4);
+    for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++) h->staged[i] = (float *)(void *)(h->sums + 1) + i * T;
+    *h->sums = (mt_loss_sums){0};
+}
+
 static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_plan_memory(m, &counting);
@@ -10604,6 +11240,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
     m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
+    if (m->has_loss && (m->plan.loss->host || !m->plan.train)) mt_host_loss_open(m);
     if (m->experts->num_layers > 0) {
         int64_t offsets = m->experts->group->size * (m->experts->num_destinations + 1);
         m->experts->host_offsets =
@@ -10805,12 +11442,30 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     return mt_tensor_open(m, error);
 }
 
+/* The head must compute the numbers of the loss. */
+static int mt_loss_check(const mt_model *m, mt_error *error) {
+    bool has_values = m->options->head_type != MT_HEAD_LM;
+    if (has_values && m->plan.cache_rows > 0)
+        return mt_error_set(error, "a model with a value head generates no text; take the language model's folder");
+    if (!m->plan.train || (m->plan.loss->host ? m->plan.loss->of_values == has_values : !has_values)) {
+        if (!m->plan.loss->host || m->options->mtp_num_layers == 0 || !m->plan.train) return 0;
+        return mt_error_set(error, "--mtp-num-layers trains with the loss of pre-training and fine-tuning only; set it "
+                                   "to 0");
+    }
+    return mt_error_set(error, has_values ? "the loss reads log-probabilities, and the model has a value head"
+                                          : "the loss reads values, and the model has no value head; --value-head");
+}
+
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
     if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     if (!m->plan.loss) m->plan.loss = &mt_nll;
+    if (mt_loss_check(m, error) != 0) {
+        free(m);
+        return -1;
+    }
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 && mt_model_start(m, error) == 0) {
@@ -10837,6 +11492,7 @@ static void mt_model_free_device(mt_model *m) {
     if (m->host.base) m->ops->memory_free_host(m->host.base);
     m->ops->memory_free_host(m->staged_logits);
     m->ops->memory_free_host(m->trainer->results);
+    if (m->host_loss) m->ops->memory_free_host(m->host_loss->sums);
     for (int i = 0; i < 2; i++) {
         m->ops->memory_free_host(m->staged_batch[i]);
         m->ops->event_destroy(m->copied[i]);
@@ -10912,24 +11568,28 @@ static void mt_master_init_scaled(mt_model *m, const mt_param *param) {
     free(values);
 }
 
-static void mt_params_init(mt_model *m, bool adapters_only) {
+void mt_param_init(mt_model *m, const mt_param *param) {
     mt_params_changed(m);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        bool kept = adapters_only && !mt_param_is_adapter(&m->params[i]);
-        if (m->params[i].init == MT_INIT_ZEROS || kept) continue;
-        mt_param_init_state(m, &m->params[i], MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32 && !mt_state_has_scale(mt_state_dtype(m, MT_STATE_MASTER)))
-            mt_param_init_state(m, &m->params[i], MT_STATE_MASTER); // drawn again: a copy of the weights is rounded
-    }
-    for (int64_t i = 0; i < m->num_params; i++)
-        if (m->params[i].trained) mt_master_init_scaled(m, &m->params[i]);
+    if (param->init == MT_INIT_ZEROS) return;
+    mt_param_init_state(m, param, MT_STATE_WEIGHTS);
+    if (m->dtype != MT_F32 && !mt_state_has_scale(mt_state_dtype(m, MT_STATE_MASTER)))
+        mt_param_init_state(m, param, MT_STATE_MASTER); // drawn again: a copy of the weights is rounded
+    mt_master_init_scaled(m, param);
 }
 
 void mt_model_init(mt_model *m) {
-    mt_params_init(m, false);
+    for (int64_t i = 0; i < m->num_params; i++) mt_param_init(m, &m->params[i]);
 }
+
 void mt_model_init_adapters(mt_model *m) {
-    mt_params_init(m, true);
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
+        if (!mt_param_is_adapter(param)) continue;
+        for (int state = MT_STATE_WEIGHTS; state <= MT_STATE_MASTER; state++) { // B may have been trained
+            mt_shard shard = mt_bucket_shard(m, param->bucket, (mt_param_state)state);
+            if (shard.data) mt_shard_write(m, &shard, param->offset, NULL, param->rows * param->cols);
+        }
+        mt_param_init(m, param);
+    }
 }
 
 /* w[first ..., K] += scale b[N, rank] a[column ..., K] of every part and expert. */

@@ -310,6 +310,60 @@ typedef enum mt_chat_template {
     MT_CHAT_DEEPSEEK3,
     MT_CHAT_PLAIN
 } mt_chat_template;
+/* The mean that is taken of the tokens' losses (verl's loss_agg_mode). A sequence without counted tokens does not
+ * count. */
+typedef enum mt_loss_aggregation {
+    MT_TOKEN_MEAN,              // over all counted tokens
+    MT_SEQ_MEAN_TOKEN_SUM,      // over sequences, of the sum over their tokens
+    MT_SEQ_MEAN_TOKEN_MEAN,     // over sequences, of the mean over their tokens
+    MT_SEQ_MEAN_TOKEN_SUM_NORM, // the sum over tokens divided by norm_length ("Understanding R1-Zero-Like Training")
+} mt_loss_aggregation;
+/* Policy losses, with the ratio r = exp(logp - old_logp) and the advantage A. */
+typedef enum mt_policy_variant {
+    MT_POLICY_PPO,   // max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (arXiv 1707.06347, 1912.09729)
+    MT_POLICY_GSPO,  // the same without clip_ratio_c, and r is exp of the sequence's mean log-ratio (2507.18071)
+    MT_POLICY_CISPO, // -A logp clip(r), without a gradient by r (2506.13585)
+    MT_POLICY_GMPO,  // -A r, r the geometric mean of the sequence's clipped ratios (2507.20673); verl: geo_mean
+    MT_POLICY_GPG,   // -A logp (2504.02546)
+} mt_policy_variant;
+/* Estimators of KL(policy | reference) from one sample (Schulman, "Approximating KL divergence"); x = ref_logp - logp.
+ */
+typedef enum mt_kl_type {
+    MT_KL_K1,  // -x
+    MT_KL_ABS, // |x|
+    MT_KL_K2,  // x^2 / 2
+    MT_KL_K3,  // exp(x) - x - 1, at most 10; x within +-20
+} mt_kl_type;
+/* Preferences, with h = (logp - ref_logp of chosen) - (logp - ref_logp of rejected), sums over counted tokens. */
+typedef enum mt_preference_variant {
+    MT_PREFERENCE_SIGMOID, // -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h) (DPO, arXiv 2305.18290)
+    MT_PREFERENCE_IPO,     // (h - 1 / (2 beta))^2 (2310.12036)
+    MT_PREFERENCE_HINGE,   // max(0, 1 - beta h) (SLiC-HF, 2305.10425)
+} mt_preference_variant;
+/* Estimators of advantages: see mt_advantages. */
+typedef enum mt_adv_estimator {
+    MT_ADV_GAE,                 // arXiv 1506.02438; with a critic
+    MT_ADV_GRPO,                // score - the group's mean, also divided by its deviation (2402.03300)
+    MT_ADV_RLOO,                // score - the mean of the group's others (2402.14740)
+    MT_ADV_REINFORCE,           // the discounted return
+    MT_ADV_REINFORCE_PLUS_PLUS, // the same, whitened (2501.03262)
+} mt_adv_estimator;
+/* Divergences of the student p from the teacher q, softmaxes of K logits. */
+typedef enum mt_divergence_type {
+    MT_FORWARD_KL,        // KL(q | p)
+    MT_REVERSE_KL,        // KL(p | q)
+    MT_ADAPTIVE_KL,       // both, weighted by the gaps |p - q| of the teacher's head and tail (arXiv 2404.02657)
+    MT_SKEWED_FORWARD_KL, // KL(q | lambda q + (1 - lambda) p) (DistiLLM, 2402.03898)
+    MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
+    MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
+} mt_divergence_type;
+/* The stage of training (--stage). */
+typedef enum mt_training_stage {
+    MT_STAGE_PT,  // pre-training
+    MT_STAGE_SFT, // fine-tuning on conversations
+    MT_STAGE_RM,  // a reward model, on pairs of responses
+    MT_STAGE_DPO  // preferences, on pairs of responses
+} mt_training_stage;
 typedef enum mt_loss_on { MT_LOSS_ON_RESPONSES, MT_LOSS_ON_LAST, MT_LOSS_ON_ALL } mt_loss_on;
 typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
@@ -340,6 +394,13 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
+
+/* The head: logits of the next token, or one value (num_labels 1) from `score`. */
+typedef enum mt_head_type {
+    MT_HEAD_LM,
+    MT_HEAD_SEQUENCE, // of a sequence, at its last token: *ForSequenceClassification, a reward model
+    MT_HEAD_TOKEN     // of every token: *ForTokenClassification, a critic
+} mt_head_type;
 
 /* Every option by its Megatron name, with underscores. data/option_table.c has each one's default, range and help. A
  * number 0 and a string NULL mean "not given"; mt_options_finish (data/options.h) derives such values and checks all
@@ -462,6 +523,12 @@ typedef struct mt_options {
     mt_loss_on loss_on;
     mt_long_samples long_samples;
     char *messages_key, *prompt_key, *query_key, *response_key;
+    /* after pre-training */
+    mt_training_stage stage;
+    bool value_head, ipo;
+    mt_preference_variant preference_loss;
+    double beta, label_smoothing;
+    char *ref_load, *chosen_key, *rejected_key;
     /* checkpoints and reports */
     char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
@@ -491,6 +558,7 @@ typedef struct mt_options {
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // of config.json
+    mt_head_type head_type;               // of config.json, or for the stage
     int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id;   // -1: none
     uint64_t lora_roles;                  // the matrices with adapters, a bit 1 << mt_role each
@@ -504,6 +572,9 @@ typedef struct mt_activation_row {
 } mt_activation_row;
 extern const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS];
 mt_activation mt_options_activation(const mt_options *options);
+
+/* True if the embedding is the head's weight too. */
+bool mt_options_tied(const mt_options *options);
 
 /* True if the user gave the option whose field begins at `offset`. */
 bool mt_options_gave(const mt_options *options, size_t offset);
@@ -1816,6 +1887,157 @@ void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout,
  * tp->loss_parts is scratch. Its backward, cross_entropy_backward, needs no communication. */
 void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a);
 
+/* ==== §7b losses after pre-training =============================================================================== */
+
+/* Losses of policies, critics, preferences and rewards, advantages, and divergences of distillation: pure functions on
+ * the host, in float64. They equal verl's (verl/trainer/ppo/core_algos.py), whose names they keep, and TRL's DPO. */
+
+/* Whole sequences of one micro-batch, or of several. Token t's values belong to the prediction of its label. */
+typedef struct mt_loss_tokens {
+    int64_t T, num_sequences;
+    const mt_span
+        *sequences;    // sequence s has the tokens [q_start, q_start + q_len); tokens in no sequence do not count
+    const float *mask; // [T] not 0: the token's label counts (a response)
+    const double *logp, *entropy, *values;                                 // [T] of the model; NULL where it has none
+    const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] operands; NULL where a loss has none
+    double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
+} mt_loss_tokens;
+
+/* Sums over sequences, to which a loss adds: the loss of a step is loss / count, however its sequences are spread over
+ * micro-batches and ranks. Metrics are sums too; each loss names their divisors. */
+enum { MT_MAX_LOSS_METRICS = 8 };
+typedef struct mt_loss_sums {
+    double loss, count, metrics[MT_MAX_LOSS_METRICS];
+} mt_loss_sums;
+
+typedef struct mt_aggregation {
+    mt_loss_aggregation mode;
+    double norm_length; // MT_SEQ_MEAN_TOKEN_SUM_NORM; verl: the padded length of responses
+    /* MT_SEQ_MEAN_TOKEN_SUM_NORM: the counted sequences of the step, so that its count is 1 as in verl; 0: the loss is
+     * the mean over sequences, as in the paper */
+    int64_t norm_sequences;
+    bool counts_empty; // means over sequences count those without counted tokens, as verl's geo_mean does
+} mt_aggregation;
+
+/* policy + kl_coef KL - entropy_coef entropy. */
+typedef struct mt_policy_config {
+    mt_policy_variant variant;
+    mt_aggregation aggregation;             // GSPO and GMPO always take MT_SEQ_MEAN_TOKEN_MEAN
+    double clip_ratio_low, clip_ratio_high; // r is clipped to [1 - low, 1 + high]; GMPO: log r to [-low, high]
+    double clip_ratio_c;                    // dual clipping, above 1; 0: none
+    double kl_coef, entropy_coef;           // 0: none, and ref_logp or entropy may be NULL
+    mt_kl_type kl_type;
+} mt_policy_config;
+
+/* Metrics of mt_policy_loss; divisor: MT_POLICY_TOKENS. */
+enum {
+    MT_POLICY_TOKENS,
+    MT_POLICY_CLIPFRAC,       // the clipped loss replaced the plain one (verl's pg_clipfrac)
+    MT_POLICY_CLIPFRAC_LOWER, // dual clipping replaced that one; GMPO: clipped with A < 0
+    MT_POLICY_PPO_KL,         // old_logp - logp
+    MT_POLICY_REF_KL,         // by kl_type; 0 without ref_logp
+    MT_POLICY_ENTROPY,
+};
+
+/* Adds to sums and to t->dlogp, t->dentropy. Reads logp, old_logp (NULL: the policy is the old one, r = 1), advantages
+ * (NULL: no policy loss) and, with their coefficients, ref_logp and entropy. */
+void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums);
+
+/* KL's estimate for one token; *dlogp: its derivative by logp. */
+double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlogp);
+
+/* The value loss max((v - R)^2, (clip(v, v_old +- clip) - R)^2) / 2. */
+typedef struct mt_value_config {
+    mt_aggregation aggregation;
+    double clip; // 0: none, and old_values may be NULL
+} mt_value_config;
+
+/* Metrics of mt_value_loss; divisor: MT_VALUE_TOKENS. Explained variance comes from the last four. */
+enum {
+    MT_VALUE_TOKENS,
+    MT_VALUE_CLIPFRAC,
+    MT_VALUE_VALUES,
+    MT_VALUE_RETURNS,
+    MT_VALUE_RETURNS_SQUARED,
+    MT_VALUE_ERRORS_SQUARED,
+};
+
+/* Adds to sums and to t->dvalues; reads values, returns and old_values. */
+void mt_value_loss(const mt_loss_tokens *t, const mt_value_config *c, mt_loss_sums *sums);
+
+typedef struct mt_preference_config {
+    mt_preference_variant variant;
+    double beta, label_smoothing; // label_smoothing: s of MT_PREFERENCE_SIGMOID
+} mt_preference_config;
+
+/* Metrics of mt_preference_loss and mt_reward_loss; divisor: the count. */
+enum {
+    MT_PAIR_ACCURACY, // the chosen reward is the greater one
+    MT_PAIR_CHOSEN,   // rewards: beta (logp - ref_logp), or values
+    MT_PAIR_REJECTED,
+    MT_PAIR_MARGIN,
+};
+
+/* Sequences 2i are chosen, 2i + 1 rejected; a last one without a partner and a pair without counted tokens are padding.
+ * The count is the number of pairs. Adds to sums and to t->dlogp; ref_logp NULL: 0, without a reference. */
+void mt_preference_loss(const mt_loss_tokens *t, const mt_preference_config *c, mt_loss_sums *sums);
+
+/* -log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2 (Bradley and Terry, 1952; the second
+ * term keeps rewards around 0: "Helping or Herding?", arXiv 2312.09244). */
+typedef struct mt_reward_config {
+    double margin, center_coef; // 0: none
+} mt_reward_config;
+
+/* On values at the last token of each sequence, in pairs as in mt_preference_loss. Adds to sums and to t->dvalues. */
+void mt_reward_loss(const mt_loss_tokens *t, const mt_reward_config *c, mt_loss_sums *sums);
+
+/* ---- advantages, of all rollouts of a step at once */
+
+typedef struct mt_advantage_config {
+    mt_adv_estimator estimator;
+    double gamma, lambda;  // gamma: all but GRPO and RLOO; lambda: GAE
+    bool norm_by_std;      // GRPO
+    bool whiten;           // over all counted tokens; verl: always with GAE. REINFORCE++ whitens always
+    double advantage_clip; // to +-, at the end; 0: none
+} mt_advantage_config;
+
+typedef struct mt_advantage_tokens {
+    int64_t T, num_sequences;
+    const mt_span *sequences; // as in mt_loss_tokens
+    const float *mask;        // [T]
+    const int64_t *groups;    // [num_sequences] sequences with the same number answer the same prompt; GRPO and RLOO
+    const double *rewards;    // [T] a sequence's score is their sum over all of its tokens
+    const double *values;     // [T] GAE: of the critic
+    double *advantages, *returns; // [T] results; 0 where the mask is 0
+} mt_advantage_tokens;
+
+/* Advantages and returns of every counted token. A group of one has the score itself as its advantage (GRPO with
+ * norm_by_std: nearly). */
+void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c);
+
+/* Token-level rewards[T]: a sequence's score, clipped to +-reward_clip (0: not), at its last counted token; where
+ * kl_coef is not 0, minus kl_coef times the KL estimate of t->old_logp against t->ref_logp at each counted token. A
+ * sequence without counted tokens keeps its score at its last token. */
+void mt_token_rewards(double *rewards, const mt_loss_tokens *t, const double *scores, double reward_clip,
+                      mt_kl_type kl_type, double kl_coef);
+
+/* Subtracts the mean of x[T] over counted tokens and divides by their standard deviation (n - 1); others become 0. */
+void mt_whiten(double *x, const float *mask, int64_t T);
+
+/* ---- distillation */
+
+typedef struct mt_divergence_config {
+    mt_divergence_type type;
+    double temperature;    // divides both logits
+    double skew_lambda;    // of [0, 1)
+    double adaptive_alpha; // the tail: the teacher's least probable labels, with at most this probability in all
+} mt_divergence_config;
+
+/* The divergence of one token's K logits, and its derivative dstudent[K] by the student's. A label with an infinite
+ * logit adds nothing. Not scaled by the squared temperature. */
+double mt_divergence(const mt_divergence_config *c, const double *student, const double *teacher, int64_t K,
+                     double *dstudent);
+
 /* ==== §8 the parameter table ====================================================================================== */
 
 /* The roles of parameters. A role's number is part of random keys, and so of every model's initial weights: new roles
@@ -1868,6 +2090,8 @@ typedef enum mt_role {
     MT_EXPERT_GATE_BIAS,
     MT_EXPERT_UP_BIAS,
     MT_EXPERT_DOWN_BIAS,
+    MT_SCORE, // this and the next: the head of a model that computes values, instead of MT_LM_HEAD
+    MT_SCORE_BIAS,
     MT_LORA_A, // this and the next one: of the matrix of role mt_param.adapts
     MT_LORA_B,
     MT_NUM_ROLES
@@ -1991,6 +2215,16 @@ int64_t mt_param_rows_stored(const mt_param *param);
 
 /* ==== §9 layers; §15 the model ==================================================================================== */
 
+/* Numbers of a token that a loss reads besides those of the model. */
+typedef enum mt_loss_input {
+    MT_OLD_LOGP,   // log-probability by the policy that generated the token
+    MT_REF_LOGP,   // by the reference model
+    MT_ADVANTAGES, // of the token
+    MT_RETURNS,    // the target of its value
+    MT_OLD_VALUES, // its value when it was generated
+    MT_NUM_LOSS_INPUTS
+} mt_loss_input;
+
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
     int64_t num_tokens;   // T
@@ -2000,7 +2234,8 @@ typedef struct mt_batch {
     int32_t *positions;   // [T] within the sequence
     int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout
     int64_t num_spans;
-    mt_span *spans;       // room for one span a token
+    mt_span *spans;                         // room for one span a token
+    float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
 } mt_batch;
@@ -2087,13 +2322,32 @@ typedef struct mt_loss_args {
     float *dlogp, *dentropy;             // [T] results; dentropy only for a loss that uses entropy
 } mt_loss_args;
 
+/* A metric of a loss: mt_loss_sums.metrics[number] divided by metrics[divisor], or by the count where divisor is -1. */
+typedef struct mt_loss_metric {
+    const char *name;
+    int number, divisor;
+} mt_loss_metric;
+
+/* A loss has one of two functions. `forward` runs on the device. `host` runs on the host, on whole sequences in
+ * float64, on every rank that shares a micro-batch; the device waits for it, so it is for losses that are small beside
+ * the model (§7b). */
 typedef struct mt_loss {
     bool uses_entropy;
+    bool of_values; // reads values; false: log-probabilities
     void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
+    void (*host)(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums);
+    const void *config;            // of `host`
+    const mt_loss_metric *metrics; // of `host`, ended by a row without a name; NULL: none
 } mt_loss;
 
 /* Pre-training: the weighted sum of negative log-probabilities. */
 extern const mt_loss mt_nll;
+
+/* Losses on the host; to be copied, with the config that is named here. */
+extern const mt_loss mt_preference; // mt_preference_config
+extern const mt_loss mt_reward;     // mt_reward_config
+extern const mt_loss mt_policy;     // mt_policy_config; uses_entropy where its coefficient is not 0
+extern const mt_loss mt_value;      // mt_value_config
 
 /* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {
@@ -2130,9 +2384,11 @@ typedef enum mt_plan_row {
 /* The bytes of a row. */
 int64_t mt_model_planned_bytes(const mt_model *model, mt_plan_row row);
 
-/* Draws the initial parameters by coordinate from options->seed; the second one those of adapters alone: A normal with
- * the variance of peft's uniform distribution, 1 / (3 K), and B zero. */
+/* Draws the initial values of all parameters, or of one row of the model's table, by coordinate from options->seed. */
 void mt_model_init(mt_model *model);
+void mt_param_init(mt_model *model, const mt_param *param);
+
+/* Draws those of the adapters: A normal with the variance of peft's uniform distribution, 1 / (3 K), and B zero. */
 void mt_model_init_adapters(mt_model *model);
 
 /* Adds the product of each adapter to its matrix, in fp32 and rounded once, and clears its B: the model computes the
@@ -2357,12 +2613,25 @@ typedef struct mt_metrics {
     double load_balancing_loss, z_loss; // times their coefficients; means over tokens and over layers with experts
     double imbalance, worst_imbalance;  // greatest load of an expert / mean load: mean and maximum over layers
     double dropped;                     // fraction of the choices of experts that capacities dropped
+    double loss_metrics[MT_MAX_LOSS_METRICS]; // sums of a loss on the host: mt_loss_sums
+    double loss_count;                        // of that loss
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step. Calls come in the order of this rank's schedule, one for each of
  * its virtual stages. Ranks of one model replica fill in the same batch, which must pass mt_batch_check. Returns 0, or
  * -1 with error. */
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
+
+/* Receives the results of a micro-batch, on the ranks with the loss: log-probabilities of the labels and entropies of
+ * all its tokens [batch->num_tokens], padding included; or with a value head the values, and entropy NULL. */
+typedef void mt_score_sink(void *context, int64_t micro_batch, const mt_batch *batch, const double *logp,
+                           const double *entropy);
+
+/* A forward pass without dropout over `micro_batches` micro-batches per rank. `sink` receives each of them, in the
+ * order of their numbers. For models without `train` in their plan, or with a loss on the host. Every rank calls it;
+ * data-parallel ranks with the same number of micro-batches, which may be empty of unmasked tokens. */
+int mt_score_tokens(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                    mt_score_sink *sink, void *sink_context, mt_error *error);
 
 /* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule,
  * gradients summed over the data group, their norm and clipping, AdamW. Updates `state`. With metrics == NULL the host

@@ -9,6 +9,7 @@
 #include "data/options.h"
 #include "data/profile.h"
 #include "data/report.h"
+#include "data/stage.h"
 #include "data/timeline.h"
 #include "data/tokenizer.h"
 #include "data/trace.h"
@@ -26,7 +27,9 @@ typedef struct run {
     mt_data_config data_config;
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
+    mt_stage_loss loss;
     mt_model *model;
+    mt_reference *reference; // NULL: the stage has none
     mt_saver *saver;
     mt_batch batch;
     mt_run_state state;
@@ -168,8 +171,9 @@ static void open_model(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     int64_t here = o->dynamic_context_parallel ? o->max_seqlen_per_dp_cp_rank
-                                               : mt_rank_tokens(o, o->micro_batch_size * o->seq_length);
+                                               : mt_rank_tokens(o, o->micro_batch_size * mt_row_length(o));
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
+    plan.loss = mt_stage_loss_of(&r->loss, o);
     plan.host_memory = mt_host_memory_available("");
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
     refuse(r, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
@@ -182,6 +186,7 @@ static void open_model(run *r) {
         mt_model_init(r->model);
     if (!o->load && o->load_adapter)
         refuse(r, mt_checkpoint_load_adapter(r->model, &r->state, o->load_adapter, false, &error), &error);
+    refuse(r, mt_reference_open(&r->reference, o, &r->state, &r->grid, r->ops, &plan, &error), &error);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
     mt_batch_alloc(&r->batch, here * o->context_parallel_size);
 }
@@ -211,6 +216,20 @@ static int64_t evaluated_samples(const run *r, mt_split split) {
     return r->loaders[split] ? r->options.eval_iters * r->options.global_batch_size : 0;
 }
 
+/* Where the micro-batches of a feed come from. */
+typedef struct source {
+    mt_batch_source *read;
+    void *context;
+} source;
+
+/* The feed itself, or the reference model, which scores its samples first. */
+static source take_samples(run *r, mt_feed *feed) {
+    mt_error error;
+    if (!r->reference) return (source){mt_feed_batch, feed};
+    check(r, mt_reference_score(r->reference, feed, &r->batch, &error), &error);
+    return (source){mt_reference_batch, r->reference};
+}
+
 /* Mean loss over the batches of a split from a sample on. */
 static void evaluate(run *r, mt_split split, const char *name, int64_t first) {
     mt_error error;
@@ -219,7 +238,8 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t first) {
     check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return;
     mt_feed feed = mt_feed_begin(r->loaders[split], first, evaluated_samples(r, split), &r->grid);
-    check(r, mt_evaluate(r->model, feed.micro_batches, mt_feed_batch, &feed, &r->batch, &loss, &error), &error);
+    source from = take_samples(r, &feed);
+    check(r, mt_evaluate(r->model, feed.micro_batches, from.read, from.context, &r->batch, &loss, &error), &error);
     check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
     mt_report_evaluation(&r->report, &r->state, name, loss);
 }
@@ -242,7 +262,8 @@ static bool step(run *r) {
     bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);
     bool reported = timed || due; // then the device is idle when the step ends
     if (timed) mt_profile_step_begin();
-    int status = mt_train_step(r->model, &r->state, feed.micro_batches, mt_feed_batch, &feed, &r->batch,
+    source from = take_samples(r, &feed);
+    int status = mt_train_step(r->model, &r->state, feed.micro_batches, from.read, from.context, &r->batch,
                                reported ? &metrics : NULL, &error);
     if (timed) mt_profile_step_end();
     if (traced) mt_trace_step_end();
@@ -374,6 +395,7 @@ int main(int argc, char **argv) {
     mt_data_close(r.data);
     mt_batch_free(&r.batch);
     mt_saver_close(r.saver);
+    mt_reference_close(r.reference);
     mt_model_destroy(r.model);
     print_profile(&r);
     mt_tokenizer_close(r.tokenizer);

@@ -80,6 +80,9 @@ int mt_options_derive_adapters(mt_options *o, mt_error *error) {
         (uint64_t)1 << MT_EXPERT_GATE | (uint64_t)1 << MT_EXPERT_UP | (uint64_t)1 << MT_EXPERT_DOWN;
     o->lora_roles = 0;
     if (o->lora_rank == 0) return 0;
+    if (o->head_type != MT_HEAD_LM)
+        return mt_error_set(error, "--lora-rank: a value head is not trained with adapters; leave out the adapter, or "
+                                   "take a language model");
     if (o->lora_alpha == 0) o->lora_alpha = (double)o->lora_rank;
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < o->lora_target.count && status == 0; i++) {

@@ -198,7 +198,7 @@ static const char *mt_tensor_repeats(const mt_options *options, const char *name
     if (module < 0 || module >= options->mtp_num_layers) return NULL;
     bool is_head = strcmp(rest, mt_role_name(options, MT_LM_HEAD, true)) == 0;
     if (!is_head && strcmp(rest, mt_role_name(options, MT_WORD_EMBEDDING, true)) != 0) return NULL;
-    bool is_apart = is_head && options->untie_embeddings_and_output_weights;
+    bool is_apart = is_head && !mt_options_tied(options);
     return mt_role_name(options, is_apart ? MT_LM_HEAD : MT_WORD_EMBEDDING, false);
 }
 
@@ -217,8 +217,9 @@ static int mt_tensor_check_repeated(const mt_options *options, const mt_safetens
                         tensor->file, tensor->name, shared->name);
 }
 
-/* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, and
- * modules of multi-token prediction that the model does not have. */
+/* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
+ * output layer of a language model that got a value head, and modules of multi-token prediction that the model does not
+ * have. */
 static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     const char *rest;
     int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
@@ -226,7 +227,8 @@ static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     if (mt_tensor_repeats(options, name)) return true;
     if (mt_text_ends_with(name, "rotary_emb.inv_freq") || mt_text_ends_with(name, ".attn.masked_bias")) return true;
     if (options->hf_family == MT_HF_GPT2 && mt_text_ends_with(name, ".attn.bias")) return true;
-    return !options->untie_embeddings_and_output_weights && strcmp(name, mt_role_name(options, MT_LM_HEAD, false)) == 0;
+    bool has_head = options->head_type == MT_HEAD_LM && !mt_options_tied(options);
+    return !has_head && strcmp(name, mt_role_name(options, MT_LM_HEAD, false)) == 0;
 }
 
 static int mt_tensor_pointer_compare(const void *a, const void *b) {
@@ -264,6 +266,11 @@ static int mt_stem_states(const mt_safetensors *set, bool weights, const mt_para
     return weights ? MT_STATE_MASTER : MT_NUM_STATES;
 }
 
+/* True for the value head that --value-head adds to a language model. */
+static bool mt_param_grows(const mt_param *param, const mt_options *options) {
+    return options->value_head && (param->role == MT_SCORE || param->role == MT_SCORE_BIAS);
+}
+
 /* Checks a stem's tensors against the whole model's table, so that every rank finds the same. */
 static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_options *options, const char *folder,
                          mt_error *error) {
@@ -276,6 +283,7 @@ static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_o
     for (int64_t i = 0; i < count; i++)
         for (int state = first; state < end && status == 0; state++) {
             const mt_tensor_info *tensor = mt_state_find(set, &rows[i], (mt_param_state)state);
+            if (!tensor && weights && mt_param_grows(&rows[i], options)) continue;
             status = tensor ? mt_param_check(&rows[i], tensor, options, set, error)
                             : mt_state_missing(&rows[i], (mt_param_state)state, options, folder, set, error);
         }
@@ -883,9 +891,14 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     int first = 0, end = num_params > 0 ? mt_stem_states(set, weights, &params[0], &first) : 0;
     for (int64_t i = 0; i < num_params; i++)
         for (int state = first; state < end && mt_stem_holds(stem, &params[i]); state++) {
-            mt_target *t = &targets[count++];
+            mt_target *t = &targets[count];
             *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights};
             t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
+            if (!t->tensor) { // mt_param_grows
+                mt_param_init(m, &params[i]);
+                continue;
+            }
+            count++;
             if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)

@@ -275,7 +275,8 @@ static void open_mock_samples(mt_data *data, const mt_data_config *config) {
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         if (config->sizes[split] == 0) continue;
         mt_samples_mock(&data->samples[split], MOCK_SAMPLES, config, split);
-        data->splits[split] = mt_row_dataset_create(&data->samples[split], 0, MOCK_SAMPLES, split, config);
+        int64_t items = mt_samples_items(&data->samples[split]);
+        data->splits[split] = mt_row_dataset_create(&data->samples[split], 0, items, split, config);
         data->splits[split]->num_documents = data->splits[split]->num_tokens = 0; // generated
     }
 }
@@ -285,7 +286,7 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
     mt_sft_config files = {.paths = *paths,
                            .tokenizer_path = config->tokenizer_path,
                            .vocab_size = config->vocab_size,
-                           .seq_length = config->seq_length,
+                           .seq_length = o->seq_length,
                            .chat_template = o->chat_template,
                            .loss_on = o->loss_on,
                            .long_samples = o->long_samples,
@@ -294,6 +295,9 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .prompt_key = o->prompt_key,
                            .query_key = o->query_key,
                            .response_key = o->response_key,
+                           .pairs = config->pairs,
+                           .chosen_key = o->chosen_key,
+                           .rejected_key = o->rejected_key,
                            .log = config->log};
     return mt_samples_read(samples, &files, config->tokenizer, error);
 }
@@ -313,9 +317,9 @@ static int open_samples(mt_data *data, const mt_data_config *config, mt_error *e
         mt_samples *samples = &data->samples[divides ? 0 : split];
         if (config->sizes[split] == 0 || (!divides && paths->count == 0)) continue;
         if (!divides && read_samples(samples, paths, config, error) != 0) return -1;
-        double count = (double)samples->count;
+        double count = (double)mt_samples_items(samples);
         int64_t begin = divides ? (int64_t)nearbyint(edges[split] * count) : 0;
-        int64_t end = divides ? (int64_t)nearbyint(edges[split + 1] * count) : samples->count;
+        int64_t end = divides ? (int64_t)nearbyint(edges[split + 1] * count) : (int64_t)count;
         if (begin < end) data->splits[split] = mt_row_dataset_create(samples, begin, end, split, config);
     }
     if (data->splits[MT_SPLIT_TRAIN]) return 0;
@@ -360,6 +364,14 @@ static int open_splits(mt_data *data, const mt_data_config *config, mt_error *er
     return 0;
 }
 
+bool mt_trains_on_pairs(const mt_options *o) {
+    return o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO;
+}
+
+int64_t mt_row_length(const mt_options *o) {
+    return o->seq_length * (mt_trains_on_pairs(o) ? 2 : 1);
+}
+
 mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
     int64_t iterations = o->train_epochs > 0 ? 1 : o->num_iterations; // not known yet; rows never end
     int64_t evaluations = o->eval_interval > 0 ? iterations / o->eval_interval + 1 : 0;
@@ -368,7 +380,7 @@ mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
                              .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
                              .mock_data = o->mock_data,
                              .tokens_file = o->tokens_file,
-                             .seq_length = o->seq_length,
+                             .seq_length = mt_row_length(o),
                              .seed = o->seed,
                              .vocab_size = o->vocab_size,
                              .eod_id = eod_id,
@@ -378,6 +390,7 @@ mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
                              .dataloader_type = o->dataloader_type,
                              .options = o,
                              .sft = o->sft,
+                             .pairs = mt_trains_on_pairs(o),
                              .sequence_packing = o->sequence_packing,
                              .variable_seq_lengths = o->variable_seq_lengths,
                              .train_epochs = o->train_epochs,

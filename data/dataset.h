@@ -141,13 +141,13 @@ typedef struct mt_data_config {
     bool no_data_sharding;              // --no-data-sharding, for cyclic: ranks share one shuffle
 
     /* samples of any length, see sft.h */
-    const mt_options *options;            // how files are read
-    const struct mt_tokenizer *tokenizer; // of the files' text
-    const char *tokenizer_path;           // its file or folder; NULL: none
-    FILE *log;                            // lines about the files; NULL: none
-    bool sft, sequence_packing, variable_seq_lengths;
-    int64_t train_epochs;          // 0: no limit
-    bool dynamic_context_parallel; // with the next fields as in mt_plan_shape
+    const mt_options *options;                               // how files are read
+    const struct mt_tokenizer *tokenizer;                    // of the files' text
+    const char *tokenizer_path;                              // its file or folder; NULL: none
+    FILE *log;                                               // lines about the files; NULL: none
+    bool sft, pairs, sequence_packing, variable_seq_lengths; // pairs: see mt_samples
+    int64_t train_epochs;                                    // 0: no limit
+    bool dynamic_context_parallel;                           // with the next fields as in mt_plan_shape
     int64_t context_size, min_context_size, rank_tokens, slot_group, slot_rest;
     bool meets;
     mt_token_work work; // for even micro-batches
@@ -167,6 +167,12 @@ struct mt_dataset {
 /* Copies the tokens [seq_length + 1] of sample `index`, in [0, num_samples). A pure function of the index. */
 int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error);
 void mt_dataset_free(mt_dataset *dataset);
+
+/* True if the samples of the stage are pairs of a chosen and a rejected response. */
+bool mt_trains_on_pairs(const mt_options *options);
+
+/* Positions of a row: --seq-length, or twice that for pairs. */
+int64_t mt_row_length(const mt_options *options);
 
 /* The configuration that options describe. `eod_id` is the tokenizer's end of document; -1: none. */
 mt_data_config mt_data_config_of(const mt_options *options, int64_t eod_id);

@@ -509,6 +509,39 @@ static void mt_config_read_quantization(mt_config *config, mt_options *shape) {
                            "and columns per scale; load the fp32, bf16 or fp16 model");
 }
 
+/* The ends of class names of models with a value head, by mt_head_type. */
+static const char *const mt_head_classes[] = {NULL, "ForSequenceClassification", "ForTokenClassification"};
+
+/* The head, by the model's class. A value head has one label; files without id2label mean two. */
+static void mt_config_read_head(mt_config *config, mt_options *shape) {
+    const json_t *labels = mt_config_get(config->root, "id2label"), *number = mt_config_get(config->root, "num_labels");
+    const char *class = json_string_value(json_array_get(json_object_get(config->root, "architectures"), 0));
+    int64_t count = json_is_object(labels)    ? (int64_t)json_object_size(labels)
+                    : json_is_integer(number) ? json_integer_value(number)
+                                              : 2;
+    for (int head = MT_HEAD_SEQUENCE; class && head <= MT_HEAD_TOKEN; head++)
+        if (mt_text_ends_with(class, mt_head_classes[head])) shape->head_type = (mt_head_type)head;
+    if (shape->head_type == MT_HEAD_LM) return;
+    if (count != 1)
+        mt_config_fail(config, "%.80s has %lld labels; value heads have one: \"id2label\": {\"0\": \"LABEL_0\"}", class,
+                       (long long)count);
+    shape->mtp_num_layers = 0;
+}
+
+/* GPT2LMHeadModel or LlamaForCausalLM -> GPT2ForTokenClassification, LlamaForTokenClassification. */
+static void mt_config_write_head(json_t *root, const mt_options *o) {
+    const char *class = mt_families[o->hf_family].class, *end = strstr(class, "ForCausalLM");
+    char name[128];
+    if (!end) end = strstr(class, "LMHeadModel");
+    snprintf(name, sizeof name, "%s", class);
+    if (o->head_type != MT_HEAD_LM)
+        snprintf(name, sizeof name, "%.*s%s", (int)(end - class), class, mt_head_classes[o->head_type]);
+    json_object_set_new(root, "architectures", json_pack("[s]", name));
+    if (o->head_type == MT_HEAD_LM) return;
+    json_object_set_new(root, "id2label", json_pack("{ss}", "0", "LABEL_0"));
+    json_object_set_new(root, "label2id", json_pack("{si}", "LABEL_0", 0));
+}
+
 /* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
 static void mt_config_read_family(mt_config *config, mt_options *shape) {
     mt_error problem;
@@ -523,6 +556,7 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
     if (mask & GPT2) mt_config_finish_gpt2(config, shape);
     if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
     if (mask & MEGATRON) mt_config_read_megatron(config, shape);
+    mt_config_read_head(config, shape);
     memset(shape->given, 0, sizeof shape->given);
     if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
     int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
@@ -604,6 +638,7 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
         options->hf_family = shape.hf_family;
+        options->head_type = shape.head_type;
         memcpy(options->weight_block_size, shape.weight_block_size, sizeof shape.weight_block_size);
         for (const mt_option *row = mt_option_table; row->help; row++)
             if (row->name && row->origin != MT_OF_RUN && !mt_options_gave(options, row->offset))
@@ -613,8 +648,8 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
     return result;
 }
 
-int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *path,
-                           mt_error *error) {
+int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
+                           const char *path, mt_error *error) {
     mt_options shape;
     mt_options_default(&shape);
     int status = mt_config_read(&shape, json, bytes, path, error);
@@ -627,9 +662,9 @@ int mt_options_check_shape(const mt_options *options, const char *json, int64_t 
         if (!mt_option_differs(&shape, options, row)) continue;
         char *ours = mt_option_text(&shape, row), *theirs = mt_option_text(options, row);
         status = mt_error_set(error,
-                              "--hf-config %s: has --%s %.60s, but the model of --load %s has %.60s; leave "
-                              "--hf-config out, or name another folder",
-                              path, row->name, ours, options->load, theirs);
+                              "%s %s: has --%s %.60s, but the model of --load %s has %.60s; leave %s out, or name "
+                              "another folder",
+                              option, path, row->name, ours, options->load, theirs, option);
         free(ours), free(theirs);
     }
     mt_options_free(&shape);
@@ -726,7 +761,7 @@ char *mt_options_write_hf_config(const mt_options *o) {
     mt_hf_key key;
     json_t *root = json_object();
     if (mask & DEEPSEEK_V3 && mt_num_expert_layers(o) > 0) mask |= DEEPSEEK_MOE;
-    json_object_set_new(root, "architectures", json_pack("[s]", mt_families[o->hf_family].class));
+    mt_config_write_head(root, o);
     mt_json_set_string(root, "model_type", mt_families[o->hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
     json_object_set_new(root, "bos_token_id", o->bos_token_id < 0 ? json_null() : json_integer(o->bos_token_id));

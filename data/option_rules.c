@@ -518,6 +518,26 @@ static void mt_options_derive_timeouts(mt_options *o) {
         o->save_timeout_seconds = mt_max(o->save_timeout_seconds, o->distributed_timeout_seconds);
 }
 
+/* The head of the stage. A reward model has a value head; all others are language models. */
+static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *error) {
+    bool rewards = o->stage == MT_STAGE_RM, has_head = o->head_type != MT_HEAD_LM;
+    if (program == MT_PROGRAM_INFER) return 0;
+    if (o->mtp_num_layers > 0 && o->stage > MT_STAGE_SFT)
+        return mt_error_set(error, "--mtp-num-layers %lld is for --stage pt and sft; set it to 0",
+                            (long long)o->mtp_num_layers);
+    if (!rewards && has_head)
+        return mt_error_set(error,
+                            "--load %s: is a model with a value head, which --stage rm trains; take a language "
+                            "model's folder",
+                            o->load ? o->load : "");
+    if (rewards && has_head && o->value_head)
+        return mt_error_set(error, "--value-head: %s has one already; leave it out", o->load);
+    if (rewards && !has_head && o->load && !o->value_head)
+        return mt_error_set(error, "--stage rm: %s is a language model; --value-head gives it a value head", o->load);
+    if (rewards && !has_head) o->head_type = MT_HEAD_SEQUENCE;
+    return 0;
+}
+
 int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
     if (o->num_layers == 0)
@@ -529,6 +549,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (o->print_schedule && world_size == 1) // the ranks are imagined
         world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
+    if (mt_options_derive_head(o, program, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;

@@ -140,8 +140,8 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
 
 /* Compares the model of --hf-config with that of the loaded weights, which the options have: every option that was not
  * given must have the same value in both, after derived sizes are filled in. */
-int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *path,
-                           mt_error *error);
+int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
+                           const char *path, mt_error *error);
 
 /* Keeps the family of config.json if it computes this model, otherwise takes the first family that does. */
 void mt_options_derive_family(mt_options *options);

@@ -692,7 +692,7 @@ static int mt_options_read_json(mt_options *options, const char *path, bool has_
     char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int status = !json ? -1
                  : options->load && !has_weights
-                     ? mt_options_check_shape(options, json, bytes, path, error)
+                     ? mt_options_check_shape(options, json, bytes, "--hf-config", path, error)
                      : mt_options_take_shape(options, json, bytes, path, has_weights, error);
     free(json);
     return status;
@@ -703,6 +703,7 @@ static int mt_options_find_models(mt_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
     if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
 }
 
@@ -1004,6 +1005,8 @@ static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error
         return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
                                    "each other; leave one out");
     if (distributed) *strategy = MT_SHARD_OPTIM;
+    if (o->stage != MT_STAGE_PT) o->sft = true;
+    if (o->ipo) o->preference_loss = MT_PREFERENCE_IPO;
     if (o->train_epochs > 0 && o->train_iters == 0) o->train_iters = MT_UNKNOWN_ITERATIONS;
     bool full = o->recompute_granularity == MT_RECOMPUTE_FULL; // which the table refuses with both flags
     if ((o->recompute_activations || o->moe_layer_recompute) && !full)

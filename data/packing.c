@@ -7,8 +7,18 @@
 
 /* ---- samples ----------------------------------------------------------------------------------------------------- */
 
-int64_t mt_sample_length(const mt_samples *samples, int64_t sample) {
-    return samples->offsets[sample + 1] - samples->offsets[sample] - 1;
+/* Samples of an item. */
+static int64_t mt_item_samples(const mt_samples *samples) {
+    return samples->pairs ? 2 : 1;
+}
+
+int64_t mt_samples_items(const mt_samples *samples) {
+    return samples->count / mt_item_samples(samples);
+}
+
+int64_t mt_sample_length(const mt_samples *samples, int64_t item) {
+    int64_t count = mt_item_samples(samples);
+    return samples->offsets[(item + 1) * count] - samples->offsets[item * count] - count;
 }
 
 /* Uniform in (0, 1]. */
@@ -26,19 +36,19 @@ int64_t mt_lognormal_length(uint64_t key, int64_t index, int64_t median, double 
 
 void mt_samples_mock(mt_samples *samples, int64_t count, const mt_data_config *config, mt_split split) {
     uint64_t key = mt_random_key((uint64_t)config->seed, UINT64_C(0x6d6f636b73667400), (uint64_t)split); // "mocksft"
-    int64_t median = mt_max(config->seq_length / 32, 1);
-    *samples = (mt_samples){.count = count, .offsets = mt_calloc((count + 1) * 8)};
+    int64_t longest = config->seq_length / (config->pairs ? 2 : 1), median = mt_max(longest / 32, 1);
+    *samples = (mt_samples){.count = count, .offsets = mt_calloc((count + 1) * 8), .pairs = config->pairs};
     for (int64_t s = 0; s < count; s++)
-        samples->offsets[s + 1] =
-            samples->offsets[s] + 1 + mt_lognormal_length(key, s, median, MT_MOCK_SIGMA, config->seq_length);
+        samples->offsets[s + 1] = samples->offsets[s] + 1 + mt_lognormal_length(key, s, median, MT_MOCK_SIGMA, longest);
     samples->tokens = mt_malloc(samples->offsets[count] * 4);
     samples->is_trained = mt_malloc(samples->offsets[count]);
     for (int64_t s = 0; s < count; s++) {
         int64_t first = samples->offsets[s], end = samples->offsets[s + 1];
         uint32_t word[4];
         mt_philox(word, key, (uint64_t)s, 1);
+        uint64_t step = config->pairs && s % 2 == 1 ? (uint64_t)config->vocab_size - 1 : 1;
         for (int64_t t = first; t < end; t++) {
-            samples->tokens[t] = (int32_t)((word[0] + (uint64_t)(t - first)) % (uint64_t)config->vocab_size);
+            samples->tokens[t] = (int32_t)((word[0] + step * (uint64_t)(t - first)) % (uint64_t)config->vocab_size);
             samples->is_trained[t] = t - first > (end - first) / 4 || t == end - 1;
         }
     }
@@ -176,7 +186,7 @@ static void mt_row_dataset_free(mt_dataset *dataset) {
 
 mt_dataset *mt_row_dataset_create(const mt_samples *samples, int64_t begin, int64_t end, mt_split split,
                                   const mt_data_config *config) {
-    MT_CHECK(begin >= 0 && begin < end && end <= samples->count);
+    MT_CHECK(begin >= 0 && begin < end && end <= mt_samples_items(samples));
     mt_packing *p = mt_calloc(sizeof *p);
     *p = (mt_packing){.samples = samples,
                       .begin = begin,
@@ -188,8 +198,9 @@ mt_dataset *mt_row_dataset_create(const mt_samples *samples, int64_t begin, int6
                       .lengths = mt_malloc((end - begin) * 8),
                       .epochs = mt_calloc(8),
                       .epoch = -1};
+    int64_t positions = 0;
     for (int64_t i = 0; i < p->count; i++) {
-        p->lengths[i] = mt_sample_length(samples, begin + i);
+        positions += p->lengths[i] = mt_sample_length(samples, begin + i);
         MT_CHECK(p->lengths[i] >= 1 && p->lengths[i] <= p->row_length);
     }
     bool ends = config->train_epochs > 0 && split == MT_SPLIT_TRAIN;
@@ -199,7 +210,7 @@ mt_dataset *mt_row_dataset_create(const mt_samples *samples, int64_t begin, int6
                             .seq_length = config->seq_length,
                             .free = mt_row_dataset_free,
                             .num_documents = p->count,
-                            .num_tokens = samples->offsets[end] - samples->offsets[begin] - p->count,
+                            .num_tokens = positions,
                             .packing = p};
     return dataset;
 }
@@ -743,17 +754,24 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-static void append_sample(mt_batch *batch, const mt_piece *piece, const mt_samples *samples) {
-    int64_t from = samples->offsets[piece->sample], first = batch->num_tokens;
-    batch->spans[batch->num_spans++] = (mt_span){first, piece->length, first, piece->length, true};
-    batch->num_tokens += piece->length;
-    for (int64_t i = 0; i < piece->length; i++) {
+static void append_sample(mt_batch *batch, const mt_samples *samples, int64_t sample, int64_t token_index) {
+    int64_t from = samples->offsets[sample], first = batch->num_tokens,
+            length = samples->offsets[sample + 1] - from - 1;
+    batch->spans[batch->num_spans++] = (mt_span){first, length, first, length, true};
+    batch->num_tokens += length;
+    for (int64_t i = 0; i < length; i++) {
         batch->tokens[first + i] = samples->tokens[from + i];
         batch->labels[first + i] = samples->tokens[from + i + 1];
         batch->loss_mask[first + i] = samples->is_trained[from + i + 1] ? 1 : 0;
         batch->positions[first + i] = (int32_t)i;
-        batch->token_index[first + i] = piece->token_index + i;
+        batch->token_index[first + i] = token_index + i;
     }
+}
+
+static void append_item(mt_batch *batch, const mt_piece *piece, const mt_samples *samples) {
+    int64_t count = mt_item_samples(samples), first = batch->num_tokens;
+    for (int64_t i = 0; i < count; i++)
+        append_sample(batch, samples, piece->sample * count + i, piece->token_index + batch->num_tokens - first);
 }
 
 /* A batch of one masked token, for a rank that has no sample. */
@@ -770,7 +788,7 @@ void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, con
     const mt_plan_batch *from = &plan->batches[plan->batch_of[slot * plan->num_ranks + rank]];
     batch->num_tokens = batch->num_spans = 0;
     batch->context_size = from->context_size;
-    for (int64_t i = 0; i < from->count; i++) append_sample(batch, &plan->pieces[from->first + i], samples);
+    for (int64_t i = 0; i < from->count; i++) append_item(batch, &plan->pieces[from->first + i], samples);
     if (from->count == 0) fill_empty(batch);
     if (num_tokens > 0) mt_batch_pad(batch, num_tokens);
 }

@@ -30,7 +30,7 @@ typedef struct scalar {
 } scalar;
 
 typedef struct scalar_list {
-    scalar items[15 + MT_MAX_MTP_LAYERS];
+    scalar items[15 + MT_MAX_MTP_LAYERS + MT_MAX_LOSS_METRICS];
     int64_t count;
 } scalar_list;
 
@@ -272,6 +272,7 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
     *report = (mt_report){.options = options, .first_iteration = state->iteration};
     report->world_size = world->size;
     report->prints = world->rank == 0;
+    report->loss_metrics = mt_model_get_plan(model)->loss->metrics;
 #ifdef MT_HAVE_CUDA
     if (mt_model_ops(model)->on_device) {
         report->device_bytes = mt_model_bytes(model);
@@ -349,9 +350,17 @@ static double mean_mtp_loss(const mt_options *o, const mt_metrics *metrics) {
     return sum / (double)o->mtp_num_layers;
 }
 
-/* Appends the values that only some models have: the loss of multi-token prediction; with experts the auxiliary losses
- * that are on, the balance of the loads, and the dropped tokens. */
-static void append_parts(line *to, const mt_options *o, const mt_metrics *metrics) {
+static double loss_metric(const mt_loss_metric *row, const mt_metrics *metrics) {
+    double divisor = row->divisor < 0 ? metrics->loss_count : metrics->loss_metrics[row->divisor];
+    return metrics->loss_metrics[row->number] / divisor;
+}
+
+/* Appends the values that only some models have: those of the loss; the loss of multi-token prediction; with experts
+ * the auxiliary losses that are on, the balance of the loads, and the dropped tokens. */
+static void append_parts(line *to, const mt_report *report, const mt_metrics *metrics) {
+    const mt_options *o = report->options;
+    for (const mt_loss_metric *row = report->loss_metrics; row && row->name; row++)
+        append(to, "  %s %.4g", row->name, loss_metric(row, metrics));
     if (o->mtp_num_layers > 0) append(to, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
     if (mt_num_expert_layers(o) == 0) return;
     if (o->moe_aux_loss_coeff > 0) append(to, "  aux loss %.3g", metrics->load_balancing_loss);
@@ -378,6 +387,12 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
         snprintf(tag, sizeof tag, "mtp_%lld loss", (long long)k);
         snprintf(key, sizeof key, "mtp_%lld_loss", (long long)k);
         add_scalar(all, tag, key, metrics->mtp_losses[k - 1]);
+    }
+    for (const mt_loss_metric *row = report->loss_metrics; row && row->name; row++) {
+        char key[40];
+        snprintf(key, sizeof key, "%s", row->name);
+        for (char *c = key; *c; c++) *c = *c == ' ' ? '_' : *c;
+        add_scalar(all, row->name, key, loss_metric(row, metrics));
     }
     add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
@@ -449,7 +464,7 @@ void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_
     long long left = (long long)(pace * (double)(total - iteration) + 0.5);
     line text = {.length = 0};
     append(&text, "%6lld/%lld %3d%%  loss %.4f", iteration, total, (int)(100 * iteration / total), metrics->loss);
-    append_parts(&text, o, metrics);
+    append_parts(&text, report, metrics);
     append(&text, "  grad norm %.3f  lr %.2e  %.0f tokens/s", metrics->grad_norm, metrics->learning_rate,
            metrics->tokens / metrics->seconds);
     if (report->peak_flops > 0)
@@ -465,14 +480,19 @@ void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_
 
 void mt_report_evaluation(mt_report *report, const mt_run_state *state, const char *split, double loss) {
     scalar_list all = {.count = 0};
-    mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
+    bool of_tokens = !report->loss_metrics; // the mean negative log-probability
+    if (of_tokens)
+        mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss,
+                       exp(loss));
+    else
+        mt_report_line(report, "%6lld  %s loss %.4f", (long long)state->iteration, split, loss);
     char names[4][40];
     snprintf(names[0], sizeof names[0], "lm loss %s", split);
     snprintf(names[1], sizeof names[1], "%s_loss", split);
     snprintf(names[2], sizeof names[2], "lm loss %s ppl", split);
     snprintf(names[3], sizeof names[3], "%s_perplexity", split);
     add_scalar(&all, names[0], names[1], loss);
-    add_scalar(&all, names[2], names[3], exp(loss));
+    if (of_tokens) add_scalar(&all, names[2], names[3], exp(loss));
     write_scalars(report, state->iteration, &all);
 }
 

@@ -26,7 +26,8 @@ typedef struct mt_report {
     int64_t first_iteration;
     int64_t device_bytes; // GPU memory that the model holds; 0 on the CPU, which reports the peak of the process
     double step_flops;    // of the samples of the last step; 0: those of mt_flops for sequences of --seq-length
-    double peak_flops;    // of the device for the model's type, as its maker states; 0: unknown
+    const mt_loss_metric *loss_metrics; // of the model's loss; NULL: none
+    double peak_flops;                  // of the device for the model's type, as its maker states; 0: unknown
     double start;
 } mt_report;
 

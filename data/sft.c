@@ -216,9 +216,9 @@ static int read_single(reader *r, const json_t *object, mt_error *error) {
 
 /* Encodes the prompt, if there is one, with one of the two responses. */
 static int encode_choice(reader *r, const json_t *object, const char *choice, mt_error *error) {
-    const char *name, *choice_name;
+    const char *name;
     const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &name);
-    const json_t *response = find_field(object, NULL, choice, NULL, &choice_name);
+    const json_t *response = json_object_get(object, choice);
     r->num_messages = 0;
     if (!response) return mt_error_set(error, "has no \"%s\", but a preference needs chosen and rejected", choice);
     if (prompt && read_prompt(r, prompt, name, object, error) != 0) return -1;
@@ -230,7 +230,9 @@ static int encode_choice(reader *r, const json_t *object, const char *choice, mt
 static int read_pair(reader *r, const json_t *object, mt_error *error) {
     int64_t count = r->samples.count, trained = r->trained, truncated = r->truncated, dropped = r->dropped;
     int status = 0;
-    static const char *const choices[] = {"chosen", "rejected"};
+    const mt_sft_config *c = r->config;
+    const char *const choices[] = {c->chosen_key ? c->chosen_key : "chosen",
+                                   c->rejected_key ? c->rejected_key : "rejected"};
     for (int i = 0; i < 2 && status == 0; i++) {
         status = encode_choice(r, object, choices[i], error);
         if (status == 0) status = take_sample(r, error);
@@ -303,7 +305,7 @@ static int check_count(const reader *r, mt_error *error) {
 }
 
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {
-    reader r = {.config = config};
+    reader r = {.config = config, .samples.pairs = config->pairs};
     *samples = (mt_samples){0};
     if (!tokenizer)
         return mt_error_set(error,

@@ -21,7 +21,11 @@ typedef struct mt_samples {
     int64_t *offsets;    // [count + 1]
     int32_t *tokens;     // [offsets[count]]
     uint8_t *is_trained; // [offsets[count]]: the loss counts the prediction of this token
+    bool pairs;          // samples 2i and 2i + 1 are one item of a row: a chosen and a rejected response
 } mt_samples;
+
+/* Items of rows: samples, or pairs of them. Below, the "sample" of a row, a piece or a plan is an item. */
+int64_t mt_samples_items(const mt_samples *samples);
 
 /* Frees the arrays. */
 void mt_samples_free(mt_samples *samples);
@@ -39,7 +43,8 @@ typedef struct mt_sft_config {
     // Keys of the fields; NULL: messages; prompt or instruction; input; response or output
     const char *messages_key, *prompt_key, *query_key, *response_key;
     bool pairs; // lines hold a chosen and a rejected response: samples 2i and 2i + 1. Else such lines are bad
-    FILE *log;  // skipped lines and a summary are printed here; NULL: nowhere
+    const char *chosen_key, *rejected_key; // NULL: chosen, rejected
+    FILE *log;                             // skipped lines and a summary are printed here; NULL: nowhere
 } mt_sft_config;
 
 /* Reads all samples of the files into memory; free them, but not after an error. A line of JSON is one of
@@ -78,15 +83,16 @@ void mt_rows_pack(mt_rows *rows, const int64_t *lengths, int64_t count, int64_t 
                   int64_t seed, int64_t epoch);
 void mt_rows_free(mt_rows *rows);
 
-/* Positions of a sample. */
-int64_t mt_sample_length(const mt_samples *samples, int64_t sample);
+/* Positions of an item. */
+int64_t mt_sample_length(const mt_samples *samples, int64_t item);
 
 /* A length with a log-normal distribution around `median`, at most `longest` and at least 1: a pure function of key and
  * index. Megatron's mock data for fine-tuning has this distribution too. */
 int64_t mt_lognormal_length(uint64_t key, int64_t index, int64_t median, double sigma, int64_t longest);
 
 /* Samples for --mock-data: `count` log-normal lengths around seq_length / 32 with a sigma of MT_MOCK_SIGMA, at most
- * seq_length. Each sample counts upwards from a random token; the first quarter is a prompt, without loss. */
+ * seq_length. Each sample counts upwards from a random token, a rejected one downwards; the first quarter is a prompt,
+ * without loss. */
 #define MT_MOCK_SIGMA 1.3
 void mt_samples_mock(mt_samples *samples, int64_t count, const mt_data_config *config, mt_split split);
 

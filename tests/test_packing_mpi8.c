@@ -1,5 +1,5 @@
 /* test_packing_mpi8.c: sequences of any length, several in a micro-batch and micro-batches of different lengths, train
- * on every layout as they do one by one on one rank: losses and gradient norms. */
+ * on every layout as they do one by one on one rank, with every kind of loss: losses and gradient norms. */
 #include "../data/options.h"
 
 #include <math.h>
@@ -24,6 +24,16 @@ static int64_t sample_length(int64_t sample) {
     return even_lengths ? mt_max(length - length % 2, 2) : length;
 }
 
+/* Operands of the losses on the host: around the log-probability of chance, around 0, and around 1. */
+static void set_inputs(mt_batch *batch, int64_t t, int64_t sample, int64_t i) {
+    double wave = sin((double)(sample * 31 + i * 7));
+    batch->loss_inputs[MT_OLD_LOGP][t] = (float)(-4.1 + 0.2 * wave);
+    batch->loss_inputs[MT_REF_LOGP][t] = (float)(-4.2 + 0.2 * cos(3 * wave));
+    batch->loss_inputs[MT_ADVANTAGES][t] = (float)(1.5 * sin((double)sample + 0.1 * (double)i));
+    batch->loss_inputs[MT_RETURNS][t] = (float)(0.5 + wave);
+    batch->loss_inputs[MT_OLD_VALUES][t] = (float)(0.1 * wave);
+}
+
 /* Appends a sample to a batch. */
 static void add_sample(mt_batch *batch, int64_t step, int64_t sample) {
     int64_t start = batch->num_tokens, length = sample_length(sample);
@@ -31,18 +41,19 @@ static void add_sample(mt_batch *batch, int64_t step, int64_t sample) {
     for (int64_t i = 0, t = start; i < length; i++, t++) {
         batch->tokens[t] = (int32_t)((sample % 5 * 7 + i * i * 3) % VOCABULARY);
         batch->labels[t] = (int32_t)((sample % 5 * 7 + (i + 1) * (i + 1) * 3) % VOCABULARY);
-        batch->loss_mask[t] = (sample + i) % 4 != 0;
+        batch->loss_mask[t] = (sample + i) % 4 != 0 || length == 1;
         batch->positions[t] = (int32_t)i;
         batch->token_index[t] = (step * SAMPLES + sample) * LONGEST + i;
+        set_inputs(batch, t, sample, i);
     }
     batch->num_tokens += length;
 }
 
-/* A step's slots, micro-batches by number: in each, blocks of ranks have a batch. The samples are dealt to the blocks
- * of all slots and data-parallel ranks in turn. */
+/* A step's slots, micro-batches by number: in each, blocks of ranks have a batch. Samples, or pairs of them, are
+ * dealt to the blocks of all slots and data-parallel ranks in turn. */
 typedef struct dealer {
     const mt_grid *grid;
-    int64_t step, slots;
+    int64_t step, slots, together; // 2: pairs
     bool dynamic, one_by_one;
 } dealer;
 
@@ -68,7 +79,8 @@ static int deal(void *context, int64_t index, mt_batch *batch, mt_error *error) 
     batch->num_tokens = batch->num_spans = 0;
     batch->context_size = d->dynamic ? block_size(d, index, d->grid->context.rank) : 0;
     for (int64_t sample = 0; sample < SAMPLES; sample++)
-        if (d->one_by_one ? sample == index : sample % blocks == mine) add_sample(batch, d->step, sample);
+        if (d->one_by_one ? sample / d->together == index : sample / d->together % blocks == mine)
+            add_sample(batch, d->step, sample);
     return 0;
 }
 
@@ -79,8 +91,31 @@ typedef struct results {
     double loss[STEPS], norm[STEPS];
 } results;
 
+static const mt_preference_config sigmoid = {MT_PREFERENCE_SIGMOID, 0.5, 0.1};
+static const mt_reward_config rewards = {0, 0};
+static const mt_policy_config ppo = {.aggregation = {MT_TOKEN_MEAN, 0, 0, false},
+                                     .clip_ratio_low = 0.1,
+                                     .clip_ratio_high = 0.2,
+                                     .kl_coef = 0.1,
+                                     .entropy_coef = 0.05,
+                                     .kl_type = MT_KL_K3};
+static const mt_policy_config gspo = {.variant = MT_POLICY_GSPO, .clip_ratio_low = 0.05, .clip_ratio_high = 0.05};
+static const mt_value_config value = {.aggregation = {MT_SEQ_MEAN_TOKEN_SUM, 0, 0, false}, .clip = 0.2};
+
+/* The losses by name; the pre-training loss for any other. */
+static mt_loss loss_of(const char *name) {
+    mt_loss loss = mt_nll;
+    if (strcmp(name, "preference") == 0) loss = mt_preference, loss.config = &sigmoid;
+    if (strcmp(name, "reward") == 0) loss = mt_reward, loss.config = &rewards;
+    if (strcmp(name, "ppo") == 0) loss = mt_policy, loss.config = &ppo, loss.uses_entropy = true;
+    if (strcmp(name, "gspo") == 0) loss = mt_policy, loss.config = &gspo;
+    if (strcmp(name, "value") == 0) loss = mt_value, loss.config = &value;
+    return loss;
+}
+
 /* Trains a model on a layout, with `slots` micro-batches a step. */
-static results train(const char *model, const char *layout, const mt_grid *start, int64_t slots, bool one_by_one) {
+static results train(const char *model, const char *layout, const char *loss_name, const mt_grid *start, int64_t slots,
+                     bool one_by_one) {
     char line[2048], *arguments[128];
     int count = 0;
     mt_error error;
@@ -89,6 +124,7 @@ static results train(const char *model, const char *layout, const mt_grid *start
     mt_batch batch;
     results r;
     even_lengths = strstr(model, "aux_loss");
+    const mt_loss loss = loss_of(loss_name);
     snprintf(line, sizeof line,
              "train --mock-data --seq-length %d --train-iters %d --lr 5e-3 --lr-decay-style constant --adam-eps 1e-3 "
              "--clip-grad 1 --init-method-std 0.1 --hidden-dropout 0.1 --attention-dropout 0.1 --hidden-size 32 "
@@ -99,17 +135,21 @@ static results train(const char *model, const char *layout, const mt_grid *start
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(&o, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
     if (mt_options_finish(&o, MT_PROGRAM_TRAIN, start->world.size, &error) != 0) fail_msg("%s", error.text);
+    if (loss.of_values) o.head_type = strcmp(loss_name, "reward") == 0 ? MT_HEAD_SEQUENCE : MT_HEAD_TOKEN;
     mt_grid grid = *start;
     if (mt_grid_build(&grid, &o, &error) != 0) fail_msg("%s", error.text);
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = LONGEST, .train = true};
+    plan.loss = &loss;
     if (mt_model_create(&m, &o, &grid, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&batch, TOKENS * o.context_parallel_size);
     mt_model_init(m);
     mt_run_state state = {0};
     for (int step = 0; step < STEPS; step++) {
-        dealer d = {&grid, step, slots, o.dynamic_context_parallel, one_by_one};
+        int64_t together = loss.metrics == mt_preference.metrics ? 2 : 1;
+        dealer d = {&grid,     step, one_by_one ? SAMPLES / together : slots, together, o.dynamic_context_parallel,
+                    one_by_one};
         mt_metrics metrics;
-        if (mt_train_step(m, &state, slots, deal, &d, &batch, &metrics, &error) != 0) fail_msg("%s", error.text);
+        if (mt_train_step(m, &state, d.slots, deal, &d, &batch, &metrics, &error) != 0) fail_msg("%s", error.text);
         r.loss[step] = metrics.loss, r.norm[step] = metrics.grad_norm;
     }
     mt_model_destroy(m);
@@ -135,9 +175,12 @@ static results train(const char *model, const char *layout, const mt_grid *start
 #define DYNAMIC  "--sft --dynamic-context-parallel "
 #define PER_RANK "--num-virtual-stages-per-pipeline-rank "
 
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rows have the loss of pre-training
+
 static const struct {
     const char *model, *layout;
     int64_t slots;
+    const char *loss; // NULL: that one
 } rows[] = {
     {LLAMA, "", 3},
     {LLAMA, CP "2", 3},
@@ -167,6 +210,24 @@ static const struct {
     {GPT2, DYNAMIC CP "4 " BY "a2a", 3},
     {WINDOW, DYNAMIC CP "4 " BY "all_gather", 3},
     {LLAMA, DYNAMIC CP "4 " TP "2", 3},
+    /* losses on the host */
+    {LLAMA, "", 1, "preference"},
+    {LLAMA, TP "2", 3, "preference"},
+    {LLAMA, CP "4", 2, "preference"},
+    {LLAMA, CP "2 " PP "2", 3, "preference"},
+    {LLAMA, DYNAMIC CP "4", 3, "preference"},
+    {LLAMA, CP "2 " BY "a2a", 3, "reward"},
+    {LLAMA, TP "2 " CP "2", 3, "reward"},
+    {LLAMA, CP "2 " PP "2 " PER_RANK "2", 4, "reward"},
+    {LLAMA, "", 3, "ppo"},
+    {LLAMA, "--tensor-model-parallel-size 2 " CP "2", 3, "ppo"},
+    {LLAMA, CP "4 " BY "all_gather", 2, "ppo"},
+    {LLAMA, CP "2 " PP "2 --pipeline-schedule zb-h1", 4, "ppo"},
+    {LLAMA, CP "4", 2, "gspo"},
+    {LLAMA, TP "2 " PP "2", 3, "gspo"},
+    {LLAMA, CP "4", 2, "value"},
+    {LLAMA, TP "2 " SHARD "optim_grads_params", 3, "value"},
+    {LLAMA, CP "2 " PP "2 " PER_RANK "2", 4, "value"},
     {LLAMA, DYNAMIC CP "2 " PP "2 " PER_RANK "2", 4},
     {LLAMA, DYNAMIC CP "4 " PP "2 --pipeline-schedule zb-h1", 4},
     {MTP, DYNAMIC CP "4", 3},
@@ -177,22 +238,24 @@ static const struct {
 
 static void packed_trains_as_one_by_one(void **state) {
     (void)state;
-    const char *reference = NULL;
+    const char *reference = NULL, *reference_loss = NULL;
     results expected = {0};
     int failures = 0;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        if (!reference || strcmp(reference, rows[i].model) != 0)
-            expected = train(rows[i].model, "", &mt_grid_of_one, SAMPLES, true);
-        reference = rows[i].model;
-        results r = train(rows[i].model, rows[i].layout, &world, rows[i].slots, false);
+        const char *loss = rows[i].loss ? rows[i].loss : "nll";
+        if (!reference || strcmp(reference, rows[i].model) != 0 || strcmp(reference_loss, loss) != 0)
+            expected = train(rows[i].model, "", loss, &mt_grid_of_one, 0, true);
+        reference = rows[i].model, reference_loss = loss;
+        results r = train(rows[i].model, rows[i].layout, loss, &world, rows[i].slots, false);
         for (int step = 0; step < STEPS; step++) {
-            bool is_equal = fabs(r.loss[step] - expected.loss[step]) <= 1e-5 * expected.loss[step] &&
+            bool is_equal = fabs(r.loss[step] - expected.loss[step]) <= 1e-5 * fabs(expected.loss[step]) &&
                             fabs(r.norm[step] - expected.norm[step]) <= 1e-5 * expected.norm[step];
             if (is_equal) continue;
             failures++;
             if (world.world.rank == 0)
-                fprintf(stderr, "%s%s, step %d: loss %.9g, expected %.9g; norm %.9g, expected %.9g\n", rows[i].model,
-                        rows[i].layout, step, r.loss[step], expected.loss[step], r.norm[step], expected.norm[step]);
+                fprintf(stderr, "%s: %s%s, step %d: loss %.9g, expected %.9g; norm %.9g, expected %.9g\n", loss,
+                        rows[i].model, rows[i].layout, step, r.loss[step], expected.loss[step], r.norm[step],
+                        expected.norm[step]);
         }
     }
     assert_int_equal(failures, 0);

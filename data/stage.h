@@ -1,0 +1,41 @@
+/* stage.h: what a run trains (--stage): its loss, and with preferences the reference model. */
+#ifndef MT_STAGE_H
+#define MT_STAGE_H
+
+#include "dataset.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The loss of a stage and its configuration, which live as long as the model. */
+typedef struct mt_stage_loss {
+    mt_loss loss;
+    mt_preference_config preference;
+    mt_reward_config reward;
+} mt_stage_loss;
+
+/* The loss of finished options, for mt_model_plan.loss; NULL: that of pre-training. */
+const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *options);
+
+/* A model that stays as it is and scores the samples of another one: its own log-probabilities go into the batches of
+ * a training step or of an evaluation. */
+typedef struct mt_reference mt_reference;
+
+/* Opens the reference of a stage that has one, on the grid of the trained model; else *reference is NULL. Its weights
+ * are those of options->ref_load, or else those with which the run begins (`state` says if it has begun). `plan` is
+ * that of the trained model. Errors: a folder with another shape of model; a run that resumes without --ref-load; too
+ * little memory. Every rank calls it. */
+int mt_reference_open(mt_reference **reference, const mt_options *options, const mt_run_state *state,
+                      const mt_grid *grid, const mt_ops *ops, const mt_model_plan *plan, mt_error *error);
+void mt_reference_close(mt_reference *reference);
+
+/* Scores all micro-batches of a feed. `batch` is scratch. Then mt_reference_batch with `reference` as its context is
+ * the source of the same micro-batches with MT_REF_LOGP filled in. Every rank calls it. */
+int mt_reference_score(mt_reference *reference, mt_feed *feed, mt_batch *batch, mt_error *error);
+int mt_reference_batch(void *reference, int64_t index, mt_batch *batch, mt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,263 @@
+/* test_heads.c: models with a value head equal Hugging Face transformers: values, gradients, folders read and written;
+ * a language model's folder that gets one; and what is refused. */
+#include "../data/checkpoint.h"
+#include "../data/options.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+enum { SEQUENCES = 4, LENGTH = 32, TOKENS = SEQUENCES * LENGTH, CAPACITY = TOKENS + 2 };
+
+/* A folder of tests/golden/tune, opened by a command line. */
+typedef struct fixture {
+    mt_options options;
+    mt_model *model;
+    mt_batch batch;
+    int64_t starts[SEQUENCES], lengths[SEQUENCES]; // of the golden sequences in the batch
+} fixture;
+
+static int parse(mt_options *o, const char *words, mt_error *error) {
+    char line[1024], *arguments[64];
+    int count = 0;
+    snprintf(line, sizeof line,
+             "train --mock-data --seq-length 32 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --device cpu %s", words);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    if (mt_options_parse(o, MT_PROGRAM_TRAIN, count, arguments, error) != 0) return -1;
+    return mt_options_finish(o, MT_PROGRAM_TRAIN, 1, error);
+}
+
+/* The mean of the squared values that the reference counts. */
+static void squares(const void *config, const mt_loss_tokens *t, mt_loss_sums *sums) {
+    const bool *last_only = config;
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        const mt_span *span = &t->sequences[s];
+        int64_t end = span->q_start + span->q_len;
+        for (int64_t i = *last_only ? end - 1 : span->q_start; i < end; i++) {
+            if (t->mask[i] == 0) continue;
+            sums->loss += t->values[i] * t->values[i], sums->count += 1;
+            t->dvalues[i] += 2 * t->values[i];
+        }
+    }
+}
+
+static const bool last_only[] = {true, false};
+static const mt_loss losses[] = {{.of_values = true, .host = squares, .config = &last_only[0]},
+                                 {.of_values = true, .host = squares, .config = &last_only[1]}};
+
+static void create(fixture *f, const char *folder, const mt_loss *loss) {
+    mt_error error;
+    mt_run_state state = {0};
+    mt_model_plan plan = {.max_tokens = CAPACITY, .max_logits = CAPACITY, .max_position = LENGTH, .train = true};
+    plan.loss = loss;
+    if (mt_model_create(&f->model, &f->options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
+        fail_msg("%s", error.text);
+    if (mt_checkpoint_load(f->model, &state, folder, &error) != 0) fail_msg("%s", error.text);
+}
+
+static void read_all(const char *folder, const char *name, void *to, size_t bytes) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "rb");
+    assert_non_null(file);
+    assert_int_equal(fread(to, 1, bytes, file), bytes);
+    fclose(file);
+}
+
+/* Appends `count` tokens. */
+static void append(mt_batch *batch, const int32_t *tokens, int64_t count, float mask) {
+    for (int64_t i = 0; i < count; i++, batch->num_tokens++) {
+        batch->tokens[batch->num_tokens] = tokens[i], batch->positions[batch->num_tokens] = (int32_t)i;
+        batch->loss_mask[batch->num_tokens] = mask;
+    }
+}
+
+/* The golden tokens. The reward model's come without their padding. The critic's padding sees the tokens before it;
+ * as nothing else sees its keys, two more tokens do, which the loss does not count. */
+static void fill(fixture *f, const char *folder, bool without_padding) {
+    int32_t tokens[TOKENS];
+    char path[512];
+    json_error_t problem;
+    snprintf(path, sizeof path, "%s/expected.json", folder);
+    json_t *expected = json_load_file(path, 0, &problem), *lengths = json_object_get(expected, "lengths");
+    read_all(folder, "tokens.i32", tokens, sizeof tokens);
+    mt_batch *b = &f->batch;
+    mt_batch_alloc(b, CAPACITY);
+    for (int s = 0; s < SEQUENCES; s++) {
+        int64_t first = b->num_tokens, length = json_integer_value(json_array_get(lengths, (size_t)s));
+        int64_t padding = without_padding ? 0 : LENGTH - length, end = first + length;
+        f->starts[s] = first, f->lengths[s] = length + padding;
+        b->spans[b->num_spans++] = (mt_span){first, length, first, length, true};
+        append(b, tokens + s * LENGTH, length + padding, 1);
+        for (int64_t i = length; i < length + padding; i++) b->positions[first + i] = (int32_t)i;
+        if (padding == 0) continue;
+        b->spans[b->num_spans++] = (mt_span){end, padding, first, length, false};
+        b->spans[b->num_spans++] = (mt_span){end + padding, 2, end, padding + 2, false};
+        append(b, tokens, 2, 0);
+    }
+    json_decref(expected);
+}
+
+static void close_fixture(fixture *f) {
+    mt_model_destroy(f->model);
+    mt_batch_free(&f->batch);
+    mt_options_free(&f->options);
+}
+
+static const char *const folders[] = {"tests/golden/tune/reward", "tests/golden/tune/critic"};
+
+/* The critic's head is set by hand: --stage rm trains reward models. */
+static void open_head(fixture *f, int head) {
+    mt_error error;
+    *f = (fixture){0};
+    if (parse(&f->options, "--stage rm --load tests/golden/tune/reward", &error) != 0) fail_msg("%s", error.text);
+    if (head == 1) f->options.head_type = MT_HEAD_TOKEN;
+    create(f, folders[head], &losses[head]);
+    fill(f, folders[head], head == 0);
+}
+
+static void values_equal_transformers(void **state) {
+    (void)state;
+    for (int head = 0; head < 2; head++) {
+        fixture f;
+        open_head(&f, head);
+        float expected[TOKENS], values[CAPACITY];
+        read_all(folders[head], "logits.f32", expected, head == 0 ? SEQUENCES * 4 : sizeof expected);
+        mt_model_forward(f.model, &f.batch, false);
+        mt_model_read(f.model, values, NULL, NULL);
+        for (int64_t s = 0; s < SEQUENCES; s++)
+            for (int64_t i = head == 0 ? f.lengths[s] - 1 : 0; i < f.lengths[s]; i++) {
+                double e = expected[head == 0 ? s : s * LENGTH + i], v = values[f.starts[s] + i];
+                if (!(fabs(v - e) <= 1e-5))
+                    fail_msg("%s: value %lld is %.8g, expected %.8g", folders[head], (long long)(s * LENGTH + i), v, e);
+            }
+        close_fixture(&f);
+    }
+}
+
+static void gradients_equal_transformers(void **state) {
+    (void)state;
+    for (int head = 0; head < 2; head++) {
+        fixture f;
+        open_head(&f, head);
+        mt_error error;
+        mt_safetensors *reference;
+        char path[512];
+        int64_t num_params, num_buckets, seen = 0;
+        snprintf(path, sizeof path, "%s/grads.safetensors", folders[head]);
+        if (mt_safetensors_open(&reference, path, &error) != 0) fail_msg("%s", error.text);
+        mt_model_forward(f.model, &f.batch, true);
+        mt_model_backward(f.model);
+        const mt_param *params = mt_model_params(f.model, &num_params);
+        const mt_bucket *buckets = mt_model_buckets(f.model, &num_buckets);
+        double count = head == 0 ? SEQUENCES : TOKENS;
+        for (int64_t i = 0; i < num_params; i++) {
+            const mt_param *p = &params[i];
+            const mt_tensor_info *tensor = mt_safetensors_find(reference, p->hf_name);
+            if (!tensor) continue;
+            double distance = 0, norm = 0;
+            const float *grad = buckets[p->bucket].grads + p->offset, *expected = tensor->data;
+            for (int64_t k = 0; k < p->rows * p->cols; k++) {
+                double e = expected[k], d = grad[k] / count - e;
+                distance += d * d, norm += e * e;
+            }
+            if (!(sqrt(distance) <= 1e-5 * sqrt(norm)))
+                fail_msg("%s: gradient of %s is off by %g of its norm", folders[head], p->hf_name,
+                         sqrt(distance / norm));
+            seen++;
+        }
+        assert_int_equal(seen, mt_safetensors_count(reference));
+        mt_safetensors_close(reference);
+        close_fixture(&f);
+    }
+}
+
+/* Saved and loaded again, config.json too. */
+static void folders_are_written_as_they_are_read(void **state) {
+    (void)state;
+    for (int head = 0; head < 2; head++) {
+        fixture f, again = {0};
+        open_head(&f, head);
+        char folder[] = "/tmp/mt-heads-XXXXXX", command[64], path[64], *config = mt_options_write_hf_config(&f.options);
+        float before[CAPACITY], after[CAPACITY];
+        mt_error error;
+        assert_non_null(mkdtemp(folder));
+        if (mt_safetensors_save_folder(f.model, folder, "model", 1 << 20, &error) != 0) fail_msg("%s", error.text);
+        snprintf(path, sizeof path, "%s/config.json", folder);
+        FILE *file = fopen(path, "wb");
+        fputs(config, file);
+        fclose(file);
+        if (parse(&again.options, "--stage rm --load tests/golden/tune/reward", &error) != 0)
+            fail_msg("%s", error.text);
+        again.options.head_type = MT_HEAD_LM;
+        if (mt_options_read_hf_config(&again.options, config, (int64_t)strlen(config), "config.json", &error) != 0)
+            fail_msg("%s", error.text);
+        assert_int_equal(again.options.head_type, head == 0 ? MT_HEAD_SEQUENCE : MT_HEAD_TOKEN);
+        create(&again, folder, &losses[head]);
+        fill(&again, folders[head], head == 0);
+        mt_model_forward(f.model, &f.batch, false), mt_model_read(f.model, before, NULL, NULL);
+        mt_model_forward(again.model, &again.batch, false), mt_model_read(again.model, after, NULL, NULL);
+        assert_memory_equal(before, after, f.batch.num_tokens * 4);
+        close_fixture(&f), close_fixture(&again);
+        free(config);
+        snprintf(command, sizeof command, "rm -r %s", folder);
+        assert_int_equal(system(command), 0);
+    }
+}
+
+/* Of a tied and of an untied model; the values do not depend on the output layer. */
+static void a_language_model_gets_a_value_head(void **state) {
+    (void)state;
+    static const char *const models[] = {"tests/golden/hf/llama", "tests/golden/hf/llama3_rope_tied"};
+    for (int i = 0; i < 2; i++) {
+        fixture f = {0};
+        char words[512];
+        float values[CAPACITY];
+        mt_error error;
+        snprintf(words, sizeof words, "--stage rm --value-head --load %s", models[i]);
+        if (parse(&f.options, words, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(f.options.head_type, MT_HEAD_SEQUENCE);
+        create(&f, models[i], &losses[0]);
+        fill(&f, folders[0], true);
+        mt_model_forward(f.model, &f.batch, false);
+        mt_model_read(f.model, values, NULL, NULL);
+        for (int64_t t = 0; t < f.batch.num_tokens; t++) assert_true(isfinite(values[t]) && values[t] != 0);
+        close_fixture(&f);
+    }
+}
+
+static void expect_refusal(const char *words, const char *part) {
+    mt_options o;
+    mt_error error = {{0}};
+    if (parse(&o, words, &error) == 0) fail_msg("%s is accepted", words);
+    if (!strstr(error.text, part)) fail_msg("%s: \"%s\" is not in: %s", words, part, error.text);
+    mt_options_free(&o);
+}
+
+static void contradictions_are_refused(void **state) {
+    (void)state;
+    expect_refusal("--stage rm --load tests/golden/hf/llama", "--value-head gives it a value head");
+    expect_refusal("--stage rm --value-head --load tests/golden/tune/reward", "leave it out");
+    expect_refusal("--stage dpo --load tests/golden/tune/reward", "--stage rm");
+    expect_refusal("--load tests/golden/tune/critic", "--stage rm");
+    expect_refusal("--value-head --load tests/golden/hf/llama", "--stage");
+    expect_refusal("--stage dpo --load tests/golden/hf/llama --mtp-num-layers 1", "--mtp-num-layers");
+    expect_refusal("--beta 0.2 --load tests/golden/hf/llama", "--stage dpo");
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(values_equal_transformers),
+        cmocka_unit_test(gradients_equal_transformers),
+        cmocka_unit_test(folders_are_written_as_they_are_read),
+        cmocka_unit_test(a_language_model_gets_a_value_head),
+        cmocka_unit_test(contradictions_are_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,882 @@
+/* Losses after pre-training against verl's numbers and TRL's formulas in float64 (tests/golden/losses/losses.json, or
+ * the file that MT_LOSSES_GOLDEN names); divergences and reward losses against formulas written again here and finite
+ * differences. Every entry of the file is computed; an unknown one fails. */
+#include "../megatron.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+#include <jansson.h>
+
+/* ---- the file ------------------------------------------------------------------------------------------------------
+ */
+
+enum { MAX_ROWS = 64, MAX_COLUMNS = 256, MAX_TOKENS = MAX_ROWS * MAX_COLUMNS };
+
+static const char *golden_path(void) {
+    const char *path = getenv("MT_LOSSES_GOLDEN");
+    return path && *path ? path : "tests/golden/losses/losses.json";
+}
+
+static json_t *read_golden(void) {
+    json_error_t problem;
+    json_t *root = json_load_file(golden_path(), JSON_REJECT_DUPLICATES, &problem);
+    if (!root) fail_msg("%s:%d: %s", golden_path(), problem.line, problem.text);
+    if (!json_is_object(root)) fail_msg("%s: not an object", golden_path());
+    const char *key;
+    json_t *value;
+    json_object_foreach(root, key, value) {
+        static const char *const known[] = {"inputs", "policy", "kl", "value", "advantage", "preference"};
+        size_t i = 0;
+        while (i < 6 && strcmp(key, known[i]) != 0) i++;
+        if (i == 6) fail_msg("%s: unknown section \"%s\"", golden_path(), key);
+        if (!json_is_object(value)) fail_msg("%s: \"%s\" is not an object", golden_path(), key);
+    }
+    return root;
+}
+
+/* object[key], which must be there; `where` names the object. */
+static json_t *member(const json_t *object, const char *where, const char *key) {
+    json_t *value = json_object_get(object, key);
+    if (!value) fail_msg("%s: %s has no \"%s\"", golden_path(), where, key);
+    return value;
+}
+
+static double number(const json_t *object, const char *where, const char *key) {
+    const json_t *value = member(object, where, key);
+    if (!json_is_number(value)) fail_msg("%s: %s.%s is not a number", golden_path(), where, key);
+    return json_number_value(value);
+}
+
+/* A list of numbers; *count: its length, or if it is not 0 the length it must have. */
+static void read_vector(const json_t *list, const char *where, double *to, int64_t *count) {
+    size_t i;
+    json_t *item;
+    if (!json_is_array(list) || json_array_size(list) == 0) fail_msg("%s: %s is no list", golden_path(), where);
+    int64_t length = (int64_t)json_array_size(list);
+    if (length > MAX_COLUMNS || (*count && *count != length))
+        fail_msg("%s: %s has %lld items, not %lld", golden_path(), where, (long long)length, (long long)*count);
+    *count = length;
+    json_array_foreach(list, i, item) {
+        if (!json_is_number(item)) fail_msg("%s: %s[%d] is not a number", golden_path(), where, (int)i);
+        to[i] = json_number_value(item);
+    }
+}
+
+/* rows of columns; sizes of 0 are set, others required. */
+static void read_matrix(const json_t *list, const char *where, double *to, int64_t *rows, int64_t *columns) {
+    if (!json_is_array(list) || json_array_size(list) == 0 || json_array_size(list) > MAX_ROWS)
+        fail_msg("%s: %s is no list of 1 to %d rows", golden_path(), where, MAX_ROWS);
+    if (*rows && *rows != (int64_t)json_array_size(list))
+        fail_msg("%s: %s has %d rows, not %lld", golden_path(), where, (int)json_array_size(list), (long long)*rows);
+    *rows = (int64_t)json_array_size(list);
+    for (int64_t r = 0; r < *rows; r++) {
+        read_vector(json_array_get(list, (size_t)r), where, to, columns);
+        to += *columns;
+    }
+}
+
+/* Equal to 1e-9 relative; numbers around 0 to rounding. */
+static void assert_near(double value, double expected, const char *where) {
+    if (!(fabs(value - expected) <= 1e-9 * fabs(expected) + 1e-13))
+        fail_msg("%s: %s: %.17g, expected %.17g", golden_path(), where, value, expected);
+}
+
+/* The rest of a name "word key=value ..." after its first words: the next "key=value" or word. */
+static bool next_word(char **rest, char **key, char **value) {
+    char *word = strtok_r(NULL, " ", rest);
+    if (!word) return false;
+    *key = word;
+    *value = strchr(word, '=');
+    if (*value) *(*value)++ = 0;
+    return true;
+}
+
+static double parse_number(const char *text, const char *where) {
+    char *end;
+    double x = text ? strtod(text, &end) : 0;
+    if (!text || end == text || *end) fail_msg("%s: %s: \"%s\" is no number", golden_path(), where, text ? text : "");
+    return x;
+}
+
+/* ---- the inputs ----------------------------------------------------------------------------------------------------
+ */
+
+typedef struct inputs {
+    int64_t rows, columns, tokens;
+    mt_span sequences[MAX_ROWS];
+    float mask[MAX_TOKENS];
+    double logp[MAX_TOKENS], old_logp[MAX_TOKENS], ref_logp[MAX_TOKENS], advantages[MAX_TOKENS];
+    double values[MAX_TOKENS], old_values[MAX_TOKENS], returns[MAX_TOKENS];
+    double gradient[MAX_TOKENS], expected[MAX_TOKENS];
+    int64_t counted_sequences;
+} inputs;
+
+static inputs in; // large
+
+static void read_inputs(const json_t *root) {
+    const json_t *section = member(root, "the file", "inputs");
+    double mask[MAX_TOKENS];
+    struct {
+        const char *key;
+        double *to;
+    } arrays[] = {{"mask", mask},
+                  {"logprobs", in.logp},
+                  {"old_logprobs", in.old_logp},
+                  {"ref_logprobs", in.ref_logp},
+                  {"advantages", in.advantages},
+                  {"values", in.values},
+                  {"old_values", in.old_values},
+                  {"returns", in.returns}};
+    memset(&in, 0, sizeof in);
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
+        read_matrix(member(section, "inputs", arrays[i].key), arrays[i].key, arrays[i].to, &in.rows, &in.columns);
+    if (json_object_size(section) != sizeof arrays / sizeof *arrays)
+        fail_msg("%s: inputs has an unknown array", golden_path());
+    in.tokens = in.rows * in.columns;
+    for (int64_t r = 0; r < in.rows; r++) {
+        int64_t counted = 0, first = r * in.columns;
+        in.sequences[r] = (mt_span){first, in.columns, first, in.columns, true};
+        for (int64_t i = first; i < first + in.columns; i++) {
+            if (mask[i] != 0 && mask[i] != 1) fail_msg("%s: inputs.mask has %g", golden_path(), mask[i]);
+            in.mask[i] = (float)mask[i];
+            counted += mask[i] != 0;
+        }
+        in.counted_sequences += counted > 0;
+    }
+}
+
+/* The inputs as operands of a loss, with gradients in in.gradient. */
+static mt_loss_tokens loss_tokens(void) {
+    memset(in.gradient, 0, sizeof in.gradient);
+    return (mt_loss_tokens){.T = in.tokens,
+                            .num_sequences = in.rows,
+                            .sequences = in.sequences,
+                            .mask = in.mask,
+                            .logp = in.logp,
+                            .values = in.values,
+                            .old_logp = in.old_logp,
+                            .ref_logp = in.ref_logp,
+                            .advantages = in.advantages,
+                            .returns = in.returns,
+                            .old_values = in.old_values,
+                            .dlogp = in.gradient,
+                            .dvalues = in.gradient};
+}
+
+/* Compares loss / count and the gradients with an entry of the file. */
+static void check_entry(const json_t *entry, const char *name, const mt_loss_sums *sums) {
+    int64_t rows = in.rows, columns = in.columns;
+    assert_near(sums->loss / sums->count, number(entry, name, "loss"), name);
+    read_matrix(member(entry, name, "gradient"), name, in.expected, &rows, &columns);
+    for (int64_t i = 0; i < in.tokens; i++) assert_near(in.gradient[i] / sums->count, in.expected[i], name);
+}
+
+/* ---- policy, KL, value ---------------------------------------------------------------------------------------------
+ */
+
+static bool parse_aggregation(const char *word, mt_aggregation *a) {
+    static const char *const modes[] = {[MT_TOKEN_MEAN] = "token-mean",
+                                        [MT_SEQ_MEAN_TOKEN_SUM] = "seq-mean-token-sum",
+                                        [MT_SEQ_MEAN_TOKEN_MEAN] = "seq-mean-token-mean",
+                                        [MT_SEQ_MEAN_TOKEN_SUM_NORM] = "seq-mean-token-sum-norm"};
+    for (int m = 0; m < 4; m++) {
+        if (strcmp(word, modes[m]) != 0) continue;
+        a->mode = (mt_loss_aggregation)m;
+        return true;
+    }
+    return false;
+}
+
+/* verl's constants: without a mode of its own, the mean over tokens. */
+static mt_aggregation verl_aggregation(void) {
+    return (mt_aggregation){.norm_length = (double)in.columns, .norm_sequences = in.counted_sequences};
+}
+
+/* "gspo token-mean clip_ratio=0.2 clip_ratio_low=0.03" */
+static mt_policy_config parse_policy(const char *name) {
+    static const struct {
+        const char *name;
+        mt_policy_variant variant;
+    } variants[] = {{"vanilla", MT_POLICY_PPO}, {"ppo", MT_POLICY_PPO},       {"gspo", MT_POLICY_GSPO},
+                    {"cispo", MT_POLICY_CISPO}, {"geo_mean", MT_POLICY_GMPO}, {"gmpo", MT_POLICY_GMPO},
+                    {"gpg", MT_POLICY_GPG}};
+    char text[256], *rest, *key, *value;
+    mt_policy_config c = {.clip_ratio_low = 0.2, .clip_ratio_high = 0.2, .clip_ratio_c = 3}; // verl's defaults
+    snprintf(text, sizeof text, "%s", name);
+    char *word = strtok_r(text, " ", &rest);
+    size_t v = 0;
+    while (v < 7 && (!word || strcmp(word, variants[v].name) != 0)) v++;
+    if (v == 7) fail_msg("%s: policy \"%s\": unknown variant", golden_path(), name);
+    c.variant = variants[v].variant;
+    c.aggregation = verl_aggregation();
+    c.aggregation.counts_empty = c.variant == MT_POLICY_GMPO;
+    while (next_word(&rest, &key, &value)) {
+        if (!value && parse_aggregation(key, &c.aggregation)) continue;
+        double x = parse_number(value, name);
+        if (strcmp(key, "clip_ratio") == 0)
+            c.clip_ratio_low = c.clip_ratio_high = x;
+        else if (strcmp(key, "clip_ratio_low") == 0)
+            c.clip_ratio_low = x;
+        else if (strcmp(key, "clip_ratio_high") == 0)
+            c.clip_ratio_high = x;
+        else if (strcmp(key, "clip_ratio_c") == 0)
+            c.clip_ratio_c = x;
+        else
+            fail_msg("%s: policy \"%s\": unknown parameter %s", golden_path(), name, key);
+    }
+    return c;
+}
+
+static void policy_losses_equal_verl(void **state) {
+    (void)state;
+    json_t *root = read_golden(), *entry, *field;
+    const char *name, *key;
+    read_inputs(root);
+    json_object_foreach(member(root, "the file", "policy"), name, entry) {
+        mt_policy_config c = parse_policy(name);
+        mt_loss_tokens t = loss_tokens();
+        mt_loss_sums sums = {0};
+        mt_policy_loss(&t, &c, &sums);
+        check_entry(entry, name, &sums);
+        double tokens = sums.metrics[MT_POLICY_TOKENS];
+        json_object_foreach(entry, key, field) {
+            int metric = strcmp(key, "pg_clipfrac") == 0         ? MT_POLICY_CLIPFRAC
+                         : strcmp(key, "pg_clipfrac_lower") == 0 ? MT_POLICY_CLIPFRAC_LOWER
+                         : strcmp(key, "ppo_kl") == 0            ? MT_POLICY_PPO_KL
+                                                                 : -1;
+            if (metric >= 0)
+                assert_near(sums.metrics[metric] / tokens, number(entry, name, key), name);
+            else if (strcmp(key, "loss") != 0 && strcmp(key, "gradient") != 0)
+                fail_msg("%s: policy \"%s\": unknown field %s", golden_path(), name, key);
+        }
+    }
+    json_decref(root);
+}
+
+static void kl_estimates_equal_verl(void **state) {
+    (void)state;
+    static const char *const types[] = {[MT_KL_K1] = "k1", [MT_KL_ABS] = "abs", [MT_KL_K2] = "k2", [MT_KL_K3] = "k3"};
+    json_t *root = read_golden(), *entry;
+    const char *name;
+    read_inputs(root);
+    json_object_foreach(member(root, "the file", "kl"), name, entry) {
+        mt_policy_config c = {.aggregation = verl_aggregation(), .kl_coef = 1};
+        mt_loss_tokens t = loss_tokens();
+        mt_loss_sums sums = {0};
+        int type = 0;
+        while (type < 4 && strcmp(name, types[type]) != 0) type++;
+        if (type == 4) fail_msg("%s: kl: unknown estimator \"%s\"", golden_path(), name);
+        c.kl_type = (mt_kl_type)type;
+        t.advantages = NULL; // KL alone
+        mt_policy_loss(&t, &c, &sums);
+        check_entry(entry, name, &sums);
+        assert_near(sums.metrics[MT_POLICY_REF_KL] / sums.metrics[MT_POLICY_TOKENS], number(entry, name, "loss"), name);
+        assert_int_equal(json_object_size(entry), 2);
+    }
+    json_decref(root);
+}
+
+static void value_losses_equal_verl(void **state) {
+    (void)state;
+    json_t *root = read_golden(), *entry;
+    const char *name;
+    read_inputs(root);
+    json_object_foreach(member(root, "the file", "value"), name, entry) {
+        char text[256], *rest, *key, *value;
+        mt_value_config c = {.aggregation = verl_aggregation()};
+        mt_loss_tokens t = loss_tokens();
+        mt_loss_sums sums = {0};
+        snprintf(text, sizeof text, "value %s", name);
+        strtok_r(text, " ", &rest);
+        while (next_word(&rest, &key, &value)) {
+            if (!value && parse_aggregation(key, &c.aggregation)) continue;
+            if (strcmp(key, "clip") != 0) fail_msg("%s: value \"%s\": unknown parameter %s", golden_path(), name, key);
+            c.clip = parse_number(value, name);
+        }
+        mt_value_loss(&t, &c, &sums);
+        check_entry(entry, name, &sums);
+        assert_int_equal(json_object_size(entry), 2);
+    }
+    json_decref(root);
+}
+
+/* ---- advantages ----------------------------------------------------------------------------------------------------
+ */
+
+/* "gae gamma=0.99 lambda=0.95 whitened" */
+static mt_advantage_config parse_advantage(const char *name) {
+    static const char *const names[] = {[MT_ADV_GAE] = "gae",
+                                        [MT_ADV_GRPO] = "grpo",
+                                        [MT_ADV_RLOO] = "rloo",
+                                        [MT_ADV_REINFORCE] = "reinforce",
+                                        [MT_ADV_REINFORCE_PLUS_PLUS] = "reinforce_plus_plus"};
+    char text[256], *rest, *key, *value;
+    mt_advantage_config c = {.gamma = 1, .lambda = 1};
+    snprintf(text, sizeof text, "%s", name);
+    char *word = strtok_r(text, " ", &rest);
+    int e = 0;
+    while (e < 5 && (!word || strcmp(word, names[e]) != 0)) e++;
+    if (e == 5) fail_msg("%s: advantage \"%s\": unknown estimator", golden_path(), name);
+    c.estimator = (mt_adv_estimator)e;
+    while (next_word(&rest, &key, &value)) {
+        if (strcmp(key, "whitened") == 0 && !value)
+            c.whiten = true;
+        else if (strcmp(key, "std") == 0 && value && (!strcmp(value, "True") || !strcmp(value, "False")))
+            c.norm_by_std = strcmp(value, "True") == 0;
+        else if (strcmp(key, "gamma") == 0)
+            c.gamma = parse_number(value, name);
+        else if (strcmp(key, "lambda") == 0)
+            c.lambda = parse_number(value, name);
+        else
+            fail_msg("%s: advantage \"%s\": unknown parameter %s", golden_path(), name, key);
+    }
+    return c;
+}
+
+/* Compares at counted tokens; verl leaves constants elsewhere, and here is 0. */
+static void check_tokens(const json_t *list, const char *name, const double *values) {
+    int64_t rows = in.rows, columns = in.columns;
+    read_matrix(list, name, in.expected, &rows, &columns);
+    for (int64_t i = 0; i < in.tokens; i++) assert_near(values[i], in.mask[i] != 0 ? in.expected[i] : 0, name);
+}
+
+static void advantages_equal_verl(void **state) {
+    (void)state;
+    static double rewards[MAX_TOKENS], advantages[MAX_TOKENS], returns[MAX_TOKENS];
+    double numbers[MAX_COLUMNS], scores[MAX_COLUMNS];
+    int64_t groups[MAX_ROWS];
+    json_t *root = read_golden(), *entry;
+    const char *name;
+    read_inputs(root);
+    const json_t *section = member(root, "the file", "advantage"), *inputs = member(section, "advantage", "inputs");
+    read_matrix(member(inputs, "inputs", "token_level_rewards"), "token_level_rewards", rewards, &in.rows, &in.columns);
+    read_vector(member(inputs, "inputs", "scores"), "scores", scores, &in.rows);
+    read_vector(member(inputs, "inputs", "group"), "group", numbers, &in.rows);
+    assert_int_equal(json_object_size(inputs), 3);
+    for (int64_t r = 0; r < in.rows; r++) groups[r] = (int64_t)numbers[r];
+
+    mt_loss_tokens tokens = loss_tokens(); // scores become the token-level rewards
+    mt_token_rewards(advantages, &tokens, scores, 0, MT_KL_K1, 0);
+    for (int64_t i = 0; i < in.tokens; i++) assert_true(advantages[i] == rewards[i]);
+
+    mt_advantage_tokens t = {in.tokens, in.rows,       in.sequences, in.mask, groups,
+                             rewards,   in.old_values, advantages,   returns};
+    json_object_foreach((json_t *)section, name, entry) {
+        if (strcmp(name, "inputs") == 0) continue;
+        mt_advantage_config c = parse_advantage(name);
+        mt_advantages(&t, &c);
+        if (json_is_object(entry)) {
+            check_tokens(member(entry, name, "advantages"), name, advantages);
+            check_tokens(member(entry, name, "returns"), name, returns);
+            assert_int_equal(json_object_size(entry), 2);
+        } else
+            check_tokens(entry, name, advantages);
+        c.advantage_clip = 0.25;
+        memcpy(in.expected, advantages, sizeof advantages);
+        mt_advantages(&t, &c);
+        for (int64_t i = 0; i < in.tokens; i++) assert_true(advantages[i] == fmin(fmax(in.expected[i], -0.25), 0.25));
+    }
+    json_decref(root);
+}
+
+/* Rewards 1 at token 1 and 2 at token 4; token 3 does not count. */
+static void discounted_returns_pass_over_uncounted_tokens(void **state) {
+    (void)state;
+    mt_span span = {0, 5, 0, 5, true};
+    float mask[] = {1, 1, 1, 0, 1};
+    double rewards[] = {0, 1, 0, 100, 2}, advantages[5], returns[5];
+    const double expected[] = {0.5 * (1 + 0.5 * 0.5 * 2), 1 + 0.5 * 0.5 * 2, 0.5 * 2, 0, 2};
+    mt_advantage_config c = {.estimator = MT_ADV_REINFORCE, .gamma = 0.5};
+    mt_advantage_tokens t = {5, 1, &span, mask, NULL, rewards, NULL, advantages, returns};
+    mt_advantages(&t, &c);
+    for (int i = 0; i < 5; i++) assert_true(advantages[i] == expected[i] && returns[i] == expected[i]);
+    c.whiten = true;
+    mt_advantages(&t, &c);
+    double sum = 0, squares = 0;
+    for (int i = 0; i < 5; i++) sum += advantages[i], squares += advantages[i] * advantages[i];
+    assert_true(advantages[3] == 0 && fabs(sum) < 1e-7 && fabs(squares - 3) < 1e-6);
+}
+
+static void token_rewards_clip_scores_and_subtract_kl(void **state) {
+    (void)state;
+    mt_span spans[] = {{0, 3, 0, 3, true}, {3, 2, 3, 2, true}};
+    float mask[] = {0, 1, 1, 0, 0};
+    double old_logp[] = {-9, -1, -2, -9, -9}, ref_logp[] = {-1, -1.5, -1, -1, -1}, rewards[5], scores[] = {7, -7};
+    mt_loss_tokens t = {
+        .T = 5, .num_sequences = 2, .sequences = spans, .mask = mask, .old_logp = old_logp, .ref_logp = ref_logp};
+    const double expected[] = {0, -0.1 * 0.5, 5 - 0.1 * -1, 0, -5};
+    mt_token_rewards(rewards, &t, scores, 5, MT_KL_K1, 0.1);
+    for (int i = 0; i < 5; i++) assert_true(fabs(rewards[i] - expected[i]) < 1e-15);
+}
+
+static void a_group_of_one_keeps_its_score(void **state) {
+    (void)state;
+    mt_span span = {0, 2, 0, 2, true};
+    float mask[] = {1, 1};
+    int64_t group = 7;
+    double rewards[] = {0, 3}, advantages[2], returns[2];
+    mt_advantage_tokens t = {2, 1, &span, mask, &group, rewards, NULL, advantages, returns};
+    const mt_advantage_config configs[] = {
+        {.estimator = MT_ADV_RLOO}, {.estimator = MT_ADV_GRPO}, {.estimator = MT_ADV_GRPO, .norm_by_std = true}};
+    for (int i = 0; i < 3; i++) {
+        mt_advantages(&t, &configs[i]);
+        assert_true(fabs(advantages[0] - 3) < 1e-5 && advantages[0] == advantages[1]);
+    }
+}
+
+/* ---- preferences ---------------------------------------------------------------------------------------------------
+ */
+
+typedef struct pairs {
+    int64_t count, tokens;
+    double logp[2][MAX_COLUMNS], ref[2][MAX_COLUMNS], lengths[2][MAX_COLUMNS]; // chosen, rejected: sums
+    mt_span sequences[2 * MAX_COLUMNS];
+} pairs;
+
+/* Spreads the sums of the file over tokens, with uncounted tokens before them. */
+static void spread_pairs(const json_t *inputs, pairs *p) {
+    static const char *const keys[] = {"chosen",       "rejected",      "ref_chosen",
+                                       "ref_rejected", "chosen_tokens", "rejected_tokens"};
+    double *const arrays[] = {p->logp[0], p->logp[1], p->ref[0], p->ref[1], p->lengths[0], p->lengths[1]};
+    p->count = p->tokens = 0;
+    for (int i = 0; i < 6; i++) read_vector(member(inputs, "inputs", keys[i]), keys[i], arrays[i], &p->count);
+    assert_int_equal(json_object_size(inputs), 6);
+    memset(&in, 0, sizeof in);
+    for (int64_t s = 0; s < 2 * p->count; s++) {
+        int64_t length = (int64_t)p->lengths[s % 2][s / 2], first = p->tokens;
+        assert_true(length > 0 && first + length + 2 <= MAX_TOKENS);
+        p->sequences[s] = (mt_span){first, length + 2, first, length + 2, true};
+        for (int64_t i = first; i < first + length + 2; i++) {
+            double share = (i < first + 2 ? 100 : 1 + 0.5 * ((i - first) % 2 ? -1 : 1)) / (double)length;
+            if (length % 2 && i == first + length + 1) share = 1 / (double)length; // shares of counted tokens add to 1
+            in.mask[i] = i >= first + 2;
+            in.logp[i] = p->logp[s % 2][s / 2] * share;
+            in.ref_logp[i] = p->ref[s % 2][s / 2] * share;
+        }
+        p->tokens += length + 2;
+    }
+}
+
+/* "sigmoid beta=0.1 label_smoothing=0.0" */
+static mt_preference_config parse_preference(const char *name) {
+    static const char *const variants[] = {
+        [MT_PREFERENCE_SIGMOID] = "sigmoid", [MT_PREFERENCE_IPO] = "ipo", [MT_PREFERENCE_HINGE] = "hinge"};
+    char text[256], *rest, *key, *value;
+    mt_preference_config c = {.beta = 0.1};
+    snprintf(text, sizeof text, "%s", name);
+    char *word = strtok_r(text, " ", &rest);
+    int v = 0;
+    while (v < 3 && (!word || strcmp(word, variants[v]) != 0)) v++;
+    if (v == 3) fail_msg("%s: preference \"%s\": unknown variant", golden_path(), name);
+    c.variant = (mt_preference_variant)v;
+    while (next_word(&rest, &key, &value)) {
+        if (strcmp(key, "beta") == 0)
+            c.beta = parse_number(value, name);
+        else if (strcmp(key, "label_smoothing") == 0)
+            c.label_smoothing = parse_number(value, name);
+        else
+            fail_msg("%s: preference \"%s\": unknown parameter %s", golden_path(), name, key);
+    }
+    return c;
+}
+
+/* The rewards of a list, their sums as metrics, and the gradients of both sides. */
+static void check_preference(const json_t *entry, const char *name, const pairs *p, const mt_loss_sums *sums) {
+    static const char *const gradients[] = {"gradient_chosen", "gradient_rejected"};
+    static const char *const reward_keys[] = {"chosen_rewards", "rejected_rewards"};
+    double rewards[2][MAX_COLUMNS], expected[MAX_COLUMNS], sum[2] = {0}, right = 0;
+    assert_near(sums->loss / sums->count, number(entry, name, "loss"), name);
+    assert_true(sums->count == (double)p->count && json_object_size(entry) == 5);
+    for (int side = 0; side < 2; side++) {
+        int64_t count = p->count;
+        read_vector(member(entry, name, reward_keys[side]), name, rewards[side], &count);
+        read_vector(member(entry, name, gradients[side]), name, expected, &count);
+        for (int64_t i = 0; i < count; i++) {
+            const mt_span *span = &p->sequences[2 * i + side];
+            for (int64_t k = 0; k < span->q_len; k++)
+                assert_near(in.gradient[span->q_start + k] / sums->count, k < 2 ? 0 : expected[i], name);
+            sum[side] += rewards[side][i];
+        }
+    }
+    for (int64_t i = 0; i < p->count; i++) right += rewards[0][i] > rewards[1][i];
+    assert_true(sums->metrics[MT_PAIR_ACCURACY] == right);
+    assert_near(sums->metrics[MT_PAIR_CHOSEN], sum[0], name);
+    assert_near(sums->metrics[MT_PAIR_REJECTED], sum[1], name);
+    assert_near(sums->metrics[MT_PAIR_MARGIN], sum[0] - sum[1], name);
+}
+
+static void preference_losses_equal_the_file(void **state) {
+    (void)state;
+    static pairs p;
+    json_t *root = read_golden(), *section = member(root, "the file", "preference"), *entry;
+    const char *name;
+    spread_pairs(member(section, "preference", "inputs"), &p);
+    json_object_foreach(section, name, entry) {
+        if (strcmp(name, "inputs") == 0) continue;
+        mt_preference_config c = parse_preference(name);
+        mt_loss_tokens t = loss_tokens();
+        mt_loss_sums sums = {0}, parts = {0}, free_sums = {0};
+        t.T = p.tokens, t.num_sequences = 2 * p.count, t.sequences = p.sequences;
+        mt_preference_loss(&t, &c, &sums);
+        check_preference(entry, name, &p, &sums);
+
+        memcpy(in.expected, in.gradient, sizeof in.gradient);
+        t = loss_tokens();
+        for (int64_t i = 0; i < p.count; i++) { // a call for each pair
+            t.num_sequences = 2, t.sequences = p.sequences + 2 * i;
+            mt_preference_loss(&t, &c, &parts);
+        }
+        assert_true(memcmp(&parts, &sums, sizeof sums) == 0);
+        assert_memory_equal(in.gradient, in.expected, sizeof in.gradient);
+
+        t.num_sequences = 2 * p.count, t.sequences = p.sequences; // without a reference: the same as a reference of 0
+        t.ref_logp = NULL;
+        mt_preference_loss(&t, &c, &free_sums);
+        memset(in.expected, 0, sizeof in.expected);
+        t.ref_logp = in.expected;
+        memset(&sums, 0, sizeof sums);
+        mt_preference_loss(&t, &c, &sums);
+        assert_memory_equal(&sums, &free_sums, sizeof sums);
+    }
+    json_decref(root);
+}
+
+static void pairs_without_counted_tokens_are_skipped(void **state) {
+    (void)state;
+    mt_span spans[] = {{0, 1, 0, 1, true}, {1, 1, 1, 1, true}, {2, 1, 2, 1, true}, {3, 1, 3, 1, true}};
+    float mask[] = {1, 0, 0, 0};
+    double logp[] = {-1, -2, -3, -4}, values[] = {1, 2, 3, 4}, dlogp[4] = {0}, dvalues[4] = {0};
+    mt_loss_tokens t = {.T = 4,
+                        .num_sequences = 4,
+                        .sequences = spans,
+                        .mask = mask,
+                        .logp = logp,
+                        .values = values,
+                        .dlogp = dlogp,
+                        .dvalues = dvalues};
+    mt_loss_sums preference = {0}, reward = {0};
+    mt_preference_loss(&t, &(mt_preference_config){MT_PREFERENCE_IPO, 1, 0}, &preference);
+    mt_reward_loss(&t, &(mt_reward_config){0}, &reward);
+    assert_true(preference.count == 1 && reward.count == 1);
+    assert_true(dlogp[0] != 0 && dlogp[1] == 0 && dlogp[2] == 0 && dlogp[3] == 0);
+    assert_true(dvalues[0] != 0 && dvalues[1] != 0 && dvalues[2] == 0 && dvalues[3] == 0);
+}
+
+/* ---- any split, finite differences ---------------------------------------------------------------------------------
+ */
+
+/* Sums of one call and of a call for each sequence, in reverse order. */
+static void assert_split(void (*loss)(const mt_loss_tokens *, const void *, mt_loss_sums *), const void *config) {
+    mt_loss_sums whole = {0}, parts = {0};
+    mt_loss_tokens t = loss_tokens();
+    loss(&t, config, &whole);
+    memcpy(in.expected, in.gradient, sizeof in.gradient);
+    t = loss_tokens();
+    for (int64_t r = in.rows; r-- > 0;) {
+        t.num_sequences = 1, t.sequences = in.sequences + r;
+        loss(&t, config, &parts);
+    }
+    assert_near(parts.loss, whole.loss, "split");
+    assert_near(parts.count, whole.count, "split");
+    for (int m = 0; m < MT_MAX_LOSS_METRICS; m++) assert_near(parts.metrics[m], whole.metrics[m], "split");
+    for (int64_t i = 0; i < in.tokens; i++) assert_near(in.gradient[i], in.expected[i], "split");
+}
+
+static void policy(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
+    mt_policy_loss(t, config, sums);
+}
+
+static void value(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
+    mt_value_loss(t, config, sums);
+}
+
+static void sums_do_not_depend_on_the_split(void **state) {
+    (void)state;
+    json_t *root = read_golden();
+    read_inputs(root);
+    json_decref(root);
+    for (int mode = MT_TOKEN_MEAN; mode <= MT_SEQ_MEAN_TOKEN_SUM_NORM; mode++) {
+        mt_aggregation aggregation = verl_aggregation();
+        aggregation.mode = (mt_loss_aggregation)mode;
+        mt_value_config v = {aggregation, 0.2};
+        assert_split(value, &v);
+        for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_GPG; variant++) {
+            mt_policy_config c = {.variant = (mt_policy_variant)variant,
+                                  .aggregation = aggregation,
+                                  .clip_ratio_low = 0.1,
+                                  .clip_ratio_high = 0.2,
+                                  .clip_ratio_c = 1.2,
+                                  .kl_coef = 0.1,
+                                  .kl_type = MT_KL_K3};
+            assert_split(policy, &c);
+        }
+    }
+}
+
+/* Central differences of sums.loss by x[i] for all tokens, against the derivative. */
+static void assert_derivative(void (*loss)(const mt_loss_tokens *, const void *, mt_loss_sums *), const void *config,
+                              const mt_loss_tokens *t, double *x, const double *derivative) {
+    const double step = 1e-6;
+    mt_loss_tokens values = *t;
+    values.dlogp = values.dentropy = values.dvalues = NULL;
+    for (int64_t i = 0; i < t->T; i++) {
+        mt_loss_sums low = {0}, high = {0};
+        double kept = x[i];
+        x[i] = kept - step, loss(&values, config, &low);
+        x[i] = kept + step, loss(&values, config, &high);
+        x[i] = kept;
+        double slope = (high.loss - low.loss) / (2 * step);
+        if (!(fabs(slope - derivative[i]) <= 1e-7 * fmax(1, fabs(slope))))
+            fail_msg("token %d: derivative %.12g, slope %.12g", (int)i, derivative[i], slope);
+    }
+}
+
+/* Not CISPO, whose gradient leaves out the ratio; GSPO with one advantage per sequence. */
+static void policy_gradients_equal_finite_differences(void **state) {
+    (void)state;
+    static double entropy[MAX_TOKENS], dentropy[MAX_TOKENS];
+    const mt_policy_variant variants[] = {MT_POLICY_PPO, MT_POLICY_GSPO, MT_POLICY_GMPO, MT_POLICY_GPG};
+    json_t *root = read_golden();
+    read_inputs(root);
+    json_decref(root);
+    for (int64_t i = 0; i < in.tokens; i++) entropy[i] = 1 + 0.1 * sin((double)i);
+    for (int v = 0; v < 4; v++)
+        for (int mode = MT_TOKEN_MEAN; mode <= MT_SEQ_MEAN_TOKEN_SUM_NORM; mode++) {
+            mt_policy_config c = {.variant = variants[v],
+                                  .aggregation = verl_aggregation(),
+                                  .clip_ratio_low = 0.1,
+                                  .clip_ratio_high = 0.25,
+                                  .clip_ratio_c = 1.5,
+                                  .kl_coef = 0.3,
+                                  .entropy_coef = 0.2,
+                                  .kl_type = MT_KL_K3};
+            c.aggregation.mode = (mt_loss_aggregation)mode;
+            if (variants[v] == MT_POLICY_GSPO)
+                for (int64_t i = 0; i < in.tokens; i++) in.advantages[i] = in.advantages[i / in.columns * in.columns];
+            mt_loss_tokens t = loss_tokens();
+            mt_loss_sums sums = {0};
+            memset(dentropy, 0, sizeof dentropy);
+            t.entropy = entropy, t.dentropy = dentropy;
+            mt_policy_loss(&t, &c, &sums);
+            assert_derivative(policy, &c, &t, in.logp, in.gradient);
+            assert_derivative(policy, &c, &t, entropy, dentropy);
+        }
+}
+
+static void reward(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
+    mt_reward_loss(t, config, sums);
+}
+
+static void reward_loss_is_bradley_terry(void **state) {
+    (void)state;
+    enum { PAIRS = 3, LENGTH = 4, TOKENS = 2 * PAIRS * LENGTH };
+    mt_span spans[2 * PAIRS];
+    float mask[TOKENS];
+    double values[TOKENS], dvalues[TOKENS] = {0}, loss = 0, right = 0;
+    const mt_reward_config c = {.margin = 0.5, .center_coef = 0.01};
+    for (int i = 0; i < TOKENS; i++) mask[i] = 1, values[i] = 3 * sin(1.7 * i);
+    for (int64_t s = 0; s < 2 * PAIRS; s++) spans[s] = (mt_span){s * LENGTH, LENGTH, s * LENGTH, LENGTH, true};
+    mt_loss_tokens t = {.T = TOKENS,
+                        .num_sequences = 2 * PAIRS,
+                        .sequences = spans,
+                        .mask = mask,
+                        .values = values,
+                        .dvalues = dvalues};
+    mt_loss_sums sums = {0}, extreme = {0};
+    mt_reward_loss(&t, &c, &sums);
+    for (int i = 0; i < PAIRS; i++) {
+        double chosen = values[(2 * i + 1) * LENGTH - 1], rejected = values[(2 * i + 2) * LENGTH - 1];
+        loss += log(1 + exp(rejected - chosen + 0.5)) + 0.01 * pow(chosen + rejected, 2);
+        right += chosen > rejected;
+    }
+    assert_true(fabs(sums.loss - loss) < 1e-12 && sums.count == PAIRS && sums.metrics[MT_PAIR_ACCURACY] == right);
+    assert_derivative(reward, &c, &t, values, dvalues);
+    values[LENGTH - 1] = -1000, values[2 * LENGTH - 1] = 1000; // no overflow
+    t.num_sequences = 2;
+    mt_reward_loss(&t, &(mt_reward_config){0}, &extreme);
+    assert_true(extreme.loss == 2000);
+}
+
+static void large_ratios_stay_finite(void **state) {
+    (void)state;
+    mt_span span = {0, 2, 0, 2, true};
+    float mask[] = {1, 1};
+    double logp[] = {-1, -2000}, other[] = {-1500, -1}, advantages[] = {-1, 1}, dlogp[2];
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_GPG; variant++)
+        for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
+            mt_policy_config c = {.variant = (mt_policy_variant)variant,
+                                  .clip_ratio_low = 0.2,
+                                  .clip_ratio_high = 0.2,
+                                  .kl_type = (mt_kl_type)type,
+                                  .kl_coef = 1};
+            mt_loss_tokens t = {
+                2, 1, &span, mask, logp, .old_logp = other, .ref_logp = other, .advantages = advantages};
+            mt_loss_sums sums = {0};
+            dlogp[0] = dlogp[1] = 0, t.dlogp = dlogp;
+            mt_policy_loss(&t, &c, &sums);
+            assert_true(isfinite(sums.loss) && isfinite(dlogp[0]) && isfinite(dlogp[1]));
+        }
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_GSPO; variant++) { // clamped: no gradient
+        mt_policy_config c = {.variant = (mt_policy_variant)variant, .clip_ratio_low = 0.2, .clip_ratio_high = 0.2};
+        mt_loss_tokens t = {
+            1, 1, &(mt_span){0, 1, 0, 1, true}, mask, logp, .old_logp = other, .advantages = advantages};
+        mt_loss_sums sums = {0};
+        dlogp[0] = 0, t.dlogp = dlogp;
+        mt_policy_loss(&t, &c, &sums);
+        assert_true(fabs(sums.loss / exp(variant == MT_POLICY_PPO ? 20 : 10) - 1) < 1e-7 && dlogp[0] == 0);
+    }
+}
+
+/* ---- divergences ---------------------------------------------------------------------------------------------------
+ */
+
+enum { LABELS = 7 };
+
+static void softmax(double *p, const double *logits, double temperature) {
+    double sum = 0;
+    for (int i = 0; i < LABELS; i++) sum += p[i] = exp(logits[i] / temperature);
+    for (int i = 0; i < LABELS; i++) p[i] /= sum;
+}
+
+static double kl(const double *p, const double *q) {
+    double sum = 0;
+    for (int i = 0; i < LABELS; i++) sum += p[i] * log(p[i] / q[i]);
+    return sum;
+}
+
+/* The definitions, with softmaxes computed plainly. */
+static double expected_divergence(const mt_divergence_config *c, const double *student, const double *teacher) {
+    double p[LABELS], q[LABELS], mix[LABELS], head = 0, tail = 0, mass = 0;
+    bool taken[LABELS] = {false};
+    softmax(p, student, c->temperature);
+    softmax(q, teacher, c->temperature);
+    double of_p = c->type == MT_SKEWED_FORWARD_KL   ? 1 - c->skew_lambda
+                  : c->type == MT_SKEWED_REVERSE_KL ? c->skew_lambda
+                                                    : 0.5;
+    for (int i = 0; i < LABELS; i++) mix[i] = of_p * p[i] + (1 - of_p) * q[i];
+    for (int n = 0; n < LABELS; n++) { // from the least probable label
+        int least = -1;
+        for (int i = 0; i < LABELS; i++)
+            if (!taken[i] && (least < 0 || q[i] < q[least])) least = i;
+        taken[least] = true, mass += q[least];
+        *(mass <= c->adaptive_alpha ? &tail : &head) += fabs(p[least] - q[least]);
+    }
+    switch (c->type) {
+    case MT_FORWARD_KL:
+        return kl(q, p);
+    case MT_REVERSE_KL:
+        return kl(p, q);
+    case MT_ADAPTIVE_KL:
+        return (head * kl(q, p) + tail * kl(p, q)) / (head + tail);
+    case MT_SKEWED_FORWARD_KL:
+        return kl(q, mix);
+    case MT_SKEWED_REVERSE_KL:
+        return kl(p, mix);
+    case MT_JS_DIVERGENCE:
+        return (kl(p, mix) + kl(q, mix)) / 2;
+    }
+    return NAN;
+}
+
+static const double student_logits[LABELS] = {1.2, -0.3, 0.1, 2.5, -1.7, 0.4, 0.9};
+static const double teacher_logits[LABELS] = {0.2, 1.3, -2.1, 1.5, -0.7, 0.2, 1.1};
+
+static void divergences_equal_their_definitions(void **state) {
+    (void)state;
+    const double temperatures[] = {1, 2.5};
+    for (int type = MT_FORWARD_KL; type <= MT_JS_DIVERGENCE; type++)
+        for (int i = 0; i < 2; i++) {
+            mt_divergence_config c = {(mt_divergence_type)type, temperatures[i], 0.1, 0.5};
+            double gradient[LABELS];
+            double value = mt_divergence(&c, student_logits, teacher_logits, LABELS, gradient);
+            assert_true(fabs(value - expected_divergence(&c, student_logits, teacher_logits)) < 1e-14);
+            assert_true(fabs(mt_divergence(&c, teacher_logits, teacher_logits, LABELS, gradient)) < 1e-15);
+            for (int k = 0; k < LABELS; k++) assert_true(fabs(gradient[k]) < 1e-15);
+        }
+}
+
+/* The weights of adaptive KL are constants (arXiv 2404.02657), so its slope is that of the weighted sum. */
+static void divergence_gradients_equal_finite_differences(void **state) {
+    (void)state;
+    const double step = 1e-6;
+    for (int type = MT_FORWARD_KL; type <= MT_JS_DIVERGENCE; type++)
+        for (int missing = 0; missing < 2; missing++) { // a label that the teacher lacks
+            mt_divergence_config c = {(mt_divergence_type)type, 1.3, 0.2, 0.5};
+            double teacher[LABELS], student[LABELS], gradient[LABELS], unused[LABELS], share = 0, values[2];
+            memcpy(student, student_logits, sizeof student);
+            memcpy(teacher, teacher_logits, sizeof teacher);
+            if (missing) teacher[4] = -INFINITY;
+            double value = mt_divergence(&c, student, teacher, LABELS, gradient);
+            mt_divergence_config parts[2] = {c, c};
+            if (type == MT_ADAPTIVE_KL) {
+                parts[0].type = MT_FORWARD_KL, parts[1].type = MT_REVERSE_KL;
+                for (int k = 0; k < 2; k++) values[k] = mt_divergence(&parts[k], student, teacher, LABELS, unused);
+                share = (value - values[1]) / (values[0] - values[1]);
+                assert_true(share > 0.1 && share < 0.9);
+            }
+            for (int i = 0; i < LABELS; i++) {
+                double slopes[2];
+                for (int k = 0; k < 2; k++) {
+                    student[i] = student_logits[i] + step;
+                    slopes[k] = mt_divergence(&parts[k], student, teacher, LABELS, unused);
+                    student[i] = student_logits[i] - step;
+                    slopes[k] -= mt_divergence(&parts[k], student, teacher, LABELS, unused);
+                    student[i] = student_logits[i];
+                }
+                double slope = (share * slopes[0] + (1 - share) * slopes[1]) / (2 * step);
+                if (!(fabs(gradient[i] - slope) < 1e-9))
+                    fail_msg("divergence %d, label %d: derivative %.12g, slope %.12g", type, i, gradient[i], slope);
+            }
+        }
+}
+
+static void divergences_have_known_values(void **state) {
+    (void)state;
+    double unused[LABELS], far[2] = {0, 800}, near[2] = {800, 0};
+    mt_divergence_config js = {MT_JS_DIVERGENCE, 1, 0, 0}, forward = js, reverse = js, skewed = js;
+    forward.type = MT_FORWARD_KL, reverse.type = MT_REVERSE_KL, skewed.type = MT_SKEWED_FORWARD_KL;
+    assert_true(fabs(mt_divergence(&js, student_logits, teacher_logits, LABELS, unused) -
+                     mt_divergence(&js, teacher_logits, student_logits, LABELS, unused)) < 1e-15);
+    assert_true(mt_divergence(&forward, student_logits, teacher_logits, LABELS, unused) ==
+                mt_divergence(&skewed, student_logits, teacher_logits, LABELS, unused)); // lambda 0
+    assert_true(fabs(mt_divergence(&forward, student_logits, teacher_logits, LABELS, unused) -
+                     mt_divergence(&reverse, teacher_logits, student_logits, LABELS, unused)) < 1e-15);
+    assert_true(fabs(mt_divergence(&js, far, near, 2, unused) - log(2)) < 1e-15); // its greatest value
+    assert_true(fabs(mt_divergence(&forward, far, near, 2, unused) - 800) < 1e-12 && isfinite(unused[0]));
+    double equal[LABELS] = {0}; // labels with equal probabilities: 3 of 7 have at most a half
+    mt_divergence_config adaptive = {MT_ADAPTIVE_KL, 1, 0, 0.5};
+    double p[LABELS], head = 0, tail = 0;
+    softmax(p, student_logits, 1);
+    for (int i = 0; i < LABELS; i++) *(i < 3 ? &tail : &head) += fabs(p[i] - 1.0 / LABELS);
+    double expected = (head * mt_divergence(&forward, student_logits, equal, LABELS, unused) +
+                       tail * mt_divergence(&reverse, student_logits, equal, LABELS, unused)) /
+                      (head + tail);
+    assert_true(fabs(mt_divergence(&adaptive, student_logits, equal, LABELS, unused) - expected) < 1e-14);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(policy_losses_equal_verl),
+        cmocka_unit_test(kl_estimates_equal_verl),
+        cmocka_unit_test(value_losses_equal_verl),
+        cmocka_unit_test(advantages_equal_verl),
+        cmocka_unit_test(discounted_returns_pass_over_uncounted_tokens),
+        cmocka_unit_test(token_rewards_clip_scores_and_subtract_kl),
+        cmocka_unit_test(a_group_of_one_keeps_its_score),
+        cmocka_unit_test(preference_losses_equal_the_file),
+        cmocka_unit_test(pairs_without_counted_tokens_are_skipped),
+        cmocka_unit_test(sums_do_not_depend_on_the_split),
+        cmocka_unit_test(policy_gradients_equal_finite_differences),
+        cmocka_unit_test(reward_loss_is_bradley_terry),
+        cmocka_unit_test(large_ratios_stay_finite),
+        cmocka_unit_test(divergences_equal_their_definitions),
+        cmocka_unit_test(divergence_gradients_equal_finite_differences),
+        cmocka_unit_test(divergences_have_known_values),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
