@@ -2480,52 +2480,35 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
 /* The result of a grouped operation. */
 typedef enum mt_grouped_result { MT_GROUPED_Y, MT_GROUPED_DX, MT_GROUPED_DW } mt_grouped_result;
 
-/* The product of expert e's rows [begin, begin + rows) with strides, a scale, or added to y or dx: in blocks of 512
- * rows, summed in fp32 and rounded once. */
+/* The product of expert e's rows [begin, begin + rows) with strides or a scale, or added to y or dx. */
 static void mt_grouped_strided(const mt_grouped_args *a, mt_grouped_result result, int64_t e, int64_t begin,
                                int64_t rows, mt_dtype dtype) {
-    int64_t N = a->N, K = a->K, width = result == MT_GROUPED_Y ? N : K, inner = result == MT_GROUPED_Y ? K : N;
+    bool is_y = result == MT_GROUPED_Y, is_dw = result == MT_GROUPED_DW;
+    int64_t N = a->N, K = a->K, M = is_dw ? N : rows, width = is_y ? N : K;
     int64_t x_stride = a->x_stride ? a->x_stride : K, y_stride = a->y_stride ? a->y_stride : N;
-    int64_t out_stride = result == MT_GROUPED_Y ? y_stride : x_stride, block = mt_max(mt_min(rows, 512), 1);
-    int64_t blocks = mt_matrix_scratch(block, N + K, dtype), w_floats = mt_matrix_scratch(N, K, dtype);
-    float *scratch = mt_scratch_grow(blocks + w_floats + mt_max(block, N) * mt_max(N, K) + mt_max(N, K)),
-          *w_scratch = scratch + blocks, *sums = w_scratch + w_floats, scale = a->scale != 0 ? a->scale : 1;
-    mt_matrix w = {0};
-    if (result != MT_GROUPED_DW) w = mt_matrix_load(w_scratch, a->w, e * N * K, N, K, K, dtype);
-    for (int64_t t = 0, count; t < rows; t += count) {
-        int64_t row = begin + t;
-        count = mt_min(rows - t, block);
-        mt_matrix x = {0}, dy = {0};
-        if (result != MT_GROUPED_DX) x = mt_matrix_load(scratch, a->x, row * x_stride, count, K, x_stride, dtype);
-        if (result != MT_GROUPED_Y)
-            dy = mt_matrix_load(scratch + mt_matrix_scratch(block, K, dtype), a->dy, row * y_stride, count, N, y_stride,
-                                dtype);
-        if (result == MT_GROUPED_DW) {
-            mt_matmul(sums, K, mt_transposed(dy), x, N, K, count, t > 0);
-            continue;
-        }
-        mt_matmul(sums, width, result == MT_GROUPED_Y ? x : dy, result == MT_GROUPED_Y ? mt_transposed(w) : w, count,
-                  width, inner, false);
-        void *out = result == MT_GROUPED_Y ? a->y : a->dx;
-        for (int64_t r = 0; r < count; r++) {
-            int64_t at = (row + r) * out_stride;
-            float *sum = sums + r * width;
-            for (int64_t i = 0; i < width; i++) sum[i] *= scale;
-            const float *old =
-                a->accumulate ? mt_row_load(sums + mt_max(block, N) * mt_max(N, K), out, at, width, dtype) : NULL;
-            for (int64_t i = 0; i < width && old; i++) sum[i] += old[i];
-            if (dtype == MT_F32) memcpy((float *)out + at, sum, (size_t)width * sizeof *sum);
-            mt_row_close(out, at, sum, width, dtype);
-        }
+    int64_t stride = is_dw ? K : is_y ? y_stride : x_stride, first = is_dw ? e * N : begin;
+    float *sums = mt_scratch_grow(M * width + 2 * width + rows * (N + K) + N * K), *row = sums + M * width;
+    float *dy_scratch = row + 2 * width, *x_scratch = dy_scratch + rows * N, *w_scratch = x_scratch + rows * K;
+    mt_matrix x = {0}, dy = {0}, w = {0};
+    if (is_y || is_dw) x = mt_matrix_load(x_scratch, a->x, begin * x_stride, rows, K, x_stride, dtype);
+    if (!is_y) dy = mt_matrix_load(dy_scratch, a->dy, begin * y_stride, rows, N, y_stride, dtype);
+    if (!is_dw) w = mt_matrix_load(w_scratch, a->w, e * N * K, N, K, K, dtype);
+    if (is_y) mt_matmul(sums, N, x, mt_transposed(w), rows, N, K, false);
+    if (result == MT_GROUPED_DX) mt_matmul(sums, K, dy, w, rows, K, N, false);
+    if (is_dw) mt_matmul(sums, K, mt_transposed(dy), x, N, K, rows, false);
+    for (int64_t r = 0; r < M; r++) {
+        int64_t at = (first + r) * stride;
+        void *y = is_dw ? a->dw : is_y ? a->y : a->dx;
+        float *out = mt_row_open(row, y, at, is_dw ? MT_F32 : dtype), scale = a->scale != 0 ? a->scale : 1;
+        const float *old = a->accumulate ? mt_row_load(row + width, y, at, width, is_dw ? MT_F32 : dtype) : NULL;
+        for (int64_t i = 0; i < width; i++) out[i] = scale * sums[r * width + i] + (old ? old[i] : 0);
+        mt_row_close(y, at, out, width, is_dw ? MT_F32 : dtype);
     }
-    for (int64_t i = 0; i < N * K && result == MT_GROUPED_DW; i++)
-        a->dw[e * N * K + i] = sums[i] * scale + (a->accumulate ? a->dw[e * N * K + i] : 0);
 }
 
 static void mt_cpu_grouped_linear(const mt_grouped_args *a, mt_grouped_result result, mt_dtype dtype) {
     int64_t N = a->N, K = a->K;
     bool by_expert = mt_threads_by_expert(a->E), strided = !a->offsets || a->x_stride || a->y_stride || a->scale != 0;
-    strided |= a->accumulate && result != MT_GROUPED_DW;
     (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < a->E; e++) {
@@ -3898,46 +3881,35 @@ static bool mt_weight_accumulates(const mt_weight *weight) {
 /* The operands of a product of T rows with b of a part, or with a (NULL). */
 static mt_grouped_args mt_adapter_args(const mt_linear *l, const mt_linear_io *io, const mt_adapter_part *part,
                                        int64_t T) {
-    int64_t N = part ? part->N : l->adapter->R, K = part ? l->adapter->rank : l->K;
+    int64_t N = part ? part->N : l->adapter.R, K = part ? l->adapter.rank : l->K;
     mt_grouped_args a = {T, N, K, mt_max(l->num_experts, 1), io->offsets, .x_stride = K, .y_stride = N};
-    if (part) a.x_stride = l->adapter->R, a.y_stride = l->N;
-    a.w = part ? part->b.w : l->adapter->a.w;
+    if (part) a.x_stride = l->adapter.R, a.y_stride = l->N;
+    a.w = part ? part->b.w : l->adapter.a.w;
     return a;
 }
 
-/* h[T, R] and dh[T, R]. */
-static void *mt_adapter_h(const mt_tensor_parallel *tp, const mt_linear_io *io) {
-    return io->offsets ? io->adapter_rows : tp->adapter_h;
-}
-static void *mt_adapter_dh(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    if (!io->offsets) return tp->adapter_dh;
-    return (char *)io->adapter_rows + io->num_rows * l->adapter->R * mt_dtype_size(tp->dtype);
+/* h[T, R], or dh. */
+static void *mt_adapter_h(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T, bool d) {
+    return mt_operand(tp, io->offsets ? io->adapter_rows : tp->adapter_rows, d ? T * l->adapter.R : 0);
 }
 
-/* out = residual + dropout(x), for T rows of l->K elements. */
-static void mt_adapter_dropout(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T,
-                               void *out, const void *x, const void *residual) {
-    const mt_adapter *adapter = l->adapter;
-    int64_t first = io->first_row;
-    if (l->kind == MT_LINEAR_REPLICATED && tp->sequence_parallel) first = tp->group->rank * tp->rows;
-    mt_dropout_add_args a = {T,        l->K, adapter->first_channel, tp->token_index + first, x,
-                             residual, out,  adapter->dropout};
+/* out = residual + dropout(x), for T rows of l->K elements; returns out. */
+static void *mt_adapter_dropout(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T,
+                                void *out, const void *x, const void *residual) {
+    bool is_part = l->kind == MT_LINEAR_REPLICATED && tp->sequence_parallel;
+    mt_dropout_add_args a = {T, l->K, l->adapter.first_channel, .x = x, .residual = residual, .out = out};
+    a.token_index = tp->token_index + (is_part ? tp->group->rank * tp->rows : io->first_row);
+    a.dropout = l->adapter.dropout;
     tp->ops->dropout_add_forward(&a, tp->dtype, tp->stream);
-}
-
-static bool mt_adapter_drops(const mt_tensor_parallel *tp, const mt_linear *l) {
-    return tp->training && l->adapter->dropout.p > 0;
+    return out;
 }
 
 /* Computes h; returns dropout(x). */
 static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                    int64_t T) {
     mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
-    a.x = io->x, a.y = mt_adapter_h(tp, io), a.scale = l->adapter->scale;
-    if (mt_adapter_drops(tp, l)) {
-        mt_adapter_dropout(tp, l, io, T, tp->adapter_x, io->x, NULL);
-        a.x = tp->adapter_x;
-    }
+    a.x = io->x, a.y = mt_adapter_h(tp, l, io, T, false), a.scale = l->adapter.scale;
+    if (tp->training && l->adapter.dropout.p > 0) a.x = mt_adapter_dropout(tp, l, io, T, tp->adapter_x, io->x, NULL);
     tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
     return a.x;
 }
@@ -3945,11 +3917,11 @@ static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear
 /* Computes dh. */
 static void mt_adapter_up_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                    int64_t T) {
-    for (int64_t i = 0; i < l->adapter->num_parts; i++) {
-        const mt_adapter_part *part = &l->adapter->parts[i];
+    for (int64_t i = 0; i < l->adapter.num_parts; i++) {
+        const mt_adapter_part *part = &l->adapter.parts[i];
         mt_grouped_args a = mt_adapter_args(l, io, part, T);
-        a.dy = mt_operand(tp, io->dy, part->first), a.scale = l->adapter->scale;
-        a.dx = mt_operand(tp, mt_adapter_dh(tp, l, io), part->column);
+        a.dy = mt_operand(tp, io->dy, part->first), a.scale = l->adapter.scale;
+        a.dx = mt_operand(tp, mt_adapter_h(tp, l, io, T, true), i * l->adapter.rank);
         tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
     }
 }
@@ -3957,10 +3929,11 @@ static void mt_adapter_up_backward(const mt_tensor_parallel *tp, const mt_linear
 /* y += the adapters' outputs. */
 static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     mt_adapter_down(tp, l, io, T);
-    for (int64_t i = 0; i < l->adapter->num_parts; i++) {
-        const mt_adapter_part *part = &l->adapter->parts[i];
+    for (int64_t i = 0; i < l->adapter.num_parts; i++) {
+        const mt_adapter_part *part = &l->adapter.parts[i];
         mt_grouped_args a = mt_adapter_args(l, io, part, T);
-        a.x = mt_operand(tp, mt_adapter_h(tp, io), part->column), a.y = mt_operand(tp, io->y, part->first);
+        a.x = mt_operand(tp, mt_adapter_h(tp, l, io, T, false), i * l->adapter.rank),
+        a.y = mt_operand(tp, io->y, part->first);
         a.accumulate = true;
         tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
     }
@@ -3970,9 +3943,9 @@ static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l,
 static void mt_adapter_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                       int64_t T) {
     mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
-    bool drops = mt_adapter_drops(tp, l);
+    bool drops = tp->training && l->adapter.dropout.p > 0;
     mt_adapter_up_backward(tp, l, io, T);
-    a.dy = mt_adapter_dh(tp, l, io), a.dx = drops ? tp->adapter_x : io->dx, a.accumulate = !drops;
+    a.dy = mt_adapter_h(tp, l, io, T, true), a.dx = drops ? tp->adapter_x : io->dx, a.accumulate = !drops;
     tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
     if (drops) mt_adapter_dropout(tp, l, io, T, io->dx, tp->adapter_x, io->dx);
 }
@@ -3983,12 +3956,14 @@ static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_li
     mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
     a.x = mt_adapter_down(tp, l, io, T);
     mt_adapter_up_backward(tp, l, io, T);
-    a.dy = mt_adapter_dh(tp, l, io), a.dw = l->adapter->a.dw, a.accumulate = mt_weight_accumulates(&l->adapter->a);
+    a.dy = mt_adapter_h(tp, l, io, T, true), a.dw = l->adapter.a.dw,
+    a.accumulate = mt_weight_accumulates(&l->adapter.a);
     tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
-    for (int64_t i = 0; i < l->adapter->num_parts; i++) {
-        const mt_adapter_part *part = &l->adapter->parts[i];
+    for (int64_t i = 0; i < l->adapter.num_parts; i++) {
+        const mt_adapter_part *part = &l->adapter.parts[i];
         a = mt_adapter_args(l, io, part, T);
-        a.x = mt_operand(tp, mt_adapter_h(tp, io), part->column), a.dy = mt_operand(tp, io->dy, part->first);
+        a.x = mt_operand(tp, mt_adapter_h(tp, l, io, T, false), i * l->adapter.rank),
+        a.dy = mt_operand(tp, io->dy, part->first);
         a.dw = part->b.dw, a.accumulate = mt_weight_accumulates(&part->b);
         tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
     }
@@ -3998,7 +3973,7 @@ static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_li
 
 /* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
 static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && !l->adapter &&
+    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && l->adapter.R == 0 &&
            tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
 }
 
@@ -4024,7 +3999,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     }
     if (io->offsets && bias)
         ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
-    if (l->adapter) mt_adapter_forward(tp, l, io, T);
+    if (l->adapter.R > 0) mt_adapter_forward(tp, l, io, T);
 }
 
 /* dx = dy w, or dhidden if the activation is fused. */
@@ -4043,14 +4018,14 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
     } else {
         ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    if (l->adapter) mt_adapter_backward_input(tp, l, io, T);
+    if (l->adapter.R > 0) mt_adapter_backward_input(tp, l, io, T);
 }
 
 /* dw = dy^T x, or += when accumulate; dbias += column sums of dy; of a frozen weight only the adapters' gradients. */
 static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                        int64_t T, bool accumulate) {
     const mt_ops *ops = tp->ops;
-    if (l->adapter) mt_adapter_backward_weight(tp, l, io, T);
+    if (l->adapter.R > 0) mt_adapter_backward_weight(tp, l, io, T);
     if (!l->weight.dw) return;
     if (io->dy_transposed.data) { // in fp8
         mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
@@ -4182,7 +4157,7 @@ static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
         if (count > 0) mt_product_forward(tp, &expert, &own, count);
     }
-    if (io->host_offsets && l->adapter) mt_adapter_forward(tp, l, io, io->num_rows);
+    if (io->host_offsets && l->adapter.R > 0) mt_adapter_forward(tp, l, io, io->num_rows);
 }
 
 static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
@@ -4201,7 +4176,7 @@ static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l
         else if ((halves & MT_BACKWARD_WEIGHT) && !accumulate && expert.weight.dw) // the expert has no rows
             tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
     }
-    if (!io->host_offsets || !l->adapter) return;
+    if (!io->host_offsets || l->adapter.R == 0) return;
     if (halves & MT_BACKWARD_INPUT) mt_adapter_backward_input(tp, l, io, io->num_rows);
     if (halves & MT_BACKWARD_WEIGHT) mt_adapter_backward_weight(tp, l, io, io->num_rows);
 }
@@ -4244,7 +4219,7 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
 
 /* True if a backward computes gradients of parameters. */
 static bool mt_linear_trains(const mt_linear *l) {
-    return l->weight.dw || l->adapter;
+    return l->weight.dw || l->adapter.R > 0;
 }
 
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
@@ -5249,7 +5224,7 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
     snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.*s.lora_%c.weight",
              (int)(strlen(base->hf_name) - strlen(".weight")), base->hf_name, is_a ? 'A' : 'B');
     param->init = is_a ? MT_INIT_NORMAL : MT_INIT_ZEROS, param->init_std = 1 / sqrt(3 * (double)base->whole_cols);
-    param->bucket = table->bucket, param->continues = continues;
+    param->bucket = table->bucket, param->continues = continues, param->field += offsetof(mt_linear, adapter);
     *(is_a ? &param->first_row : &param->first_col) = 0;
     if (!keeps_cut) {
         param->shard_dim = -1, param->counted = (base->expert >= 0 ? at->etp_rank : at->tp_rank) == 0;
@@ -5262,13 +5237,17 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
 static void mt_params_add_linear_adapters(mt_param_table *table, const mt_param *rows, int64_t count) {
     const mt_options *o = table->options;
     int64_t first = table->count, output = 0;
+    size_t parts = 0;
     for (const mt_param *base = rows; base < rows + count; base++)
         if (mt_param_is_adapted(o, base) && base->hf_row == 0)
             mt_param_add_adapter(table, base, MT_LORA_A, table->count > first);
     for (const mt_param *base = rows; base < rows + count && base->expert == rows->expert; output += base++->rows)
         for (const mt_param *other = base; other < rows + count; other++) { // of all experts
             if (!mt_param_is_adapted(o, base) || other->role != base->role) continue;
-            mt_param_add_adapter(table, other, MT_LORA_B, other > base || base->hf_row > 0);
+            bool continues = other > base || base->hf_row > 0;
+            mt_param_add_adapter(table, other, MT_LORA_B, continues);
+            parts += !continues;
+            table->rows[table->count - 1].field += offsetof(mt_adapter, parts) + (parts - 1) * sizeof(mt_adapter_part);
             table->rows[table->count - 1].first_output = output;
         }
 }
@@ -8745,20 +8724,18 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
  * Invariants: ranks make the same calls in the same order; streams order all transfers, and the host never waits;
  * padding has zero gradients. */
 
-/* Buckets of one kind have similar sizes and share buffers: two for layers, two for their experts and two for the
- * adapters of each (current and prefetched bucket), one for the larger matrices of the vocabulary. */
+/* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
+ * prefetched bucket), one for the larger matrices of the vocabulary. */
 typedef enum mt_bucket_kind {
     MT_BUCKET_LAYER,
     MT_BUCKET_EXPERTS,
     MT_BUCKET_VOCABULARY,
-    MT_BUCKET_ADAPTERS,
-    MT_BUCKET_EXPERT_ADAPTERS,
     MT_NUM_BUCKET_KINDS
 } mt_bucket_kind;
 
-static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5, 7, 9};
+static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
 static const mt_dtype mt_optimizer_dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3}; // of mt_optimizer_dtype
-enum { MT_NUM_BUFFERS = 9 };
+enum { MT_NUM_BUFFERS = 5 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
 typedef struct mt_bucket_buffer {
@@ -8771,7 +8748,6 @@ typedef struct mt_bucket_buffer {
 /* Progress of a bucket in the current step. */
 typedef struct mt_bucket_progress {
     mt_bucket_kind kind;     // selects its buffers
-    int64_t adapters;        // the bucket of its adapters, acquired and released with it; -1: none
     bool needs_gather;       // the optimizer's step changed the shards
     int64_t fp8_version;     // --fp8-param-gather: of the gathered weights in fp8
     bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
@@ -8812,12 +8788,7 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
 static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
     if (param->continues) return NULL;
     char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
-    if (!mt_param_is_adapter(param)) return (mt_weight *)(void *)(fields + param->field);
-    mt_adapter *adapter = ((mt_linear *)(void *)(fields + param->field))->adapter;
-    if (param->role == MT_LORA_A) return &adapter->a;
-    mt_adapter_part *part = adapter->parts;
-    while (part->first != param->first_output) part++;
-    return &part->b;
+    return (mt_weight *)(void *)(fields + param->field);
 }
 
 /* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
@@ -8871,12 +8842,6 @@ static void mt_buckets_find(mt_model *m) {
         if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
         if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
     }
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        const mt_param *param = &m->params[m->buckets[i].first_param];
-        if (!mt_param_is_adapter(param)) continue;
-        const mt_layer *layer = mt_layer_find(m, param->layer);
-        m->sharding->progress[param->expert >= 0 ? layer->expert_bucket : layer->bucket].adapters = i;
-    }
     if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
@@ -8900,16 +8865,14 @@ static void mt_sharding_open(mt_model *m) {
         mt_bucket_kind *kind = &s->progress[param->bucket].kind;
         bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
         if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
-        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
-        if (param->unit == MT_UNIT_ADAPTERS) *kind = MT_BUCKET_ADAPTERS;
-        if (param->unit == MT_UNIT_EXPERT_ADAPTERS) *kind = MT_BUCKET_EXPERT_ADAPTERS;
+        if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
         bool shards = param->unit != MT_UNIT_UNTRAINED && (param->trained || s->strategy == MT_SHARD_PARAMS);
-        b->group = param->expert >= 0 ? &m->grid->expert_data : &m->grid->data_context;
+        b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
         b->trained = param->trained;
         b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
         b->grad_dtype = b->trained ? mt_optimizer_dtypes[m->options->main_grads_dtype] : MT_F32;
         b->strategy = shards && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
-        s->progress[param->bucket].adapters = -1;
+        if (mt_param_is_adapter(param) && b->strategy == MT_SHARD_PARAMS) b->strategy = MT_SHARD_GRADS; // small
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
     }
 }
@@ -9111,8 +9074,8 @@ static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
 }
 
 /* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
- * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. Adapters
- * are acquired with their bucket and do not count. */
+ * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. Adapters,
+ * the first buckets, are not acquired. */
 static int64_t mt_bucket_next(const mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     int64_t first = m->options->lora_rank > 0 ? m->num_trained_buckets : 0, end = m->num_buckets;
@@ -9127,47 +9090,30 @@ static int64_t mt_bucket_next(const mt_model *m, int64_t bucket) {
     return jumped || s->direction == 0 || next < first || next >= end ? -1 : next;
 }
 
-/* A bucket and that of its adapters, if any; ends with -1. */
-typedef struct mt_bucket_pair {
-    int64_t items[3];
-} mt_bucket_pair;
-static mt_bucket_pair mt_bucket_with_adapters(const mt_model *m, int64_t bucket) {
-    return (mt_bucket_pair){{bucket, m->sharding->progress[bucket].adapters, -1}};
-}
-
 void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     MT_CHECK(!(m->resting_parts & 1u << MT_PART_PARAMS));
     if (s->strategy == MT_NO_SHARD) return;
-    const mt_bucket_pair pair = mt_bucket_with_adapters(m, bucket);
-    for (const int64_t *i = pair.items; *i >= 0; i++)
-        if (m->buckets[*i].strategy != MT_NO_SHARD) mt_bucket_gather_products(m, *i);
-    mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below: waits for these buckets only
-    for (const int64_t *i = pair.items; *i >= 0; i++) {
-        if (m->buckets[*i].strategy != MT_SHARD_PARAMS) continue;
-        mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, *i);
+    mt_strategy strategy = m->buckets[bucket].strategy;
+    if (strategy != MT_NO_SHARD) mt_bucket_gather_products(m, bucket);
+    mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below: waits for this bucket only
+    if (strategy == MT_SHARD_PARAMS) {
+        mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
         buffer->users++;
-        m->buckets[*i].params = buffer->memory;
-        mt_bucket_bind(m, *i);
+        m->buckets[bucket].params = buffer->memory;
+        mt_bucket_bind(m, bucket);
     }
     int64_t next = mt_bucket_next(m, bucket);
-    if (!s->prefetches || next < 0) return;
-    const mt_bucket_pair after = mt_bucket_with_adapters(m, next);
-    for (const int64_t *i = after.items; *i >= 0; i++) {
-        const mt_bucket *b = &m->buckets[*i];
-        if (b->strategy == MT_NO_SHARD) continue;
-        if (b->fp8_params || mt_buffer_free(m, s->param_buffers, *i)) mt_bucket_gather_products(m, *i);
-    }
+    if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
+    if (m->buckets[next].fp8_params || mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
-    const mt_bucket_pair pair = mt_bucket_with_adapters(m, bucket);
-    for (const int64_t *i = pair.items; *i >= 0; i++) {
-        if (m->buckets[*i].strategy != MT_SHARD_PARAMS || --mt_buffer_find(m->sharding->param_buffers, *i)->users > 0)
-            continue;
-        m->buckets[*i].params = NULL; // the buffer keeps its values, and the next acquire may find them
-        mt_bucket_bind(m, *i);
-    }
+    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
+        --mt_buffer_find(m->sharding->param_buffers, bucket)->users > 0)
+        return;
+    m->buckets[bucket].params = NULL; // the buffer keeps its values, and the next acquire may find them
+    mt_bucket_bind(m, bucket);
 }
 
 /* Gathers all parameters that a step outdated, for readers outside a step. */
@@ -9215,9 +9161,15 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
-/* The bucket that a use of this one trains: itself or that of its adapters; -1: none. */
+/* The bucket that a backward through this one trains: itself or that of its adapters; -1: none. */
 static int64_t mt_bucket_trained(const mt_model *m, int64_t bucket) {
-    return m->buckets[bucket].trained ? bucket : m->sharding->progress[bucket].adapters;
+    const mt_param *of = &m->params[m->buckets[bucket].first_param], *param;
+    int64_t i = m->buckets[bucket].trained ? bucket : m->num_trained_buckets - 1;
+    for (; i >= 0 && i != bucket; i--) {
+        param = &m->params[m->buckets[i].first_param];
+        if (param->layer == of->layer && (param->expert < 0) == (of->expert < 0)) break;
+    }
+    return i;
 }
 
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
@@ -9391,12 +9343,15 @@ static void mt_gradients_reduce_model(mt_model *m) {
 static void mt_params_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     mt_params_changed(m);
-    if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
-    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].needs_gather = m->buckets[i].strategy != MT_NO_SHARD;
+    bool adapts = m->options->lora_rank > 0, now = adapts || !s->prefetches; // adapters are not acquired
+    if (s->strategy == MT_NO_SHARD || (s->strategy == MT_SHARD_PARAMS && !adapts)) return;
     mt_wait_stream(m, s->param_stream, m->stream);
-    for (int64_t i = 0; i < m->num_buckets && !s->prefetches; i++)
-        if (m->buckets[i].strategy != MT_NO_SHARD) mt_bucket_gather_products(m, i);
-    if (!s->prefetches) mt_wait_stream(m, m->stream, s->param_stream);
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_strategy strategy = m->buckets[i].strategy;
+        s->progress[i].needs_gather = strategy == MT_SHARD_OPTIM || strategy == MT_SHARD_GRADS;
+        if (s->progress[i].needs_gather && now) mt_bucket_gather_products(m, i);
+    }
+    if (now) mt_wait_stream(m, m->stream, s->param_stream);
 }
 
 /* The type of a trained parameter's state. */
@@ -10740,8 +10695,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
     m->argmax = mt_arena_alloc(arena, rows * 4);
-    m->tp.adapter_h = mt_arena_alloc(arena, T * mt_adapter_width(m, false, false) * mt_dtype_size(m->dtype));
-    m->tp.adapter_dh = mt_arena_alloc(arena, T * mt_adapter_width(m, false, false) * mt_dtype_size(m->dtype));
+    m->tp.adapter_rows = mt_arena_alloc(arena, 2 * T * mt_adapter_width(m, false, false) * mt_dtype_size(m->dtype));
     if (m->options->lora_dropout > 0 && m->plan.train)
         m->tp.adapter_x = mt_arena_alloc(arena, T * mt_adapter_width(m, false, true) * mt_dtype_size(m->dtype));
     mt_plan_scratch(m, arena);
@@ -10994,7 +10948,8 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-_Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight is the first member of its linear");
+_Static_assert(offsetof(mt_linear, weight) == 0 && offsetof(mt_adapter, a) == 0,
+               "the parameter table's weight is the first member of its linear, or of its adapter");
 
 /* Kinds and sizes of the linears, from the parameter table. mt_bucket_bind sets the weights. */
 static void mt_model_linears(mt_model *m) {
@@ -11014,30 +10969,23 @@ static void mt_model_linears(mt_model *m) {
     }
 }
 
-/* The adapters of the linears, whose sizes are known. */
+/* Sizes and scales of the linears' adapters. */
 static void mt_model_adapters(mt_model *m) {
     const mt_options *o = m->options;
     mt_adapter *adapter = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (!mt_param_is_adapter(param)) continue;
-        if (param->role == MT_LORA_A && !param->continues) {
-            mt_linear *linear = (mt_linear *)(void *)((char *)mt_layer_find(m, param->layer) + param->field);
-            uint64_t index = (uint64_t)param->layer * MT_NUM_ROLES + param->adapts;
-            adapter = linear->adapter = mt_model_calloc(m, (int64_t)sizeof *adapter);
+        bool is_a = param->role == MT_LORA_A, is_b = param->role == MT_LORA_B;
+        uint64_t index = (uint64_t)param->layer * MT_NUM_ROLES + param->adapts;
+        if (is_a && !param->continues) {
+            adapter = (mt_adapter *)(void *)mt_param_weight(m, param), expert = param->expert;
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
-            adapter->dropout =
-                (mt_dropout){o->lora_dropout, mt_random_key((uint64_t)o->seed, MT_RANDOM_ADAPTER, index)};
-            adapter->first_channel = param->first_col;
-            expert = param->expert;
+            adapter->dropout.key = mt_random_key((uint64_t)o->seed, MT_RANDOM_ADAPTER, index);
+            adapter->dropout.p = o->lora_dropout, adapter->first_channel = param->first_col;
         }
-        if (param->role == MT_LORA_A && param->expert == expert) adapter->R += param->rows;
-        if (param->role == MT_LORA_B && !param->continues)
-            adapter->parts[adapter->num_parts] =
-                (mt_adapter_part){.first = param->first_output, .column = adapter->num_parts * o->lora_rank},
-            adapter->num_parts++;
-        if (param->role == MT_LORA_B && param->expert == expert)
-            adapter->parts[adapter->num_parts - 1].N += param->rows;
+        if (is_a && param->expert == expert) adapter->R += param->rows;
+        if (is_b && !param->continues) adapter->parts[adapter->num_parts++].first = param->first_output;
+        if (is_b && param->expert == expert) adapter->parts[adapter->num_parts - 1].N += param->rows;
     }
 }
 
@@ -11579,43 +11527,6 @@ void mt_param_init(mt_model *m, const mt_param *param) {
 
 void mt_model_init(mt_model *m) {
     for (int64_t i = 0; i < m->num_params; i++) mt_param_init(m, &m->params[i]);
-}
-
-void mt_model_init_adapters(mt_model *m) {
-    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
-        if (!mt_param_is_adapter(param)) continue;
-        for (int state = MT_STATE_WEIGHTS; state <= MT_STATE_MASTER; state++) { // B may have been trained
-            mt_shard shard = mt_bucket_shard(m, param->bucket, (mt_param_state)state);
-            if (shard.data) mt_shard_write(m, &shard, param->offset, NULL, param->rows * param->cols);
-        }
-        mt_param_init(m, param);
-    }
-}
-
-/* w[first ..., K] += scale b[N, rank] a[column ..., K] of every part and expert. */
-static void mt_linear_merge_adapter(mt_model *m, const mt_linear *l) {
-    const mt_adapter *adapter = l->adapter;
-    int64_t experts = mt_max(l->num_experts, 1), size = mt_dtype_size(m->dtype);
-    for (int64_t i = 0; i < adapter->num_parts * experts; i++) {
-        const mt_adapter_part *part = &adapter->parts[i / experts];
-        int64_t expert = i % experts;
-        mt_grouped_args a = {.M = part->N, .N = adapter->rank, .K = l->K, .E = 1, .accumulate = true};
-        char *b = mt_at(m, part->b.w, expert * part->N * adapter->rank);
-        a.dy = b, a.w = mt_at(m, adapter->a.w, (expert * adapter->R + part->column) * l->K);
-        a.dx = mt_at(m, l->weight.w, (expert * l->N + part->first) * l->K), a.scale = adapter->scale;
-        m->ops->grouped_linear_backward_input(&a, m->dtype, m->stream);
-        m->ops->memory_zero(b, part->N * adapter->rank * size, m->stream);
-    }
-}
-
-void mt_model_merge_adapters(mt_model *m) {
-    MT_CHECK(m->sharding->strategy == MT_NO_SHARD);
-    mt_params_changed(m);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        if (param->role != MT_LORA_A || param->continues) continue;
-        mt_linear_merge_adapter(m, (mt_linear *)(void *)((char *)mt_layer_find(m, param->layer) + param->field));
-    }
 }
 
 const mt_param *mt_model_params(const mt_model *m, int64_t *count) {

@@ -1156,7 +1156,7 @@ typedef struct mt_grouped_args {
     const void *dy;    // [M, N]: gradient of y
     void *dx;          // [M, K]: the result of backward_input
     float *dw;         // [E, N, K]: the result of backward_weight
-    bool accumulate;   // the result +=
+    bool accumulate;   // the result +=; y and dx only with strides
     float scale;       // of the product; 0: 1
     int64_t x_stride;  // elements between rows of x and dx; 0: K
     int64_t y_stride;  // of y and dy; 0: N
@@ -1751,9 +1751,9 @@ typedef struct mt_tensor_parallel {
     int64_t max_rows, mailbox_bytes;
     float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
     /* adapters only: scratch of one product */
-    void *adapter_h, *adapter_dh; // [T, widest R]
-    void *adapter_x;              // [T, widest K]: with dropout
-    const int64_t *token_index;   // [T] for dropout
+    void *adapter_rows;         // [2, T, widest R]
+    void *adapter_x;            // [T, widest K]: with dropout
+    const int64_t *token_index; // [T] for dropout
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -1818,8 +1818,7 @@ typedef struct mt_fp8_linear {
  * has several: their A are one matrix, so that one product computes h[T, R] = scale dropout(x) a^T. */
 typedef struct mt_adapter_part {
     mt_weight b;      // [N, rank], or [num_experts, N, rank]
-    int64_t first, N; // outputs [first, first + N) of the linear
-    int64_t column;   // from columns [column, column + rank) of h
+    int64_t first, N; // outputs [first, first + N) of the linear; part i reads columns [i rank, (i + 1) rank) of h
 } mt_adapter_part;
 enum { MT_MAX_ADAPTER_PARTS = 3 }; // q, k and v
 typedef struct mt_adapter {
@@ -1837,8 +1836,8 @@ typedef struct mt_linear {
     int64_t N, K;
     int64_t num_experts; // grouped
     mt_linear_kind kind;
-    mt_fp8_linear *fp8;  // NULL: products in the type of activations
-    mt_adapter *adapter; // NULL: none
+    mt_fp8_linear *fp8; // NULL: products in the type of activations
+    mt_adapter adapter; // R 0: none
 } mt_linear;
 
 /* The operands of one use of a linear; a function reads those it needs. */
@@ -2384,16 +2383,10 @@ typedef enum mt_plan_row {
 /* The bytes of a row. */
 int64_t mt_model_planned_bytes(const mt_model *model, mt_plan_row row);
 
-/* Draws the initial values of all parameters, or of one row of the model's table, by coordinate from options->seed. */
+/* Draws the initial values of all parameters, or of one row of the model's table, by coordinate from options->seed; A
+ * of an adapter is normal with the variance of peft's uniform distribution, 1 / (3 K). Zeros are not written. */
 void mt_model_init(mt_model *model);
 void mt_param_init(mt_model *model, const mt_param *param);
-
-/* Draws those of the adapters: A normal with the variance of peft's uniform distribution, 1 / (3 K), and B zero. */
-void mt_model_init_adapters(mt_model *model);
-
-/* Adds the product of each adapter to its matrix, in fp32 and rounded once, and clears its B: the model computes the
- * same. Not for parameters that data-parallel ranks shard. */
-void mt_model_merge_adapters(mt_model *model);
 
 /* The tables, for checkpoints and tests. mt_model_buckets first gathers parameters that an optimizer step changed, so
  * every rank of the data group calls it; and because the caller may change them, the model's stream waits for a reader

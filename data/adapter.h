@@ -27,6 +27,10 @@ char *mt_adapter_print_config(const mt_options *options);
  * with the nearest one. */
 int mt_options_derive_adapters(mt_options *options, mt_error *error);
 
+/* Adds the product of each adapter to its matrix, in fp32 and rounded once, and clears its B: the model computes the
+ * same. Not for parameters that data-parallel ranks shard, and not between a forward and its backward. */
+void mt_model_merge_adapters(mt_model *model);
+
 /* Writes the whole model with its adapters merged, a Hugging Face folder, to options->merge_adapter, and merges them in
  * `model` too. Every rank calls it. */
 int mt_adapter_merge(mt_model *model, mt_error *error);

@@ -1117,9 +1117,23 @@ static int mt_latest_load(mt_model *m, mt_run_state *state, const char *folder, 
     return status;
 }
 
+/* The adapters of a new run; also in place of trained ones, whose B are not zero. */
+static void mt_adapters_init(mt_model *m) {
+    int64_t num_params;
+    const mt_param *params = mt_model_params(m, &num_params);
+    for (const mt_param *param = params; param < params + num_params; param++) {
+        if (!mt_param_is_adapter(param)) continue;
+        for (int state = MT_STATE_WEIGHTS; state <= MT_STATE_MASTER; state++) {
+            mt_shard shard = mt_bucket_shard(m, param->bucket, (mt_param_state)state);
+            if (shard.data) mt_shard_write(m, &shard, param->offset, NULL, param->rows * param->cols);
+        }
+        mt_param_init(m, param);
+    }
+}
+
 int mt_checkpoint_load_adapter(mt_model *m, mt_run_state *state, const char *folder, bool own, mt_error *error) {
     if (folder) return mt_latest_load(m, state, folder, "adapter_model", own, NULL, error);
-    mt_model_init_adapters(m);
+    mt_adapters_init(m);
     *state = (mt_run_state){0};
     if (!mt_model_get_plan(m)->train) return 0;
     mt_optimizer_zero(m);

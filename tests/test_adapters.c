@@ -151,7 +151,7 @@ static void check_gradients(const fixture *adapted, const fixture *merged, const
         for (int64_t k = 0; k < num_params; k++) { // the other half, or halves that share A
             const mt_param *other = &params[k], *b = p->role == MT_LORA_B ? p : other;
             if (!mt_param_is_adapter(other) || other->role == p->role || other->layer != p->layer ||
-                other->expert != p->expert || other->field != p->field)
+                other->expert != p->expert)
                 continue;
             bool shares = strncmp(other->hf_name, p->hf_name, strlen(p->hf_name) - strlen("A.weight")) == 0;
             if (!shares) continue;
