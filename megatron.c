@@ -1456,17 +1456,24 @@ static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task 
     return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
 }
 
+/* Row of the task's key j in k and v. */
+static int64_t mt_attention_key_row(const mt_attention_task *task, int64_t j) {
+    const mt_pages *pages = &task->call->pages;
+    int64_t row = task->span->k_start + j;
+    return pages->table ? pages->table[row / pages->rows] * pages->rows + row % pages->rows : row;
+}
+
 static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
     const mt_attention *call = task->call;
     int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = (task->span->k_start + j0) * call->k_stride + group * call->head_size;
+    int64_t offset = mt_attention_key_row(task, j0) * call->k_stride + group * call->head_size;
     return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
     const mt_attention *call = task->call;
     int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = (task->span->k_start + j0) * call->v_stride + group * call->value_size;
+    int64_t offset = mt_attention_key_row(task, j0) * call->v_stride + group * call->value_size;
     return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
@@ -1508,8 +1515,10 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
-    for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
-        int64_t columns = mt_min(MT_KEYS, last - j0);
+    for (int64_t j0 = first, columns; j0 < last; j0 += columns) {
+        columns = mt_min(MT_KEYS, last - j0);
+        if (call->pages.table) // a block lies in one page
+            columns = mt_min(columns, call->pages.rows - (span->k_start + j0) % call->pages.rows);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
         mt_matmul(p, columns, q, mt_transposed(k), rows, columns, D, false);
@@ -5310,7 +5319,8 @@ int64_t mt_num_parameters(const mt_options *options) {
 /* The arrays of a micro-batch in one block of memory. The blocks of host and device have the same offsets, so one copy
  * transfers all inputs of a pass. */
 typedef struct mt_batch_block {
-    int32_t *cache_rows, *logit_rows; // for decoding
+    int32_t *cache_rows, *logit_rows; // these three: for decoding
+    int32_t *pages;                   // [mt_page_entries]
     mt_span *spans;                   // these three: for every pass
     int32_t *tokens, *positions;
     int32_t *labels; // from here on: for training and evaluation
@@ -6158,6 +6168,8 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer 
                          m->dtype, p->stream);
     call->k = m->k_cache[layer], call->k_stride = k_width;
     call->v = m->v_cache[layer], call->v_stride = v_width;
+    if (m->plan.page_rows > 0)
+        call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
 }
 
 /* middle = input + dropout(attention(input_norm)), with input_norm = norm(input) as input; then mlp_norm of middle. */
@@ -8143,12 +8155,18 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
 
 /* ==== §10c a stage's forward and backward ========================================================================= */
 
+/* Entries of a batch's page table: those of each sequence, and one of the page that fills batches up. */
+static int64_t mt_page_entries(const mt_model_plan *plan) {
+    return plan->page_rows > 0 ? plan->cache_sequences * mt_divide_up(plan->max_position, plan->page_rows) + 1 : 0;
+}
+
 /* The block of a micro-batch of T tokens and num_spans spans. Decoding reads one contiguous range of it, and so does
  * training. */
 static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
     mt_batch_block block;
     block.cache_rows = mt_arena_alloc(arena, T * 4);
     block.logit_rows = mt_arena_alloc(arena, T * 4);
+    block.pages = mt_arena_alloc(arena, mt_page_entries(&m->plan) * 4);
     block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
     block.tokens = mt_arena_alloc(arena, T * 4);
     block.positions = mt_arena_alloc(arena, T * 4);
@@ -11650,6 +11668,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
         mt_batch_block block = mt_batch_block_open(m, mt_micro_batch_free(m, chunk), batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
+        if (m->plan.page_rows > 0) memcpy(block.pages, batch->pages, (size_t)mt_page_entries(&m->plan) * 4);
         memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
         memcpy(block.tokens, batch->tokens, T * 4);
         memcpy(block.positions, batch->positions, T * 4);
@@ -11679,10 +11698,21 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
     mt_output_forward(m, &p, m->scratch.block_out);
 }
 
+/* True if forwards of one data-parallel replica do not wait for another replica. */
+static bool mt_forward_is_own(const mt_model *m) {
+    bool gathers = m->sharding->strategy == MT_SHARD_PARAMS;
+    return !gathers && (m->experts->num_layers == 0 || m->grid->expert_exchange.size == 1);
+}
+
+/* True if this rank needs no other for a decode pass. */
+static bool mt_decode_is_alone(const mt_model *m) {
+    return m->grid->tensor.size == 1 && m->grid->pipeline.size == 1 && mt_forward_is_own(m);
+}
+
 /* True for a decode step: one token per sequence. Steps with equal numbers of sequences run the same operations on the
  * same memory, so a graph can replay them. Ungrouped experts cannot: the host waits for their loads. */
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
-    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || m->grid->world.size > 1) return false;
+    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || !mt_decode_is_alone(m)) return false;
     if (m->experts->num_layers > 0 && !m->experts->grouped) return false;
     for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1) return false;
@@ -11722,7 +11752,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
 
 void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, int32_t *tokens) {
-    MT_CHECK(m->grid->world.size == 1);
+    MT_CHECK(mt_decode_is_alone(m));
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
     const void *logits = mt_decode_output(m)->outputs[0].logits;
@@ -11732,10 +11762,21 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 
+void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
+    for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
+        for (int i = 0; i < 2; i++) {
+            int64_t width = m->G * (i ? m->Dv : m->D);
+            m->ops->memory_copy(mt_at(m, caches[i], copy->to * width), mt_at(m, caches[i], copy->from * width),
+                                copy->rows * width * mt_dtype_size(m->dtype), m->stream);
+        }
+    }
+}
+
 /* ==== §16 generation ============================================================================================== */
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
- * not in the KV cache yet. */
+ * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
 
 /* ---- sampling */
 
@@ -11769,8 +11810,8 @@ static int32_t mt_token_heap_pop(int32_t *order, int64_t count, const float *log
     return first;
 }
 
-/* Moves the tokens that top-k and top-p keep to the end of order[V], in ascending order. Returns their number, and in
- * `total` the sum of their weights. Building the heap is O(V); usually few tokens are popped. */
+/* Moves the tokens that top-k, top-p and min-p keep to the end of order[V], in ascending order. Returns their number,
+ * and in `total` the sum of their weights. Building the heap is O(V); usually few tokens are popped. */
 static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, int32_t best, const mt_sampling *sampling,
                               double *total) {
     double t = sampling->temperature, all = 0, sum = 0;
@@ -11782,35 +11823,71 @@ static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, in
         while (popped < most) all += mt_token_weight(logits, mt_token_heap_pop(order, V - popped++, logits), best, t);
     for (; kept < most && (kept == 0 || sum < sampling->top_p * all); kept++) {
         if (kept == popped) mt_token_heap_pop(order, V - popped++, logits);
-        sum += mt_token_weight(logits, order[V - 1 - kept], best, t);
+        double weight = mt_token_weight(logits, order[V - 1 - kept], best, t);
+        if (kept > 0 && weight < sampling->min_p) break; // the first weight is 1
+        sum += weight;
     }
     *total = sum;
     return kept;
 }
 
-int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
-                  int64_t position, int32_t *order) {
-    int64_t V = vocab_size, kept = V;
-    int32_t best = mt_row_argmax(logits, V);
-    if (best < 0 || sampling->temperature == 0) return best;
-    for (int32_t i = 0; i < V; i++) order[i] = i;
+/* Draws a token from the softmax of scores[V] / temperature, whose argmax is `best`, with the random number of a
+ * position; order[V] is scratch. */
+static mt_sampled mt_token_draw(const float *scores, int64_t V, int32_t best, const mt_sampling *sampling,
+                                const mt_sequence *sequence, int32_t *order) {
+    int64_t kept = V, i = V;
     double total = 0, sum = 0, t = sampling->temperature;
-    if (sampling->top_k > 0 || sampling->top_p < 1)
-        kept = mt_tokens_keep(order, V, logits, best, sampling, &total);
+    for (int32_t token = 0; token < V; token++) order[token] = token;
+    if (sampling->top_k > 0 || sampling->top_p < 1 || sampling->min_p > 0)
+        kept = mt_tokens_keep(order, V, scores, best, sampling, &total);
     else
-        for (int64_t i = V - 1; i >= 0; i--) total += mt_token_weight(logits, order[i], best, t);
-
+        while (--i >= 0) total += mt_token_weight(scores, order[i], best, t);
     uint32_t words[4];
-    mt_philox(words, mt_random_key(sampling->seed, MT_RANDOM_SAMPLE, 0), (uint64_t)position, (uint64_t)sequence);
+    mt_philox(words, mt_random_key(sampling->seed, MT_RANDOM_SAMPLE, 0), (uint64_t)sequence->num_tokens,
+              (uint64_t)sequence->id);
     double uniform = (double)((uint64_t)words[0] << 21 | words[1] >> 11) * 0x1p-53; // [0, 1)
-    for (int64_t i = V - 1; i > V - kept; i--) {
-        sum += mt_token_weight(logits, order[i], best, t);
-        if (sum > uniform * total) return order[i];
+    for (i = V - 1; i > V - kept; i--) {
+        sum += mt_token_weight(scores, order[i], best, t);
+        if (sum > uniform * total) break;
     }
-    return order[V - kept];
+    double weight = mt_token_weight(scores, order[i], best, t);
+    return (mt_sampled){.token = order[i], .sampled_logp = (float)log(weight / total)};
 }
 
-/* ---- prompts */
+/* log softmax(logits[V])[token]; `best` is the argmax. */
+static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token) {
+    double sum = 0;
+    for (int64_t first = 0; first < V; first += MT_COLUMNS) {
+        float part = 0;
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(logits[i] - logits[best]);
+        sum += (double)part;
+    }
+    return (float)((double)logits[token] - (double)logits[best] - log(sum));
+}
+
+mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, const mt_sequence *sequence,
+                     int32_t *scratch) {
+    int64_t V = vocab_size;
+    int32_t greatest = mt_row_argmax(logits, V), best = greatest;
+    if (greatest < 0) return (mt_sampled){.token = -1};
+    const float *scores = logits;
+    double penalty = sampling->repetition_penalty;
+    if (penalty > 0 && penalty != 1) {
+        float *penalized = memcpy(scratch + V, logits, (size_t)V * 4);
+        for (int64_t i = 0; i < sequence->num_tokens; i++) {
+            double x = logits[sequence->tokens[i]];
+            penalized[sequence->tokens[i]] = (float)(x < 0 ? x * penalty : x / penalty);
+        }
+        scores = penalized, best = mt_row_argmax(scores, V);
+    }
+    mt_sampled drawn = {.token = best};
+    if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, sequence, scratch);
+    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token);
+    return drawn;
+}
+
+/* ---- sequences */
 
 /* Checks prompt `id` for a sequence of at most `context` tokens. */
 static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context, const mt_options *o,
@@ -11833,23 +11910,245 @@ static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt
 
 int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
                       const mt_options *o, mt_error *error) {
+    *sequence = (mt_sequence){.slot = -1};
     if (mt_prompt_check(id, prompt, num_prompt, context, o, error) != 0) return -1;
     int64_t new_tokens = mt_min(o->max_new_tokens, context - num_prompt);
-    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt};
+    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt, .slot = -1};
     sequence->max_tokens = num_prompt + new_tokens;
-    sequence->finished = new_tokens == 0;
+    sequence->finish = new_tokens == 0 ? MT_FINISH_LENGTH : MT_UNFINISHED;
     sequence->tokens = mt_malloc(sequence->max_tokens * 4);
+    sequence->logps = mt_malloc(mt_max(new_tokens, 1) * 2 * (int64_t)sizeof *sequence->logps);
+    sequence->sampled_logps = sequence->logps + new_tokens;
     memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
     return 0;
 }
 
+void mt_sequence_end(mt_sequence *sequence) {
+    free(sequence->tokens);
+    free(sequence->logps);
+    *sequence = (mt_sequence){.slot = -1};
+}
+
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
     int64_t unfinished = 0;
-    for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;
+    for (int64_t s = 0; s < count; s++) unfinished += sequences[s].finish == MT_UNFINISHED;
     return unfinished;
 }
 
-/* ---- sequences in a batch */
+/* ---- continuous batching over a cache in pages */
+
+/* Memory for one sequence. The tokens of an ended sequence stay in its slot until another sequence needs the slot or a
+ * page: the next one may begin alike. */
+typedef struct mt_cache_slot {
+    int32_t *tokens;      // [max_length] whose keys and values are cached
+    int64_t num_cached;   // ... when the forward at hand has run
+    int64_t num_computed; // ... already
+    int64_t num_pages;
+    int64_t used;     // number of the forward that used it last
+    int64_t sequence; // index of the sequence that runs in it; -1: none
+} mt_cache_slot;
+
+static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
+    return mt_divide_up(plan->max_length, plan->page_rows);
+}
+
+mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
+    mt_batcher *b = mt_calloc(sizeof *b);
+    int64_t slots = plan->max_sequences, per_slot = mt_pages_per_slot(plan);
+    MT_CHECK(plan->num_pages >= per_slot && plan->num_pages * plan->page_rows <= INT32_MAX && plan->max_tokens > 0);
+    mt_arena arena = {0};
+    b->plan = *plan;
+    mt_batch_alloc(&b->batch, plan->max_tokens);
+    for (int pass = 0; pass < 2; pass++) { // the first pass counts
+        b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
+        b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
+        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
+        b->logit_rows = mt_arena_alloc(&arena, slots * 4);
+        b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
+        b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
+        b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
+        b->free_pages = mt_arena_alloc(&arena, plan->num_pages * 4);
+        int32_t *tokens = mt_arena_alloc(&arena, slots * plan->max_length * 4);
+        if (pass == 0) arena = (mt_arena){.base = mt_calloc(arena.used), .capacity = arena.used};
+        for (int64_t s = 0; s < slots && pass == 1; s++) b->slots[s].tokens = tokens + s * plan->max_length;
+    }
+    b->batch.pages[slots * per_slot] = (int32_t)plan->num_pages; // of tokens that fill a batch up
+    for (int64_t page = plan->num_pages; page > 0; page--) b->free_pages[b->num_free++] = (int32_t)(page - 1);
+    return b;
+}
+
+void mt_batcher_destroy(mt_batcher *b) {
+    if (!b) return;
+    free(b->slots); // the block's start
+    mt_batch_free(&b->batch);
+    free(b);
+}
+
+/* A slot's part of the page table. */
+static int32_t *mt_cache_slot_pages(const mt_batcher *b, int64_t slot) {
+    return b->batch.pages + slot * mt_pages_per_slot(&b->plan);
+}
+
+/* Keeps the pages of a slot's first `tokens` tokens and releases the others. */
+static void mt_cache_slot_cut(mt_batcher *b, int64_t slot, int64_t tokens) {
+    mt_cache_slot *s = &b->slots[slot];
+    while (s->num_pages > mt_divide_up(tokens, b->plan.page_rows)) {
+        int32_t page = mt_cache_slot_pages(b, slot)[--s->num_pages];
+        if (--b->references[page] == 0) b->free_pages[b->num_free++] = page;
+    }
+    s->num_cached = mt_min(s->num_cached, tokens), s->num_computed = mt_min(s->num_computed, tokens);
+}
+
+static void mt_cache_slot_add_page(mt_batcher *b, int64_t slot, int32_t page) {
+    mt_cache_slot_pages(b, slot)[b->slots[slot].num_pages++] = page;
+    b->references[page]++;
+}
+
+/* Frees pages of slots without a sequence, the one used least recently first, until `wanted` pages are free. */
+static bool mt_pages_reserve(mt_batcher *b, int64_t wanted) {
+    while (b->num_free < wanted) {
+        int64_t oldest = -1;
+        for (int64_t s = 0; s < b->plan.max_sequences; s++)
+            if (b->slots[s].sequence < 0 && b->slots[s].num_pages > 0 &&
+                (oldest < 0 || b->slots[s].used < b->slots[oldest].used))
+                oldest = s;
+        if (oldest < 0) return false;
+        mt_cache_slot_cut(b, oldest, 0);
+    }
+    return true;
+}
+
+/* The page for the next token of running sequence i. Without a free one the youngest sequence is put back, its cache
+ * dropped; false: that is i itself. */
+static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
+    int64_t slot = sequences[i].slot;
+    if (b->slots[slot].num_cached < b->slots[slot].num_pages * b->plan.page_rows) return true;
+    while (!mt_pages_reserve(b, 1)) {
+        int64_t last = slot;
+        for (int64_t s = 0; s < b->plan.max_sequences; s++)
+            if (b->slots[s].sequence > b->slots[last].sequence) last = s;
+        int64_t youngest = b->slots[last].sequence;
+        mt_cache_slot_cut(b, last, 0);
+        b->slots[last].sequence = sequences[youngest].slot = -1;
+        if (youngest == i) return false;
+    }
+    mt_cache_slot_add_page(b, slot, b->free_pages[--b->num_free]);
+    return true;
+}
+
+/* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
+ * that is computed, which can be copied. At least one token is left, whose logits are needed. */
+static int64_t mt_cache_slot_common(const mt_batcher *b, const mt_cache_slot *s, const mt_sequence *sequence) {
+    int64_t limit = mt_min(s->num_cached, sequence->num_tokens - 1), n = 0;
+    while (n < limit && s->tokens[n] == sequence->tokens[n]) n++;
+    return mt_max(mt_min(n, s->num_computed), n / b->plan.page_rows * b->plan.page_rows);
+}
+
+/* Pages that running sequences are yet to need, at most one each: a newcomer leaves them free. */
+static int64_t mt_pages_wanted(const mt_batcher *b, const mt_sequence *sequences) {
+    int64_t wanted = 0;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) {
+        int64_t i = b->slots[s].sequence;
+        wanted += i >= 0 && b->slots[s].num_pages < mt_divide_up(sequences[i].max_tokens, b->plan.page_rows);
+    }
+    return wanted;
+}
+
+/* Gives sequence i a slot and pages for its tokens. It shares the full pages of the slot that has most of its leading
+ * tokens, and copies the rows of that slot's next page. False: no slot or too few pages are free. */
+static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
+    mt_sequence *sequence = &sequences[i];
+    int64_t rows = b->plan.page_rows, slot = -1, source = -1, common = 0, wanted = mt_pages_wanted(b, sequences);
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) {
+        int64_t tokens = mt_cache_slot_common(b, &b->slots[s], sequence);
+        if (tokens > common) common = tokens, source = s;
+        if (b->slots[s].sequence < 0 && (slot < 0 || b->slots[s].used < b->slots[slot].used)) slot = s;
+    }
+    if (slot < 0) return false;
+    if (source >= 0 && b->slots[source].sequence < 0) slot = source;
+    int64_t full = common / rows, tail = common % rows, computed = source < 0 ? 0 : b->slots[source].num_computed;
+    int32_t next = tail > 0 ? mt_cache_slot_pages(b, source)[full] : 0; // the page of the tail
+    bool copies = tail > 0 && (slot != source || b->references[next] > 1);
+    mt_cache_slot_cut(b, slot, slot != source ? 0 : copies ? full * rows : common);
+    for (int64_t page = 0; page < full && slot != source; page++)
+        mt_cache_slot_add_page(b, slot, mt_cache_slot_pages(b, source)[page]);
+    mt_cache_slot *s = &b->slots[slot];
+    s->num_cached = full * rows, s->num_computed = mt_min(computed, full * rows);
+    memcpy(s->tokens, sequence->tokens, (size_t)common * 4);
+    s->sequence = i; // from here on its pages are not freed
+    int64_t needed = mt_divide_up(sequence->num_tokens, rows) - s->num_pages;
+    if (!mt_pages_reserve(b, needed + wanted)) {
+        s->sequence = -1;
+        return false;
+    }
+    while (needed-- > 0) mt_cache_slot_add_page(b, slot, b->free_pages[--b->num_free]);
+    if (copies)
+        b->copies[b->num_copies++] = (mt_cache_copy){next * rows, mt_cache_slot_pages(b, slot)[full] * rows, tail};
+    s->num_cached = common, s->num_computed = mt_min(computed, common);
+    sequence->slot = slot;
+    return true;
+}
+
+/* Adds the uncached tokens of sequence i, as many as fit, as one span. */
+static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i) {
+    mt_cache_slot *s = &b->slots[sequence->slot];
+    const int32_t *pages = mt_cache_slot_pages(b, sequence->slot);
+    int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
+    int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
+    if (count == 0) return;
+    for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
+        b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at];
+        b->batch.positions[t] = (int32_t)at;
+        b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
+    }
+    int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
+    b->batch.spans[b->batch.num_spans++] = (mt_span){start, count, first_row, cached + count, true};
+    b->batch.num_tokens += count;
+    s->num_cached += count, s->used = b->num_forwards;
+    if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
+    if (count < wanted) return;
+    b->logit_rows[b->num_logits] = (int32_t)(start + count - 1);
+    b->logit_sequences[b->num_logits++] = i;
+}
+
+int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
+    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = 0;
+    b->num_forwards++;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++)
+        b->slots[s].sequence = -1, b->slots[s].num_computed = b->slots[s].num_cached;
+    for (int64_t i = 0; i < count; i++) {
+        MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
+        if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
+        if (sequences[i].slot >= 0) b->slots[sequences[i].slot].sequence = i;
+    }
+    for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
+        if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
+            mt_batcher_grow(b, sequences, i))
+            mt_batcher_add(b, &sequences[i], i);
+    for (int64_t i = 0; i < count; i++) // prompts that are partly read
+        if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached < sequences[i].num_tokens)
+            mt_batcher_add(b, &sequences[i], i);
+    for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
+        if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED) continue;
+        if (!mt_batcher_admit(b, sequences, i)) break;
+        mt_batcher_add(b, &sequences[i], i);
+    }
+    return b->batch.num_tokens;
+}
+
+void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
+    int64_t row = b->plan.num_pages * b->plan.page_rows; // of the page that no sequence has
+    int64_t key = b->plan.max_sequences * mt_pages_per_slot(&b->plan) * b->plan.page_rows;
+    MT_CHECK(num_tokens <= b->plan.max_tokens && num_tokens - b->batch.num_tokens <= b->plan.page_rows);
+    for (int64_t t = b->batch.num_tokens; t < num_tokens; t++, row++, key++) {
+        b->batch.tokens[t] = b->batch.positions[t] = 0;
+        b->cache_rows[t] = (int32_t)row;
+        b->batch.spans[b->batch.num_spans++] = (mt_span){t, 1, key, 1, true};
+    }
+    b->batch.num_tokens = mt_max(b->batch.num_tokens, num_tokens);
+}
+
+/* ---- a generator: a batcher and a model */
 
 enum { MT_PREFILL_TOKENS = 512 }; // tokens of a prefill's forward: enough for fast matrix products, little memory
 
@@ -11857,158 +12156,124 @@ struct mt_generator {
     mt_model *model;
     mt_sampling sampling;
     mt_stops stops;
-    int64_t max_sequences, rows_per_sequence; // sequence s owns cache rows [s, s + 1) * rows_per_sequence
-    mt_batch batch;
-    int32_t *cache_rows;  // [max_tokens] of the batch's tokens
-    int32_t *logit_rows;  // [max_sequences] batch rows whose logits are needed
-    int64_t *logit_owner; // [max_sequences] the sequence of each of these rows
-    int64_t num_logits;
-    float *logits;   // [max_sequences, vocab_size]; NULL if the device computes the argmax
-    int32_t *argmax; // [max_sequences] in that case, else NULL
-    int32_t *order;  // [vocab_size], for mt_sample
+    mt_batcher *batcher;
+    const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
+    int64_t rank_tokens;      // a forward has a multiple of so many tokens
+    float *logits;            // [max_sequences, vocab_size]; NULL if the device computes the argmax
+    int32_t *argmax;          // [max_sequences] in that case, else NULL
+    mt_sampled *sampled;      // [max_sequences]
     mt_generator_totals totals;
 };
 
-mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
-    return (mt_model_plan){.max_tokens = mt_max(mt_min(prompt_tokens, MT_PREFILL_TOKENS), count),
-                           .max_logits = count,
-                           .cache_rows = count * max_tokens,
-                           .max_position = max_tokens};
+void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, int64_t cache_tokens) {
+    if (plan->page_rows == 0) plan->page_rows = MT_PAGE_ROWS;
+    plan->max_position = mt_max(plan->max_position, max_tokens), plan->cache_sequences = count;
+    int64_t most = mt_divide_up(plan->max_position, plan->page_rows), pages = count * most;
+    if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
+    plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes tokens that fill a batch up
+    plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
 }
 
-mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
-                                  const mt_stops *stops) {
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
+    mt_model_plan plan = {.max_tokens = mt_min(prompt_tokens, MT_PREFILL_TOKENS)};
+    mt_plan_generation(&plan, count, max_tokens, 0);
+    return plan;
+}
+
+mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops) {
     mt_generator *g = mt_calloc(sizeof *g);
-    int64_t tokens = model->plan.max_tokens, vocabulary = model->options->vocab_size;
-    MT_CHECK(model->plan.cache_rows <= INT32_MAX && max_sequences <= model->plan.max_logits);
-    *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops, .max_sequences = max_sequences};
-    g->rows_per_sequence = model->plan.cache_rows / max_sequences;
-    mt_batch_alloc(&g->batch, tokens);
-    g->cache_rows = mt_malloc(tokens * 4);
-    g->logit_rows = mt_malloc(max_sequences * 4);
-    g->logit_owner = mt_malloc(max_sequences * 8);
-    if (sampling->temperature == 0 && model->grid->world.size == 1) // one rank has all logits on its device
-        g->argmax = mt_malloc(max_sequences * 4);
+    const mt_model_plan *plan = &model->plan;
+    int64_t most = plan->cache_sequences, together = model->grid->data.size;
+    MT_CHECK(plan->page_rows > 0 && most <= plan->max_logits);
+    *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
+    g->rank_tokens = model->tp.sequence_parallel ? model->grid->tensor.size : 1;
+    if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
+    mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
+    batching.max_tokens = plan->max_tokens / g->rank_tokens * g->rank_tokens;
+    batching.num_pages = plan->cache_rows / plan->page_rows - 1;
+    g->batcher = mt_batcher_create(&batching);
+    bool penalizes = sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1;
+    if (sampling->temperature == 0 && !sampling->logprobs && !penalizes && mt_decode_is_alone(model))
+        g->argmax = mt_malloc(most * 4);
     else
-        g->logits = mt_malloc(max_sequences * vocabulary * 4);
-    g->order = mt_malloc(vocabulary * 4);
+        g->logits = mt_malloc(most * model->options->vocab_size * 4);
+    g->sampled = mt_malloc(most * (int64_t)sizeof *g->sampled);
+    mt_params_gather_all(model); // an optimizer step may have left them sharded
     return g;
 }
 
 void mt_generator_destroy(mt_generator *g) {
     if (!g) return;
-    mt_batch_free(&g->batch);
-    free(g->cache_rows);
-    free(g->logit_rows);
-    free(g->logit_owner);
+    mt_batcher_destroy(g->batcher);
     free(g->logits);
     free(g->argmax);
-    free(g->order);
+    free(g->sampled);
     free(g);
 }
 
-/* Adds the uncached tokens of sequence s to the batch, as many as fit, as one span. Returns true if all fit. */
-static bool mt_generator_add(mt_generator *g, mt_sequence *sequence, int64_t s) {
-    mt_batch *batch = &g->batch;
-    int64_t start = batch->num_tokens, first_row = s * g->rows_per_sequence, cached = sequence->num_cached;
-    int64_t wanted = sequence->num_tokens - cached, room = g->model->plan.max_tokens - start;
-    int64_t count = mt_min(wanted, room);
-    if (count == 0) return false;
-    for (int64_t i = 0; i < count; i++) {
-        batch->tokens[start + i] = sequence->tokens[cached + i];
-        batch->positions[start + i] = (int32_t)(cached + i);
-        g->cache_rows[start + i] = (int32_t)(first_row + cached + i);
-    }
-    batch->spans[batch->num_spans++] = (mt_span){start, count, first_row, cached + count, true};
-    batch->num_tokens += count;
-    sequence->num_cached += count;
-    if (count < wanted) return false;
-    g->logit_rows[g->num_logits] = (int32_t)(start + count - 1);
-    g->logit_owner[g->num_logits++] = s;
-    return true;
+/* Samples a token from each row of logits of the last forward. */
+static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences) {
+    int64_t V = g->model->options->vocab_size, rows = g->batcher->num_logits;
+    const int64_t *owner = g->batcher->logit_sequences;
+    for (int64_t row = 0; g->argmax && row < rows; row++) g->sampled[row] = (mt_sampled){.token = g->argmax[row]};
+    if (g->argmax) return;
+    mt_scratch scratch = mt_scratch_reserve(2 * V);
+#pragma omp parallel for schedule(dynamic) if (rows * V > MT_PARALLEL)
+    for (int64_t row = 0; row < rows; row++)
+        g->sampled[row] = mt_sample(g->logits + row * V, V, &g->sampling, &sequences[owner[row]],
+                                    (int32_t *)mt_scratch_slice(scratch));
 }
 
-/* Appends the token sampled from row `row` of the last forward. */
-static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t row, mt_error *error) {
-    int64_t vocabulary = g->model->options->vocab_size;
-    int32_t token = g->argmax ? g->argmax[row]
-                              : mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id,
-                                          sequence->num_tokens, g->order);
-    if (token < 0)
+/* Appends a sampled token to its sequence. */
+static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, const mt_sampled *sampled,
+                               mt_error *error) {
+    int64_t at = sequence->num_tokens - sequence->num_prompt;
+    if (sampled->token < 0)
         return mt_error_set(error,
                             "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
                             "large for their precision",
                             (long long)sequence->num_tokens);
-    sequence->tokens[sequence->num_tokens++] = token;
-    sequence->finished = sequence->num_tokens >= sequence->max_tokens;
-    for (int64_t i = 0; i < g->stops.count; i++) sequence->finished |= token == g->stops.ids[i];
+    if (sequence->logps) sequence->logps[at] = sampled->logp, sequence->sampled_logps[at] = sampled->sampled_logp;
+    sequence->tokens[sequence->num_tokens++] = sampled->token;
+    bool stops = g->stops.ends_text && g->stops.ends_text(g->stops.context, sequence);
+    for (int64_t i = 0; i < g->stops.count; i++) stops |= sampled->token == g->stops.ids[i];
+    if (stops)
+        sequence->finish = MT_FINISH_STOP;
+    else if (sequence->num_tokens >= sequence->max_tokens)
+        sequence->finish = MT_FINISH_LENGTH;
     return 0;
 }
 
-/* Runs forwards until every unfinished sequence has its next token: one, or several if the prompts exceed a batch. */
-static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
-    int64_t next = 0;
-    while (next < count) {
-        g->batch.num_tokens = g->batch.num_spans = g->num_logits = 0;
-        for (; next < count; next++)
-            if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
-        if (g->batch.num_tokens == 0) break;
-        if (g->argmax)
-            mt_model_decode_argmax(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
-        else
-            mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
-        for (int64_t row = 0; row < g->num_logits; row++)
-            if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
-    }
-    return 0;
+/* Runs the batcher's forward and samples from its logits. */
+static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
+    mt_batcher *b = g->batcher;
+    int status = 0;
+    mt_batcher_pad(b, mt_divide_up(mt_max(b->batch.num_tokens, 1), g->rank_tokens) * g->rank_tokens);
+    for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
+    if (g->argmax)
+        mt_model_decode_argmax(g->model, &b->batch, b->cache_rows, b->logit_rows, b->num_logits, g->argmax);
+    else
+        mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, b->num_logits, g->logits);
+    mt_generator_sample(g, sequences);
+    for (int64_t row = 0; row < b->num_logits && status == 0; row++)
+        status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+    return status;
 }
 
 int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
-    double start = mt_time();
-    int64_t read = 0, unfinished = mt_sequences_unfinished(sequences, count);
-    MT_CHECK(count <= g->max_sequences);
-    for (int64_t s = 0; s < count; s++) {
-        MT_CHECK(sequences[s].num_tokens > 0 && sequences[s].max_tokens <= g->rows_per_sequence);
-        int64_t uncached = sequences[s].num_tokens - sequences[s].num_cached;
-        if ((uncached > 1 || sequences[s].num_cached == 0) && !sequences[s].finished) read += uncached;
-    }
-    if (mt_generator_advance(g, sequences, count, error) != 0) return -1;
+    double start = mt_time(), sums[2];
+    if (mt_batcher_next(g->batcher, sequences, count) == 0 && !g->together) return 0;
+    int status = mt_generator_forward(g, sequences, error);
     mt_generator_totals *totals = &g->totals;
-    totals->prefill_tokens += read;
-    totals->decode_tokens += read ? 0 : unfinished;
-    *(read ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
-    return mt_sequences_unfinished(sequences, count);
+    totals->prefill_tokens += g->batcher->num_prefill;
+    totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
+    *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
+    sums[0] = (double)mt_sequences_unfinished(sequences, count), sums[1] = status != 0;
+    if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
+    if (sums[1] == 0) return (int64_t)sums[0];
+    return g->together ? mt_agree(g->together, status != 0, error) : -1;
 }
 
-mt_generator_totals mt_generator_read_totals(const mt_generator *g) {
-    return g->totals;
-}
-
-int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
-                const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
-    static const mt_sampling greedy = {.top_p = 1};
-    static const mt_stops none = {.count = 0};
-    const mt_model_plan *plan = &model->plan;
-    if (count < 1 || count > plan->max_logits || max_tokens > plan->cache_rows / count ||
-        max_tokens > plan->max_position)
-        return mt_error_set(error,
-                            "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
-                            "mt_generator_plan for this size",
-                            (long long)count, (long long)max_tokens);
-    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
-    int status = 0;
-    for (int64_t s = 0; s < count && status == 0; s++) {
-        int32_t *row = tokens + s * max_tokens; // sequence s generates in place
-        sequences[s] = (mt_sequence){s, row, num_tokens[s], num_tokens[s], 0, max_tokens, false};
-        status = mt_prompt_check(s, row, num_tokens[s], max_tokens, model->options, error);
-    }
-    if (status == 0) {
-        mt_generator *g = mt_generator_create(model, count, sampling ? sampling : &greedy, stops ? stops : &none);
-        for (int64_t unfinished = count; unfinished > 0;)
-            unfinished = status = (int)mt_generator_step(g, sequences, count, error);
-        mt_generator_destroy(g);
-    }
-    for (int64_t s = 0; s < count; s++) num_tokens[s] = status == 0 ? sequences[s].num_tokens : num_tokens[s];
-    free(sequences);
-    return status;
+mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
+    return generator->totals;
 }

@@ -4,6 +4,7 @@
 #include "chat.h"
 #include "text.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -89,9 +90,16 @@ static void add_sample(reader *r, int64_t count) {
     r->longest = mt_max(r->longest, count - 1);
 }
 
+static int check_tokenizer(const reader *r, mt_error *error) {
+    if (r->chat) return 0;
+    return mt_error_set(error, "has text, and there is no tokenizer; give --tokenizer-type and --tokenizer-model, or "
+                               "--load a model with one");
+}
+
 /* The tokens of the messages; all of them are in the scratch of the reader. */
 static int encode_sample(reader *r, mt_error *error) {
     r->ids.count = r->turns.count = 0;
+    if (check_tokenizer(r, error) != 0) return -1;
     if (mt_chat_encode(r->chat, r->messages, r->num_messages, false, &r->ids, &r->turns, error) != 0) return -1;
     return check_tokens(r, error);
 }
@@ -178,6 +186,7 @@ static int read_prompt(reader *r, const json_t *prompt, const char *name, const 
 
 static int read_document(reader *r, const json_t *text, mt_error *error) {
     if (!json_is_string(text)) return mt_error_set(error, "\"text\" is not a text");
+    if (check_tokenizer(r, error) != 0) return -1;
     r->ids.count = r->turns.count = 0;
     if (mt_chat_encode_document(r->chat, json_string_value(text), (int64_t)json_string_length(text), &r->ids, error))
         return -1;
@@ -186,9 +195,27 @@ static int read_document(reader *r, const json_t *text, mt_error *error) {
     return r->ids.count < 2 ? mt_error_set(error, "\"text\" is empty") : take_sample(r, error);
 }
 
+/* A list of tokens: the loss counts all but the first. */
+static int read_tokens(reader *r, const json_t *tokens, mt_error *error) {
+    size_t i;
+    const json_t *token;
+    r->ids.count = r->turns.count = 0;
+    json_array_foreach(tokens, i, token) {
+        double id = json_number_value(token);
+        if (!json_is_number(token) || id < 0 || id > INT32_MAX || id != floor(id))
+            return mt_error_set(error, "\"tokens\": item %lld is not a token", (long long)i + 1);
+        mt_ids_push(&r->ids, (int32_t)id);
+        mt_ids_push(&r->turns, 0); // one response
+    }
+    if (check_tokens(r, error) != 0) return -1;
+    return r->ids.count < 2 ? mt_error_set(error, "\"tokens\" has less than two") : take_sample(r, error);
+}
+
 /* Reads one line as a sample. */
 static int read_single(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
+    if (json_is_array(json_object_get(object, "tokens")))
+        return read_tokens(r, json_object_get(object, "tokens"), error);
     const char *name, *response_name, *text_name;
     const json_t *messages = find_field(object, c->messages_key, "messages", NULL, &name);
     if (messages) {
@@ -269,10 +296,57 @@ static int refuse_line(reader *r, const char *path, int64_t number, mt_error *er
     return 0;
 }
 
+/* Skips blanks, and counts lines. */
+static const char *skip_blanks(const char *text, const char *end, int64_t *line) {
+    for (; text < end && strchr(" \t\r\n", *text) && *text; text++) *line += *text == '\n';
+    return text;
+}
+
+/* The end of the JSON object that begins at `text`, behind its brace, or the end of the file. */
+static const char *object_end(const char *text, const char *end) {
+    int64_t depth = 0;
+    bool quoted = false;
+    for (; text < end; text++) {
+        if (*text == '"') quoted = !quoted;
+        if (quoted && *text == '\\') text++;
+        if (quoted) continue;
+        depth += (*text == '{') - (*text == '}');
+        if (depth == 0) return text + 1;
+    }
+    return end;
+}
+
+/* A file that is one JSON list, from behind its bracket: each object is read like a line. */
+static int read_list(reader *r, const char *path, const char *text, const char *end, int64_t line, mt_error *error) {
+    const char *problem = NULL;
+    for (bool begins = true;; begins = false) {
+        text = skip_blanks(text, end, &line);
+        if (text < end && *text == ']') {
+            text = skip_blanks(text + 1, end, &line);
+            if (text < end) problem = "has more than one JSON list";
+            break;
+        }
+        if (!begins && (text == end || *text++ != ',')) problem = "expects , or ] after an object of the JSON list";
+        if (!problem) text = skip_blanks(text, end, &line);
+        if (!problem && (text == end || *text != '{')) problem = "expects an object in the JSON list";
+        if (problem) break;
+        const char *next = object_end(text, end);
+        if (read_line(r, text, next - text, error) != 0 && refuse_line(r, path, line, error) != 0) return -1;
+        for (; text < next; text++) line += *text == '\n';
+    }
+    return problem ? mt_error_set(error, "%s:%lld: %s", path, (long long)line, problem) : 0;
+}
+
 static int read_file(reader *r, const char *path, mt_error *error) {
     mt_mapping file;
+    int64_t first_line = 1;
     int status = mt_mapping_open(&file, path, error);
     const char *text = (const char *)file.bytes, *end = text ? text + file.size : NULL;
+    const char *first = text ? skip_blanks(text, end, &first_line) : NULL;
+    if (first < end && *first == '[') {
+        status = read_list(r, path, first + 1, end, first_line, error);
+        text = end;
+    }
     for (int64_t number = 1; status == 0 && text < end; number++) {
         const char *next = mt_text_document_end(MT_TEXT_JSONL, text, end);
         if (!next) next = end;
@@ -307,12 +381,7 @@ static int check_count(const reader *r, mt_error *error) {
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {
     reader r = {.config = config, .samples.pairs = config->pairs};
     *samples = (mt_samples){0};
-    if (!tokenizer)
-        return mt_error_set(error,
-                            "%s: needs a tokenizer; give --tokenizer-type and --tokenizer-model, or --load a model "
-                            "with one",
-                            config->paths.items[0]);
-    int status = mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error);
+    int status = tokenizer ? mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error) : 0;
     for (int64_t i = 0; i < config->paths.count && status == 0; i++)
         status = read_file(&r, config->paths.items[i], error);
     if (status == 0) status = check_count(&r, error);

@@ -47,16 +47,18 @@ typedef struct mt_sft_config {
     FILE *log;                             // skipped lines and a summary are printed here; NULL: nowhere
 } mt_sft_config;
 
-/* Reads all samples of the files into memory; free them, but not after an error. A line of JSON is one of
+/* Reads all samples of the files into memory; free them, but not after an error. `tokenizer` may be NULL if every line
+ * has tokens. A line of JSON is one of
  *
  *   {"messages": [{"role": "user", "content": "..."}, ...]}
  *   {"prompt": "...", "response": "..."}, also with keys instruction, input and output, as in Alpaca
- *   {"text": "..."}, which is trained on as a whole
+ *   {"text": "..."} or {"tokens": [...]}, which is trained on as a whole
  *   {"prompt": "...", "chosen": "...", "rejected": "..."} with `pairs`; the three may be lists of messages, and the
  *   prompt may be missing
  *
- * Blank lines are skipped. Errors: a file that cannot be read; more bad lines than skip_bad_samples, with the file and
- * the line of the first; a token outside the vocabulary; no sample at all. */
+ * Blank lines are skipped. A file may also be one JSON list of such objects. Errors: a file that cannot be read; more
+ * bad lines than skip_bad_samples, with the file and the line of the first; a token outside the vocabulary; no sample
+ * at all. */
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error);
 
 /* A number that equal samples share, for mt_fingerprints_agree. */
