@@ -787,58 +787,69 @@ static int64_t mt_matrix_scratch(int64_t rows, int64_t columns, mt_dtype dtype) 
     return dtype == MT_F32 ? 0 : rows * columns;
 }
 
-/* Stores rows that were computed in scratch, at the stride of y. */
-static void mt_matrix_store(void *y, int64_t offset, const float *block, int64_t rows, int64_t columns, int64_t stride,
-                            mt_dtype dtype) {
-    if (dtype == MT_F32) return; // computed in place
+/* Stores rows that were computed in scratch, at the stride of y, with a->scale and a->accumulate; a NULL: neither. */
+static void mt_matrix_store(void *y, int64_t offset, float *block, int64_t rows, int64_t columns, int64_t stride,
+                            const mt_grouped_args *a, mt_dtype dtype) {
+    float scale = a && a->scale != 0 ? a->scale : 1;
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
-    for (int64_t r = 0; r < rows; r++) mt_row_close(y, offset + r * stride, block + r * columns, columns, dtype);
+    for (int64_t r = 0; r < rows; r++) {
+        float *row = block + r * columns, old;
+        for (int64_t i = 0; i < columns && a && (a->scale != 0 || a->accumulate); i++)
+            row[i] = scale * row[i] + (a->accumulate ? *mt_row_load(&old, y, offset + r * stride + i, 1, dtype) : 0);
+        if (dtype == MT_F32) memcpy((float *)y + offset + r * stride, row, (size_t)columns * sizeof *row);
+        mt_row_close(y, offset + r * stride, row, columns, dtype);
+    }
+}
+
+/* The results of the three products. */
+typedef enum mt_linear_result { MT_LINEAR_Y, MT_LINEAR_DX, MT_LINEAR_DW } mt_linear_result;
+
+/* y = x w^T + bias, dx = dy w, or dw = dy^T x of a->M rows; a->offsets and a->E are not read. */
+static void mt_linear_product(const mt_grouped_args *a, mt_linear_result result, const void *bias, mt_dtype dtype) {
+    int64_t T = a->M, N = a->N, K = a->K, x_stride = a->x_stride ? a->x_stride : K, y_stride = a->y_stride;
+    bool in_place = dtype == MT_F32 && a->scale == 0, adds = in_place && a->accumulate;
+    if (result == MT_LINEAR_Y && T <= 8 && a->x_stride == 0) {
+        mt_linear_forward_small(a->y, a->x, a->w, bias, T, N, K, dtype);
+        return;
+    }
+    if (y_stride == 0) y_stride = N;
+    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
+    int64_t x_floats = in_place ? 0 : T_block * K, w_floats = mt_matrix_scratch(N_block, K, dtype);
+    int64_t y_floats = in_place ? 0 : T_block * N_block;
+    float *x_scratch = mt_scratch_grow(x_floats + w_floats + y_floats + mt_max(N_block, K));
+    float *w_scratch = x_scratch + x_floats, *y_scratch = w_scratch + w_floats, *row = y_scratch + y_floats;
+    for (int64_t t = 0; t < T; t += T_block) {
+        int64_t rows = mt_min(T_block, T - t);
+        mt_matrix x = {0}, dy = {0}, w = {0};
+        float *dx = in_place && result == MT_LINEAR_DX ? (float *)a->dx + t * x_stride : x_scratch;
+        if (result != MT_LINEAR_DX) x = mt_matrix_load(x_scratch, a->x, t * x_stride, rows, K, x_stride, dtype);
+        for (int64_t n = 0; n < N; n += N_block) {
+            int64_t columns = mt_min(N_block, N - n), at = t * y_stride + n, stride = in_place ? y_stride : columns;
+            if (result != MT_LINEAR_DW) w = mt_matrix_load(w_scratch, a->w, n * K, columns, K, K, dtype);
+            if (result != MT_LINEAR_Y) dy = mt_matrix_load(y_scratch, a->dy, at, rows, columns, y_stride, dtype);
+            if (result == MT_LINEAR_DW)
+                mt_matmul(a->dw + n * K, K, mt_transposed(dy), x, columns, K, rows, a->accumulate || t > 0);
+            if (result == MT_LINEAR_DX) mt_matmul(dx, in_place ? x_stride : K, dy, w, rows, K, columns, adds || n > 0);
+            if (result != MT_LINEAR_Y) continue;
+            float *y = in_place ? (float *)a->y + at : y_scratch;
+            const float *b = bias ? mt_row_load(row, bias, n, columns, dtype) : NULL;
+#pragma omp parallel for if (rows * columns > MT_PARALLEL)
+            for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y + r * stride, b, (size_t)columns * sizeof *b);
+            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, b || adds);
+            if (!in_place) mt_matrix_store(a->y, at, y, rows, columns, y_stride, a, dtype);
+        }
+        if (result == MT_LINEAR_DX && !in_place) mt_matrix_store(a->dx, t * x_stride, dx, rows, K, x_stride, a, dtype);
+    }
 }
 
 static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                   int64_t K, mt_dtype dtype, mt_stream *stream) {
-    if (T <= 8) {
-        mt_linear_forward_small(y, x, w, bias, T, N, K, dtype);
-        return;
-    }
-    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    int64_t x_floats = mt_matrix_scratch(T_block, K, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
-    int64_t y_floats = mt_matrix_scratch(T_block, N_block, dtype);
-    float *x_scratch = mt_scratch_grow(x_floats + w_floats + y_floats + N_block), *w_scratch = x_scratch + x_floats;
-    float *y_scratch = w_scratch + w_floats, *bias_scratch = y_scratch + y_floats;
-    for (int64_t t = 0; t < T; t += T_block) {
-        int64_t rows = mt_min(T_block, T - t);
-        mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
-        for (int64_t n = 0; n < N; n += N_block) {
-            int64_t columns = mt_min(N_block, N - n), y_stride = dtype == MT_F32 ? N : columns;
-            mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
-            const float *b = bias ? mt_row_load(bias_scratch, bias, n, columns, dtype) : NULL;
-            float *y_block = mt_row_open(y_scratch, y, t * N + n, dtype);
-#pragma omp parallel for if (rows * columns > MT_PARALLEL)
-            for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y_block + r * y_stride, b, (size_t)columns * sizeof *b);
-            mt_matmul(y_block, y_stride, x_block, mt_transposed(w_block), rows, columns, K, b != NULL);
-            mt_matrix_store(y, t * N + n, y_block, rows, columns, N, dtype);
-        }
-    }
+    mt_linear_product(&(mt_grouped_args){T, N, K, .x = x, .w = w, .y = y}, MT_LINEAR_Y, bias, dtype);
 }
 
 static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream) {
-    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
-    float *dy_scratch = mt_scratch_grow(dy_floats + w_floats + mt_matrix_scratch(T_block, K, dtype));
-    float *w_scratch = dy_scratch + dy_floats, *dx_scratch = w_scratch + w_floats;
-    for (int64_t t = 0; t < T; t += T_block) {
-        int64_t rows = mt_min(T_block, T - t);
-        float *dx_block = mt_row_open(dx_scratch, dx, t * K, dtype);
-        for (int64_t n = 0; n < N; n += N_block) {
-            int64_t columns = mt_min(N_block, N - n);
-            mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
-            mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
-            mt_matmul(dx_block, K, dy_block, w_block, rows, K, columns, n > 0);
-        }
-        mt_matrix_store(dx, t * K, dx_block, rows, K, K, dtype);
-    }
+    mt_linear_product(&(mt_grouped_args){T, N, K, .w = w, .dy = dy, .dx = dx}, MT_LINEAR_DX, NULL, dtype);
 }
 
 /* out[C] += column sums of x[T, C], each in token order. */
@@ -858,19 +869,8 @@ static void mt_column_sums(float *out, const void *x, int64_t T, int64_t C, mt_d
 
 static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
                                           int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype);
-    float *dy_scratch = mt_scratch_grow(dy_floats + mt_matrix_scratch(T_block, K, dtype));
-    float *x_scratch = dy_scratch + dy_floats;
-    for (int64_t t = 0; t < T; t += T_block) {
-        int64_t rows = mt_min(T_block, T - t);
-        mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
-        for (int64_t n = 0; n < N; n += N_block) {
-            int64_t columns = mt_min(N_block, N - n);
-            mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
-            mt_matmul(dw + n * K, K, mt_transposed(dy_block), x_block, columns, K, rows, accumulate || t > 0);
-        }
-    }
+    const mt_grouped_args a = {T, N, K, .x = x, .dy = dy, .dw = dw, .accumulate = accumulate};
+    mt_linear_product(&a, MT_LINEAR_DW, NULL, dtype);
     if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
 }
 
@@ -1087,7 +1087,7 @@ static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *w
             for (int64_t r = 0; r < (bias ? rows : 0); r++)
                 memcpy(block + r * stride, bias, (size_t)columns * sizeof *bias);
             mt_matmul(block, stride, a, mt_transposed(b), rows, columns, K, bias || p->accumulate);
-            mt_matrix_store(out, m * N + n, block, rows, columns, N, p->out_dtype);
+            if (p->out_dtype != MT_F32) mt_matrix_store(out, m * N + n, block, rows, columns, N, NULL, p->out_dtype);
         }
     }
 }
@@ -2486,68 +2486,38 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
     return (const char *)x + row * width * mt_dtype_size(dtype);
 }
 
-/* The result of a grouped operation. */
-typedef enum mt_grouped_result { MT_GROUPED_Y, MT_GROUPED_DX, MT_GROUPED_DW } mt_grouped_result;
-
-/* The product of expert e's rows [begin, begin + rows) with strides or a scale, or added to y or dx. */
-static void mt_grouped_strided(const mt_grouped_args *a, mt_grouped_result result, int64_t e, int64_t begin,
-                               int64_t rows, mt_dtype dtype) {
-    bool is_y = result == MT_GROUPED_Y, is_dw = result == MT_GROUPED_DW;
-    int64_t N = a->N, K = a->K, M = is_dw ? N : rows, width = is_y ? N : K;
-    int64_t x_stride = a->x_stride ? a->x_stride : K, y_stride = a->y_stride ? a->y_stride : N;
-    int64_t stride = is_dw ? K : is_y ? y_stride : x_stride, first = is_dw ? e * N : begin;
-    float *sums = mt_scratch_grow(M * width + 2 * width + rows * (N + K) + N * K), *row = sums + M * width;
-    float *dy_scratch = row + 2 * width, *x_scratch = dy_scratch + rows * N, *w_scratch = x_scratch + rows * K;
-    mt_matrix x = {0}, dy = {0}, w = {0};
-    if (is_y || is_dw) x = mt_matrix_load(x_scratch, a->x, begin * x_stride, rows, K, x_stride, dtype);
-    if (!is_y) dy = mt_matrix_load(dy_scratch, a->dy, begin * y_stride, rows, N, y_stride, dtype);
-    if (!is_dw) w = mt_matrix_load(w_scratch, a->w, e * N * K, N, K, K, dtype);
-    if (is_y) mt_matmul(sums, N, x, mt_transposed(w), rows, N, K, false);
-    if (result == MT_GROUPED_DX) mt_matmul(sums, K, dy, w, rows, K, N, false);
-    if (is_dw) mt_matmul(sums, K, mt_transposed(dy), x, N, K, rows, false);
-    for (int64_t r = 0; r < M; r++) {
-        int64_t at = (first + r) * stride;
-        void *y = is_dw ? a->dw : is_y ? a->y : a->dx;
-        float *out = mt_row_open(row, y, at, is_dw ? MT_F32 : dtype), scale = a->scale != 0 ? a->scale : 1;
-        const float *old = a->accumulate ? mt_row_load(row + width, y, at, width, is_dw ? MT_F32 : dtype) : NULL;
-        for (int64_t i = 0; i < width; i++) out[i] = scale * sums[r * width + i] + (old ? old[i] : 0);
-        mt_row_close(y, at, out, width, is_dw ? MT_F32 : dtype);
-    }
-}
-
-static void mt_cpu_grouped_linear(const mt_grouped_args *a, mt_grouped_result result, mt_dtype dtype) {
-    int64_t N = a->N, K = a->K;
-    bool by_expert = mt_threads_by_expert(a->E), strided = !a->offsets || a->x_stride || a->y_stride || a->scale != 0;
+/* A product for the rows of each expert. */
+static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result, mt_dtype dtype) {
+    int64_t size = mt_dtype_size(dtype), x_row = (a->x_stride ? a->x_stride : a->K) * size;
+    int64_t y_row = (a->y_stride ? a->y_stride : a->N) * size, weight = a->N * a->K;
+    bool by_expert = mt_threads_by_expert(a->E);
     (void)by_expert; // without OpenMP
 #pragma omp parallel for schedule(dynamic) if (by_expert)
     for (int64_t e = 0; e < a->E; e++) {
-        int64_t begin = a->offsets ? a->offsets[e] : 0, rows = (a->offsets ? a->offsets[e + 1] : a->M) - begin;
-        const void *w = a->w ? mt_rows_from(a->w, e * N, K, dtype) : NULL;
-        const void *x = a->x ? mt_rows_from(a->x, begin, K, dtype) : NULL;
-        const void *dy = a->dy ? mt_rows_from(a->dy, begin, N, dtype) : NULL;
-        float *dw = a->dw ? a->dw + e * N * K : NULL;
-        if (rows == 0 && result == MT_GROUPED_DW && !a->accumulate) memset(dw, 0, (size_t)(N * K) * sizeof *dw);
-        if (rows == 0) continue;
-        if (strided)
-            mt_grouped_strided(a, result, e, begin, rows, dtype);
-        else if (result == MT_GROUPED_Y)
-            mt_cpu_linear_forward((char *)a->y + begin * N * mt_dtype_size(dtype), x, w, NULL, rows, N, K, dtype, NULL);
-        else if (result == MT_GROUPED_DX)
-            mt_cpu_linear_backward_input((char *)a->dx + begin * K * mt_dtype_size(dtype), dy, w, rows, N, K, dtype,
-                                         NULL);
-        else
-            mt_cpu_linear_backward_weight(dw, NULL, dy, x, rows, N, K, a->accumulate, dtype, NULL);
+        int64_t begin = a->offsets ? a->offsets[e] : 0;
+        mt_grouped_args own = *a;
+        own.M = (a->offsets ? a->offsets[e + 1] : a->M) - begin;
+        if (result == MT_LINEAR_DW) own.dw += e * weight;
+        if (result != MT_LINEAR_DW) own.w = (const char *)a->w + e * weight * size;
+        if (result != MT_LINEAR_DX) own.x = (const char *)a->x + begin * x_row;
+        if (result != MT_LINEAR_Y) own.dy = (const char *)a->dy + begin * y_row;
+        if (result == MT_LINEAR_Y) own.y = (char *)a->y + begin * y_row;
+        if (result == MT_LINEAR_DX) own.dx = (char *)a->dx + begin * x_row;
+        if (own.M > 0)
+            mt_linear_product(&own, result, NULL, dtype);
+        else if (result == MT_LINEAR_DW && !a->accumulate)
+            memset(own.dw, 0, (size_t)weight * sizeof *own.dw);
     }
 }
 
 static void mt_cpu_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_cpu_grouped_linear(a, MT_GROUPED_Y, dtype);
+    mt_grouped_product(a, MT_LINEAR_Y, dtype);
 }
 static void mt_cpu_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_cpu_grouped_linear(a, MT_GROUPED_DX, dtype);
+    mt_grouped_product(a, MT_LINEAR_DX, dtype);
 }
 static void mt_cpu_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_cpu_grouped_linear(a, MT_GROUPED_DW, dtype);
+    mt_grouped_product(a, MT_LINEAR_DW, dtype);
 }
 
 static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,

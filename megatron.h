@@ -1171,7 +1171,7 @@ typedef struct mt_grouped_args {
     void *dx;          // [M, K]: the result of backward_input
     float *dw;         // [E, N, K]: the result of backward_weight
     bool accumulate;   // the result +=; y and dx only with strides
-    float scale;       // of the product; 0: 1
+    float scale;       // of the product, for y and dx; 0: 1
     int64_t x_stride;  // elements between rows of x and dx; 0: K
     int64_t y_stride;  // of y and dy; 0: N
 } mt_grouped_args;
