@@ -60,14 +60,13 @@ static bool is_digit(const char *p, const char *end) {
  * number. At most 60 characters are read. */
 static const char *read_decimal(const char *p, const char *end, long double *value) {
     char digits[64];
-    int count = 0, run = 0; // run: digits since the start or the last comma
+    int count = 0, run = 0; // run: digits since the start or the last comma, which three follow
     const char *start = p;
-    bool grouped = false;
     for (; count < 50; p++) {
-        bool groups = p < end && *p == ',' && run > 0 && (grouped ? run == 3 : run <= 3) && is_digit(p + 1, end) &&
-                      is_digit(p + 2, end) && is_digit(p + 3, end) && !is_digit(p + 4, end);
+        bool groups = p < end && *p == ',' && run > 0 && run <= 3 && is_digit(p + 1, end) && is_digit(p + 2, end) &&
+                      is_digit(p + 3, end) && !is_digit(p + 4, end);
         if (groups)
-            grouped = true, run = 0;
+            run = 0;
         else if (is_digit(p, end))
             digits[count++] = *p, run++;
         else
