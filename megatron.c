@@ -1251,8 +1251,7 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
 #pragma omp simd reduction(+ : squares)
         for (int64_t c = 0; c < C; c++) squares += (in[c] - center) * (in[c] - center);
         float factor = 1.0f / sqrtf(squares / (float)C + a->eps);
-        a->mean[t] = center;
-        a->rstd[t] = factor;
+        a->mean[t] = center, a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
         mt_row_close(a->y, t * C, out, C, dtype);
@@ -1620,8 +1619,7 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     mt_span_keys(span, call->window, i0, &first, &ignored);
     mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
     for (b.j0 = first; b.j0 < last; b.j0 += MT_KEYS) {
-        b.columns = mt_min(MT_KEYS, last - b.j0);
-        b.k = mt_attention_load_k(k_scratch, task, b.j0, b.columns);
+        b.columns = mt_min(MT_KEYS, last - b.j0), b.k = mt_attention_load_k(k_scratch, task, b.j0, b.columns);
         b.v = mt_attention_load_v(v_scratch, task, b.j0, b.columns);
         mt_attention_backward_scores(p, ds, task, &b);
         mt_matmul(sums, D, (mt_matrix){.data = ds, .stride = b.columns}, b.k, rows, D, b.columns, true);
@@ -1647,8 +1645,7 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     b.v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
     mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
     for (b.i0 = begin; b.i0 < end; b.i0 += MT_QUERIES) {
-        b.rows = mt_min(MT_QUERIES, end - b.i0);
-        b.q = mt_attention_load_q(q_scratch, task, b.i0, b.rows);
+        b.rows = mt_min(MT_QUERIES, end - b.i0), b.q = mt_attention_load_q(q_scratch, task, b.i0, b.rows);
         b.dout = mt_attention_load_dout(dout_scratch, task, b.i0, b.rows);
         mt_attention_backward_scores(p, ds, task, &b);
         mt_matmul(dv_sums, Dv, p_columns, b.dout, columns, Dv, b.rows, true);
@@ -1990,8 +1987,7 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
     for (int64_t t = 0; t < a->T; t++) {
         const float *row = a->stats + t;
         double log_sum = (double)row[0] + log((double)row[a->T]);
-        a->lse[t] = (float)log_sum;
-        a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
+        a->lse[t] = (float)log_sum, a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
         if (a->entropy) a->entropy[t] = (float)(log_sum - (double)row[3 * a->T] / (double)row[a->T]);
     }
 }
@@ -2898,8 +2894,7 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .context_a2a = options->context_a2a_size,
                            .context_blocks = options->dynamic_context_parallel};
     if (options->num_experts > 0) {
-        shape.expert = options->expert_model_parallel_size;
-        shape.expert_tensor = options->expert_tensor_parallel_size;
+        shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
     }
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
     shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
@@ -2999,9 +2994,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
 
 /* Makes one group. All ranks of the world call it: each is in one group of every kind. */
 static void mt_group_make(mt_group *group, const mt_group *world, const int *members, int count) {
-    group->size = count;
-    group->rank = 0;
-    group->members = mt_malloc(count * (int64_t)sizeof(int));
+    group->size = count, group->rank = 0, group->members = mt_malloc(count * (int64_t)sizeof(int));
     memcpy(group->members, members, (size_t)count * sizeof(int));
     while (members[group->rank] != world->rank) group->rank++;
 #ifdef MT_HAVE_MPI
@@ -3780,8 +3773,7 @@ static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const
     if (!l->fp8->recipe->keeps_weights) l->fp8->w.data = l->fp8->w_transposed.data = NULL;
     if (bytes <= scratch->capacity) return;
     if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
-    scratch->capacity = bytes * 9 / 8;
-    scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
+    scratch->capacity = bytes * 9 / 8, scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
 }
 
 /* Quantizes x, w or dy of a linear; `a` has the operand and its copies. */
@@ -3912,8 +3904,7 @@ static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         const mt_adapter_part *part = &l->adapter.parts[i];
         mt_grouped_args a = mt_adapter_args(l, io, part, T);
         a.x = mt_operand(tp, mt_adapter_h(tp, l, io, T, false), i * l->adapter.rank),
-        a.y = mt_operand(tp, io->y, part->first);
-        a.accumulate = true;
+        a.y = mt_operand(tp, io->y, part->first), a.accumulate = true;
         tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
     }
 }
@@ -3942,8 +3933,7 @@ static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_li
         const mt_adapter_part *part = &l->adapter.parts[i];
         a = mt_adapter_args(l, io, part, T);
         a.x = mt_operand(tp, mt_adapter_h(tp, l, io, T, false), i * l->adapter.rank),
-        a.dy = mt_operand(tp, io->dy, part->first);
-        a.dw = part->b.dw, a.accumulate = mt_weight_accumulates(&part->b);
+        a.dy = mt_operand(tp, io->dy, part->first), a.dw = part->b.dw, a.accumulate = mt_weight_accumulates(&part->b);
         tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
     }
 }
@@ -5043,8 +5033,7 @@ static void mt_param_join_tensor(mt_param_table *table) {
     for (; before > table->rows && strcmp(before[-1].hf_name, param->hf_name) == 0; before--)
         before[-1].hf_rows_total += param->whole_rows;
     if (before == param) return;
-    param->hf_row = param[-1].hf_row + param[-1].whole_rows;
-    param->hf_rows_total = param[-1].hf_rows_total;
+    param->hf_row = param[-1].hf_row + param[-1].whole_rows, param->hf_rows_total = param[-1].hf_rows_total;
 }
 
 /* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
@@ -5053,8 +5042,7 @@ static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t inde
     MT_CHECK(*size % parts == 0);
     *size /= parts;
     *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
-    param->shard_dim = dim;
-    param->counted = true;
+    param->shard_dim = dim, param->counted = true;
 }
 
 static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
@@ -5078,20 +5066,16 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
     param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
-    param->is_vector = row->cols == MT_DIM_ONE;
-    param->weight_decay = !param->is_vector;
+    param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
     param->is_linear = !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS;
-    param->trained = row->unit != MT_UNIT_UNTRAINED;
-    param->init = mt_param_kinds[row->kind].init;
+    param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
     param->gradient = mt_param_kinds[row->kind].gradient;
     param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
-    param->rows_option = mt_dimension_option[row->rows];
-    param->cols_option = mt_dimension_option[row->cols];
+    param->rows_option = mt_dimension_option[row->rows], param->cols_option = mt_dimension_option[row->cols];
     for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
         if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
-    param->bucket = table->bucket;
-    param->continues = continues;
+    param->bucket = table->bucket, param->continues = continues;
     param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
@@ -5197,8 +5181,7 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
     *(is_a ? &param->rows : &param->cols) = *(is_a ? &param->whole_rows : &param->whole_cols) =
         table->options->lora_rank;
     *(is_a ? &param->rows_option : &param->cols_option) = "--lora-rank";
-    param->exists_option = "--lora-target";
-    param->rows_stored = param->hf_rows_total = param->whole_rows;
+    param->exists_option = "--lora-target", param->rows_stored = param->hf_rows_total = param->whole_rows;
     param->hf_row = 0, param->hf_transposed = false, param->trained = true;
     snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.*s.lora_%c.weight",
              (int)(strlen(base->hf_name) - strlen(".weight")), base->hf_name, is_a ? 'A' : 'B');
@@ -5776,8 +5759,7 @@ static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size
 static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
     a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
-    a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C;
-    a.eps = (float)m->options->norm_epsilon;
+    a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C, a.eps = (float)m->options->norm_epsilon;
     return a;
 }
 
@@ -5863,8 +5845,7 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     int64_t T = m->plan.max_tokens, R = m->max_rows;
     mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
     q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
-    q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ;
-    q->input = kv->input = MT_OFFLOAD_CORE_ATTN;
+    q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ, q->input = kv->input = MT_OFFLOAD_CORE_ATTN;
     mt_slot *latent = MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype);
     latent->stash_of = offsetof(mt_layer, latent), latent->input = MT_OFFLOAD_QKV_LINEAR;
     MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
@@ -5967,8 +5948,7 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, p, 0)};
     qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
     qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
-    qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw;
-    qk.eps = (float)m->options->norm_epsilon;
+    qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw, qk.eps = (float)m->options->norm_epsilon;
     return qk;
 }
 
@@ -6041,8 +6021,7 @@ static const float mt_latent_epsilon = 1e-6f;
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, mt_weight w, void *y, float *rstd, void *latent,
                                    int64_t column, int64_t rank) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .dw = w.dw};
-    a.y = y, a.rstd = rstd, a.eps = mt_latent_epsilon;
-    a.dy = m->scratch.dlatent_norm;
+    a.y = y, a.rstd = rstd, a.eps = mt_latent_epsilon, a.dy = m->scratch.dlatent_norm;
     if (m->scratch.dlatent) a.dx = mt_at(m, m->scratch.dlatent, column);
     a.x_stride = a.dx_stride = mt_latent_width(m->options), a.y_stride = a.dy_stride = rank;
     return a;
@@ -6136,8 +6115,7 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer 
                          m->dtype, p->stream);
     m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
                          m->dtype, p->stream);
-    call->k = m->k_cache[layer], call->k_stride = k_width;
-    call->v = m->v_cache[layer], call->v_stride = v_width;
+    call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
     if (m->plan.page_rows > 0)
         call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
 }
@@ -6662,8 +6640,7 @@ static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
         const int32_t *there = e->host_offsets + rank * stride + other * local;
         for (int64_t i = 0; i < local; i++) e->host_counts[other * local + i] = here[i + 1] - here[i];
-        r->received[other] = here[local] - here[0];
-        r->sent[other] = there[local] - there[0];
+        r->received[other] = here[local] - here[0], r->sent[other] = there[local] - there[0];
         r->num_rows += r->received[other];
     }
     m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
@@ -6727,8 +6704,7 @@ static void mt_exchange_rows(mt_model *m, const mt_routing *r, void *to, const v
     mt_experts *e = m->experts;
     const int64_t *out = back ? r->sent : r->received, *in = back ? r->received : r->sent;
     for (int i = 0; i < e->group->size; i++) {
-        e->out_counts[i] = out[i] * width;
-        e->in_counts[i] = in[i] * width;
+        e->out_counts[i] = out[i] * width, e->in_counts[i] = in[i] * width;
     }
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
@@ -6853,8 +6829,7 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_routing *r) {
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active;
-    fc1.activation = mt_options_activation(m->options);
-    fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
+    fc1.activation = mt_options_activation(m->options), fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
     return fc1;
 }
 
@@ -7081,10 +7056,8 @@ void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, i
     part->num_tokens = T, part->num_spans = 0;
     for (int64_t t = 0; t < T; t++) {
         int64_t from = rows[t];
-        part->tokens[t] = whole->tokens[from];
-        part->labels[t] = whole->labels[from];
-        part->loss_mask[t] = whole->loss_mask[from];
-        part->positions[t] = whole->positions[from];
+        part->tokens[t] = whole->tokens[from], part->labels[t] = whole->labels[from];
+        part->loss_mask[t] = whole->loss_mask[from], part->positions[t] = whole->positions[from];
         part->token_index[t] = whole->token_index[from];
         s = mt_span_of_token(whole, s, from);
         if (s != of_span) part->spans[part->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
@@ -7164,37 +7137,29 @@ static void mt_context_plan_ring(mt_context *c, mt_arena *arena) {
     int64_t kv = mt_context_kv_width(p), widest = heads * mt_max(p->head_size, p->value_size);
     c->kv[0] = mt_arena_alloc(arena, M * kv * size);
     if (p->comm_type == MT_CP_ALL_GATHER) {
-        c->gathered = mt_arena_alloc(arena, c->N * kv * size);
-        c->ordered = mt_arena_alloc(arena, c->N * kv * size);
+        c->gathered = mt_arena_alloc(arena, c->N * kv * size), c->ordered = mt_arena_alloc(arena, c->N * kv * size);
         if (!p->train) return;
         c->dkv_ordered = mt_arena_alloc(arena, c->N * kv * size);
         if (p->dtype != MT_F32) c->wide = mt_arena_alloc(arena, c->N * kv * 4);
     } else {
-        c->kv[1] = mt_arena_alloc(arena, M * kv * size);
-        c->part = mt_arena_alloc(arena, M * widest * size);
-        c->part_lse = mt_arena_alloc(arena, M * heads * 4);
-        c->sum = mt_arena_alloc(arena, M * widest * 4);
+        c->kv[1] = mt_arena_alloc(arena, M * kv * size), c->part = mt_arena_alloc(arena, M * widest * size);
+        c->part_lse = mt_arena_alloc(arena, M * heads * 4), c->sum = mt_arena_alloc(arena, M * widest * 4);
         if (!p->train) return;
         c->dkv_sum[1] = mt_arena_alloc(arena, M * kv * 4);
     }
-    c->dkv_sum[0] = mt_arena_alloc(arena, M * kv * 4);
-    c->dkv_part = mt_arena_alloc(arena, M * kv * size);
+    c->dkv_sum[0] = mt_arena_alloc(arena, M * kv * 4), c->dkv_part = mt_arena_alloc(arena, M * kv * size);
 }
 
 static void mt_context_plan_a2a(mt_context *c, mt_arena *arena) {
     const mt_context_plan *p = &c->plan;
     int64_t size = mt_dtype_size(p->dtype), T = p->max_tokens; // M rows of 1 / A of the heads are T rows of all
     int64_t D = p->head_size, Dv = p->value_size, H = p->num_heads, G = p->num_groups;
-    c->by_head = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
-    c->q = mt_arena_alloc(arena, T * H * D * size);
-    c->k = mt_arena_alloc(arena, T * G * D * size);
-    c->v = mt_arena_alloc(arena, T * G * Dv * size);
+    c->by_head = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size), c->q = mt_arena_alloc(arena, T * H * D * size);
+    c->k = mt_arena_alloc(arena, T * G * D * size), c->v = mt_arena_alloc(arena, T * G * Dv * size);
     c->out = mt_arena_alloc(arena, T * H * Dv * size);
     if (!p->train) return;
-    c->dout = mt_arena_alloc(arena, T * H * Dv * size);
-    c->dq = mt_arena_alloc(arena, T * H * D * size);
-    c->dk = mt_arena_alloc(arena, T * G * D * size);
-    c->dv = mt_arena_alloc(arena, T * G * Dv * size);
+    c->dout = mt_arena_alloc(arena, T * H * Dv * size), c->dq = mt_arena_alloc(arena, T * H * D * size);
+    c->dk = mt_arena_alloc(arena, T * G * D * size), c->dv = mt_arena_alloc(arena, T * G * Dv * size);
 }
 
 /* Lists of spans, each with at most one span for each of the M queries. */
@@ -7208,8 +7173,7 @@ static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
 }
 
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
-    c->M = c->plan.max_tokens * c->plan.a2a->size;
-    c->N = c->M * c->plan.ring->size;
+    c->M = c->plan.max_tokens * c->plan.a2a->size, c->N = c->M * c->plan.ring->size;
     c->identity = mt_arena_alloc(arena, mt_context_copied_rows(&c->plan) * 4);
     if (c->plan.comm_type == MT_CP_ALL_GATHER) c->rows = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
@@ -7242,12 +7206,10 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     mt_context *c = mt_calloc(sizeof *c);
     int64_t heads = plan->num_heads, groups = plan->num_groups, A = plan->a2a->size;
     MT_CHECK(heads % A == 0 && groups % A == 0);
-    c->plan = *plan;
-    c->ops = ops;
+    c->plan = *plan, c->ops = ops;
     mt_arena arena = {.base = memory, .capacity = mt_context_bytes(plan)};
     mt_context_plan_memory(c, &arena);
-    c->host_rows = mt_malloc(c->N * 4);
-    c->host_index = mt_malloc(c->N * 8);
+    c->host_rows = mt_malloc(c->N * 4), c->host_index = mt_malloc(c->N * 8);
     c->host_spans = mt_malloc(mt_context_num_lists(plan) * c->M * (int64_t)sizeof(mt_span));
     c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
     c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
@@ -7406,9 +7368,7 @@ static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attent
     mt_attention step = *call;
     step.k = c->kv[i % 2], step.v = mt_context_at(c, step.k, call->num_groups * call->head_size);
     step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
-    step.k_index = c->index + source * c->M;
-    step.q_index = c->index + r * c->M;
-    step.spans = c->lists[source];
+    step.k_index = c->index + source * c->M, step.q_index = c->index + r * c->M, step.spans = c->lists[source];
     return step;
 }
 
@@ -7473,10 +7433,8 @@ static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_str
     c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
     c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
     mt_attention whole = *call;
-    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width);
-    whole.k_stride = whole.v_stride = kv;
-    whole.k_index = c->index;
-    whole.spans = c->lists[0];
+    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width), whole.k_stride = whole.v_stride = kv;
+    whole.k_index = c->index, whole.spans = c->lists[0];
     return whole;
 }
 
@@ -7532,8 +7490,7 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
     mt_attention inner = *call;
     inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.out = c->out;
     inner.dq = c->dq, inner.dk = c->dk, inner.dv = c->dv, inner.dout = c->dout;
-    inner.num_heads = H / A, inner.num_groups = G / A;
-    inner.q_stride = H / A * D, inner.k_stride = G / A * D;
+    inner.num_heads = H / A, inner.num_groups = G / A, inner.q_stride = H / A * D, inner.k_stride = G / A * D;
     inner.v_stride = G / A * Dv, inner.out_stride = H / A * Dv;
     inner.first_head = call->first_head + c->plan.a2a->rank * (H / A);
     return inner;
@@ -7564,8 +7521,7 @@ static void mt_context_gather_numbers(const mt_context *c, double *whole, const 
 /* The call if this rank has all tokens of the sequences. */
 static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
     mt_attention whole = *call;
-    whole.q_index = whole.k_index = c->index;
-    whole.spans = c->lists[0];
+    whole.q_index = whole.k_index = c->index, whole.spans = c->lists[0];
     return whole;
 }
 
@@ -8812,8 +8768,7 @@ static void mt_buckets_size(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
-        b->count = (b->count + multiple - 1) / multiple * multiple;
-        b->shard_count = b->count / shards;
+        b->count = (b->count + multiple - 1) / multiple * multiple, b->shard_count = b->count / shards;
         b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
     }
 }
@@ -8844,8 +8799,7 @@ static mt_strategy mt_strategy_of(const mt_model *m) {
 /* Kind, group, type and strategy of every bucket, before its size is known. */
 static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = m->sharding;
-    s->strategy = mt_strategy_of(m);
-    s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
+    s->strategy = mt_strategy_of(m), s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
     s->has_gradient = mt_model_calloc(m, m->num_params * (int64_t)sizeof *s->has_gradient);
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
@@ -8856,8 +8810,7 @@ static void mt_sharding_open(mt_model *m) {
         if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
         bool shards = param->unit != MT_UNIT_UNTRAINED && (param->trained || s->strategy == MT_SHARD_PARAMS);
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
-        b->trained = param->trained;
-        b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
+        b->trained = param->trained, b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
         b->grad_dtype = b->trained ? mt_optimizer_dtypes[m->options->main_grads_dtype] : MT_F32;
         b->strategy = shards && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         if (mt_param_is_adapter(param) && b->strategy == MT_SHARD_PARAMS) b->strategy = MT_SHARD_GRADS; // small
@@ -9600,11 +9553,9 @@ static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
 /* Elements [first, first + n) of `whole`. */
 static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, int64_t n) {
     mt_adamw_args a = *whole;
-    a.n = n;
-    a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
+    a.n = n, a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
     a.master = a.master ? (char *)a.master + first * mt_dtype_size(a.master_dtype) : NULL;
-    a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype);
-    a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
+    a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype), a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
     a.grad = (const char *)a.grad + first * mt_dtype_size(a.grad_dtype);
     return a;
 }
@@ -10001,8 +9952,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *mb = mt_micro_batch_find(m, action);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = p.tp.training = true;
-    p.message_rows = m->max_rows;
+    p.training = p.tp.training = true, p.message_rows = m->max_rows;
     p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
     p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
@@ -10238,8 +10188,7 @@ mt_fp8_state mt_train_fp8_state(mt_model *m) {
     s = (mt_fp8_state){.num_linears = f->num_linears, .history_length = f->history_length, .keys = f->keys};
     for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
         s.largest[i] = mt_f8_largest(i == MT_FP8_DY ? f->recipe.gradient_format : f->recipe.format);
-    s.scale = mt_malloc(mt_max(n * 4, 4));
-    s.history = mt_malloc(mt_max(f->history_length * n * 4, 4));
+    s.scale = mt_malloc(mt_max(n * 4, 4)), s.history = mt_malloc(mt_max(f->history_length * n * 4, 4));
     m->ops->memory_copy(s.scale, f->scale, n * 4, m->stream);
     m->ops->memory_copy(s.history, f->history, f->history_length * n * 4, m->stream);
     m->ops->stream_synchronize(m->stream);
@@ -10446,19 +10395,16 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_offset_pointer(e->loads, e->num_layers * E * 4);
     e->global = mt_offset_pointer(e->loads, 2 * e->num_layers * E * 4);
-    e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
-    e->discarded = mt_arena_alloc(arena, 4);
+    e->invalid = mt_arena_alloc(arena, e->num_layers * 4), e->discarded = mt_arena_alloc(arena, 4);
     if (e->global_aux_loss) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
     if (m->options->moe_shared_expert_gate) {
-        e->gate_experts = mt_arena_alloc(arena, R * 4);
-        e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
+        e->gate_experts = mt_arena_alloc(arena, R * 4), e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
     }
     if (m->plan.train) {
-        e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4);
-        e->dlogits = mt_arena_alloc(arena, R * E * 4);
+        e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4), e->dlogits = mt_arena_alloc(arena, R * E * 4);
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
@@ -10473,8 +10419,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     }
     if (e->sinkhorn && all > R) e->all_logits = mt_arena_alloc(arena, all * E * 4);
     if (!e->has_capacity || all == R) return;
-    e->all_experts = mt_arena_alloc(arena, all * k * 4);
-    e->all_probs = mt_arena_alloc(arena, all * k * 4);
+    e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
     e->all_index = mt_arena_alloc(arena, all * 8);
 }
 
@@ -10562,8 +10507,7 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     out->norm.y = mt_arena_alloc(arena, R * m->C * size);
     if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
-    out->norm.rstd = mt_arena_alloc(arena, R * 4);
-    out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    out->norm.rstd = mt_arena_alloc(arena, R * 4), out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
     out->dlogp = mt_arena_alloc(arena, m->plan.max_logits * 4);
     if (m->plan.loss->uses_entropy) {
         out->entropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
@@ -10575,10 +10519,8 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
 /* Saved values of one module of multi-token prediction. */
 static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
-    a->embedded = mt_arena_alloc(arena, R * m->C * size);
-    a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
-    a->embedded_rstd = mt_arena_alloc(arena, R * 4);
-    a->hidden_rstd = mt_arena_alloc(arena, R * 4);
+    a->embedded = mt_arena_alloc(arena, R * m->C * size), a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
+    a->embedded_rstd = mt_arena_alloc(arena, R * 4), a->hidden_rstd = mt_arena_alloc(arena, R * 4);
     out->hidden = mt_arena_alloc(arena, R * m->C * size);
     mt_plan_output(m, out, arena, true);
 }
@@ -10609,8 +10551,7 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
         int64_t whole = T * widest * size;
         m->tp.mailbox_bytes = m->tp.overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
         m->tp.gathered = mt_arena_alloc(arena, m->tp.mailbox_bytes);
-        m->tp.parts = mt_offset_pointer(m->tp.gathered, whole);
-        m->tp.partial = mt_arena_alloc(arena, whole);
+        m->tp.parts = mt_offset_pointer(m->tp.gathered, whole), m->tp.partial = mt_arena_alloc(arena, whole);
     }
     if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
     if (ranks > 1 && m->has_loss) {
@@ -10673,8 +10614,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
     if (m->has_loss) {
-        m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
-        m->logp = mt_arena_alloc(arena, rows * 4);
+        m->row_stats = mt_arena_alloc(arena, 4 * rows * 4), m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
     }
     if (m->mtp->count > 0) {
@@ -10804,8 +10744,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
                             .group_topk = o->moe_router_group_topk,
                             .group_best = o->moe_router_group_best,
                             .scaling = (float)o->moe_router_topk_scaling_factor};
-    e->num_local = o->num_experts / grid->expert.size;
-    e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
+    e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
     e->has_capacity = o->moe_expert_capacity_factor > 0;
     e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
@@ -10884,12 +10823,9 @@ static void mt_experts_close(mt_model *m) {
 static void mt_model_shape(mt_model *m, const mt_options *o) {
     int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
     m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
-    m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1);
-    m->V = o->padded_vocab_size / tp;
-    m->head_width = o->head_type == MT_HEAD_LM ? m->V : 1;
-    m->vocab_first = rank * m->V;
-    m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0);
-    m->rotary_dim = 0;
+    m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1), m->V = o->padded_vocab_size / tp;
+    m->head_width = o->head_type == MT_HEAD_LM ? m->V : 1, m->vocab_first = rank * m->V;
+    m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0), m->rotary_dim = 0;
     if (o->position_embedding_type == MT_POSITION_ROPE)
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
@@ -10907,11 +10843,9 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
         free(all);
         return -1;
     }
-    m->num_chunks = vp;
-    m->num_contexts = m->grid->context.size > 1;
+    m->num_chunks = vp, m->num_contexts = m->grid->context.size > 1;
     for (int size = m->grid->context.size; o->dynamic_context_parallel && size > 1; size /= 2) m->num_contexts++;
-    m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all);
-    m->first_local = mt_model_calloc(m, (vp + 1) * 8);
+    m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all), m->first_local = mt_model_calloc(m, (vp + 1) * 8);
     for (int64_t chunk = 0; chunk < vp; chunk++) {
         m->stages[chunk] = all[chunk * pp + rank];
         if (!m->plan.train) m->stages[chunk].num_mtp = 0;
@@ -10989,8 +10923,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     if (o->fp8_param_gather) multiple = MT_FP8_WIDTH;
     f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
     f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
-    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
-    f->history_length = o->fp8_amax_history_len;
+    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS, f->history_length = o->fp8_amax_history_len;
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
@@ -11003,8 +10936,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         mt_fp8_key *key = &f->keys[f->num_linears];
         key->layer = number;
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
-        l->fp8 = &f->linears[f->num_linears++];
-        l->fp8->recipe = &f->recipe;
+        l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
         if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
             return mt_error_set(error,
                                 "--fp8-format on this device needs products of multiples of %lld, and layer "
@@ -11045,15 +10977,13 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
     if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
         m->recompute_modules = o->recompute_modules;
     if (m->plan.train && o->fine_grained_activation_offloading) {
-        m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload);
-        m->offload->modules = o->offload_modules;
+        m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload), m->offload->modules = o->offload_modules;
     }
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
             bool is_module = i >= m->stages[chunk].num_layers;
-            w->index = i;
-            w->recomputed = full && (by_unit || (i < number && !is_module));
+            w->index = i, w->recomputed = full && (by_unit || (i < number && !is_module));
             w->recompute_unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
             w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
             mt_layer_slots(m, w->slots, w);
@@ -11181,8 +11111,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         int64_t offsets = m->experts->group->size * (m->experts->num_destinations + 1);
         m->experts->host_offsets =
             m->ops->memory_alloc_host((offsets + m->experts->group->size * m->experts->num_local) * 4);
-        m->experts->host_counts = m->experts->host_offsets + offsets;
-        m->experts->host_counts[0] = -1;
+        m->experts->host_counts = m->experts->host_offsets + offsets, m->experts->host_counts[0] = -1;
         int64_t choices = m->experts->uses_allgather ? m->max_rows * m->experts->router.topk : 0;
         m->experts->no_choices = mt_model_calloc(m, choices * 4);
         for (int64_t i = 0; i < choices; i++) m->experts->no_choices[i] = -1;
@@ -11196,8 +11125,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         }
     }
     for (int i = 0; i < 2; i++) {
-        m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes);
-        m->copied[i] = m->ops->event_create();
+        m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes), m->copied[i] = m->ops->event_create();
         m->trainer->pending[i].done = m->ops->event_create();
     }
     m->arena.base = m->ops->memory_alloc(m->arena.capacity);
@@ -11206,8 +11134,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         if (m->parts[part].capacity > 0) m->parts[part].base = m->ops->memory_alloc(m->parts[part].capacity);
     }
     if (m->host.used > 0) {
-        m->host.capacity = m->host.used, m->host.used = 0;
-        m->host.base = m->ops->memory_alloc_host(m->host.capacity);
+        m->host.capacity = m->host.used, m->host.used = 0, m->host.base = m->ops->memory_alloc_host(m->host.capacity);
     }
     mt_plan_memory(m, &m->arena);
     return 0;
@@ -11328,8 +11255,7 @@ static void mt_mtp_open(mt_model *m) {
 static int mt_model_partition(mt_model *m, mt_error *error) {
     const mt_options *o = m->options;
     const mt_grid *grid = m->grid;
-    m->experts = mt_model_calloc(m, (int64_t)sizeof *m->experts);
-    m->mtp = mt_model_calloc(m, (int64_t)sizeof *m->mtp);
+    m->experts = mt_model_calloc(m, (int64_t)sizeof *m->experts), m->mtp = mt_model_calloc(m, (int64_t)sizeof *m->mtp);
     m->sharding = mt_model_calloc(m, (int64_t)sizeof *m->sharding);
     m->links = mt_model_calloc(m, MT_NUM_LINKS * (int64_t)sizeof *m->links);
     m->trainer = mt_model_calloc(m, (int64_t)sizeof *m->trainer);
