@@ -3849,19 +3849,22 @@ static bool mt_weight_accumulates(const mt_weight *weight) {
     return accumulates;
 }
 
-/* The operands of a product of T rows with b of a part, or with a (NULL). */
-static mt_grouped_args mt_adapter_args(const mt_linear *l, const mt_linear_io *io, const mt_adapter_part *part,
-                                       int64_t T) {
-    int64_t N = part ? part->N : l->adapter.R, K = part ? l->adapter.rank : l->K;
-    mt_grouped_args a = {T, N, K, mt_max(l->num_experts, 1), io->offsets, .x_stride = K, .y_stride = N};
-    if (part) a.x_stride = l->adapter.R, a.y_stride = l->N;
-    a.w = part ? part->b.w : l->adapter.a.w;
+/* The operands of the products of T rows with b of a part, or with a (part -1); x of a is io->x. */
+static mt_grouped_args mt_adapter_args(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                       int64_t part, int64_t T) {
+    const mt_adapter *adapter = &l->adapter;
+    const mt_adapter_part *p = &adapter->parts[mt_max(part, 0)];
+    void *h = io->offsets ? io->adapter_rows : tp->adapter_rows, *dh = mt_operand(tp, h, T * adapter->R);
+    mt_grouped_args a = {T, adapter->R, l->K, mt_max(l->num_experts, 1), io->offsets, .x = io->x, .y = h};
+    a.dy = dh, a.dx = io->dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
+    if (part >= 0) {
+        int64_t column = part * adapter->rank;
+        a.N = p->N, a.K = adapter->rank, a.w = p->b.w, a.dw = p->b.dw;
+        a.x = mt_operand(tp, h, column), a.dx = mt_operand(tp, dh, column);
+        a.y = mt_operand(tp, io->y, p->first), a.dy = mt_operand(tp, io->dy, p->first);
+    }
+    a.x_stride = part < 0 ? l->K : adapter->R, a.y_stride = part < 0 ? adapter->R : l->N;
     return a;
-}
-
-/* h[T, R], or dh. */
-static void *mt_adapter_h(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T, bool d) {
-    return mt_operand(tp, io->offsets ? io->adapter_rows : tp->adapter_rows, d ? T * l->adapter.R : 0);
 }
 
 /* out = residual + dropout(x), for T rows of l->K elements; returns out. */
@@ -3878,44 +3881,40 @@ static void *mt_adapter_dropout(const mt_tensor_parallel *tp, const mt_linear *l
 /* Computes h; returns dropout(x). */
 static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                    int64_t T) {
-    mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
-    a.x = io->x, a.y = mt_adapter_h(tp, l, io, T, false), a.scale = l->adapter.scale;
+    mt_grouped_args a = mt_adapter_args(tp, l, io, -1, T);
+    a.scale = l->adapter.scale;
     if (tp->training && l->adapter.dropout.p > 0) a.x = mt_adapter_dropout(tp, l, io, T, tp->adapter_x, io->x, NULL);
     tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
     return a.x;
 }
 
-/* Computes dh. */
-static void mt_adapter_up_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                   int64_t T) {
-    for (int64_t i = 0; i < l->adapter.num_parts; i++) {
-        const mt_adapter_part *part = &l->adapter.parts[i];
-        mt_grouped_args a = mt_adapter_args(l, io, part, T);
-        a.dy = mt_operand(tp, io->dy, part->first), a.scale = l->adapter.scale;
-        a.dx = mt_operand(tp, mt_adapter_h(tp, l, io, T, true), i * l->adapter.rank);
-        tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
-    }
-}
-
 /* y += the adapters' outputs. */
 static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     mt_adapter_down(tp, l, io, T);
-    for (int64_t i = 0; i < l->adapter.num_parts; i++) {
-        const mt_adapter_part *part = &l->adapter.parts[i];
-        mt_grouped_args a = mt_adapter_args(l, io, part, T);
-        a.x = mt_operand(tp, mt_adapter_h(tp, l, io, T, false), i * l->adapter.rank),
-        a.y = mt_operand(tp, io->y, part->first), a.accumulate = true;
+    for (int64_t part = 0; part < l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
+        a.accumulate = true;
         tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+    }
+}
+
+/* Computes dh. */
+static void mt_adapter_up_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                   int64_t T) {
+    for (int64_t part = 0; part < l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
+        a.scale = l->adapter.scale;
+        tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
     }
 }
 
 /* dx += the gradient through the adapters. */
 static void mt_adapter_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                       int64_t T) {
-    mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
+    mt_grouped_args a = mt_adapter_args(tp, l, io, -1, T);
     bool drops = tp->training && l->adapter.dropout.p > 0;
     mt_adapter_up_backward(tp, l, io, T);
-    a.dy = mt_adapter_h(tp, l, io, T, true), a.dx = drops ? tp->adapter_x : io->dx, a.accumulate = !drops;
+    a.dx = drops ? tp->adapter_x : io->dx, a.accumulate = !drops;
     tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
     if (drops) mt_adapter_dropout(tp, l, io, T, io->dx, tp->adapter_x, io->dx);
 }
@@ -3923,17 +3922,12 @@ static void mt_adapter_backward_input(const mt_tensor_parallel *tp, const mt_lin
 /* The gradients of a and b. */
 static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                        int64_t T) {
-    mt_grouped_args a = mt_adapter_args(l, io, NULL, T);
-    a.x = mt_adapter_down(tp, l, io, T);
+    const void *x = mt_adapter_down(tp, l, io, T);
     mt_adapter_up_backward(tp, l, io, T);
-    a.dy = mt_adapter_h(tp, l, io, T, true), a.dw = l->adapter.a.dw,
-    a.accumulate = mt_weight_accumulates(&l->adapter.a);
-    tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
-    for (int64_t i = 0; i < l->adapter.num_parts; i++) {
-        const mt_adapter_part *part = &l->adapter.parts[i];
-        a = mt_adapter_args(l, io, part, T);
-        a.x = mt_operand(tp, mt_adapter_h(tp, l, io, T, false), i * l->adapter.rank),
-        a.dy = mt_operand(tp, io->dy, part->first), a.dw = part->b.dw, a.accumulate = mt_weight_accumulates(&part->b);
+    for (int64_t part = -1; part < l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
+        a.accumulate = mt_weight_accumulates(part < 0 ? &l->adapter.a : &l->adapter.parts[part].b);
+        if (part < 0) a.x = x;
         tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
     }
 }
@@ -3960,6 +3954,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
         mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, l->weight.w, .y = io->y};
+        a.host_offsets = io->host_offsets;
         ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
     } else if (io->active && mt_fuses_activation(tp, l, io)) {
         ops->linear_gelu_forward(io->active, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
@@ -3981,6 +3976,7 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
         mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
         mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
+        a.host_offsets = io->host_offsets;
         ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
     } else if (io->hidden && mt_fuses_activation(tp, l, io)) {
         ops->linear_backward_gelu(io->dhidden, io->dy, l->weight.w, io->hidden, T, l->N, l->K, tp->dtype, tp->stream);
@@ -4006,7 +4002,7 @@ static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_li
         if (l->bias.dw && !io->offsets) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
     } else if (io->offsets) {
         mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, .dy = io->dy, .dw = l->weight.dw};
-        a.accumulate = accumulate;
+        a.accumulate = accumulate, a.host_offsets = io->host_offsets;
         ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, T, l->N, l->K, accumulate, tp->dtype,
@@ -4102,54 +4098,6 @@ static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, co
     if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
 }
 
-/* ---- grouped: rows sorted by expert, one weight per expert; one operation, or one per expert */
-
-/* Expert i's part of a grouped product: its weight, its rows of each operand (own), and their number (count). */
-static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t i,
-                                   mt_linear_io *own, int64_t *count) {
-    int64_t first = io->host_offsets[i], size = l->N * l->K;
-    mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
-    expert.bias.w = mt_operand(tp, l->bias.w, i * l->N);
-    if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
-    if (l->bias.dw) expert.bias.dw = l->bias.dw + i * l->N;
-    *count = io->host_offsets[i + 1] - first;
-    *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
-    own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
-    own->omits_bias = io->omits_bias;
-    return expert;
-}
-
-static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    if (!io->host_offsets) mt_product_forward(tp, l, io, io->num_rows);
-    for (int64_t i = 0, count; i < (io->host_offsets ? l->num_experts : 0); i++) {
-        mt_linear_io own;
-        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0) mt_product_forward(tp, &expert, &own, count);
-    }
-    if (io->host_offsets && l->adapter.R > 0) mt_adapter_forward(tp, l, io, io->num_rows);
-}
-
-static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    mt_linear_io at = *io;
-    bool accumulate = (halves & MT_BACKWARD_WEIGHT) && mt_weight_accumulates(&l->weight);
-    mt_fp8_gradient(tp, l, &at, io->num_rows, halves);
-    if ((halves & MT_BACKWARD_INPUT) && !io->host_offsets) mt_product_backward_input(tp, l, &at, io->num_rows);
-    if ((halves & MT_BACKWARD_WEIGHT) && !io->host_offsets)
-        mt_product_backward_weight(tp, l, &at, io->num_rows, accumulate);
-    for (int64_t i = 0, count; i < (io->host_offsets ? l->num_experts : 0); i++) {
-        mt_linear_io own;
-        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if ((halves & MT_BACKWARD_INPUT) && count > 0) mt_product_backward_input(tp, &expert, &own, count);
-        if ((halves & MT_BACKWARD_WEIGHT) && count > 0)
-            mt_product_backward_weight(tp, &expert, &own, count, accumulate);
-        else if ((halves & MT_BACKWARD_WEIGHT) && !accumulate && expert.weight.dw) // the expert has no rows
-            tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
-    }
-    if (!io->host_offsets || l->adapter.R == 0) return;
-    if (halves & MT_BACKWARD_INPUT) mt_adapter_backward_input(tp, l, io, io->num_rows);
-    if (halves & MT_BACKWARD_WEIGHT) mt_adapter_backward_weight(tp, l, io, io->num_rows);
-}
-
 /* ---- the three functions */
 
 /* Rows of y in a forward and of x in a backward of the kinds that have an activation there. */
@@ -4168,7 +4116,8 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     mt_fp8_begin(tp, l, io);
     switch (l->kind) {
     case MT_LINEAR_REPLICATED:
-        mt_product_forward(tp, l, io, tp->rows);
+    case MT_LINEAR_GROUPED:
+        mt_product_forward(tp, l, io, l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows);
         break;
     case MT_LINEAR_ROUTER:
         tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
@@ -4178,9 +4127,6 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
         break;
     case MT_LINEAR_ROW:
         mt_row_forward(tp, l, io);
-        break;
-    case MT_LINEAR_GROUPED:
-        mt_grouped_forward(tp, l, io);
         break;
     }
     if (io->active && !mt_fuses_activation(tp, l, io)) mt_linear_activation_forward(tp, l, io);
@@ -4193,6 +4139,7 @@ static bool mt_linear_trains(const mt_linear *l) {
 
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     mt_linear_io at = *io;
+    int64_t rows = l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows;
     if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
     mt_fp8_begin(tp, l, io);
@@ -4203,19 +4150,17 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
             at.dy = io->rounded;
         } // fallthrough
     case MT_LINEAR_REPLICATED:
-        mt_fp8_gradient(tp, l, &at, tp->rows, halves);
-        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->rows);
+    case MT_LINEAR_GROUPED:
+        mt_fp8_gradient(tp, l, &at, rows, halves);
+        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, rows);
         if (halves & MT_BACKWARD_WEIGHT)
-            mt_product_backward_weight(tp, l, &at, tp->rows, mt_weight_accumulates(&l->weight));
+            mt_product_backward_weight(tp, l, &at, rows, mt_weight_accumulates(&l->weight));
         break;
     case MT_LINEAR_COLUMN:
         mt_column_backward(tp, l, io, halves);
         break;
     case MT_LINEAR_ROW:
         mt_row_backward(tp, l, io, halves);
-        break;
-    case MT_LINEAR_GROUPED:
-        mt_grouped_backward(tp, l, io, halves);
         break;
     }
     if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io))

@@ -1165,15 +1165,16 @@ typedef struct mt_dispatch {
 typedef struct mt_grouped_args {
     int64_t M, N, K, E;
     const int32_t *offsets;
-    const void *x, *w; // [M, K], [E, N, K]
-    void *y;           // [M, N]: the forward's result
-    const void *dy;    // [M, N]: gradient of y
-    void *dx;          // [M, K]: the result of backward_input
-    float *dw;         // [E, N, K]: the result of backward_weight
-    bool accumulate;   // the result +=; y and dx only with strides
-    float scale;       // of the product, for y and dx; 0: 1
-    int64_t x_stride;  // elements between rows of x and dx; 0: K
-    int64_t y_stride;  // of y and dy; 0: N
+    const void *x, *w;           // [M, K], [E, N, K]
+    void *y;                     // [M, N]: the forward's result
+    const void *dy;              // [M, N]: gradient of y
+    void *dx;                    // [M, K]: the result of backward_input
+    float *dw;                   // [E, N, K]: the result of backward_weight
+    bool accumulate;             // the result +=; y and dx only with strides
+    float scale;                 // of the product, for y and dx; 0: 1
+    int64_t x_stride;            // elements between rows of x and dx; 0: K
+    int64_t y_stride;            // of y and dy; 0: N
+    const int32_t *host_offsets; // offsets on the host too: one product per expert; NULL: one for all
 } mt_grouped_args;
 
 #define MT_EXPERT_OPERATIONS(OP)                                                                                       \
