@@ -762,15 +762,19 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
     return false;
 }
 
-/* True if an option of the file is for training on samples, or for a conversation, and the run does neither. */
+/* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
+    static const char *const purposes[] = {"sft", "chat", "score", "stage", "adv-estimator", "kl-in-reward"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
-    if (o->stage != MT_STAGE_PT) return false;
-    for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
-        if ((rule.other->offset == MT_AT(sft) || rule.other->offset == MT_AT(chat)) &&
-            rule.other->programs & (int)reader->program && !mt_option_has(o, rule.other, NULL))
+    for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
+        bool listed = false, samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
+        for (size_t i = 0; i < sizeof purposes / sizeof *purposes && !listed; i++)
+            listed = strcmp(rule.other->name, purposes[i]) == 0;
+        if (listed && !samples && rule.other->programs & (int)reader->program && mt_option_rule_holds(o, row, &rule) &&
+            !mt_option_has(o, rule.other, rule.choices))
             return true;
+    }
     return false;
 }
 
@@ -825,7 +829,7 @@ static void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters)
         bool lacks = mt_option_lacks_purpose(reader, row);
         const char *other = lacks ? "" : mt_option_yields_to(reader, row);
         if (!other) continue;
-        snprintf(text, sizeof text, lacks ? "this role does not need it" : "gives way to --%s", other);
+        snprintf(text, sizeof text, lacks ? "of no use in this run" : "gives way to --%s", other);
         mt_options_yield_keys(o, row, text);
         mt_option_reset(o, row);
         reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well
@@ -1058,6 +1062,9 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     mt_option_reader_free(&reader);
     if (status) return -1;
     if (options->print_config) return 0;
+    if (program == MT_PROGRAM_TRAIN && role && strcmp(role, "critic") == 0)
+        return mt_error_set(error, "--role critic: a critic trains beside its actor; run --role actor_train, and see "
+                                   "this role with --print-config");
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }

@@ -401,13 +401,13 @@ static int report_surplus(const mt_reward_function *r, mt_error *error) {
         r->argument);
 }
 
-/* Takes the whole lines of `received`. */
+/* Takes the whole lines of `received`. A line for a response that is not wholly sent is no answer. */
 static int take_lines(mt_reward_function *r, batch *b, mt_error *error) {
     mt_text *text = &r->received;
-    int64_t taken = 0;
+    int64_t taken = 0, asked = b->next - (b->sent < r->request.bytes);
     for (const char *end; (end = memchr(text->data + taken, '\n', (size_t)(text->bytes - taken)));) {
         const char *line = text->data + taken;
-        if (b->answered == b->count) return report_surplus(r, error);
+        if (b->answered == asked) return report_surplus(r, error);
         if (read_score(r, line, end - line, &b->scores[b->answered], error) != 0) return -1;
         b->answered++;
         taken = end + 1 - text->data;
