@@ -463,8 +463,7 @@ static inline float mt_exp(float x) {
     const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     x = x < -104.0f ? -104.0f : x;
     x = x > 89.0f ? 89.0f : x;
-    float shifted = x * 1.44269504f + shift, n = shifted - shift;
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float shifted = x * 1.44269504f + shift, n = shifted - shift, r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -487,8 +486,7 @@ static inline float mt_exp(float x) {
 static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
                                int64_t first) {
     enum { COUNTERS = 16 }; // per vectorized loop
-    uint32_t words[4 * COUNTERS];
-    uint32_t threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
+    uint32_t words[4 * COUNTERS], threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
     float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
     for (int64_t start = first / 4 * 4; start < first + n; start += 4 * COUNTERS) {
 #pragma omp simd
@@ -1171,8 +1169,7 @@ static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_str
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype);
-        float sum = 0;
+        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype), sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
         float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
@@ -1219,11 +1216,9 @@ static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_st
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype);
-        const float *residual = NULL;
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype), *residual = NULL;
         if (a->dresidual) residual = mt_row_load(slice + 3 * C, a->dresidual, t * dx_stride + h * C, C, dtype);
-        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype);
-        float sum = 0, factor = a->rstd[r];
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype), sum = 0, factor = a->rstd[r];
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += d[c] * weight[c] * in[c];
         float projection = sum * factor * factor / (float)C;
@@ -1243,8 +1238,7 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
         const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
         const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype);
-        float sum = 0, squares = 0;
+        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype), sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
@@ -1757,8 +1751,7 @@ static inline float mt_sigmoid(float x) {
 /* The normal distribution function, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit of Press et al., "Numerical recipes"
  * (erfcc), with a relative error below 1.2e-7. */
 static inline float mt_normal_cdf(float x) {
-    float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
-    float p = 0.17087277f;
+    float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z), p = 0.17087277f;
     p = p * t - 0.82215223f;
     p = p * t + 1.48851587f;
     p = p * t - 1.13520398f;
@@ -2876,8 +2869,7 @@ const mt_grid mt_grid_of_one = {MT_GROUPS(MT_GROUP_ALONE)};
 
 static const struct {
     size_t offset;
-    bool of_experts;
-    bool is_free[4];
+    bool of_experts, is_free[4];
 } mt_group_kinds[MT_NUM_GROUP_KINDS] = {MT_GROUPS(MT_GROUP_ROW)};
 
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
@@ -2893,9 +2885,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
                            .context_blocks = options->dynamic_context_parallel};
-    if (options->num_experts > 0) {
+    if (options->num_experts > 0)
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
-    }
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
     shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
     MT_CHECK(shape.tensor * shape.context * shape.data * shape.pipeline == world_size);
@@ -3290,8 +3281,7 @@ static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reductio
     }
     for (int64_t start = 0; start < count; start += part) {
         char *piece = buffer + start * width;
-        int64_t end = mt_min(part, count - start), n = mt_divide_up(end, size);
-        int64_t own = mt_clamp(end - rank * n, 0, n);
+        int64_t end = mt_min(part, count - start), n = mt_divide_up(end, size), own = mt_clamp(end - rank * n, 0, n);
         mt_mpi_reduce_slices(piece + rank * n * width, piece, n, n, end, group, reduction, dtype);
         for (int step = 1; step < size; step++) {
             int to = (rank + step) % size, from = (rank - step + size) % size;
@@ -4261,8 +4251,7 @@ static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double cli
     mt_policy_term term = {.loss = plain, .dlogp = plain};
     if (clipped > plain) term = (mt_policy_term){.loss = clipped, .clipped = true};
     if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound) {
-        term.loss = bound, term.dlogp = 0;
-        term.clipped_lower = true;
+        term.loss = bound, term.dlogp = 0, term.clipped_lower = true;
     }
     return term;
 }
@@ -4312,9 +4301,7 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         break;
     case MT_POLICY_CISPO: {
         double clipped = mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
-        term.dlogp = -clipped * advantage;
-        term.loss = term.dlogp * t->logp[i];
-        term.clipped = ratio != clipped;
+        term.dlogp = -clipped * advantage, term.loss = term.dlogp * t->logp[i], term.clipped = ratio != clipped;
         break;
     }
     case MT_POLICY_GMPO:
@@ -4325,8 +4312,7 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         term.clipped_lower = advantage < 0 && (x < -c->clip_ratio_low || x > c->clip_ratio_high);
         break;
     case MT_POLICY_GPG:
-        term.dlogp = -advantage;
-        term.loss = -advantage * t->logp[i];
+        term.dlogp = -advantage, term.loss = -advantage * t->logp[i];
         break;
     }
     return term;
@@ -4528,8 +4514,7 @@ static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advant
             next_value = t->values[i];
         } else
             running = by_group ? of_group : t->rewards[i] + c->gamma * running;
-        t->advantages[i] = running;
-        t->returns[i] = gae ? running + t->values[i] : running;
+        t->advantages[i] = running, t->returns[i] = gae ? running + t->values[i] : running;
     }
 }
 
@@ -5110,10 +5095,6 @@ bool mt_param_can_adapt(const mt_param *param) {
            param->linear != MT_LINEAR_ROUTER && param->role != MT_MTP_PROJECTION;
 }
 
-static bool mt_param_is_adapted(const mt_options *o, const mt_param *param) {
-    return mt_param_can_adapt(param) && o->lora_roles >> param->role & 1;
-}
-
 /* Appends A or B of a matrix. A keeps the cut of its columns, B that of its rows; the gradient of the other one, which
  * all ranks hold, is a partial sum over them. */
 static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt_role role, bool continues) {
@@ -5146,11 +5127,11 @@ static void mt_params_add_linear_adapters(mt_param_table *table, const mt_param 
     int64_t first = table->count, output = 0;
     size_t parts = 0;
     for (const mt_param *base = rows; base < rows + count; base++)
-        if (mt_param_is_adapted(o, base) && base->hf_row == 0)
+        if (o->lora_roles >> base->role & 1 && base->hf_row == 0)
             mt_param_add_adapter(table, base, MT_LORA_A, table->count > first);
     for (const mt_param *base = rows; base < rows + count && base->expert == rows->expert; output += base++->rows)
         for (const mt_param *other = base; other < rows + count; other++) { // of all experts
-            if (!mt_param_is_adapted(o, base) || other->role != base->role) continue;
+            if (!o->lora_roles >> base->role & 1 || other->role != base->role) continue;
             bool continues = other > base || base->hf_row > 0;
             mt_param_add_adapter(table, other, MT_LORA_B, continues);
             parts += !continues;
@@ -5320,8 +5301,7 @@ struct mt_model {
     void **host_memory;           // [num_host_memory] freed with the model
     int64_t num_host_memory;
     void *workspace; // of the stream
-    int64_t workspace_bytes;
-    int64_t bytes[MT_PLAN_TOTAL];
+    int64_t workspace_bytes, bytes[MT_PLAN_TOTAL];
     struct mt_micro_batch *micro_batches; // all live micro-batches, sorted by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -6342,24 +6322,13 @@ typedef struct mt_expert_rows_plan {
     mt_residency residency;
 } mt_expert_rows_plan;
 
-/* The widest h of this rank's linears with adapters, of experts or of others; or their widest x. */
-static int64_t mt_adapter_width(const mt_model *m, bool of_experts, bool of_x) {
-    int64_t width = 0;
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        if (param->role != MT_LORA_A || param->continues || (param->expert >= 0) != of_experts) continue;
-        width = mt_max(width, of_x ? param->cols : MT_MAX_ADAPTER_PARTS * param->rows);
-    }
-    return width;
-}
-
 static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_arena *arena,
                                     const mt_expert_rows_plan *plan) {
     mt_slots slots = {.count = 0};
     mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched);
+    int64_t widest = 2 * MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     if (!plan->layer && !plan->dispatched)
-        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, 2 * mt_adapter_width(m, true, false),
-                    m->dtype);
+        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
     mt_slots_place(m, &slots, plan->layer);
     mt_slots_allocate(&slots, plan->residency, rows, arena);
     rows->capacity = plan->M;
@@ -7053,8 +7022,7 @@ struct mt_context {
     int64_t *host_index;
     mt_span *host_spans;
     /* a2a: one operand [T, widest] by head; operands with all rows of the group and a share of the heads */
-    void *by_head;
-    void *q, *k, *v, *out, *dout, *dq, *dk, *dv;
+    void *by_head, *q, *k, *v, *out, *dout, *dq, *dk, *dv;
     /* ring: current and next keys and values [M, G (D + Dv)]; results of one block; sums */
     void *kv[2], *part, *dkv_part;
     float *part_lse, *sum, *dkv_sum[2];
@@ -7663,18 +7631,10 @@ const mt_loss mt_value = {.of_values = true, .host = mt_value_host, .metrics = m
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
                                             const int32_t *labels) {
-    return (mt_cross_entropy_args){.T = p->T,
-                                   .stride = m->V,
-                                   .first = m->vocab_first,
-                                   .count = m->vocab_count,
-                                   .logits = out->logits,
-                                   .labels = labels,
-                                   .stats = m->row_stats,
-                                   .entropy = out->entropy,
-                                   .lse = out->lse,
-                                   .dlogp = out->dlogp,
-                                   .dentropy = out->dentropy,
-                                   .dlogits = out->logits};
+    mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
+    a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
+    a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
+    return a;
 }
 
 /* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and a loss on the device. */
@@ -7896,8 +7856,7 @@ static void mt_mtp_roll(mt_batch *rolled) {
         memmove(rolled->tokens + first, rolled->tokens + first + 1, (size_t)rest * 4);
         memmove(rolled->labels + first, rolled->labels + first + 1, (size_t)rest * 4);
         memmove(rolled->loss_mask + first, rolled->loss_mask + first + 1, (size_t)rest * 4);
-        rolled->tokens[first + rest] = rolled->labels[first + rest] = 0;
-        rolled->loss_mask[first + rest] = 0;
+        rolled->tokens[first + rest] = rolled->labels[first + rest] = 0, rolled->loss_mask[first + rest] = 0;
     }
 }
 
@@ -7957,8 +7916,7 @@ static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, 
     mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(m, a->joined, half * m->C)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
-    norm.y_stride = norm.dy_stride = 2 * m->C;
-    norm.dy = mt_at(m, m->mtp->djoined, half * m->C);
+    norm.y_stride = norm.dy_stride = 2 * m->C, norm.dy = mt_at(m, m->mtp->djoined, half * m->C);
     norm.dx = half ? m->mtp->dhidden : m->scratch.dresidual;
     return norm;
 }
@@ -8035,16 +7993,12 @@ static int64_t mt_page_entries(const mt_model_plan *plan) {
  * training. */
 static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
     mt_batch_block block;
-    block.cache_rows = mt_arena_alloc(arena, T * 4);
-    block.logit_rows = mt_arena_alloc(arena, T * 4);
+    block.cache_rows = mt_arena_alloc(arena, T * 4), block.logit_rows = mt_arena_alloc(arena, T * 4);
     block.pages = mt_arena_alloc(arena, mt_page_entries(&m->plan) * 4);
     block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
-    block.tokens = mt_arena_alloc(arena, T * 4);
-    block.positions = mt_arena_alloc(arena, T * 4);
-    block.labels = mt_arena_alloc(arena, T * 4);
-    block.loss_mask = mt_arena_alloc(arena, T * 4);
-    block.token_index = mt_arena_alloc(arena, T * 8);
-    block.sequence = mt_arena_alloc(arena, T * 4);
+    block.tokens = mt_arena_alloc(arena, T * 4), block.positions = mt_arena_alloc(arena, T * 4);
+    block.labels = mt_arena_alloc(arena, T * 4), block.loss_mask = mt_arena_alloc(arena, T * 4);
+    block.token_index = mt_arena_alloc(arena, T * 8), block.sequence = mt_arena_alloc(arena, T * 4);
     block.mtp_tokens = mt_arena_alloc(arena, m->mtp->count * T * 4);
     block.mtp_labels = mt_arena_alloc(arena, m->mtp->count * T * 4);
     block.mtp_weights = mt_arena_alloc(arena, m->mtp->count * T * 4);
@@ -8180,8 +8134,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
     p.tp.T = mb->T, p.tp.rows = mb->rows, p.tp.token_index = mb->batch.token_index;
-    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
-    p.message_rows = mb->rows;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
     p.halves = MT_BACKWARD_BOTH;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
@@ -8209,8 +8162,7 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
     mt_arena on_device = {.base = mb->device_batch, .capacity = m->batch_bytes};
     mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
-    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans);
-    mb->T = T;
+    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans), mb->T = T;
     mb->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
     MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
     mb->num_spans = num_spans;
@@ -8241,8 +8193,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = p.tp.training = training;
-    p.whole = whole;
+    p.training = p.tp.training = training, p.whole = whole;
     return p;
 }
 
@@ -9426,16 +9377,6 @@ int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples
     return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
 }
 
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
-    int64_t consumed = 0;
-    for (int64_t i = 0; i < iterations; i++) {
-        int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
-        consumed += batch;
-    }
-    return consumed;
-}
-
 /* Phases of the step, for the profiler. */
 static void mt_phase_begin(mt_model *m, const char *name, int64_t micro_batch, int64_t chunk) {
     if (m->ops->phase_begin) m->ops->phase_begin(name, micro_batch, chunk, m->stream);
@@ -9481,18 +9422,11 @@ static void mt_step_check_gradients(mt_model *m) {
 
 /* The operands of a step on a bucket's shard. */
 static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
-    return (mt_adamw_args){.n = b->shard_count,
-                           .param = b->param_shard,
-                           .master = b->master,
-                           .m = b->m,
-                           .v = b->v,
-                           .grad = b->grad_shard,
-                           .scale = &m->numbers->grad_scale,
-                           .dtype = b->dtype,
-                           .master_dtype = mt_state_dtype(m, MT_STATE_MASTER),
-                           .m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG),
-                           .v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ),
-                           .grad_dtype = b->grad_dtype};
+    mt_adamw_args a = {.n = b->shard_count, .dtype = b->dtype, .grad_dtype = b->grad_dtype};
+    a.param = b->param_shard, a.master = b->master, a.m = b->m, a.v = b->v, a.grad = b->grad_shard;
+    a.scale = &m->numbers->grad_scale, a.master_dtype = mt_state_dtype(m, MT_STATE_MASTER);
+    a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
+    return a;
 }
 
 /* Elements [first, first + n) of `whole`. */
@@ -10433,17 +10367,10 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
                                             : &mt_grid_of_one.context;
         a2a = by_head ? block : &mt_grid_of_one.context, ring = by_head ? &mt_grid_of_one.context : block;
     }
-    return (mt_context_plan){.comm_type = m->options->cp_comm_type,
-                             .a2a = a2a,
-                             .ring = ring,
-                             .window = m->options->window_size,
-                             .max_tokens = m->plan.max_tokens,
-                             .num_heads = m->H,
-                             .num_groups = m->G,
-                             .head_size = m->D,
-                             .value_size = m->Dv,
-                             .dtype = m->dtype,
-                             .train = m->plan.train};
+    mt_context_plan plan = {.comm_type = m->options->cp_comm_type, .a2a = a2a, .ring = ring, .dtype = m->dtype};
+    plan.window = m->options->window_size, plan.max_tokens = m->plan.max_tokens, plan.train = m->plan.train;
+    plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
+    return plan;
 }
 
 /* Memory of an output with a head; without has_logits its logits share memory with scratch. An output and a module have
@@ -10568,9 +10495,11 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
     m->argmax = mt_arena_alloc(arena, rows * 4);
-    m->tp.adapter_rows = mt_arena_alloc(arena, 2 * T * mt_adapter_width(m, false, false) * mt_dtype_size(m->dtype));
-    if (m->options->lora_dropout > 0 && m->plan.train)
-        m->tp.adapter_x = mt_arena_alloc(arena, T * mt_adapter_width(m, false, true) * mt_dtype_size(m->dtype));
+    int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
+        if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
+    m->tp.adapter_rows = mt_arena_alloc(arena, 2 * T * R * size),
+    m->tp.adapter_x = mt_arena_alloc(arena, T * widest * size);
     mt_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
     int64_t context_bytes = 0;
@@ -10681,14 +10610,10 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->group = &grid->expert_exchange;
     if (o->num_experts == 0) return;
     int64_t k = o->moe_router_topk;
-    e->router = (mt_router){.num_experts = o->num_experts,
-                            .topk = k,
-                            .sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID,
-                            .pre_softmax = o->moe_router_pre_softmax,
-                            .num_groups = o->moe_router_num_groups,
-                            .group_topk = o->moe_router_group_topk,
-                            .group_best = o->moe_router_group_best,
-                            .scaling = (float)o->moe_router_topk_scaling_factor};
+    e->router = (mt_router){.num_experts = o->num_experts, .topk = k, .pre_softmax = o->moe_router_pre_softmax};
+    e->router.sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
+    e->router.num_groups = o->moe_router_num_groups, e->router.group_topk = o->moe_router_group_topk;
+    e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
     e->has_capacity = o->moe_expert_capacity_factor > 0;
@@ -10941,8 +10866,7 @@ static void mt_model_count_live(const mt_model *m, int64_t *live) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
     if (!m->plan.train || m->grid->pipeline.size == 1) return;
     mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
-    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank);
-    int64_t *now = mt_calloc(m->num_chunks * 8);
+    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank), *now = mt_calloc(m->num_chunks * 8);
     mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
     mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);
     for (int64_t i = 0; i < count; i++) {
@@ -11730,46 +11654,6 @@ mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling 
 
 /* ---- sequences */
 
-/* Checks prompt `id` for a sequence of at most `context` tokens. */
-static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context, const mt_options *o,
-                           mt_error *error) {
-    long long number = id + 1;
-    if (num_prompt <= 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
-    if (num_prompt >= context)
-        return mt_error_set(error,
-                            "prompt %lld has %lld tokens, which leaves no room for a new one in a context of %lld; "
-                            "shorten it",
-                            number, (long long)num_prompt, (long long)context);
-    for (int64_t i = 0; i < num_prompt; i++)
-        if (prompt[i] < 0 || prompt[i] >= o->vocab_size)
-            return mt_error_set(error,
-                                "prompt %lld: token %d is outside the model's vocabulary of %lld; take the model's own "
-                                "tokenizer",
-                                number, prompt[i], (long long)o->vocab_size);
-    return 0;
-}
-
-int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
-                      const mt_options *o, mt_error *error) {
-    *sequence = (mt_sequence){.slot = -1};
-    if (mt_prompt_check(id, prompt, num_prompt, context, o, error) != 0) return -1;
-    int64_t new_tokens = mt_min(o->max_new_tokens, context - num_prompt);
-    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt, .slot = -1};
-    sequence->max_tokens = num_prompt + new_tokens;
-    sequence->finish = new_tokens == 0 ? MT_FINISH_LENGTH : MT_UNFINISHED;
-    sequence->tokens = mt_malloc(sequence->max_tokens * 4);
-    sequence->logps = mt_malloc(mt_max(new_tokens, 1) * 2 * (int64_t)sizeof *sequence->logps);
-    sequence->sampled_logps = sequence->logps + new_tokens;
-    memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
-    return 0;
-}
-
-void mt_sequence_end(mt_sequence *sequence) {
-    free(sequence->tokens);
-    free(sequence->logps);
-    *sequence = (mt_sequence){.slot = -1};
-}
-
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
     int64_t unfinished = 0;
     for (int64_t s = 0; s < count; s++) unfinished += sequences[s].finish == MT_UNFINISHED;
@@ -11803,8 +11687,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
         b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
         b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
-        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
-        b->logit_rows = mt_arena_alloc(&arena, slots * 4);
+        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4), b->logit_rows = mt_arena_alloc(&arena, slots * 4);
         b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
@@ -11938,8 +11821,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
-        b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at];
-        b->batch.positions[t] = (int32_t)at;
+        b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
         b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
     }
     int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
@@ -11948,8 +11830,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     s->num_cached += count, s->used = b->num_forwards;
     if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
     if (count < wanted) return;
-    b->logit_rows[b->num_logits] = (int32_t)(start + count - 1);
-    b->logit_sequences[b->num_logits++] = i;
+    b->logit_rows[b->num_logits] = (int32_t)(start + count - 1), b->logit_sequences[b->num_logits++] = i;
 }
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
@@ -11982,8 +11863,7 @@ void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
     int64_t key = b->plan.max_sequences * mt_pages_per_slot(&b->plan) * b->plan.page_rows;
     MT_CHECK(num_tokens <= b->plan.max_tokens && num_tokens - b->batch.num_tokens <= b->plan.page_rows);
     for (int64_t t = b->batch.num_tokens; t < num_tokens; t++, row++, key++) {
-        b->batch.tokens[t] = b->batch.positions[t] = 0;
-        b->cache_rows[t] = (int32_t)row;
+        b->batch.tokens[t] = b->batch.positions[t] = 0, b->cache_rows[t] = (int32_t)row;
         b->batch.spans[b->batch.num_spans++] = (mt_span){t, 1, key, 1, true};
     }
     b->batch.num_tokens = mt_max(b->batch.num_tokens, num_tokens);

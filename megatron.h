@@ -2603,9 +2603,6 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
  * reaches --global-batch-size after SAMPLES samples. */
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
 
-/* Samples that the first `iterations` steps consume in total. */
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
-
 /* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
@@ -2783,14 +2780,6 @@ mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t promp
 /* Adds to a plan, such as a training model's, a cache for `count` sequences of at most max_tokens tokens at once.
  * cache_tokens > 0: with memory for so many tokens only, at least one sequence; sequences that find no page wait. */
 void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, int64_t cache_tokens);
-
-/* Begins a sequence from prompt[num_prompt], with up to options->max_new_tokens more tokens and `context` tokens in
- * all. Errors: an empty prompt, a prompt that fills the context, a token outside the vocabulary. */
-int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
-                      const mt_options *options, mt_error *error);
-
-/* Frees its arrays. */
-void mt_sequence_end(mt_sequence *sequence);
 
 /* Number of unfinished sequences. */
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);

@@ -189,7 +189,7 @@ static char *mt_peft_targets(const json_t *modules, const char *path, mt_error *
     return NULL;
 }
 
-int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *error) {
+static int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *error) {
     char *path = mt_path_join(folder, "adapter_config.json"), rank[32], real[32];
     int64_t r;
     json_t *json = mt_json_read(path, error);
@@ -212,6 +212,15 @@ int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *error) {
     }
     free(targets), free(path);
     json_decref(json);
+    return status;
+}
+
+int mt_adapter_read_options(mt_options *o, mt_error *error) {
+    if (!o->load_adapter) return 0;
+    char *folder = mt_options_falls_back(o) ? mt_checkpoint_resolve_whole(o->load_adapter, error)
+                                            : mt_checkpoint_resolve(o->load_adapter, error);
+    int status = folder ? mt_adapter_read_config(o, folder, error) : -1;
+    free(folder);
     return status;
 }
 

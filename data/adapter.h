@@ -15,9 +15,10 @@ bool mt_options_adapts(const mt_options *options);
 /* The folder that a run continues, an option's string: --load, or with adapters --load-adapter. */
 char **mt_options_run_folder(mt_options *options);
 
-/* Takes rank, alpha, dropout and targets of a folder's adapter_config.json, except a dropout that was given. Errors: a
- * rank, alpha or targets that were given and differ; a feature of peft that this program does not have. */
-int mt_adapter_read_config(mt_options *options, const char *folder, mt_error *error);
+/* Takes rank, alpha, dropout and targets of the adapter_config.json in options->load_adapter (NULL: does nothing),
+ * except a dropout or targets that were given. Errors: a rank or alpha that was given and differs; a feature of peft
+ * that this program does not have. */
+int mt_adapter_read_options(mt_options *options, mt_error *error);
 
 /* adapter_config.json of finished options, to free: peft and this program load it. */
 char *mt_adapter_print_config(const mt_options *options);

@@ -977,16 +977,6 @@ char *mt_options_load_folder(const mt_options *options, mt_error *error) {
                : mt_checkpoint_resolve(options->load, error);
 }
 
-/* Takes rank, alpha, dropout and targets from the folder of --load-adapter. */
-static int mt_options_read_adapter(mt_options *o, mt_error *error) {
-    if (!o->load_adapter) return 0;
-    char *folder = mt_options_falls_back(o) ? mt_checkpoint_resolve_whole(o->load_adapter, error)
-                                            : mt_checkpoint_resolve(o->load_adapter, error);
-    int status = folder ? mt_adapter_read_config(o, folder, error) : -1;
-    free(folder);
-    return status;
-}
-
 /* Takes the model of a config.json; if the options have the model of --load already, compares the two. */
 static int mt_options_read_json(mt_options *options, const char *path, bool has_weights, mt_error *error) {
     int64_t bytes;
@@ -1022,7 +1012,7 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
                               options->load);
     if (status == 0 && path) status = mt_options_read_json(options, path, true, error);
     if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
-    if (status == 0) status = mt_options_read_adapter(options, error);
+    if (status == 0) status = mt_adapter_read_options(options, error);
     free(path), free(folder);
     return status;
 }
