@@ -5131,7 +5131,7 @@ static void mt_params_add_linear_adapters(mt_param_table *table, const mt_param 
             mt_param_add_adapter(table, base, MT_LORA_A, table->count > first);
     for (const mt_param *base = rows; base < rows + count && base->expert == rows->expert; output += base++->rows)
         for (const mt_param *other = base; other < rows + count; other++) { // of all experts
-            if (!o->lora_roles >> base->role & 1 || other->role != base->role) continue;
+            if (!(o->lora_roles >> base->role & 1) || other->role != base->role) continue;
             bool continues = other > base || base->hf_row > 0;
             mt_param_add_adapter(table, other, MT_LORA_B, continues);
             parts += !continues;
