@@ -4,6 +4,7 @@
 #include "megatron_names.h"
 #include "option_table.h"
 
+#include "adapter.h"
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
@@ -725,12 +726,13 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     } else if (mt_setting_is_accepted(&setting, reader->program)) {
         if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
         return mt_option_reader_take_values(reader, entry, &setting, where, error);
-    } else if (setting.row && !entry->is_implied)
+    } else if (setting.row && !entry->is_implied) {
         mt_options_note_key(reader->options, entry, "", infers ? "training (train)" : "generation (infer)");
-    else if (!setting.row && entry->is_megatron)
+    } else if (!setting.row && entry->is_megatron) {
         mt_option_reader_take_other(reader, entry, position, &setting);
-    else if (!setting.row)
+    } else if (!setting.row) {
         mt_option_reader_take_absent(reader, entry, position);
+    }
     return 0;
 }
 
@@ -860,8 +862,8 @@ int mt_options_read_role(mt_options *options, mt_program program, const char *ro
 static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     bool same = mt_options_falls_back(o);
     if (same && o->overwrite && !o->finetune)
-        return mt_error_set(error, "--load %s continues the run that --overwrite would replace; leave one out",
-                            o->load);
+        return mt_error_set(error, "--%s %s continues the run that --overwrite would replace; leave one out",
+                            mt_options_adapts(o) ? "load-adapter" : "load", *mt_options_run_folder(o));
     if (!o->save || (!same && !o->auto_resume)) return 0;
     if (mt_folder_check_lock(o->save, ".lock", "--save", error) != 0) return -1; // its checkpoints come and go
     if (mt_checkpoint_exists(o->save)) {
@@ -873,7 +875,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
             o->no_load_optim = o->no_load_rng = false;
             mt_string_set(&o->hf_config, NULL);
         }
-        mt_string_set(&o->load, o->save);
+        mt_string_set(mt_options_run_folder(o), o->save);
         return 0;
     }
     if (o->exit_on_missing_checkpoint)
@@ -882,7 +884,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
                             "--exit-on-missing-checkpoint",
                             o->save);
     if (same) {
-        mt_string_set(&o->load, NULL);
+        mt_string_set(mt_options_run_folder(o), NULL);
         o->auto_resume = true; // a start of the same run, whose metrics start anew
     }
     if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run starts from the beginning\n", o->save);
@@ -910,12 +912,14 @@ static void mt_options_take_run(mt_options *o, const char *folder) {
 }
 
 bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && mt_path_same(options->load, options->save);
+    const char *folder = mt_options_adapts(options) ? options->load_adapter : options->load;
+    return folder && options->save && mt_path_same(folder, options->save);
 }
 
 char *mt_options_load_folder(const mt_options *options, mt_error *error) {
-    return mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
-                                          : mt_checkpoint_resolve(options->load, error);
+    return mt_options_falls_back(options) && !mt_options_adapts(options)
+               ? mt_checkpoint_resolve_whole(options->load, error)
+               : mt_checkpoint_resolve(options->load, error);
 }
 
 /* Takes the model of a config.json; if the options have the model of --load already, compares the two. */
@@ -934,6 +938,7 @@ static int mt_options_read_json(mt_options *options, const char *path, bool has_
 static int mt_options_find_models(mt_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
     if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
 }
@@ -944,8 +949,15 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (options->load && !folder) return -1;
     if (folder && mt_options_converts(options)) mt_options_take_run(options, folder);
     char *path = folder ? mt_path_join(folder, "config.json") : NULL;
-    int status = path ? mt_options_read_json(options, path, true, error) : 0;
+    int status = 0;
+    if (folder && !mt_folder_has(folder, "config.json"))
+        status = mt_error_set(error,
+                              "--load %s: holds an adapter; name its base by --load and this folder by "
+                              "--load-adapter",
+                              options->load);
+    if (status == 0 && path) status = mt_options_read_json(options, path, true, error);
     if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
+    if (status == 0) status = mt_adapter_read_options(options, error);
     free(path), free(folder);
     return status;
 }
@@ -1262,6 +1274,7 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;
     mt_options_derive_family(options);
+    if (mt_options_derive_adapters(options, error)) return -1;
     if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
     return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
 }
