@@ -7598,14 +7598,6 @@ static const mt_loss_metric mt_pair_metric_rows[] = {{"accuracy", MT_PAIR_ACCURA
                                                      {"margin", MT_PAIR_MARGIN, -1},
                                                      {NULL, 0, 0}};
 
-static void mt_preference_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
-    mt_preference_loss(tokens, config, sums);
-}
-
-static void mt_reward_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
-    mt_reward_loss(tokens, config, sums);
-}
-
 static const mt_loss_metric mt_policy_metrics[] = {{"clip fraction", MT_POLICY_CLIPFRAC, MT_POLICY_TOKENS},
                                                    {"ppo kl", MT_POLICY_PPO_KL, MT_POLICY_TOKENS},
                                                    {"ref kl", MT_POLICY_REF_KL, MT_POLICY_TOKENS},
@@ -7616,13 +7608,14 @@ static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_
                                                   {"clip fraction", MT_VALUE_CLIPFRAC, MT_VALUE_TOKENS},
                                                   {NULL, 0, 0}};
 
-static void mt_policy_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
-    mt_policy_loss(tokens, config, sums);
-}
-
-static void mt_value_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
-    mt_value_loss(tokens, config, sums);
-}
+#define MT_HOST_LOSS(name)                                                                                             \
+    static void name##_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {                    \
+        name##_loss(tokens, config, sums);                                                                             \
+    }
+MT_HOST_LOSS(mt_preference)
+MT_HOST_LOSS(mt_reward)
+MT_HOST_LOSS(mt_policy)
+MT_HOST_LOSS(mt_value)
 
 const mt_loss mt_preference = {.inputs = 1 << MT_REF_LOGP, .host = mt_preference_host, .metrics = mt_pair_metric_rows};
 const mt_loss mt_reward = {.of_values = true, .host = mt_reward_host, .metrics = mt_pair_metric_rows};

@@ -11,6 +11,7 @@
 #include "chat.h"
 #include "file.h"
 #include "options.h"
+#include "prompts.h"
 #include "rollout.h"
 #include "rollouts.h"
 #include "stage.h"
