@@ -11863,8 +11863,6 @@ void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
 
 /* ---- a generator: a batcher and a model */
 
-enum { MT_PREFILL_TOKENS = 512 }; // tokens of a prefill's forward: enough for fast matrix products, little memory
-
 struct mt_generator {
     mt_model *model;
     mt_sampling sampling;
