@@ -222,6 +222,15 @@ static void forget(run *r, mt_sequence *sequences, int64_t count) {
     mt_responses_close(&r->responses);
 }
 
+/* Checks that --out can be written, before the work; leaves nothing behind. */
+static void check_out(run *r) {
+    mt_error error, unused;
+    mt_new_file file = {0};
+    int status = r->is_first && r->options.out ? mt_new_file_open(&file, r->options.out, "--out", &error) : 0;
+    (void)mt_new_file_close(&file, -1, &unused);
+    check(r, status, &error);
+}
+
 /* --out: a line for each sequence. */
 static void write_responses(run *r, const mt_sequence *sequences, int64_t count) {
     mt_error error;
@@ -249,6 +258,7 @@ static void answer_prompts(run *r) {
         longest = mt_max(longest, sequences[s].max_tokens);
         prompt_tokens += s % each == 0 ? sequences[s].num_prompt : 0;
     }
+    check_out(r);
     open_generator(r, count / each, longest, prompt_tokens);
     generate(r, sequences, count, true);
     if (o->out) write_responses(r, sequences, count);

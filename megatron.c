@@ -8105,8 +8105,7 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
     mb->batch = mt_batch_block_at(m, &on_device, T, num_spans);
     mb->T = T;
-    mb->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
-    MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
+    mb->rows = T;
     mb->num_spans = num_spans;
     memcpy(mb->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
@@ -8119,7 +8118,9 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
 static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, bool training) {
     const mt_batch *batch = mt_shard_batch(m, mb, whole);
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
-    size_t T = (size_t)batch->num_tokens;
+    size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
+    MT_CHECK(T % parts == 0);
+    mb->rows = (int64_t)(T / parts);
     memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
     memcpy(block.tokens, batch->tokens, T * 4);
     memcpy(block.positions, batch->positions, T * 4);
@@ -10660,7 +10661,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
-    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // too few rows in generation
+    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // see mt_decode_pass
     m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
     m->max_rows = m->tp.max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
 }
@@ -11377,8 +11378,11 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     size_t T = (size_t)batch->num_tokens;
     MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= batch->num_tokens);
+    MT_CHECK(batch->num_tokens <= m->max_rows);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_batch_block block = mt_batch_block_open(m, mt_micro_batch_free(m, chunk), batch, 0);
+        mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
+        mb->context = NULL; // every context-parallel rank computes the whole batch
+        mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
         if (m->plan.page_rows > 0) memcpy(block.pages, batch->pages, (size_t)mt_page_entries(&m->plan) * 4);
@@ -11400,6 +11404,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
         mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
         p = mt_pass_begin(m, mb);
         p.decode = true;
+        p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0; // too few rows to divide them
         int64_t bytes = (char *)mb->batch.labels - mb->device_batch;
         m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
         mt_stage_forward(m, &p);
@@ -11869,7 +11874,6 @@ struct mt_generator {
     mt_stops stops;
     mt_batcher *batcher;
     const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
-    int64_t rank_tokens;      // a forward has a multiple of so many tokens
     float *logits;            // [max_sequences, vocab_size]; NULL if the device computes the argmax
     int32_t *argmax;          // [max_sequences] in that case, else NULL
     mt_sampled *sampled;      // [max_sequences]
@@ -11897,11 +11901,9 @@ mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, 
     int64_t most = plan->cache_sequences, together = model->grid->data.size;
     MT_CHECK(plan->page_rows > 0 && most <= plan->max_logits);
     *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
-    g->rank_tokens = model->tp.sequence_parallel ? model->grid->tensor.size : 1;
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
-    batching.max_tokens = plan->max_tokens / g->rank_tokens * g->rank_tokens;
-    batching.num_pages = plan->cache_rows / plan->page_rows - 1;
+    batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     g->batcher = mt_batcher_create(&batching);
     bool penalizes = sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1;
     if (sampling->temperature == 0 && !sampling->logprobs && !penalizes && mt_decode_is_alone(model))
@@ -11959,12 +11961,14 @@ static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, con
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
     int status = 0;
-    mt_batcher_pad(b, mt_divide_up(mt_max(b->batch.num_tokens, 1), g->rank_tokens) * g->rank_tokens);
+    int64_t rows = b->num_logits;
+    mt_batcher_pad(b, 1);                                         // where only other replicas have tokens
+    if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1; // or logits, for which the head is gathered
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     if (g->argmax)
-        mt_model_decode_argmax(g->model, &b->batch, b->cache_rows, b->logit_rows, b->num_logits, g->argmax);
+        mt_model_decode_argmax(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->argmax);
     else
-        mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, b->num_logits, g->logits);
+        mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->logits);
     mt_generator_sample(g, sequences);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
         status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
