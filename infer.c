@@ -2,6 +2,7 @@
  * generated is in megatron.c §15. Several ranks hold the model together and do the same; rank 0 reads and prints. */
 #include "megatron.h"
 
+#include "data/adapter.h"
 #include "data/chat.h"
 #include "data/checkpoint.h"
 #include "data/file.h"
@@ -363,6 +364,31 @@ static void score(run *r) {
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count, (double)tokens / (mt_time() - start));
 }
 
+/* --print-config, instead of generation. */
+static int print_config(run *r) {
+    mt_error error;
+    int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
+    int status = mt_options_read_shape(&r->options, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_INFER, ranks, &error);
+    if (r->is_first) mt_options_print_config(&r->options, MT_PROGRAM_INFER, ranks, status != 0 ? &error : NULL, stdout);
+    mt_options_free(&r->options);
+    mt_grid_stop(&r->grid);
+    return 0;
+}
+
+/* --merge-adapter. The tokenizer is that of the base. */
+static void merge(run *r) {
+    mt_error error;
+    mt_model_plan plan = mt_generator_plan(1, 1, 1);
+    open_model(r, &plan);
+    int status = 0;
+    if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) r->tokenizer = NULL;
+    check(r, mt_adapter_merge(r->model, &error), &error);
+    if (r->tokenizer) status = mt_tokenizer_save(r->tokenizer, r->options.merge_adapter, &error);
+    check(r, status, &error);
+    if (r->is_first) printf("wrote the merged model to %s\n", r->options.merge_adapter);
+}
+
 int main(int argc, char **argv) {
     run r = {0};
     mt_options *o = &r.options;
@@ -374,13 +400,16 @@ int main(int argc, char **argv) {
     mt_grid_start(&r.grid, &argc, &argv);
     r.is_first = r.grid.world.rank == 0;
     check(&r, status, &error);
+    if (o->print_config) return print_config(&r);
     check(&r, mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
     check(&r, mt_options_agree(o, &r.grid.world, &error), &error);
     check(&r, mt_grid_build(&r.grid, o, &error), &error);
     r.folder = mt_checkpoint_resolve(o->load, &error);
     check(&r, r.folder ? 0 : -1, &error);
     r.context = o->max_position_embeddings;
-    if (o->score) {
+    if (o->merge_adapter) {
+        merge(&r);
+    } else if (o->score) {
         score(&r);
     } else {
         open_tokenizer(&r);

@@ -394,7 +394,14 @@ static int mt_options_check_batch(const mt_options *o, const char *name, int64_t
 }
 
 static int mt_options_derive_batches(mt_options *o, mt_error *error) {
-    const int64_t *ramp = o->rampup_batch_size.items;
+    const int64_t *ramp = o->rampup_batch_size.items, steps = o->gradient_accumulation_steps, longest = 1073741824;
+    if (steps > longest / (o->micro_batch_size * o->data_parallel_size))
+        return mt_error_set(error,
+                            "--micro-batch-size %lld x --gradient-accumulation-steps %lld x %lld data-parallel ranks "
+                            "make a batch of more than %lld sequences",
+                            (long long)o->micro_batch_size, (long long)steps, (long long)o->data_parallel_size,
+                            (long long)longest);
+    if (steps > 0) o->global_batch_size = o->micro_batch_size * steps * o->data_parallel_size;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
     if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
     if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;

@@ -126,6 +126,10 @@ const mt_option mt_option_table[] = {
      "grow the global batch from START by INCREMENT over the first SAMPLES", .needs = "train-samples"},
     {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741823]",
      "tokens per sequence; infer: with --score", .needs = "score"},
+    {"gradient-accumulation-steps", MT_INT, MT_AT(gradient_accumulation_steps), MT_TRAIN, MT_OF_RUN, NULL,
+     "[1,1073741824]",
+     "micro-batches of a step on each data-parallel rank, instead of --global-batch-size, which is their product",
+     .excludes = "global-batch-size, rampup-batch-size", .own = true},
     {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
      "steps to train; 0 with --load and --save: only convert the checkpoint to this precision",
      .excludes = "train-samples"},
@@ -601,6 +605,8 @@ const mt_option mt_option_table[] = {
      "last step to trace (default: the one after the first)", .needs = "trace", .own = true},
     {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
      "load model and weights from a Hugging Face folder, a folder of --save, or ORG/NAME in the cache of Hugging Face"},
+    {"load-adapter", MT_STRING, MT_AT(load_adapter), MT_BOTH, MT_OF_RUN, NULL, "DIR",
+     "load a low-rank adapter from a folder of peft or of --save; --load names its base", .own = true},
     {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
      "take the model from a config.json, or that of ORG/NAME in the cache of Hugging Face, with random weights",
      .own = true},
@@ -633,6 +639,30 @@ const mt_option mt_option_table[] = {
      .needs = "save"},
     {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
      "read options from a file; the command line takes precedence", .own = true},
+    {"role", MT_STRING, MT_AT(role), MT_BOTH, MT_OF_RUN, NULL, "ROLE",
+     "the file of --config is one of ROLL, verl or Trinity-RFT: read the pipeline's keys and those of this role, such "
+     "as sft_train, actor_train, reference, student or rewards.NAME",
+     .needs = "config", .own = true},
+    {"print-config", MT_FLAG, MT_AT(print_config), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "print the keys of the file of --role with the options that they set, the keys that are not used, and all options "
+     "that differ from their defaults, and exit",
+     .own = true},
+
+    {.help = "low-rank adapters"},
+    {"lora-rank", MT_INT, MT_AT(lora_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,65536]",
+     "freeze the model and train adapters of this rank (LoRA); --save writes folders of peft", .needs = "lora-target",
+     .own = true},
+    {"lora-alpha", MT_REAL, MT_AT(lora_alpha), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
+     "scale adapters by this / rank (default: the rank)", .needs = "lora-rank", .own = true},
+    {"lora-target", MT_LIST, MT_AT(lora_target), MT_TRAIN, MT_OF_RUN, NULL, "NAME",
+     "matrices with adapters, by their names in Hugging Face models (q_proj,v_proj): all-linear for all of attention, "
+     "MLP and experts, without routers",
+     .needs = "lora-rank", .own = true},
+    {"lora-dropout", MT_REAL, MT_AT(lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)", "dropout of the adapters' inputs",
+     .needs = "lora-rank", .own = true},
+    {"merge-adapter", MT_STRING, MT_AT(merge_adapter), MT_INFER, MT_OF_RUN, NULL, "DIR",
+     "write the whole model with the adapter merged into this folder, and end", .needs = "load-adapter",
+     .excludes = "prompt, prompt-tokens, print-tokens, chat, score", .own = true},
 
     {.help = "generation (interactive without --prompt)"},
     {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
@@ -973,6 +1003,7 @@ void mt_options_free(mt_options *options) {
     }
     mt_strings_free(&options->typed_names);
     mt_strings_free(&options->sharded_names);
+    mt_strings_free(&options->config_keys);
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
@@ -1069,6 +1100,18 @@ static void mt_option_set_default(mt_options *options, const mt_option *row) {
     if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
 }
 
+void mt_option_reset(mt_options *options, const mt_option *row) {
+    mt_option_clear(options, row);
+    if (row->type == MT_FLAG || row->type == MT_NO) *mt_option_bool(options, row) = false;
+    if (row->type == MT_INT) *mt_option_int(options, row) = 0;
+    if (row->type == MT_REAL) *mt_option_real(options, row) = 0;
+    if (row->type == MT_CHOICE) *mt_option_choice(options, row) = 0;
+    if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
+    for (const mt_option *other = mt_option_table; other->help; other++)
+        if (other->name && other->offset == row->offset) mt_option_set_default(options, other);
+    options->given[row->offset / 64] &= ~((uint64_t)1 << row->offset % 64);
+}
+
 bool mt_option_is_default(const mt_options *options, const mt_option *row) {
     mt_options defaults = {0}; // without strings: this is called often
     const char *text = NULL;
@@ -1126,6 +1169,25 @@ bool mt_option_next_rule(const char **column, mt_option_rule *rule) {
     rule->other = mt_option_find(name, strlen(name));
     MT_CHECK(rule->other);
     return true;
+}
+
+bool mt_option_used(const mt_options *options, const mt_option *row) {
+    return mt_options_gave(options, row->offset) && !mt_option_is_default(options, mt_option_of(row->offset));
+}
+
+bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {
+    if (!choices) return !mt_option_is_default(options, row);
+    char *value = mt_option_text(options, row), *rest = NULL;
+    bool found = false;
+    for (char *word = strtok_r(value, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
+        found = mt_choice_index(choices, word) >= 0;
+    free(value);
+    return found;
+}
+
+bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule) {
+    if (!rule->condition) return mt_option_used(options, row);
+    return mt_option_has(options, row, strcmp(rule->condition, "any") == 0 ? NULL : rule->condition);
 }
 
 int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {

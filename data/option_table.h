@@ -81,6 +81,9 @@ unsigned *mt_option_choice(const mt_options *options, const mt_option *row);
 bool mt_option_is_list(const mt_option *row);
 void mt_option_clear(mt_options *options, const mt_option *row);
 
+/* Sets an option to its default, as if it was not given. */
+void mt_option_reset(mt_options *options, const mt_option *row);
+
 /* True if an option has its default. */
 bool mt_option_is_default(const mt_options *options, const mt_option *row);
 
@@ -115,6 +118,15 @@ bool mt_option_in_range(const mt_option *row, double value);
 /* Checks numbers against their ranges and choices against their lists; values that are not given are skipped. */
 int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
 
+/* True for an option that was given with another value than its default. */
+bool mt_option_used(const mt_options *options, const mt_option *row);
+
+/* True if an option has one of the choices "a|b", or, without choices, another value than its default. */
+bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices);
+
+/* True if the condition of a rule of `row` is met. */
+bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule);
+
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value);
 
@@ -130,6 +142,9 @@ char *mt_layer_freq_print(const char *layers);
 /* Answers --help, --help WORD and --version on rank 0, and ends the program; returns if they are not among the
  * arguments. */
 void mt_options_help(mt_program program, int argc, char **argv);
+
+/* Prints how many keys of the file of --role set options, and the others by reason. */
+void mt_options_print_unused(const mt_options *options, FILE *file);
 
 /* ---- config.json (hf_config.c) */
 

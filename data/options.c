@@ -4,9 +4,11 @@
 #include "megatron_names.h"
 #include "option_table.h"
 
+#include "adapter.h"
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
+#include "role_config.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -69,7 +71,8 @@ typedef struct mt_option_reader {
     mt_program program;
     mt_refusal *refused;
     int64_t num_refused;
-    mt_strings always; // names that state a property that always holds
+    mt_strings always;                                                 // names that state a property that always holds
+    uint64_t typed[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
 
 /* The option, or the answer, that a name stands for. */
@@ -367,6 +370,7 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
     }
     char where[112];
     mt_option_print_name(where, name, length);
+    if (row) reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
     bool is_list = row && mt_option_is_list(row), is_weak = setting.megatron.value != NULL;
     if (row && !is_weak) mt_option_clear(reader->options, row); // the last one wins
     if (equals) return mt_setting_set(reader, &setting, equals + 1, where, error) ? -1 : index;
@@ -408,6 +412,16 @@ static int mt_options_find_config(const char **config, int argc, char **argv, mt
             *config = argv[i + 1];
     }
     return 0;
+}
+
+/* The value of the last --role; NULL if there is none. */
+static const char *mt_options_find_role(int argc, char **argv) {
+    const char *role = NULL;
+    for (int i = 1; i < argc; i++) {
+        if (strncmp(argv[i], "--role=", 7) == 0) role = argv[i] + 7;
+        if (strcmp(argv[i], "--role") == 0 && i + 1 < argc && !mt_is_name(argv[i + 1])) role = argv[i + 1];
+    }
+    return role;
 }
 
 #ifdef MT_HAVE_YAML
@@ -601,6 +615,228 @@ static int mt_option_reader_read_yaml(mt_option_reader *reader, const char *text
 }
 #endif
 
+/* ---- a file with roles (role_config.c) */
+
+/* Notes a key for --print-config: the option that it sets, or "", and why it has no effect, or "". */
+static void mt_options_note_key(mt_options *options, const mt_role_entry *entry, const char *option, const char *text) {
+    char line[24];
+    mt_strings *keys = &options->config_keys;
+    snprintf(line, sizeof line, "%lld", entry->line);
+    for (int64_t i = 0; i < keys->count && *option; i += 4)
+        if (strcmp(keys->items[i + 2], option) == 0 && !*keys->items[i + 3]) {
+            char replaced[200];
+            snprintf(replaced, sizeof replaced, "line %s, %.100s, has this option too", line, entry->name);
+            mt_string_set(&keys->items[i + 3], replaced);
+        }
+    mt_strings_add(keys, line);
+    mt_strings_add(keys, entry->key);
+    mt_strings_add(keys, option);
+    mt_strings_add(keys, text);
+}
+
+/* Records a key that was refused. `nearest` is the key or the option with the nearest name, or "". */
+static void mt_option_reader_refuse_key(mt_option_reader *reader, const char *position, const char *name,
+                                        const char *reason, const char *nearest) {
+    reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
+    mt_refusal *refusal = &reader->refused[reader->num_refused++];
+    *refusal = (mt_refusal){0};
+    snprintf(refusal->position, sizeof refusal->position, "%s", position);
+    snprintf(refusal->name, sizeof refusal->name, "%.100s", name);
+    snprintf(refusal->reason, sizeof refusal->reason, "%s", reason);
+    snprintf(refusal->nearest, sizeof refusal->nearest, "%s", nearest);
+}
+
+/* A key for an option that the table does not have. */
+static void mt_option_reader_take_absent(mt_option_reader *reader, const mt_role_entry *entry, const char *position) {
+    char reason[300];
+    const char *value = entry->values.count > 0 ? entry->values.items[0] : "";
+    bool is_on = true, is_stage = strcmp(entry->option, "stage") == 0;
+    if (entry->is_implied && (!is_stage || reader->program == MT_PROGRAM_INFER)) return;
+    bool is_off =
+        (mt_parse_bool(value, &is_on) && !is_on) || (entry->accepted && mt_choice_index(entry->accepted, value) >= 0);
+    snprintf(reason, sizeof reason, "sets --%s%s%s, which is not built yet", entry->option, is_stage ? " " : "",
+             is_stage ? value : "");
+    if (is_off)
+        mt_options_note_key(reader->options, entry, "", "so here in any case");
+    else
+        mt_option_reader_refuse_key(reader, position, entry->name, reason, "");
+}
+
+/* A key that has Megatron-LM's name of no option. */
+static void mt_option_reader_take_other(mt_option_reader *reader, const mt_role_entry *entry, const char *position,
+                                        const mt_setting *setting) {
+    const char *value = entry->values.count > 0 ? entry->values.items[0] : NULL;
+    mt_name_kind kind = setting->megatron.kind;
+    if (kind == MT_NAME_NO_MEANING) {
+        mt_options_note_key(reader->options, entry, "", setting->megatron.text);
+        return;
+    }
+    if (kind != MT_NAME_UNKNOWN && entry->values.count == 0) return; // null
+    int64_t before = reader->num_refused;
+    mt_option_reader_refuse(reader, setting, position, entry->name, strlen(entry->name), value);
+    if (reader->num_refused == before)
+        mt_options_note_key(reader->options, entry, "", "off, as here in any case");
+    else if (kind == MT_NAME_UNKNOWN && *entry->text)
+        snprintf(reader->refused[before].nearest, sizeof reader->refused[before].nearest, "%s", entry->text);
+}
+
+/* Gives a setting the values of a key. */
+static int mt_option_reader_take_values(mt_option_reader *reader, const mt_role_entry *entry, const mt_setting *setting,
+                                        const char *where, mt_error *error) {
+    const mt_option *row = setting->row;
+    const mt_strings *values = &entry->values;
+    bool is_layers = row && row->offset == MT_AT(moe_layer_freq) && entry->is_sequence;
+    if (entry->is_sequence && !is_layers && (!row || !mt_option_is_list(row)))
+        return mt_error_set(error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
+    if (row && !setting->megatron.value) mt_option_clear(reader->options, row);
+    if (row) mt_options_note_key(reader->options, entry, mt_option_of(row->offset)->name, "");
+    if (is_layers) {
+        char *list = NULL;
+        size_t size;
+        FILE *file = open_memstream(&list, &size);
+        MT_CHECK(file);
+        for (int64_t i = 0; i < values->count; i++) fprintf(file, "%c%s", i > 0 ? ',' : '[', values->items[i]);
+        MT_CHECK(fputc(']', file) != EOF && fclose(file) == 0);
+        int status = mt_setting_set(reader, setting, list, where, error);
+        free(list);
+        return status;
+    }
+    for (int64_t i = 0; i < values->count; i++)
+        if (mt_setting_set(reader, setting, values->items[i], where, error) != 0) return -1;
+    return 0;
+}
+
+static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_entry *entry, const char *path,
+                                       mt_error *error) {
+    char position[300], where[400];
+    bool infers = reader->program == MT_PROGRAM_INFER;
+    snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
+    snprintf(where, sizeof where, "%s%.80s", position, entry->name);
+    if (entry->kind == MT_ENTRY_UNKNOWN)
+        mt_option_reader_refuse_key(reader, position, entry->name, "", entry->text);
+    else if (entry->kind == MT_ENTRY_REFUSED)
+        mt_option_reader_refuse_key(reader, position, entry->name, entry->text, "");
+    else if (entry->kind != MT_ENTRY_OPTION)
+        mt_options_note_key(reader->options, entry, "", entry->text);
+    if (entry->kind != MT_ENTRY_OPTION) return 0;
+    mt_setting setting = mt_setting_find(entry->option, strlen(entry->option));
+    bool is_stage = setting.row && setting.row->offset == MT_AT(stage);
+    if (is_stage && !infers && mt_choice_index(setting.row->values, entry->values.items[0]) < 0) {
+        mt_option_reader_take_absent(reader, entry, position);
+    } else if (mt_setting_is_accepted(&setting, reader->program)) {
+        if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
+        return mt_option_reader_take_values(reader, entry, &setting, where, error);
+    } else if (setting.row && !entry->is_implied)
+        mt_options_note_key(reader->options, entry, "", infers ? "training (train)" : "generation (infer)");
+    else if (!setting.row && entry->is_megatron)
+        mt_option_reader_take_other(reader, entry, position, &setting);
+    else if (!setting.row)
+        mt_option_reader_take_absent(reader, entry, position);
+    return 0;
+}
+
+static int mt_option_reader_read_role(mt_option_reader *reader, const char *role, const char *text, int64_t bytes,
+                                      const char *path, mt_error *error) {
+    mt_role_config config;
+    int status = mt_role_config_read(&config, role, text, bytes, path, error);
+    for (int64_t i = 0; i < config.count && status == 0; i++)
+        status = mt_option_reader_take_entry(reader, &config.entries[i], path, error);
+    reader->options->config_devices = config.num_devices;
+    mt_role_config_free(&config);
+    return status;
+}
+
+static bool mt_option_is_typed(const mt_option_reader *reader, size_t offset) {
+    return reader->typed[offset / 64] >> offset % 64 & 1;
+}
+
+/* True if a rule of `column` names an option of the command line, which breaks it. `row` has the column. */
+static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_option *row, bool needs,
+                                  mt_option_rule *rule) {
+    const mt_options *o = reader->options;
+    for (const char *column = needs ? row->needs : row->excludes; mt_option_next_rule(&column, rule);) {
+        if (!mt_option_is_typed(reader, rule->other->offset) || !mt_option_rule_holds(o, row, rule)) continue;
+        bool has = mt_option_has(o, rule->other, rule->choices);
+        if (needs ? !has : !rule->condition && !rule->choices && mt_option_used(o, rule->other)) return true;
+    }
+    return false;
+}
+
+/* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
+static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
+    static const char *const purposes[] = {"sft", "chat", "score", "stage", "adv-estimator", "kl-in-reward"};
+    const mt_options *o = reader->options;
+    mt_option_rule rule;
+    for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
+        bool listed = false, samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
+        for (size_t i = 0; i < sizeof purposes / sizeof *purposes && !listed; i++)
+            listed = strcmp(rule.other->name, purposes[i]) == 0;
+        if (listed && !samples && rule.other->programs & (int)reader->program && mt_option_rule_holds(o, row, &rule) &&
+            !mt_option_has(o, rule.other, rule.choices))
+            return true;
+    }
+    return false;
+}
+
+/* The option of the command line that an option of the file gives way to; NULL: none. */
+static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_option *row) {
+    const mt_options *o = reader->options;
+    mt_option_rule rule;
+    bool shaped = mt_option_is_typed(reader, MT_AT(num_layers)) && mt_option_is_typed(reader, MT_AT(hidden_size));
+    bool loads = row->offset == MT_AT(load) || row->offset == MT_AT(finetune);
+    if (loads && mt_option_is_typed(reader, MT_AT(hf_config))) return "hf-config";
+    if (loads && shaped) return "num-layers and --hidden-size";
+    if (loads && mt_option_is_typed(reader, MT_AT(load))) return "load";
+    if (row->offset == MT_AT(train_epochs) && o->train_iters > 0) return "train-iters";
+    if (row->offset == MT_AT(sequence_parallel) && o->tensor_model_parallel_size == 1)
+        return "tensor-model-parallel-size 1";
+    for (const mt_option *same = mt_option_table; same->help; same++) {
+        if (!same->name || same->offset != row->offset) continue;
+        if (mt_option_rule_yields(reader, same, false, &rule)) return rule.other->name;
+        if (mt_option_rule_yields(reader, same, true, &rule)) return rule.other->name;
+    }
+    for (const mt_option *other = mt_option_table; other->help; other++) {
+        if (!other->name || !mt_option_is_typed(reader, other->offset)) continue;
+        for (const char *column = other->excludes; mt_option_next_rule(&column, &rule);)
+            if (rule.other->offset == row->offset && !rule.condition && !rule.choices && mt_option_used(o, other))
+                return other->name;
+    }
+    return NULL;
+}
+
+/* Marks the keys of an option as without effect. */
+static void mt_options_yield_keys(mt_options *options, const mt_option *row, const char *text) {
+    const char *name = mt_option_of(row->offset)->name;
+    for (int64_t i = 0; i < options->config_keys.count; i += 4)
+        if (strcmp(options->config_keys.items[i + 2], name) == 0 && !*options->config_keys.items[i + 3])
+            mt_string_set(&options->config_keys.items[i + 3], text);
+}
+
+/* The command line wins over a file of roles: an option of the file that an option of the command line excludes, or
+ * leaves without what it needs, has its default. A run that is cut short by --train-iters keeps the learning rates that
+ * the file's number of steps makes. */
+static void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters) {
+    mt_options *o = reader->options;
+    char text[200];
+    if (mt_option_is_typed(reader, MT_AT(train_iters)) && file_iters > 0 && !MT_GIVEN(o, lr_decay_iters))
+        o->lr_decay_iters = file_iters;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || !mt_option_is_typed(reader, row->offset)) continue;
+        mt_options_yield_keys(o, row, "the command line has their options");
+    }
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || mt_option_is_typed(reader, row->offset) || !mt_options_gave(o, row->offset)) continue;
+        bool lacks = mt_option_lacks_purpose(reader, row);
+        const char *other = lacks ? "" : mt_option_yields_to(reader, row);
+        if (!other) continue;
+        snprintf(text, sizeof text, lacks ? "of no use in this run" : "gives way to --%s", other);
+        mt_options_yield_keys(o, row, text);
+        mt_option_reset(o, row);
+        reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well
+        row = mt_option_table;
+    }
+}
+
 int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
@@ -610,13 +846,23 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
     return status;
 }
 
+int mt_options_read_role(mt_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
+                         const char *path, mt_error *error) {
+    mt_option_reader reader = {.options = options, .program = program};
+    int status = mt_option_reader_read_role(&reader, role, text, bytes, path, error);
+    if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status) mt_option_reader_yield(&reader, 0);
+    mt_option_reader_free(&reader);
+    return status;
+}
+
 /* Resume from --save if it holds an intact checkpoint: for --auto-resume, or if --load is the same folder. Then
  * everything is resumed, whatever --load was to take at the start of the run. */
 static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     bool same = mt_options_falls_back(o);
     if (same && o->overwrite && !o->finetune)
-        return mt_error_set(error, "--load %s continues the run that --overwrite would replace; leave one out",
-                            o->load);
+        return mt_error_set(error, "--%s %s continues the run that --overwrite would replace; leave one out",
+                            mt_options_adapts(o) ? "load-adapter" : "load", *mt_options_run_folder(o));
     if (!o->save || (!same && !o->auto_resume)) return 0;
     if (mt_folder_check_lock(o->save, ".lock", "--save", error) != 0) return -1; // its checkpoints come and go
     if (mt_checkpoint_exists(o->save)) {
@@ -628,7 +874,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
             o->no_load_optim = o->no_load_rng = false;
             mt_string_set(&o->hf_config, NULL);
         }
-        mt_string_set(&o->load, o->save);
+        mt_string_set(mt_options_run_folder(o), o->save);
         return 0;
     }
     if (o->exit_on_missing_checkpoint)
@@ -637,7 +883,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
                             "--exit-on-missing-checkpoint",
                             o->save);
     if (same) {
-        mt_string_set(&o->load, NULL);
+        mt_string_set(mt_options_run_folder(o), NULL);
         o->auto_resume = true; // a start of the same run, whose metrics start anew
     }
     if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run starts from the beginning\n", o->save);
@@ -665,12 +911,14 @@ static void mt_options_take_run(mt_options *o, const char *folder) {
 }
 
 bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && mt_path_same(options->load, options->save);
+    const char *folder = mt_options_adapts(options) ? options->load_adapter : options->load;
+    return folder && options->save && mt_path_same(folder, options->save);
 }
 
 char *mt_options_load_folder(const mt_options *options, mt_error *error) {
-    return mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
-                                          : mt_checkpoint_resolve(options->load, error);
+    return mt_options_falls_back(options) && !mt_options_adapts(options)
+               ? mt_checkpoint_resolve_whole(options->load, error)
+               : mt_checkpoint_resolve(options->load, error);
 }
 
 /* Takes the model of a config.json; if the options have the model of --load already, compares the two. */
@@ -689,6 +937,7 @@ static int mt_options_read_json(mt_options *options, const char *path, bool has_
 static int mt_options_find_models(mt_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
     if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
 }
@@ -699,16 +948,30 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (options->load && !folder) return -1;
     if (folder && mt_options_converts(options)) mt_options_take_run(options, folder);
     char *path = folder ? mt_path_join(folder, "config.json") : NULL;
-    int status = path ? mt_options_read_json(options, path, true, error) : 0;
+    int status = 0;
+    if (folder && !mt_folder_has(folder, "config.json"))
+        status = mt_error_set(error,
+                              "--load %s: holds an adapter; name its base by --load and this folder by "
+                              "--load-adapter",
+                              options->load);
+    if (status == 0 && path) status = mt_options_read_json(options, path, true, error);
     if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
+    if (status == 0) status = mt_adapter_read_options(options, error);
     free(path), free(folder);
     return status;
 }
 
-static int mt_options_read_config(mt_option_reader *reader, const char *path, mt_error *error) {
+/* Reads the file of --config; `role` is that of --role, or NULL. */
+static int mt_options_read_config(mt_option_reader *reader, const char *path, const char *role, mt_error *error) {
     int64_t bytes;
-    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = text ? mt_option_reader_read_yaml(reader, text, bytes, path, error) : -1;
+    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error), roles[400];
+    int result = !text ? -1 : 0;
+    if (text && role)
+        result = mt_option_reader_read_role(reader, role, text, bytes, path, error);
+    else if (text && mt_role_config_detect(roles, text, bytes))
+        result = mt_error_set(error, "%s: has the roles %s; choose one with --role", path, roles);
+    else if (text)
+        result = mt_option_reader_read_yaml(reader, text, bytes, path, error);
     free(text);
     if (!result && reader->options->config)
         return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
@@ -717,43 +980,29 @@ static int mt_options_read_config(mt_option_reader *reader, const char *path, mt
 
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
-    const char *config;
+    const char *config, *role = mt_options_find_role(argc, argv);
     mt_options_default(options);
     mt_options_help(program, argc, argv);
     int status = mt_options_find_config(&config, argc, argv, error);
-    if (!status && config) status = mt_options_read_config(&reader, config, error); // later settings win
+    if (!status && config) status = mt_options_read_config(&reader, config, role, error); // later settings win
+    int64_t file_iters = options->train_iters;
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
     if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status && role) mt_option_reader_yield(&reader, file_iters);
     if (!status) mt_option_reader_print_always(&reader);
+    if (!status && role && config && !options->print_config && mt_launch_rank() == 0)
+        mt_options_print_unused(options, program == MT_PROGRAM_INFER ? stderr : stdout);
     mt_option_reader_free(&reader);
     if (status) return -1;
+    if (options->print_config) return 0;
+    if (program == MT_PROGRAM_TRAIN && role && strcmp(role, "critic") == 0)
+        return mt_error_set(error, "--role critic: a critic trains beside its actor; run --role actor_train, and see "
+                                   "this role with --print-config");
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
 /* ---- rules of the table, and texts that are parsed for the struct */
-
-/* True for an option that was given with another value than its default. */
-static bool mt_option_used(const mt_options *options, size_t offset) {
-    return mt_options_gave(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
-}
-
-/* True if an option has one of the choices, or, without choices, another value than its default. */
-static bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {
-    if (!choices) return !mt_option_is_default(options, row);
-    char *value = mt_option_text(options, row), *rest = NULL;
-    bool found = false;
-    for (char *word = strtok_r(value, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
-        found = mt_choice_index(choices, word) >= 0;
-    free(value);
-    return found;
-}
-
-/* True if the condition of a rule is met. */
-static bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule) {
-    if (!rule->condition) return mt_option_used(options, row->offset);
-    return mt_option_has(options, row, strcmp(rule->condition, "any") == 0 ? NULL : rule->condition);
-}
 
 /* A rule that is broken: names both options, with the choices that it has for them. */
 static int mt_option_rule_fail(const mt_options *options, const mt_option *row, const mt_option_rule *rule, bool needs,
@@ -786,8 +1035,8 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
                 return mt_option_rule_fail(options, row, &rule, true, error);
         for (const char *column = row->excludes; mt_option_next_rule(&column, &rule);) {
             bool given = !rule.condition && !rule.choices; // a value that was derived is no contradiction
-            if (mt_option_rule_holds(options, row, &rule) && (given ? mt_option_used(options, rule.other->offset)
-                                                                    : mt_option_has(options, rule.other, rule.choices)))
+            if (mt_option_rule_holds(options, row, &rule) &&
+                (given ? mt_option_used(options, rule.other) : mt_option_has(options, rule.other, rule.choices)))
                 return mt_option_rule_fail(options, row, &rule, false, error);
         }
     }
@@ -1034,6 +1283,7 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;
     mt_options_derive_family(options);
+    if (mt_options_derive_adapters(options, error)) return -1;
     if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
     return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
 }

@@ -1,6 +1,8 @@
 /* rollout.c: whole sequences from many prompts, on all data-parallel ranks. */
 #include "rollout.h"
 
+#include "prompts.h"
+
 #include <stdlib.h>
 #include <string.h>
 
