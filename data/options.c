@@ -726,12 +726,13 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     } else if (mt_setting_is_accepted(&setting, reader->program)) {
         if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
         return mt_option_reader_take_values(reader, entry, &setting, where, error);
-    } else if (setting.row && !entry->is_implied)
+    } else if (setting.row && !entry->is_implied) {
         mt_options_note_key(reader->options, entry, "", infers ? "training (train)" : "generation (infer)");
-    else if (!setting.row && entry->is_megatron)
+    } else if (!setting.row && entry->is_megatron) {
         mt_option_reader_take_other(reader, entry, position, &setting);
-    else if (!setting.row)
+    } else if (!setting.row) {
         mt_option_reader_take_absent(reader, entry, position);
+    }
     return 0;
 }
 

@@ -148,6 +148,9 @@ values_are_checked() {
         refuses 'sft_train.model_args expects a section of keys' 'sft_train: {model_args: 3, worker_cls: a}' &&
         refuses 'bad.yaml:2: seed is given twice in this section' 'seed: 1' 'seed: 2' 'sft_train: {model_args: {}}' &&
         refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: list(8)}' &&
+        refuses 'device_mapping expects devices' \
+            'sft_train: {model_args: {}, device_mapping: "list(range(0,8,99999999999999999999))"}' &&
+        refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: "[0, 1"}' &&
         refuses 'num_labels can only be 1 here' 'sft_train: {model_args: {num_labels: 2}}' &&
         refuses 'lr_scheduler_type cannot be polynomial' \
             'sft_train: {training_args: {lr_scheduler_type: polynomial}}' &&
