@@ -1,6 +1,7 @@
 /* Samples for reinforcement learning between training steps, on four ranks in many layouts: tokens, log-probabilities
  * and the losses of the steps are those of one rank. Run by mpirun. */
 #include "../data/options.h"
+#include "../data/prompts.h"
 #include "../data/rollout.h"
 
 #include <math.h>
