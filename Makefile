@@ -280,6 +280,9 @@ pictures: $(DRAW)
 demo: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
 
+demo-rl: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),2,1)' data/demo-rl.sh
+
 plot:
 	@data/plot.sh "$$RUN" $${OUT:+"$$OUT"}
 

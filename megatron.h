@@ -540,7 +540,7 @@ typedef struct mt_options {
     double beta, label_smoothing;
     char *ref_load, *chosen_key, *rejected_key;
     /* reinforcement learning */
-    int64_t rollout_batch_size, num_return_sequences, ppo_epochs;
+    int64_t rollout_batch_size, ppo_epochs;
     mt_adv_estimator adv_estimator;
     bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;
     double gamma, lam, reward_clip, advantage_clip, overlong_penalty, kl_coef;
@@ -565,9 +565,11 @@ typedef struct mt_options {
     char *system_prompt;
     char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
-    double temperature, top_p;
-    int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[34];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    double temperature, top_p, min_p, repetition_penalty;
+    int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
+    int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
+    mt_strings stop;
+    uint64_t given[36];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
     mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
     mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
@@ -2793,8 +2795,9 @@ typedef struct mt_stops {
     void *context;
 } mt_stops;
 
-/* Rows of a page of the cache where a plan does not say: a tile of keys in the kernels of attention. */
-enum { MT_PAGE_ROWS = 128 };
+/* Rows of a page of the cache where a plan does not say: a tile of keys in the kernels of attention. Tokens of a
+ * forward with prompts: enough for fast matrix products, little memory. */
+enum { MT_PAGE_ROWS = 128, MT_PREFILL_TOKENS = 512 };
 
 /* The memory plan of a model that generates `count` sequences of at most max_tokens tokens at once, from prompts of
  * prompt_tokens tokens in all. More sequences wait for their turn. */

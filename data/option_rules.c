@@ -546,6 +546,7 @@ static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *e
 
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_options *o, mt_error *error) {
+    if (o->stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
     int64_t responses = o->rollout_batch_size * o->num_return_sequences;
     bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO;
     if (o->stage != MT_STAGE_RL) return 0;
@@ -594,12 +595,6 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
                             "--logits-out: needs all sequences on the ranks of one model, and there are %lld "
                             "ranks; start --tensor-model-parallel-size %lld x --pipeline-model-parallel-size "
                             "%lld ranks without --context-parallel-size",
-                            (long long)world_size, (long long)o->tensor_model_parallel_size,
-                            (long long)o->pipeline_model_parallel_size);
-    if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1 && !o->score)
-        return mt_error_set(error,
-                            "infer runs one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
-                            "--pipeline-model-parallel-size %lld; start fewer ranks, or raise a size",
                             (long long)world_size, (long long)o->tensor_model_parallel_size,
                             (long long)o->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;

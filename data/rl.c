@@ -20,8 +20,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_AT_ONCE = 256 }; // sequences that a rank generates together
-
 /* A model beside the actor. */
 typedef struct partner {
     mt_options options; // the actor's, with other folders and its own head; shares their strings
@@ -79,7 +77,8 @@ struct mt_rl {
 
 void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
     int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->data_parallel_size);
-    mt_plan_generation(plan, mt_min(responses, MOST_AT_ONCE), o->seq_length, 0);
+    plan->page_rows = o->inference_dynamic_batching_block_size;
+    mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->seq_length, o->kv_cache_tokens);
 }
 
 /* Creates and loads a model for scoring, or with a loss for training. */
@@ -287,6 +286,7 @@ static int generate(mt_rl *rl, int64_t iteration, float **generated, mt_error *e
     mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
     rollout.first_id = iteration * count;
     rollout.sampling = (mt_sampling){.temperature = o->temperature, .top_p = o->top_p, .top_k = o->top_k};
+    rollout.sampling.min_p = o->min_p, rollout.sampling.repetition_penalty = o->repetition_penalty;
     rollout.sampling.seed = (uint64_t)o->seed, rollout.sampling.logprobs = true;
     int status = find_stops(rl, &rollout.stops, error);
     mt_prompts_order(rl->prompts.count, o->seed, iteration * prompts, prompts, order);
