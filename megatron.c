@@ -45,6 +45,7 @@
  *   §15a memory
  *   §15b creation
  *   §15c forward, backward, decoding
+ *   §15d weights from model to model
  *   §16  generation
  */
 #ifndef _GNU_SOURCE
@@ -537,6 +538,12 @@ static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_str
 #pragma omp parallel for if (bytes > 4 * piece)
     for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memcpy((char *)to + i * piece, (const char *)from + i * piece, (size_t)mt_min(piece, bytes - i * piece));
+}
+
+static void mt_cpu_memory_copy_rows(void *to, int64_t to_stride, const void *from, int64_t from_stride, int64_t rows,
+                                    int64_t bytes, mt_stream *stream) {
+    for (int64_t row = 0; row < rows; row++)
+        memcpy((char *)to + row * to_stride, (const char *)from + row * from_stride, (size_t)bytes);
 }
 
 static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
@@ -2994,6 +3001,13 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
 #endif
 }
 
+mt_grid mt_grid_new(const mt_grid *grid) {
+    mt_grid further = mt_grid_of_one;
+    further.world = grid->world;
+    further.world.nccl = NULL; // mt_backend_open opens it for each grid
+    return further;
+}
+
 /* Makes one group. All ranks of the world call it: each is in one group of every kind. */
 static void mt_group_make(mt_group *group, const mt_group *world, const int *members, int count) {
     group->size = count;
@@ -3025,7 +3039,7 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
     }
     free(members);
     if (mt_watch && grid->world.size > 1) mt_watch->start(options, grid->world.rank);
-    if (mt_watch && grid->world.size == 1) mt_watch->stop();
+    if (mt_watch && grid->world.size == 1) mt_watch->stop(false);
     return 0;
 }
 
@@ -3076,7 +3090,7 @@ static void mt_grid_close_groups(mt_grid *grid) {
 
 void mt_grid_clear(mt_grid *grid) {
     mt_grid_close_groups(grid);
-    if (mt_watch) mt_watch->stop();
+    if (mt_watch) mt_watch->stop(grid->world.size > 1 && grid->tensor.members);
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
 #ifdef MT_HAVE_MPI
@@ -3085,9 +3099,7 @@ void mt_grid_clear(mt_grid *grid) {
         free(group->comm);
         free(group->members);
     }
-    mt_group world = grid->world;
-    *grid = mt_grid_of_one;
-    grid->world = world;
+    *grid = mt_grid_new(grid);
 }
 
 void mt_grid_stop(mt_grid *grid) {
@@ -5075,6 +5087,37 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_params_set_offsets(&table);
     *params = table.rows;
     return table.count;
+}
+
+int64_t mt_param_rows_stored(const mt_param *param) {
+    return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
+}
+
+/* Names a parameter on all layouts: expert, layer and role. */
+static int64_t mt_param_key(const mt_param *param) {
+    return (param->expert + 1) << 40 | (param->layer + 1) << 8 | param->role;
+}
+
+mt_rectangle mt_param_rectangle(const mt_param *param) {
+    return (mt_rectangle){param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
+}
+
+mt_rectangle mt_rectangle_intersect(mt_rectangle a, mt_rectangle b) {
+    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
+    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
+    return (mt_rectangle){row, mt_max(rows, 0), col, mt_max(cols, 0)};
+}
+
+int mt_rectangles_of_run(mt_rectangle out[3], int64_t begin, int64_t end, int64_t width) {
+    int count = 0;
+    while (begin < end) {
+        mt_rectangle *r = &out[count++];
+        *r = (mt_rectangle){begin / width, (end - begin) / width, 0, width};
+        if (begin % width > 0 || r->rows == 0)
+            *r = (mt_rectangle){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
+        begin += r->rows * r->cols;
+    }
+    return count;
 }
 
 int64_t mt_num_parameters(const mt_options *options) {
@@ -10950,10 +10993,33 @@ static void mt_decode_graphs_destroy(mt_model *m) {
 
 /* ---- rest between phases */
 
+/* Sets every pointer into the parts. */
+static void mt_parts_bind(mt_model *m) {
+    int64_t on_host = m->host.used;
+    for (int part = 0; part < MT_NUM_PARTS; part++) m->parts[part].used = 0;
+    m->host.used = 0;
+    mt_plan_buckets(m);
+    m->host.used = on_host;
+    for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_bind(m, i);
+}
+
+/* While `borrows`, the parts that rest are at their addresses on the host. Returns the bits of the parts. */
+static unsigned mt_parts_borrow(mt_model *m, unsigned parts, bool borrows) {
+    if (borrows) parts = m->resting_parts;
+    if (parts == 0) return 0;
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        void **host = &m->resting[part], *memory = m->parts[part].base;
+        if (!(parts >> part & 1)) continue;
+        m->parts[part].base = *host, *host = memory;
+    }
+    m->resting_parts = borrows ? 0 : parts;
+    mt_parts_bind(m);
+    return parts;
+}
+
 /* Releases parts, or allocates them again, then sets every pointer into them. */
 static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error) {
     int64_t needed = 0, available = rest ? mt_cpu_ops.memory_available() : m->ops->memory_available();
-    int64_t on_host = m->host.used;
     void *released[MT_NUM_PARTS] = {NULL};
     int rank, ranks = 1;
     parts &= (rest ? ~m->resting_parts : m->resting_parts) & ((1u << MT_NUM_PARTS) - 1);
@@ -10965,6 +11031,7 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
                      rest ? "rest" : "wake", (double)needed / (1 << 30), (double)available / (1 << 30), ranks);
     if (mt_agree(&m->grid->world, needed > available, error) != 0) return -1;
     mt_wait_reader(m);
+    if (rest && parts >> MT_PART_PARAMS & 1) mt_params_gather_all(m); // a reader of resting parameters cannot gather
     mt_wait_stream(m, m->stream, m->sharding->param_stream);
     for (int part = 0; part < MT_NUM_PARTS; part++) {
         mt_arena *arena = &m->parts[part];
@@ -10984,11 +11051,7 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
     mt_decode_graphs_destroy(m); // they hold addresses
     m->sharding->gathered_bucket = -1;
     m->resting_parts ^= parts;
-    for (int part = 0; part < MT_NUM_PARTS; part++) m->parts[part].used = 0;
-    m->host.used = 0;
-    mt_plan_buckets(m);
-    m->host.used = on_host;
-    for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_bind(m, i);
+    mt_parts_bind(m);
     return 0;
 }
 
@@ -11051,8 +11114,8 @@ static void mt_mtp_open(mt_model *m) {
     m->mtp->weights = mt_model_calloc(m, tokens * 4);
 }
 
-/* This rank's part of the model: sizes, layers, parameters, buckets, micro-batches and links, without device memory. */
-static int mt_model_partition(mt_model *m, mt_error *error) {
+/* A rank's sizes, layers, parameters and buckets: a function of options and the rank's indices in its groups. */
+static int mt_model_tables(mt_model *m, mt_error *error) {
     const mt_options *o = m->options;
     const mt_grid *grid = m->grid;
     m->experts = mt_model_calloc(m, (int64_t)sizeof *m->experts);
@@ -11072,6 +11135,14 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
+    return 0;
+}
+
+/* This rank's part of the model, without device memory: its tables, micro-batches and links. */
+static int mt_model_partition(mt_model *m, mt_error *error) {
+    const mt_options *o = m->options;
+    const mt_grid *grid = m->grid;
+    if (mt_model_tables(m, error) != 0) return -1;
     mt_host_optimizer_open(m);
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
@@ -11185,10 +11256,6 @@ void mt_model_destroy(mt_model *m) {
     free(m);
 }
 
-int64_t mt_param_rows_stored(const mt_param *param) {
-    return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
-}
-
 /* Draws initial values for bucket elements [at, at + n), as far as `part` holds them. Element `at` has index `first` in
  * the whole parameter. */
 static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard *shard, int64_t at, int64_t n,
@@ -11196,8 +11263,7 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     int64_t begin = mt_max(at, shard->first), end = mt_min(at + n, shard->first + shard->count);
     if (begin >= end) return;
     float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | (uint64_t)param->role;
-    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
+    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, (uint64_t)mt_param_key(param));
     m->ops->random_normal((char *)shard->data + (begin - shard->first) * mt_dtype_size(shard->dtype), end - begin, key,
                           first + begin - at, mean, std, shard->dtype, m->stream);
 }
@@ -11443,6 +11509,341 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
     m->ops->stream_synchronize(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
+}
+
+/* ==== §15d weights from model to model ============================================================================ */
+/* Resharding in memory: the weights of one model become those of another on another layout of the same ranks. The plan
+ * is a function of the parameter tables of all ranks, which every rank computes alone. Invariants: sender and receiver
+ * list the pieces of a message in the same order; an element reaches a rank once, and never if the rank has it; scratch
+ * is bounded. */
+
+/* The elements of one state of a parameter that a rank has. */
+typedef struct mt_holding {
+    const mt_param *param; // of the rank
+    mt_shard shard;        // its range in the bucket
+    mt_rectangle part;     // of the whole parameter, of which [begin, end) are in the shard, row after row
+    int64_t begin, end;
+    mt_param_state state;
+    int rank;
+} mt_holding;
+
+/* Rows that this rank sends or receives in one message of a round. */
+typedef struct mt_piece {
+    int64_t round, order;       // order: in the plan
+    int64_t bucket, at, stride; // this rank's elements: number of the first in the bucket; between rows
+    int64_t rows, cols;
+    mt_param_state state;
+    mt_dtype dtype; // of the message
+    int peer;       // world rank; the world's size: this rank itself, behind the others
+} mt_piece;
+
+typedef struct mt_pieces {
+    mt_piece *items;
+    int64_t count, capacity;
+    int64_t *rounds, *filled; // [world size] the last round of each peer's messages, and its bytes so far
+    int64_t largest;          // bytes of the messages of a round
+} mt_pieces;
+
+struct mt_transfer {
+    mt_model *to, *from;
+    const mt_group *world;
+    int64_t *loads; // [world size] bytes that each rank sends
+    int64_t limit;  // bytes of a message
+    mt_pieces sends, receives;
+    char *send_memory, *receive_memory, *converted;
+    mt_transfer_counts counts;
+};
+
+enum { MT_PIECE_ALIGNMENT = 16 };
+
+static int64_t mt_piece_bytes(const mt_piece *piece) {
+    int64_t bytes = piece->rows * piece->cols * mt_dtype_size(piece->dtype);
+    return mt_divide_up(bytes, MT_PIECE_ALIGNMENT) * MT_PIECE_ALIGNMENT;
+}
+
+/* The tables of any rank of a model's layout: a model without memory. */
+static mt_model *mt_model_of_rank(const mt_model *m, int rank) {
+    mt_grid_shape shape = mt_grid_shape_of(m->options, m->grid->world.size);
+    mt_model *other = mt_calloc(sizeof *other);
+    mt_grid *grid = mt_model_calloc(other, (int64_t)sizeof *grid);
+    int *members = mt_model_calloc(other, m->grid->world.size * (int64_t)sizeof *members);
+    mt_error error;
+    for (int kind = 0; kind < MT_NUM_GROUP_KINDS; kind++) {
+        mt_group *group = mt_grid_group(grid, kind);
+        group->size = mt_grid_members(members, &shape, kind, rank);
+        while (members[group->rank] != rank) group->rank++;
+    }
+    other->options = m->options, other->grid = grid, other->ops = m->ops, other->plan = m->plan;
+    other->dtype = m->dtype;
+    MT_CHECK(mt_model_tables(other, &error) == 0); // as for the model itself
+    return other;
+}
+
+/* By parameter, state and elements: copies of the same elements are neighbours. */
+static int mt_holding_compare(const void *a, const void *b) {
+    const mt_holding *x = a, *y = b;
+    const int64_t order[][2] = {{mt_param_key(x->param), mt_param_key(y->param)}, {x->state, y->state},
+                                {x->part.row, y->part.row},                       {x->part.col, y->part.col},
+                                {x->begin, y->begin},                             {x->rank, y->rank}};
+    for (size_t i = 0; i < sizeof order / sizeof *order; i++)
+        if (order[i][0] != order[i][1]) return order[i][0] < order[i][1] ? -1 : 1;
+    return 0;
+}
+
+/* Fills `ranks` with the tables of all ranks of a model, and returns their sorted holdings of weights and of master
+ * weights (to free), and a last one without a parameter. */
+static mt_holding *mt_holdings_build(mt_model **ranks, const mt_model *m) {
+    int64_t count = 0;
+    mt_holding *holdings = NULL;
+    for (int rank = 0; rank < m->grid->world.size; rank++) {
+        const mt_model *r = ranks[rank] = mt_model_of_rank(m, rank);
+        holdings = mt_realloc(holdings, (count + 2 * r->num_params + 1) * (int64_t)sizeof *holdings);
+        for (int64_t i = 0; i < 2 * r->num_params; i++) {
+            const mt_param *param = &r->params[i / 2];
+            const mt_bucket *b = &r->buckets[param->bucket];
+            mt_holding *h = &holdings[count];
+            *h = (mt_holding){.param = param, .state = i % 2 ? MT_STATE_MASTER : MT_STATE_WEIGHTS, .rank = rank};
+            if (h->state == MT_STATE_MASTER && (!m->plan.train || !b->trained || b->dtype == MT_F32)) continue;
+            h->shard = mt_bucket_shard(r, param->bucket, h->state);
+            h->part = mt_param_rectangle(param);
+            mt_param_part(param, &h->shard, &h->begin, &h->end);
+            h->end = mt_min(h->end, h->part.rows * h->part.cols);
+            count += h->begin < h->end;
+        }
+    }
+    qsort(holdings, (size_t)count, sizeof *holdings, mt_holding_compare);
+    holdings[count].param = NULL;
+    return holdings;
+}
+
+/* Appends a rectangle, which `h` has on this rank, to the messages with a peer: as many rows as fit into the round, the
+ * others in the next ones. */
+static void mt_pieces_add(mt_pieces *p, const mt_transfer *t, mt_rectangle r, const mt_holding *h, mt_dtype dtype,
+                          int peer) {
+    int64_t width = r.cols * mt_dtype_size(dtype);
+    for (int64_t row = 0, rows; row < r.rows; row += rows) {
+        if (p->filled[peer] + width > t->limit) p->rounds[peer]++, p->filled[peer] = 0;
+        rows = mt_min(mt_max((t->limit - p->filled[peer]) / width, 1), r.rows - row);
+        if (p->count == p->capacity)
+            p->items = mt_realloc(p->items, (p->capacity = 2 * p->capacity + 64) * (int64_t)sizeof *p->items);
+        mt_piece *piece = &p->items[p->count];
+        *piece = (mt_piece){.round = p->rounds[peer], .order = p->count++, .dtype = dtype, .state = h->state};
+        piece->at = h->param->offset + (r.row + row - h->part.row) * h->part.cols + r.col - h->part.col;
+        piece->bucket = h->param->bucket, piece->stride = h->part.cols, piece->rows = rows, piece->cols = r.cols;
+        piece->peer = peer == t->world->rank ? t->world->size : peer;
+        p->filled[peer] += mt_piece_bytes(piece);
+    }
+}
+
+/* Plans the elements that `to` gets from `from`, an owner of them; returns their number. */
+static int64_t mt_transfer_add(mt_transfer *t, const mt_holding *to, const mt_holding *from) {
+    mt_rectangle in[3], out[3];
+    int num_in = mt_rectangles_of_run(in, to->begin, to->end, to->part.cols), own = t->world->rank;
+    int num_out = mt_rectangles_of_run(out, from->begin, from->end, from->part.cols);
+    int64_t elements = 0;
+    for (int i = 0; i < num_in * num_out; i++) {
+        mt_rectangle a = in[i / num_out], b = out[i % num_out];
+        a.row += to->part.row, a.col += to->part.col, b.row += from->part.row, b.col += from->part.col;
+        mt_rectangle r = mt_rectangle_intersect(a, b);
+        int64_t bytes = r.rows * r.cols * mt_dtype_size(from->shard.dtype);
+        if (bytes == 0) continue;
+        elements += r.rows * r.cols;
+        if (from->rank != to->rank) t->loads[from->rank] += bytes;
+        if (to->rank == own) *(from->rank == own ? &t->counts.kept : &t->counts.received) += bytes;
+        if (from->rank == own) mt_pieces_add(&t->sends, t, r, from, from->shard.dtype, to->rank);
+        if (to->rank == own) mt_pieces_add(&t->receives, t, r, to, from->shard.dtype, from->rank);
+    }
+    return elements;
+}
+
+/* Plans what `to` gets from the holdings [first, end) of its parameter. The source of master weights, and of weights of
+ * another type, is the master weights. Among ranks with the same elements the owner is the rank itself, or else the one
+ * that sends least so far. */
+static int mt_transfer_plan_holding(mt_transfer *t, const mt_holding *to, const mt_holding *first,
+                                    const mt_holding *end, mt_error *error) {
+    const mt_holding *h = first, *next;
+    int64_t planned = 0;
+    bool masters = to->state == MT_STATE_MASTER || to->shard.dtype != first->shard.dtype;
+    while (h < end && h->state == MT_STATE_WEIGHTS) h++;
+    if (masters && h < end)
+        first = h;
+    else
+        end = h;
+    if (mt_state_has_scale(to->shard.dtype) || mt_state_has_scale(first->shard.dtype))
+        return mt_error_set(error, "weights cannot be transferred: %s has master weights in fp16; take "
+                                   "--main-params-dtype fp32",
+                            to->param->hf_name);
+    for (h = first; h < end; h = next) {
+        const mt_holding *owner = h;
+        for (next = h; next < end && memcmp(&next->part, &h->part, sizeof h->part) == 0 && next->begin == h->begin;
+             next++)
+            if (next->rank == to->rank || (owner->rank != to->rank && t->loads[next->rank] < t->loads[owner->rank]))
+                owner = next;
+        planned += mt_transfer_add(t, to, owner);
+    }
+    MT_CHECK(planned == to->end - to->begin);
+    return 0;
+}
+
+/* Plans all parameters; both models must have the same ones, but for modules of multi-token prediction of `from`. */
+static int mt_transfer_plan(mt_transfer *t, const mt_holding *to, const mt_holding *from, mt_error *error) {
+    int64_t layers = t->from->options->num_layers;
+    int status = 0;
+    while ((to->param || from->param) && status == 0) {
+        const mt_param *target = to->param, *source = from->param;
+        const mt_holding *end = from;
+        while (source && end->param && mt_param_key(end->param) == mt_param_key(source)) end++;
+        if (source && (!target || mt_param_key(source) < mt_param_key(target))) {
+            if (source->layer < layers)
+                return mt_error_set(error, "weights cannot be transferred: the target has no %s", source->hf_name);
+        } else {
+            if (!source || mt_param_key(source) != mt_param_key(target) ||
+                source->rows_stored != target->rows_stored || source->whole_cols != target->whole_cols)
+                return mt_error_set(error, "weights cannot be transferred: the source has no %s of %lld x %lld",
+                                    target->hf_name, (long long)target->rows_stored, (long long)target->whole_cols);
+            for (; to->param && mt_param_key(to->param) == mt_param_key(source) && status == 0; to++)
+                status = mt_transfer_plan_holding(t, to, from, end, error);
+        }
+        from = end;
+    }
+    return status;
+}
+
+/* By round and peer. */
+static int mt_piece_compare(const void *a, const void *b) {
+    const mt_piece *x = a, *y = b;
+    if (x->round != y->round) return x->round < y->round ? -1 : 1;
+    if (x->peer != y->peer) return x->peer < y->peer ? -1 : 1;
+    return x->order < y->order ? -1 : 1;
+}
+
+/* Sorts the pieces, and measures the rounds and the largest piece. */
+static void mt_pieces_sort(mt_pieces *p, mt_transfer *t) {
+    int64_t bytes = 0;
+    if (p->count > 0) qsort(p->items, (size_t)p->count, sizeof *p->items, mt_piece_compare);
+    for (int64_t i = 0; i < p->count; i++) {
+        if (i == 0 || p->items[i].round != p->items[i - 1].round) bytes = 0;
+        if (p == &t->receives || p->items[i].peer < t->world->size) bytes += mt_piece_bytes(&p->items[i]);
+        p->largest = mt_max(p->largest, bytes);
+        t->limit = mt_max(t->limit, mt_piece_bytes(&p->items[i]));
+        t->counts.rounds = mt_max(t->counts.rounds, p->items[i].round + 1);
+    }
+}
+
+static void mt_transfer_allocate(mt_transfer *t) {
+    double rounds;
+    mt_pieces_sort(&t->sends, t), mt_pieces_sort(&t->receives, t);
+    rounds = (double)t->counts.rounds;
+    mt_all_reduce_max(t->world, &rounds, 1, MT_F64);
+    t->counts.rounds = (int64_t)rounds;
+    t->counts.scratch = t->sends.largest + t->receives.largest + 2 * t->limit;
+    t->send_memory = t->to->ops->memory_alloc(t->counts.scratch);
+    t->receive_memory = t->send_memory + t->sends.largest;
+    t->converted = t->receive_memory + t->receives.largest;
+}
+
+int mt_transfer_open(mt_transfer **out, mt_model *to, mt_model *from, int64_t scratch_bytes, mt_error *error) {
+    const mt_group *world = &to->grid->world;
+    int size = world->size;
+    MT_CHECK(to != from && from->grid->world.size == size && to->ops->on_device == from->ops->on_device);
+    mt_transfer *t = mt_calloc(sizeof *t);
+    t->to = to, t->from = from, t->world = world;
+    t->limit = (scratch_bytes > 0 ? scratch_bytes : MT_TRANSFER_BYTES) / (2 * size + 1);
+    int64_t *numbers = t->loads = mt_calloc(5 * size * (int64_t)sizeof *numbers);
+    t->sends.rounds = numbers + size, t->sends.filled = numbers + 2 * size;
+    t->receives.rounds = numbers + 3 * size, t->receives.filled = numbers + 4 * size;
+    mt_model **ranks = mt_calloc(2 * size * (int64_t)sizeof *ranks);
+    mt_holding *targets = mt_holdings_build(ranks, to), *sources = mt_holdings_build(ranks + size, from);
+    int status = mt_transfer_plan(t, targets, sources, error); // the same on every rank
+    t->counts.sent = t->loads[world->rank];
+    for (int i = 0; i < 2 * size; i++) mt_model_destroy(ranks[i]);
+    free(ranks);
+    free(numbers);
+    free(targets);
+    free(sources);
+    if (status == 0)
+        mt_transfer_allocate(t);
+    else
+        mt_transfer_close(t);
+    *out = status == 0 ? t : NULL;
+    return status;
+}
+
+void mt_transfer_close(mt_transfer *t) {
+    if (!t) return;
+    if (t->send_memory) t->to->ops->memory_free(t->send_memory);
+    free(t->sends.items);
+    free(t->receives.items);
+    free(t);
+}
+
+mt_transfer_counts mt_transfer_get_counts(const mt_transfer *t) {
+    return t->counts;
+}
+
+/* Copies a piece from this rank's parameters to a message, or from a message, converted, to them. */
+static void mt_piece_copy(const mt_transfer *t, const mt_piece *piece, char *message, bool sends) {
+    const mt_ops *ops = t->to->ops;
+    mt_stream *stream = t->to->stream;
+    mt_shard shard = mt_bucket_shard(sends ? t->from : t->to, piece->bucket, piece->state);
+    int64_t size = mt_dtype_size(shard.dtype), stride = piece->stride * size, width = piece->cols * size;
+    int64_t rows = piece->rows;
+    char *own = (char *)shard.data + (piece->at - shard.first) * size;
+    if (shard.dtype != piece->dtype) {
+        ops->convert(t->converted, shard.dtype, message, piece->dtype, rows * piece->cols, stream);
+        message = t->converted;
+    }
+    if (width == stride) width *= rows, stride = width, rows = 1;
+    if (sends)
+        ops->memory_copy_rows(message, width, own, stride, rows, width, stream);
+    else
+        ops->memory_copy_rows(own, stride, message, width, rows, width, stream);
+}
+
+/* One round: packs, exchanges and unpacks. Moves *out and *in from the first piece of the round behind its last. */
+static void mt_transfer_round(const mt_transfer *t, int64_t round, const mt_piece **out, const mt_piece **in,
+                              int64_t *counts) {
+    int size = t->world->size;
+    const mt_piece *sends_end = t->sends.items + t->sends.count, *end = t->receives.items + t->receives.count, *piece;
+    int64_t *sent = counts, *received = counts + size + 1, packed = 0, unpacked = 0;
+    memset(counts, 0, (size_t)(2 * size + 2) * sizeof *counts);
+    for (piece = *in; piece < end && piece->round == round; piece++) received[piece->peer] += mt_piece_bytes(piece);
+    int64_t kept = mt_prefix_sum(received, size); // this rank's own elements, behind those of the others
+    for (; *out < sends_end && (*out)->round == round; ++*out) {
+        bool stays = (*out)->peer == size;
+        mt_piece_copy(t, *out, stays ? t->receive_memory + kept : t->send_memory + packed, true);
+        *(stays ? &kept : &packed) += mt_piece_bytes(*out);
+        sent[(*out)->peer] += mt_piece_bytes(*out);
+    }
+    t->to->ops->all_to_all_v(t->receive_memory, received, t->send_memory, sent, MT_U8, t->world, t->to->stream);
+    for (; *in < end && (*in)->round == round; ++*in) {
+        mt_piece_copy(t, *in, t->receive_memory + unpacked, false);
+        unpacked += mt_piece_bytes(*in);
+    }
+}
+
+void mt_transfer_run(mt_transfer *t) {
+    mt_model *to = t->to, *from = t->from;
+    const mt_piece *out = t->sends.items, *in = t->receives.items;
+    int64_t *counts = mt_malloc(2 * (t->world->size + 1) * (int64_t)sizeof *counts);
+    if (!(from->resting_parts >> MT_PART_PARAMS & 1)) mt_params_gather_all(from);
+    unsigned to_rests = mt_parts_borrow(to, 0, true), from_rests = mt_parts_borrow(from, 0, true);
+    mt_params_changed(to);
+    mt_wait_stream(to, to->stream, from->stream);
+    for (int64_t round = 0; round < t->counts.rounds; round++) mt_transfer_round(t, round, &out, &in, counts);
+    mt_wait_stream(to, to->sharding->param_stream, to->stream); // gathers read what was written
+    mt_wait_stream(from, from->stream, to->stream);
+    mt_parts_borrow(to, to_rests, false), mt_parts_borrow(from, from_rests, false);
+    free(counts);
+}
+
+int mt_weights_transfer(mt_model *to, mt_model *from, mt_error *error) {
+    mt_transfer *t;
+    if (mt_transfer_open(&t, to, from, 0, error) != 0) return -1;
+    mt_transfer_run(t);
+    to->ops->stream_synchronize(to->stream);
+    mt_transfer_close(t);
+    return 0;
 }
 
 /* ==== §16 generation ============================================================================================== */

@@ -674,6 +674,10 @@ typedef void mt_host_function(void *context);
     /* Copies between any two of host and device memory. */                                                            \
     OP(memory_copy, mt_work_bytes(2 * bytes, MT_U8), (to, from, bytes, stream), void *to, const void *from,            \
        int64_t bytes, mt_stream *stream)                                                                               \
+    /* The same for rows of `bytes`, whose strides are in bytes. */                                                    \
+    OP(memory_copy_rows, mt_work_bytes(2 * rows * bytes, MT_U8),                                                       \
+       (to, to_stride, from, from_stride, rows, bytes, stream), void *to, int64_t to_stride, const void *from,         \
+       int64_t from_stride, int64_t rows, int64_t bytes, mt_stream *stream)                                            \
     OP(memory_zero, mt_work_bytes(bytes, MT_U8), (memory, bytes, stream), void *memory, int64_t bytes,                 \
        mt_stream *stream)
 
@@ -1658,6 +1662,20 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
  * groups have one rank until mt_grid_build. */
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
 
+/* A further grid over the ranks that mt_grid_start joined, of which `grid` is any grid: for a model on another layout.
+ * Several grids may be built at once; each lives until its mt_grid_clear, and all before mt_grid_stop:
+ *
+ *     mt_grid_start(&job, &argc, &argv);
+ *     mt_grid actor = mt_grid_new(&job), generator = mt_grid_new(&job);
+ *     mt_grid_build(&actor, &actor_options, &error), mt_grid_build(&generator, &generator_options, &error);
+ *     const mt_ops *ops = mt_backend_open(device, &actor, &error); // and of the generator's grid
+ *     ... models, mt_weights_transfer
+ *     mt_grid_clear(&generator), mt_grid_clear(&actor), mt_grid_stop(&job);
+ *
+ * All ranks work on the models in the same order. On GPUs, grids share the communicators of groups with the same
+ * members. */
+mt_grid mt_grid_new(const mt_grid *grid);
+
 /* Makes all groups for finished options. Every rank calls it. */
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 
@@ -1698,7 +1716,7 @@ void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
  * without that companion has no watchdog, and waits for a rank that hangs until it is ended from outside. */
 typedef struct mt_watch_hooks {
     void (*start)(const mt_options *options, int rank); // mt_grid_build made the groups of several ranks
-    void (*stop)(void);                                 // mt_grid_clear, or mt_grid_build for one rank
+    void (*stop)(bool built); // mt_grid_clear; built: of such a grid. false: also mt_grid_build for one rank
     void (*begin)(const char *operation, const char *group);
     void (*end)(void);
     void (*note)(const char *operation, const char *group);
@@ -2170,6 +2188,22 @@ const char *mt_role_name(const mt_options *options, mt_role role, bool repeated)
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
 
+/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. Checkpoints and transfers move such parts of
+ * parameters from one layout to another. */
+typedef struct mt_rectangle {
+    int64_t row, rows, col, cols;
+} mt_rectangle;
+
+/* The part of both; without rows or columns: none. */
+mt_rectangle mt_rectangle_intersect(mt_rectangle a, mt_rectangle b);
+
+/* This rank's part of the whole parameter, without the vocabulary's padding. */
+mt_rectangle mt_param_rectangle(const mt_param *param);
+
+/* Elements [begin, end) of a row-major matrix of `width` columns, as at most three rectangles in their order: the end of
+ * a row, whole rows, the start of a row. Returns the number of rectangles. */
+int mt_rectangles_of_run(mt_rectangle out[3], int64_t begin, int64_t end, int64_t width);
+
 /* ==== §9 layers; §15 the model ==================================================================================== */
 
 /* Numbers of a token that a loss reads besides those of the model. */
@@ -2368,6 +2402,33 @@ typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_NUM_
  * awake, stay as they are. */
 int mt_model_rest(mt_model *model, unsigned parts, mt_error *error);
 int mt_model_wake(mt_model *model, unsigned parts, mt_error *error);
+
+/* Weights from model to model, in memory: the weights of `to` become those of `from`, bit for bit as by a checkpoint,
+ * where the two models have the same shape and different layouts of the same ranks. Of different types, and for master
+ * weights, the source is `from`'s master weights, where it has them. Moments stay as they were. Modules of multi-token
+ * prediction that `to` does not have are left out; any other difference is an error, the same on every rank.
+ *
+ * The plan is made once for a pair of models and used again. Each element reaches a rank once, from one of the ranks
+ * that have it, and elements that the rank has stay on it. Device memory for messages: at most scratch_bytes (0:
+ * MT_TRANSFER_BYTES), or for one row of a parameter for every rank if that is more. */
+typedef struct mt_transfer mt_transfer;
+enum { MT_TRANSFER_BYTES = 256 << 20 };
+int mt_transfer_open(mt_transfer **transfer, mt_model *to, mt_model *from, int64_t scratch_bytes, mt_error *error);
+void mt_transfer_close(mt_transfer *transfer);
+
+/* Enqueues a transfer on `to`'s stream; `from`'s stream waits for it. Parts of either model may rest: their copies on
+ * the host are read and written. Not between a step and mt_train_finish of `from`. Every rank calls it. */
+void mt_transfer_run(mt_transfer *transfer);
+
+/* Bytes of weights of this rank in each run, to and from other ranks and within the rank; and of the scratch. */
+typedef struct mt_transfer_counts {
+    int64_t sent, received, kept, scratch;
+    int64_t rounds; // exchanges among all ranks
+} mt_transfer_counts;
+mt_transfer_counts mt_transfer_get_counts(const mt_transfer *transfer);
+
+/* The three in one; waits for the device. */
+int mt_weights_transfer(mt_model *to, mt_model *from, mt_error *error);
 
 /* Sets a stream that still reads parameters or optimizer state, such as the stream of a save's copies: the model's
  * stream waits for its present work before it changes them. NULL: nothing reads any more. */
