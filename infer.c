@@ -9,6 +9,7 @@
 #include "data/options.h"
 #include "data/prompts.h"
 #include "data/report.h"
+#include "data/rollout.h"
 #include "data/score.h"
 #include "data/tokenizer.h"
 #include "data/watchdog.h"
@@ -28,6 +29,7 @@ typedef struct run {
     bool is_first;           // of the ranks: the one that talks
     char *folder;            // holds config.json
     mt_tokenizer *tokenizer; // NULL: token ids in, token ids out
+    mt_error no_tokenizer;   // why the model's folder gives none, with --score
     const char *tokenizer_path;
     int32_t bos;     // begins the model's texts; -1: none
     int64_t context; // tokens of a sequence at most
@@ -37,7 +39,6 @@ typedef struct run {
     mt_text text;
     mt_chat *chat; // --chat, else NULL
     mt_conversation conversation;
-    mt_ids cached; // tokens of the conversation whose keys and values the generator has
 } run;
 
 /* Ends the program if a function failed on any rank. Every rank calls it. */
@@ -53,6 +54,10 @@ static void open_tokenizer(run *r) {
     if (o->prompt_tokens && o->print_tokens) return;
     int status = o->tokenizer_type ? mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error)
                                    : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
+    if (status != 0 && o->score && !o->tokenizer_type) { // the lines may be tokens
+        r->tokenizer = NULL, r->no_tokenizer = error;
+        return;
+    }
     if (status != 0) {
         mt_error why = error;
         mt_error_set(&error, "%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", why.text);
@@ -76,16 +81,17 @@ static void open_model(run *r, mt_model_plan *plan) {
 
 static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
     const mt_options *o = &r->options;
-    mt_sampling sampling = {o->temperature, o->top_p, o->top_k, (uint64_t)o->seed};
+    mt_sampling sampling = {.temperature = o->temperature, .top_p = o->top_p, .top_k = o->top_k};
     mt_model_plan plan = mt_generator_plan(count, max_tokens, prompt_tokens);
     mt_stops stops;
     mt_error error;
+    sampling.seed = (uint64_t)o->seed;
     check(r, mt_stops_read(&stops, r->folder, o, &error), &error);
     if (r->chat && stops.count < MT_MAX_STOPS) stops.ids[stops.count++] = mt_chat_end(r->chat);
-    if (stops.count == 0 && r->tokenizer) stops = (mt_stops){{mt_tokenizer_eod(r->tokenizer)}, 1};
+    if (stops.count == 0 && r->tokenizer) stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
     open_model(r, &plan);
     if (r->is_first) mt_report_inference(r->model, r->context, stderr);
-    r->generator = mt_generator_create(r->model, count, &sampling, &stops);
+    r->generator = mt_generator_create(r->model, &sampling, &stops);
 }
 
 /* Encodes a text of some bytes as sequence `id`. */
@@ -109,16 +115,12 @@ static void open_chat(run *r) {
         mt_conversation_add(&r->conversation, "system", o->system_prompt, (int64_t)strlen(o->system_prompt));
 }
 
-/* Begins the response to the conversation as sequence `id`. It continues from the tokens that are in the cache. */
+/* Begins the response to the conversation as sequence `id`. The generator has what came before in its cache. */
 static int begin_response(run *r, mt_sequence *sequence, int64_t id, mt_error *error) {
     const mt_conversation *c = &r->conversation;
     mt_ids ids = {0}, turns = {0};
     int status = mt_chat_encode(r->chat, c->messages, c->count, true, &ids, &turns, error);
     if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
-    if (status == 0) {
-        int64_t most = mt_min(r->cached.count, ids.count - 1), *cached = &sequence->num_cached;
-        while (*cached < most && r->cached.data[*cached] == ids.data[*cached]) ++*cached;
-    }
     free(ids.data);
     free(turns.data);
     return status;
@@ -160,8 +162,6 @@ static void end_turn(run *r, const mt_sequence *sequence) {
     mt_decoder_close(decoder);
     mt_conversation_add(&r->conversation, "assistant", text.data, text.bytes);
     free(text.data);
-    r->cached.count = 0;
-    for (int64_t i = 0; i < sequence->num_cached; i++) mt_ids_push(&r->cached, sequence->tokens[i]);
 }
 
 /* ---- texts to continue */
@@ -192,7 +192,7 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
             if (titles && i == 0) printf("%s== %lld of %lld ==\n", s ? "\n" : "", (long long)s + 1, (long long)count);
             for (; i < sequences[s].num_tokens; i++)
                 show_token(r, &sequences[s], i, show_prompts || i >= sequences[s].num_prompt);
-            if (!sequences[s].finished) break;
+            if (sequences[s].finish == MT_UNFINISHED) break;
             if (r->decoder) mt_decode_end(r->decoder, &r->text);
             printf("%.*s\n", (int)r->text.bytes, r->text.bytes > 0 ? r->text.data : "");
             r->text.bytes = 0;
@@ -209,7 +209,7 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
             fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n", (long long)sequences[s].id + 1,
                     (long long)r->context);
         if (r->chat) end_turn(r, &sequences[s]);
-        free(sequences[s].tokens);
+        mt_sequence_end(&sequences[s]);
     }
 }
 
@@ -305,15 +305,35 @@ static void print_rates(const mt_generator *generator) {
 static void score(run *r) {
     mt_error error;
     mt_model_plan plan;
-    check(r, mt_score_plan(&plan, &r->options, &error), &error);
+    mt_scoring *scoring;
+    int64_t tokens;
+    if (mt_text_ends_with(r->options.score, ".jsonl")) open_tokenizer(r);
+    int status = mt_scoring_open(&scoring, &r->options, r->tokenizer, r->tokenizer_path, &plan, &error);
+    if (status != 0 && *r->no_tokenizer.text) {
+        mt_error why = error;
+        mt_error_set(&error, "%.2000s (%.1000s)", why.text, r->no_tokenizer.text);
+    }
+    check(r, status, &error);
     open_model(r, &plan);
     double start = mt_time();
-    int64_t count = mt_score(r->model, &error);
+    int64_t count = mt_scoring_run(scoring, r->model, &tokens, &error);
     check(r, count < 0 ? -1 : 0, &error);
+    mt_scoring_close(scoring);
     if (!r->is_first) return;
     mt_report_inference(r->model, r->context, stderr);
-    fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count,
-            (double)(count * r->options.seq_length) / (mt_time() - start));
+    fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count, (double)tokens / (mt_time() - start));
+}
+
+/* --print-config, instead of generation. */
+static int print_config(run *r) {
+    mt_error error;
+    int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
+    int status = mt_options_read_shape(&r->options, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_INFER, ranks, &error);
+    if (r->is_first) mt_options_print_config(&r->options, MT_PROGRAM_INFER, ranks, status != 0 ? &error : NULL, stdout);
+    mt_options_free(&r->options);
+    mt_grid_stop(&r->grid);
+    return 0;
 }
 
 int main(int argc, char **argv) {
@@ -327,6 +347,7 @@ int main(int argc, char **argv) {
     mt_grid_start(&r.grid, &argc, &argv);
     r.is_first = r.grid.world.rank == 0;
     check(&r, status, &error);
+    if (o->print_config) return print_config(&r);
     check(&r, mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
     check(&r, mt_options_agree(o, &r.grid.world, &error), &error);
     check(&r, mt_grid_build(&r.grid, o, &error), &error);
@@ -350,7 +371,6 @@ int main(int argc, char **argv) {
     mt_chat_close(r.chat);
     mt_conversation_cut(&r.conversation, 0);
     free(r.conversation.messages);
-    free(r.cached.data);
     mt_tokenizer_close(r.tokenizer);
     mt_options_free(o);
     free(r.text.data);

@@ -45,7 +45,6 @@
  *   §15a memory
  *   §15b creation
  *   §15c forward, backward, decoding
- *   §15d weights from model to model
  *   §16  generation
  */
 #ifndef _GNU_SOURCE
@@ -169,12 +168,6 @@ int64_t mt_dtype_size(mt_dtype dtype) {
 
 const char *mt_dtype_name(mt_dtype dtype) {
     return mt_dtypes[dtype].name;
-}
-
-int mt_dtype_parse(const char *name) {
-    for (int dtype = 0; dtype < MT_NUM_DTYPES; dtype++)
-        if (strcmp(name, mt_dtypes[dtype].name) == 0) return dtype;
-    return -1;
 }
 
 float mt_bf16_to_f32(uint16_t bits) {
@@ -1462,17 +1455,24 @@ static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task 
     return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
 }
 
+/* Row of the task's key j in k and v. */
+static int64_t mt_attention_key_row(const mt_attention_task *task, int64_t j) {
+    const mt_pages *pages = &task->call->pages;
+    int64_t row = task->span->k_start + j;
+    return pages->table ? pages->table[row / pages->rows] * pages->rows + row % pages->rows : row;
+}
+
 static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
     const mt_attention *call = task->call;
     int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = (task->span->k_start + j0) * call->k_stride + group * call->head_size;
+    int64_t offset = mt_attention_key_row(task, j0) * call->k_stride + group * call->head_size;
     return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
     const mt_attention *call = task->call;
     int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = (task->span->k_start + j0) * call->v_stride + group * call->value_size;
+    int64_t offset = mt_attention_key_row(task, j0) * call->v_stride + group * call->value_size;
     return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
@@ -1514,8 +1514,10 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
-    for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
-        int64_t columns = mt_min(MT_KEYS, last - j0);
+    for (int64_t j0 = first, columns; j0 < last; j0 += columns) {
+        columns = mt_min(MT_KEYS, last - j0);
+        if (call->pages.table) // a block lies in one page
+            columns = mt_min(columns, call->pages.rows - (span->k_start + j0) % call->pages.rows);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
         mt_matmul(p, columns, q, mt_transposed(k), rows, columns, D, false);
@@ -5089,37 +5091,6 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     return table.count;
 }
 
-int64_t mt_param_rows_stored(const mt_param *param) {
-    return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
-}
-
-/* Names a parameter on all layouts: expert, layer and role. */
-static int64_t mt_param_key(const mt_param *param) {
-    return (param->expert + 1) << 40 | (param->layer + 1) << 8 | param->role;
-}
-
-mt_rectangle mt_param_rectangle(const mt_param *param) {
-    return (mt_rectangle){param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
-}
-
-mt_rectangle mt_rectangle_intersect(mt_rectangle a, mt_rectangle b) {
-    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
-    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
-    return (mt_rectangle){row, mt_max(rows, 0), col, mt_max(cols, 0)};
-}
-
-int mt_rectangles_of_run(mt_rectangle out[3], int64_t begin, int64_t end, int64_t width) {
-    int count = 0;
-    while (begin < end) {
-        mt_rectangle *r = &out[count++];
-        *r = (mt_rectangle){begin / width, (end - begin) / width, 0, width};
-        if (begin % width > 0 || r->rows == 0)
-            *r = (mt_rectangle){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
-        begin += r->rows * r->cols;
-    }
-    return count;
-}
-
 int64_t mt_num_parameters(const mt_options *options) {
     mt_param *params;
     int64_t count = mt_params_build(&params, options, NULL), total = 0;
@@ -5135,7 +5106,8 @@ int64_t mt_num_parameters(const mt_options *options) {
 /* The arrays of a micro-batch in one block of memory. The blocks of host and device have the same offsets, so one copy
  * transfers all inputs of a pass. */
 typedef struct mt_batch_block {
-    int32_t *cache_rows, *logit_rows; // for decoding
+    int32_t *cache_rows, *logit_rows; // these three: for decoding
+    int32_t *pages;                   // [mt_page_entries]
     mt_span *spans;                   // these three: for every pass
     int32_t *tokens, *positions;
     int32_t *labels; // from here on: for training and evaluation
@@ -5234,6 +5206,7 @@ struct mt_model {
     mt_arena parts[MT_NUM_PARTS]; // of the device; base NULL while the part rests
     void *resting[MT_NUM_PARTS];  // its contents on the host
     unsigned resting_parts;       // bits 1 << mt_part
+    unsigned lent_parts;          // that rest, and whose copies on the host are lent
     void **host_memory;           // [num_host_memory] freed with the model
     int64_t num_host_memory;
     void *workspace; // of the stream
@@ -5982,6 +5955,8 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer 
                          m->dtype, p->stream);
     call->k = m->k_cache[layer], call->k_stride = k_width;
     call->v = m->v_cache[layer], call->v_stride = v_width;
+    if (m->plan.page_rows > 0)
+        call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
 }
 
 /* middle = input + dropout(attention(input_norm)), with input_norm = norm(input) as input; then mlp_norm of middle. */
@@ -7951,12 +7926,18 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
 
 /* ==== §10c a stage's forward and backward ========================================================================= */
 
+/* Entries of a batch's page table: those of each sequence, and one of the page that fills batches up. */
+static int64_t mt_page_entries(const mt_model_plan *plan) {
+    return plan->page_rows > 0 ? plan->cache_sequences * mt_divide_up(plan->max_position, plan->page_rows) + 1 : 0;
+}
+
 /* The block of a micro-batch of T tokens and num_spans spans. Decoding reads one contiguous range of it, and so does
  * training. */
 static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
     mt_batch_block block;
     block.cache_rows = mt_arena_alloc(arena, T * 4);
     block.logit_rows = mt_arena_alloc(arena, T * 4);
+    block.pages = mt_arena_alloc(arena, mt_page_entries(&m->plan) * 4);
     block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
     block.tokens = mt_arena_alloc(arena, T * 4);
     block.positions = mt_arena_alloc(arena, T * 4);
@@ -9320,16 +9301,6 @@ int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples
     if (consumed_samples > samples || increments == 0) return options->global_batch_size;
     double samples_per_increment = (double)samples / (double)increments;
     return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
-}
-
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
-    int64_t consumed = 0;
-    for (int64_t i = 0; i < iterations; i++) {
-        int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
-        consumed += batch;
-    }
-    return consumed;
 }
 
 /* Phases of the step, for the profiler. */
@@ -11003,20 +10974,6 @@ static void mt_parts_bind(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_bind(m, i);
 }
 
-/* While `borrows`, the parts that rest are at their addresses on the host. Returns the bits of the parts. */
-static unsigned mt_parts_borrow(mt_model *m, unsigned parts, bool borrows) {
-    if (borrows) parts = m->resting_parts;
-    if (parts == 0) return 0;
-    for (int part = 0; part < MT_NUM_PARTS; part++) {
-        void **host = &m->resting[part], *memory = m->parts[part].base;
-        if (!(parts >> part & 1)) continue;
-        m->parts[part].base = *host, *host = memory;
-    }
-    m->resting_parts = borrows ? 0 : parts;
-    mt_parts_bind(m);
-    return parts;
-}
-
 /* Releases parts, or allocates them again, then sets every pointer into them. */
 static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error) {
     int64_t needed = 0, available = rest ? mt_cpu_ops.memory_available() : m->ops->memory_available();
@@ -11031,7 +10988,7 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
                      rest ? "rest" : "wake", (double)needed / (1 << 30), (double)available / (1 << 30), ranks);
     if (mt_agree(&m->grid->world, needed > available, error) != 0) return -1;
     mt_wait_reader(m);
-    if (rest && parts >> MT_PART_PARAMS & 1) mt_params_gather_all(m); // a reader of resting parameters cannot gather
+    if (rest && parts >> MT_PART_PARAMS & 1) mt_params_gather_all(m); // lent, they could not be gathered
     mt_wait_stream(m, m->stream, m->sharding->param_stream);
     for (int part = 0; part < MT_NUM_PARTS; part++) {
         mt_arena *arena = &m->parts[part];
@@ -11061,6 +11018,30 @@ int mt_model_rest(mt_model *m, unsigned parts, mt_error *error) {
 
 int mt_model_wake(mt_model *m, unsigned parts, mt_error *error) {
     return mt_parts_move(m, parts, false, error);
+}
+
+/* The parts that rest become their copies on the host, or rest again. */
+static void mt_parts_lend(mt_model *m) {
+    unsigned parts = m->resting_parts, lent = m->lent_parts;
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        void *host = m->resting[part];
+        if ((parts | lent) >> part & 1) m->resting[part] = m->parts[part].base, m->parts[part].base = host;
+    }
+    m->resting_parts = lent, m->lent_parts = parts;
+    if (parts | lent) mt_parts_bind(m);
+}
+
+void mt_model_lend(mt_model *m, bool writes, mt_stream *stream) {
+    if (!writes && !(m->resting_parts >> MT_PART_PARAMS & 1)) mt_params_gather_all(m);
+    mt_parts_lend(m);
+    if (writes) mt_params_changed(m);
+    mt_wait_stream(m, stream, m->stream);
+}
+
+void mt_model_return(mt_model *m, mt_stream *stream) {
+    mt_parts_lend(m);
+    mt_wait_stream(m, m->stream, stream);
+    mt_wait_stream(m, m->sharding->param_stream, stream);
 }
 
 /* The spans of a decode step's graph have the longest possible k_len, because a graph keeps its launch grids. */
@@ -11114,8 +11095,8 @@ static void mt_mtp_open(mt_model *m) {
     m->mtp->weights = mt_model_calloc(m, tokens * 4);
 }
 
-/* A rank's sizes, layers, parameters and buckets: a function of options and the rank's indices in its groups. */
-static int mt_model_tables(mt_model *m, mt_error *error) {
+/* This rank's part of the model: sizes, layers, parameters, buckets, micro-batches and links, without device memory. */
+static int mt_model_partition(mt_model *m, mt_error *error) {
     const mt_options *o = m->options;
     const mt_grid *grid = m->grid;
     m->experts = mt_model_calloc(m, (int64_t)sizeof *m->experts);
@@ -11135,14 +11116,6 @@ static int mt_model_tables(mt_model *m, mt_error *error) {
     mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
-    return 0;
-}
-
-/* This rank's part of the model, without device memory: its tables, micro-batches and links. */
-static int mt_model_partition(mt_model *m, mt_error *error) {
-    const mt_options *o = m->options;
-    const mt_grid *grid = m->grid;
-    if (mt_model_tables(m, error) != 0) return -1;
     mt_host_optimizer_open(m);
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
@@ -11256,6 +11229,10 @@ void mt_model_destroy(mt_model *m) {
     free(m);
 }
 
+int64_t mt_param_rows_stored(const mt_param *param) {
+    return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
+}
+
 /* Draws initial values for bucket elements [at, at + n), as far as `part` holds them. Element `at` has index `first` in
  * the whole parameter. */
 static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard *shard, int64_t at, int64_t n,
@@ -11263,7 +11240,8 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     int64_t begin = mt_max(at, shard->first), end = mt_min(at + n, shard->first + shard->count);
     if (begin >= end) return;
     float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, (uint64_t)mt_param_key(param));
+    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | (uint64_t)param->role;
+    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
     m->ops->random_normal((char *)shard->data + (begin - shard->first) * mt_dtype_size(shard->dtype), end - begin, key,
                           first + begin - at, mean, std, shard->dtype, m->stream);
 }
@@ -11429,6 +11407,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
         mt_batch_block block = mt_batch_block_open(m, mt_micro_batch_free(m, chunk), batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
+        if (m->plan.page_rows > 0) memcpy(block.pages, batch->pages, (size_t)mt_page_entries(&m->plan) * 4);
         memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
         memcpy(block.tokens, batch->tokens, T * 4);
         memcpy(block.positions, batch->positions, T * 4);
@@ -11458,10 +11437,21 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
     mt_output_forward(m, &p, m->scratch.block_out);
 }
 
+/* True if forwards of one data-parallel replica do not wait for another replica. */
+static bool mt_forward_is_own(const mt_model *m) {
+    bool gathers = m->sharding->strategy == MT_SHARD_PARAMS;
+    return !gathers && (m->experts->num_layers == 0 || m->grid->expert_exchange.size == 1);
+}
+
+/* True if this rank needs no other for a decode pass. */
+static bool mt_decode_is_alone(const mt_model *m) {
+    return m->grid->tensor.size == 1 && m->grid->pipeline.size == 1 && mt_forward_is_own(m);
+}
+
 /* True for a decode step: one token per sequence. Steps with equal numbers of sequences run the same operations on the
  * same memory, so a graph can replay them. Ungrouped experts cannot: the host waits for their loads. */
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
-    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || m->grid->world.size > 1) return false;
+    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || !mt_decode_is_alone(m)) return false;
     if (m->experts->num_layers > 0 && !m->experts->grouped) return false;
     for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1) return false;
@@ -11501,7 +11491,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
 
 void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, int32_t *tokens) {
-    MT_CHECK(m->grid->world.size == 1);
+    MT_CHECK(mt_decode_is_alone(m));
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
     const void *logits = mt_decode_output(m)->outputs[0].logits;
@@ -11511,345 +11501,21 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 
-/* ==== §15d weights from model to model ============================================================================ */
-/* Resharding in memory: the weights of one model become those of another on another layout of the same ranks. The plan
- * is a function of the parameter tables of all ranks, which every rank computes alone. Invariants: sender and receiver
- * list the pieces of a message in the same order; an element reaches a rank once, and never if the rank has it; scratch
- * is bounded. */
-
-/* The elements of one state of a parameter that a rank has. */
-typedef struct mt_holding {
-    const mt_param *param; // of the rank
-    mt_shard shard;        // its range in the bucket
-    mt_rectangle part;     // of the whole parameter, of which [begin, end) are in the shard, row after row
-    int64_t begin, end;
-    mt_param_state state;
-    int rank;
-} mt_holding;
-
-/* Rows that this rank sends or receives in one message of a round. */
-typedef struct mt_piece {
-    int64_t round, order;       // order: in the plan
-    int64_t bucket, at, stride; // this rank's elements: number of the first in the bucket; between rows
-    int64_t rows, cols;
-    mt_param_state state;
-    mt_dtype dtype; // of the message
-    int peer;       // world rank; the world's size: this rank itself, behind the others
-} mt_piece;
-
-typedef struct mt_pieces {
-    mt_piece *items;
-    int64_t count, capacity;
-    int64_t *rounds, *filled; // [world size] the last round of each peer's messages, and its bytes so far
-    int64_t largest;          // bytes of the messages of a round
-} mt_pieces;
-
-struct mt_transfer {
-    mt_model *to, *from;
-    const mt_group *world;
-    int64_t *loads; // [world size] bytes that each rank sends
-    int64_t limit;  // bytes of a message
-    mt_pieces sends, receives;
-    char *send_memory, *receive_memory, *converted;
-    mt_transfer_counts counts;
-};
-
-enum { MT_PIECE_ALIGNMENT = 16 };
-
-static int64_t mt_piece_bytes(const mt_piece *piece) {
-    int64_t bytes = piece->rows * piece->cols * mt_dtype_size(piece->dtype);
-    return mt_divide_up(bytes, MT_PIECE_ALIGNMENT) * MT_PIECE_ALIGNMENT;
-}
-
-/* The tables of any rank of a model's layout: a model without memory. */
-static mt_model *mt_model_of_rank(const mt_model *m, int rank) {
-    mt_grid_shape shape = mt_grid_shape_of(m->options, m->grid->world.size);
-    mt_model *other = mt_calloc(sizeof *other);
-    mt_grid *grid = mt_model_calloc(other, (int64_t)sizeof *grid);
-    int *members = mt_model_calloc(other, m->grid->world.size * (int64_t)sizeof *members);
-    mt_error error;
-    for (int kind = 0; kind < MT_NUM_GROUP_KINDS; kind++) {
-        mt_group *group = mt_grid_group(grid, kind);
-        group->size = mt_grid_members(members, &shape, kind, rank);
-        while (members[group->rank] != rank) group->rank++;
-    }
-    other->options = m->options, other->grid = grid, other->ops = m->ops, other->plan = m->plan;
-    other->dtype = m->dtype;
-    MT_CHECK(mt_model_tables(other, &error) == 0); // as for the model itself
-    return other;
-}
-
-/* By parameter, state and elements: copies of the same elements are neighbours. */
-static int mt_holding_compare(const void *a, const void *b) {
-    const mt_holding *x = a, *y = b;
-    const int64_t order[][2] = {{mt_param_key(x->param), mt_param_key(y->param)}, {x->state, y->state},
-                                {x->part.row, y->part.row},                       {x->part.col, y->part.col},
-                                {x->begin, y->begin},                             {x->rank, y->rank}};
-    for (size_t i = 0; i < sizeof order / sizeof *order; i++)
-        if (order[i][0] != order[i][1]) return order[i][0] < order[i][1] ? -1 : 1;
-    return 0;
-}
-
-/* Fills `ranks` with the tables of all ranks of a model, and returns their sorted holdings of weights and of master
- * weights (to free), and a last one without a parameter. */
-static mt_holding *mt_holdings_build(mt_model **ranks, const mt_model *m) {
-    int64_t count = 0;
-    mt_holding *holdings = NULL;
-    for (int rank = 0; rank < m->grid->world.size; rank++) {
-        const mt_model *r = ranks[rank] = mt_model_of_rank(m, rank);
-        holdings = mt_realloc(holdings, (count + 2 * r->num_params + 1) * (int64_t)sizeof *holdings);
-        for (int64_t i = 0; i < 2 * r->num_params; i++) {
-            const mt_param *param = &r->params[i / 2];
-            const mt_bucket *b = &r->buckets[param->bucket];
-            mt_holding *h = &holdings[count];
-            *h = (mt_holding){.param = param, .state = i % 2 ? MT_STATE_MASTER : MT_STATE_WEIGHTS, .rank = rank};
-            if (h->state == MT_STATE_MASTER && (!m->plan.train || !b->trained || b->dtype == MT_F32)) continue;
-            h->shard = mt_bucket_shard(r, param->bucket, h->state);
-            h->part = mt_param_rectangle(param);
-            mt_param_part(param, &h->shard, &h->begin, &h->end);
-            h->end = mt_min(h->end, h->part.rows * h->part.cols);
-            count += h->begin < h->end;
+void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
+    for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
+        for (int i = 0; i < 2; i++) {
+            int64_t width = m->G * (i ? m->Dv : m->D);
+            m->ops->memory_copy(mt_at(m, caches[i], copy->to * width), mt_at(m, caches[i], copy->from * width),
+                                copy->rows * width * mt_dtype_size(m->dtype), m->stream);
         }
     }
-    qsort(holdings, (size_t)count, sizeof *holdings, mt_holding_compare);
-    holdings[count].param = NULL;
-    return holdings;
-}
-
-/* Appends a rectangle, which `h` has on this rank, to the messages with a peer: as many rows as fit into the round, the
- * others in the next ones. */
-static void mt_pieces_add(mt_pieces *p, const mt_transfer *t, mt_rectangle r, const mt_holding *h, mt_dtype dtype,
-                          int peer) {
-    int64_t width = r.cols * mt_dtype_size(dtype);
-    for (int64_t row = 0, rows; row < r.rows; row += rows) {
-        if (p->filled[peer] + width > t->limit) p->rounds[peer]++, p->filled[peer] = 0;
-        rows = mt_min(mt_max((t->limit - p->filled[peer]) / width, 1), r.rows - row);
-        if (p->count == p->capacity)
-            p->items = mt_realloc(p->items, (p->capacity = 2 * p->capacity + 64) * (int64_t)sizeof *p->items);
-        mt_piece *piece = &p->items[p->count];
-        *piece = (mt_piece){.round = p->rounds[peer], .order = p->count++, .dtype = dtype, .state = h->state};
-        piece->at = h->param->offset + (r.row + row - h->part.row) * h->part.cols + r.col - h->part.col;
-        piece->bucket = h->param->bucket, piece->stride = h->part.cols, piece->rows = rows, piece->cols = r.cols;
-        piece->peer = peer == t->world->rank ? t->world->size : peer;
-        p->filled[peer] += mt_piece_bytes(piece);
-    }
-}
-
-/* Plans the elements that `to` gets from `from`, an owner of them; returns their number. */
-static int64_t mt_transfer_add(mt_transfer *t, const mt_holding *to, const mt_holding *from) {
-    mt_rectangle in[3], out[3];
-    int num_in = mt_rectangles_of_run(in, to->begin, to->end, to->part.cols), own = t->world->rank;
-    int num_out = mt_rectangles_of_run(out, from->begin, from->end, from->part.cols);
-    int64_t elements = 0;
-    for (int i = 0; i < num_in * num_out; i++) {
-        mt_rectangle a = in[i / num_out], b = out[i % num_out];
-        a.row += to->part.row, a.col += to->part.col, b.row += from->part.row, b.col += from->part.col;
-        mt_rectangle r = mt_rectangle_intersect(a, b);
-        int64_t bytes = r.rows * r.cols * mt_dtype_size(from->shard.dtype);
-        if (bytes == 0) continue;
-        elements += r.rows * r.cols;
-        if (from->rank != to->rank) t->loads[from->rank] += bytes;
-        if (to->rank == own) *(from->rank == own ? &t->counts.kept : &t->counts.received) += bytes;
-        if (from->rank == own) mt_pieces_add(&t->sends, t, r, from, from->shard.dtype, to->rank);
-        if (to->rank == own) mt_pieces_add(&t->receives, t, r, to, from->shard.dtype, from->rank);
-    }
-    return elements;
-}
-
-/* Plans what `to` gets from the holdings [first, end) of its parameter. The source of master weights, and of weights of
- * another type, is the master weights. Among ranks with the same elements the owner is the rank itself, or else the one
- * that sends least so far. */
-static int mt_transfer_plan_holding(mt_transfer *t, const mt_holding *to, const mt_holding *first,
-                                    const mt_holding *end, mt_error *error) {
-    const mt_holding *h = first, *next;
-    int64_t planned = 0;
-    bool masters = to->state == MT_STATE_MASTER || to->shard.dtype != first->shard.dtype;
-    while (h < end && h->state == MT_STATE_WEIGHTS) h++;
-    if (masters && h < end)
-        first = h;
-    else
-        end = h;
-    if (mt_state_has_scale(to->shard.dtype) || mt_state_has_scale(first->shard.dtype))
-        return mt_error_set(error, "weights cannot be transferred: %s has master weights in fp16; take "
-                                   "--main-params-dtype fp32",
-                            to->param->hf_name);
-    for (h = first; h < end; h = next) {
-        const mt_holding *owner = h;
-        for (next = h; next < end && memcmp(&next->part, &h->part, sizeof h->part) == 0 && next->begin == h->begin;
-             next++)
-            if (next->rank == to->rank || (owner->rank != to->rank && t->loads[next->rank] < t->loads[owner->rank]))
-                owner = next;
-        planned += mt_transfer_add(t, to, owner);
-    }
-    MT_CHECK(planned == to->end - to->begin);
-    return 0;
-}
-
-/* Plans all parameters; both models must have the same ones, but for modules of multi-token prediction of `from`. */
-static int mt_transfer_plan(mt_transfer *t, const mt_holding *to, const mt_holding *from, mt_error *error) {
-    int64_t layers = t->from->options->num_layers;
-    int status = 0;
-    while ((to->param || from->param) && status == 0) {
-        const mt_param *target = to->param, *source = from->param;
-        const mt_holding *end = from;
-        while (source && end->param && mt_param_key(end->param) == mt_param_key(source)) end++;
-        if (source && (!target || mt_param_key(source) < mt_param_key(target))) {
-            if (source->layer < layers)
-                return mt_error_set(error, "weights cannot be transferred: the target has no %s", source->hf_name);
-        } else {
-            if (!source || mt_param_key(source) != mt_param_key(target) ||
-                source->rows_stored != target->rows_stored || source->whole_cols != target->whole_cols)
-                return mt_error_set(error, "weights cannot be transferred: the source has no %s of %lld x %lld",
-                                    target->hf_name, (long long)target->rows_stored, (long long)target->whole_cols);
-            for (; to->param && mt_param_key(to->param) == mt_param_key(source) && status == 0; to++)
-                status = mt_transfer_plan_holding(t, to, from, end, error);
-        }
-        from = end;
-    }
-    return status;
-}
-
-/* By round and peer. */
-static int mt_piece_compare(const void *a, const void *b) {
-    const mt_piece *x = a, *y = b;
-    if (x->round != y->round) return x->round < y->round ? -1 : 1;
-    if (x->peer != y->peer) return x->peer < y->peer ? -1 : 1;
-    return x->order < y->order ? -1 : 1;
-}
-
-/* Sorts the pieces, and measures the rounds and the largest piece. */
-static void mt_pieces_sort(mt_pieces *p, mt_transfer *t) {
-    int64_t bytes = 0;
-    if (p->count > 0) qsort(p->items, (size_t)p->count, sizeof *p->items, mt_piece_compare);
-    for (int64_t i = 0; i < p->count; i++) {
-        if (i == 0 || p->items[i].round != p->items[i - 1].round) bytes = 0;
-        if (p == &t->receives || p->items[i].peer < t->world->size) bytes += mt_piece_bytes(&p->items[i]);
-        p->largest = mt_max(p->largest, bytes);
-        t->limit = mt_max(t->limit, mt_piece_bytes(&p->items[i]));
-        t->counts.rounds = mt_max(t->counts.rounds, p->items[i].round + 1);
-    }
-}
-
-static void mt_transfer_allocate(mt_transfer *t) {
-    double rounds;
-    mt_pieces_sort(&t->sends, t), mt_pieces_sort(&t->receives, t);
-    rounds = (double)t->counts.rounds;
-    mt_all_reduce_max(t->world, &rounds, 1, MT_F64);
-    t->counts.rounds = (int64_t)rounds;
-    t->counts.scratch = t->sends.largest + t->receives.largest + 2 * t->limit;
-    t->send_memory = t->to->ops->memory_alloc(t->counts.scratch);
-    t->receive_memory = t->send_memory + t->sends.largest;
-    t->converted = t->receive_memory + t->receives.largest;
-}
-
-int mt_transfer_open(mt_transfer **out, mt_model *to, mt_model *from, int64_t scratch_bytes, mt_error *error) {
-    const mt_group *world = &to->grid->world;
-    int size = world->size;
-    MT_CHECK(to != from && from->grid->world.size == size && to->ops->on_device == from->ops->on_device);
-    mt_transfer *t = mt_calloc(sizeof *t);
-    t->to = to, t->from = from, t->world = world;
-    t->limit = (scratch_bytes > 0 ? scratch_bytes : MT_TRANSFER_BYTES) / (2 * size + 1);
-    int64_t *numbers = t->loads = mt_calloc(5 * size * (int64_t)sizeof *numbers);
-    t->sends.rounds = numbers + size, t->sends.filled = numbers + 2 * size;
-    t->receives.rounds = numbers + 3 * size, t->receives.filled = numbers + 4 * size;
-    mt_model **ranks = mt_calloc(2 * size * (int64_t)sizeof *ranks);
-    mt_holding *targets = mt_holdings_build(ranks, to), *sources = mt_holdings_build(ranks + size, from);
-    int status = mt_transfer_plan(t, targets, sources, error); // the same on every rank
-    t->counts.sent = t->loads[world->rank];
-    for (int i = 0; i < 2 * size; i++) mt_model_destroy(ranks[i]);
-    free(ranks);
-    free(numbers);
-    free(targets);
-    free(sources);
-    if (status == 0)
-        mt_transfer_allocate(t);
-    else
-        mt_transfer_close(t);
-    *out = status == 0 ? t : NULL;
-    return status;
-}
-
-void mt_transfer_close(mt_transfer *t) {
-    if (!t) return;
-    if (t->send_memory) t->to->ops->memory_free(t->send_memory);
-    free(t->sends.items);
-    free(t->receives.items);
-    free(t);
-}
-
-mt_transfer_counts mt_transfer_get_counts(const mt_transfer *t) {
-    return t->counts;
-}
-
-/* Copies a piece from this rank's parameters to a message, or from a message, converted, to them. */
-static void mt_piece_copy(const mt_transfer *t, const mt_piece *piece, char *message, bool sends) {
-    const mt_ops *ops = t->to->ops;
-    mt_stream *stream = t->to->stream;
-    mt_shard shard = mt_bucket_shard(sends ? t->from : t->to, piece->bucket, piece->state);
-    int64_t size = mt_dtype_size(shard.dtype), stride = piece->stride * size, width = piece->cols * size;
-    int64_t rows = piece->rows;
-    char *own = (char *)shard.data + (piece->at - shard.first) * size;
-    if (shard.dtype != piece->dtype) {
-        ops->convert(t->converted, shard.dtype, message, piece->dtype, rows * piece->cols, stream);
-        message = t->converted;
-    }
-    if (width == stride) width *= rows, stride = width, rows = 1;
-    if (sends)
-        ops->memory_copy_rows(message, width, own, stride, rows, width, stream);
-    else
-        ops->memory_copy_rows(own, stride, message, width, rows, width, stream);
-}
-
-/* One round: packs, exchanges and unpacks. Moves *out and *in from the first piece of the round behind its last. */
-static void mt_transfer_round(const mt_transfer *t, int64_t round, const mt_piece **out, const mt_piece **in,
-                              int64_t *counts) {
-    int size = t->world->size;
-    const mt_piece *sends_end = t->sends.items + t->sends.count, *end = t->receives.items + t->receives.count, *piece;
-    int64_t *sent = counts, *received = counts + size + 1, packed = 0, unpacked = 0;
-    memset(counts, 0, (size_t)(2 * size + 2) * sizeof *counts);
-    for (piece = *in; piece < end && piece->round == round; piece++) received[piece->peer] += mt_piece_bytes(piece);
-    int64_t kept = mt_prefix_sum(received, size); // this rank's own elements, behind those of the others
-    for (; *out < sends_end && (*out)->round == round; ++*out) {
-        bool stays = (*out)->peer == size;
-        mt_piece_copy(t, *out, stays ? t->receive_memory + kept : t->send_memory + packed, true);
-        *(stays ? &kept : &packed) += mt_piece_bytes(*out);
-        sent[(*out)->peer] += mt_piece_bytes(*out);
-    }
-    t->to->ops->all_to_all_v(t->receive_memory, received, t->send_memory, sent, MT_U8, t->world, t->to->stream);
-    for (; *in < end && (*in)->round == round; ++*in) {
-        mt_piece_copy(t, *in, t->receive_memory + unpacked, false);
-        unpacked += mt_piece_bytes(*in);
-    }
-}
-
-void mt_transfer_run(mt_transfer *t) {
-    mt_model *to = t->to, *from = t->from;
-    const mt_piece *out = t->sends.items, *in = t->receives.items;
-    int64_t *counts = mt_malloc(2 * (t->world->size + 1) * (int64_t)sizeof *counts);
-    if (!(from->resting_parts >> MT_PART_PARAMS & 1)) mt_params_gather_all(from);
-    unsigned to_rests = mt_parts_borrow(to, 0, true), from_rests = mt_parts_borrow(from, 0, true);
-    mt_params_changed(to);
-    mt_wait_stream(to, to->stream, from->stream);
-    for (int64_t round = 0; round < t->counts.rounds; round++) mt_transfer_round(t, round, &out, &in, counts);
-    mt_wait_stream(to, to->sharding->param_stream, to->stream); // gathers read what was written
-    mt_wait_stream(from, from->stream, to->stream);
-    mt_parts_borrow(to, to_rests, false), mt_parts_borrow(from, from_rests, false);
-    free(counts);
-}
-
-int mt_weights_transfer(mt_model *to, mt_model *from, mt_error *error) {
-    mt_transfer *t;
-    if (mt_transfer_open(&t, to, from, 0, error) != 0) return -1;
-    mt_transfer_run(t);
-    to->ops->stream_synchronize(to->stream);
-    mt_transfer_close(t);
-    return 0;
 }
 
 /* ==== §16 generation ============================================================================================== */
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
- * not in the KV cache yet. */
+ * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
 
 /* ---- sampling */
 
@@ -11883,8 +11549,8 @@ static int32_t mt_token_heap_pop(int32_t *order, int64_t count, const float *log
     return first;
 }
 
-/* Moves the tokens that top-k and top-p keep to the end of order[V], in ascending order. Returns their number, and in
- * `total` the sum of their weights. Building the heap is O(V); usually few tokens are popped. */
+/* Moves the tokens that top-k, top-p and min-p keep to the end of order[V], in ascending order. Returns their number,
+ * and in `total` the sum of their weights. Building the heap is O(V); usually few tokens are popped. */
 static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, int32_t best, const mt_sampling *sampling,
                               double *total) {
     double t = sampling->temperature, all = 0, sum = 0;
@@ -11896,74 +11562,292 @@ static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, in
         while (popped < most) all += mt_token_weight(logits, mt_token_heap_pop(order, V - popped++, logits), best, t);
     for (; kept < most && (kept == 0 || sum < sampling->top_p * all); kept++) {
         if (kept == popped) mt_token_heap_pop(order, V - popped++, logits);
-        sum += mt_token_weight(logits, order[V - 1 - kept], best, t);
+        double weight = mt_token_weight(logits, order[V - 1 - kept], best, t);
+        if (kept > 0 && weight < sampling->min_p) break; // the first weight is 1
+        sum += weight;
     }
     *total = sum;
     return kept;
 }
 
-int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
-                  int64_t position, int32_t *order) {
-    int64_t V = vocab_size, kept = V;
-    int32_t best = mt_row_argmax(logits, V);
-    if (best < 0 || sampling->temperature == 0) return best;
-    for (int32_t i = 0; i < V; i++) order[i] = i;
+/* Draws a token from the softmax of scores[V] / temperature, whose argmax is `best`, with the random number of a
+ * position; order[V] is scratch. */
+static mt_sampled mt_token_draw(const float *scores, int64_t V, int32_t best, const mt_sampling *sampling,
+                                const mt_sequence *sequence, int32_t *order) {
+    int64_t kept = V, i = V;
     double total = 0, sum = 0, t = sampling->temperature;
-    if (sampling->top_k > 0 || sampling->top_p < 1)
-        kept = mt_tokens_keep(order, V, logits, best, sampling, &total);
+    for (int32_t token = 0; token < V; token++) order[token] = token;
+    if (sampling->top_k > 0 || sampling->top_p < 1 || sampling->min_p > 0)
+        kept = mt_tokens_keep(order, V, scores, best, sampling, &total);
     else
-        for (int64_t i = V - 1; i >= 0; i--) total += mt_token_weight(logits, order[i], best, t);
-
+        while (--i >= 0) total += mt_token_weight(scores, order[i], best, t);
     uint32_t words[4];
-    mt_philox(words, mt_random_key(sampling->seed, MT_RANDOM_SAMPLE, 0), (uint64_t)position, (uint64_t)sequence);
+    mt_philox(words, mt_random_key(sampling->seed, MT_RANDOM_SAMPLE, 0), (uint64_t)sequence->num_tokens,
+              (uint64_t)sequence->id);
     double uniform = (double)((uint64_t)words[0] << 21 | words[1] >> 11) * 0x1p-53; // [0, 1)
-    for (int64_t i = V - 1; i > V - kept; i--) {
-        sum += mt_token_weight(logits, order[i], best, t);
-        if (sum > uniform * total) return order[i];
+    for (i = V - 1; i > V - kept; i--) {
+        sum += mt_token_weight(scores, order[i], best, t);
+        if (sum > uniform * total) break;
     }
-    return order[V - kept];
+    double weight = mt_token_weight(scores, order[i], best, t);
+    return (mt_sampled){.token = order[i], .sampled_logp = (float)log(weight / total)};
 }
 
-/* ---- prompts */
-
-/* Checks prompt `id` for a sequence of at most `context` tokens. */
-static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context, const mt_options *o,
-                           mt_error *error) {
-    long long number = id + 1;
-    if (num_prompt <= 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
-    if (num_prompt >= context)
-        return mt_error_set(error,
-                            "prompt %lld has %lld tokens, which leaves no room for a new one in a context of %lld; "
-                            "shorten it",
-                            number, (long long)num_prompt, (long long)context);
-    for (int64_t i = 0; i < num_prompt; i++)
-        if (prompt[i] < 0 || prompt[i] >= o->vocab_size)
-            return mt_error_set(error,
-                                "prompt %lld: token %d is outside the model's vocabulary of %lld; take the model's own "
-                                "tokenizer",
-                                number, prompt[i], (long long)o->vocab_size);
-    return 0;
+/* log softmax(logits[V])[token]; `best` is the argmax. */
+static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token) {
+    double sum = 0;
+    for (int64_t first = 0; first < V; first += MT_COLUMNS) {
+        float part = 0;
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(logits[i] - logits[best]);
+        sum += (double)part;
+    }
+    return (float)((double)logits[token] - (double)logits[best] - log(sum));
 }
 
-int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
-                      const mt_options *o, mt_error *error) {
-    if (mt_prompt_check(id, prompt, num_prompt, context, o, error) != 0) return -1;
-    int64_t new_tokens = mt_min(o->max_new_tokens, context - num_prompt);
-    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt};
-    sequence->max_tokens = num_prompt + new_tokens;
-    sequence->finished = new_tokens == 0;
-    sequence->tokens = mt_malloc(sequence->max_tokens * 4);
-    memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
-    return 0;
+mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, const mt_sequence *sequence,
+                     int32_t *scratch) {
+    int64_t V = vocab_size;
+    int32_t greatest = mt_row_argmax(logits, V), best = greatest;
+    if (greatest < 0) return (mt_sampled){.token = -1};
+    const float *scores = logits;
+    double penalty = sampling->repetition_penalty;
+    if (penalty > 0 && penalty != 1) {
+        float *penalized = memcpy(scratch + V, logits, (size_t)V * 4);
+        for (int64_t i = 0; i < sequence->num_tokens; i++) {
+            double x = logits[sequence->tokens[i]];
+            penalized[sequence->tokens[i]] = (float)(x < 0 ? x * penalty : x / penalty);
+        }
+        scores = penalized, best = mt_row_argmax(scores, V);
+    }
+    mt_sampled drawn = {.token = best};
+    if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, sequence, scratch);
+    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token);
+    return drawn;
 }
+
+/* ---- sequences */
 
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
     int64_t unfinished = 0;
-    for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;
+    for (int64_t s = 0; s < count; s++) unfinished += sequences[s].finish == MT_UNFINISHED;
     return unfinished;
 }
 
-/* ---- sequences in a batch */
+/* ---- continuous batching over a cache in pages */
+
+/* Memory for one sequence. The tokens of an ended sequence stay in its slot until another sequence needs the slot or a
+ * page: the next one may begin alike. */
+typedef struct mt_cache_slot {
+    int32_t *tokens;      // [max_length] whose keys and values are cached
+    int64_t num_cached;   // ... when the forward at hand has run
+    int64_t num_computed; // ... already
+    int64_t num_pages;
+    int64_t used;     // number of the forward that used it last
+    int64_t sequence; // index of the sequence that runs in it; -1: none
+} mt_cache_slot;
+
+static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
+    return mt_divide_up(plan->max_length, plan->page_rows);
+}
+
+mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
+    mt_batcher *b = mt_calloc(sizeof *b);
+    int64_t slots = plan->max_sequences, per_slot = mt_pages_per_slot(plan);
+    MT_CHECK(plan->num_pages >= per_slot && plan->num_pages * plan->page_rows <= INT32_MAX && plan->max_tokens > 0);
+    mt_arena arena = {0};
+    b->plan = *plan;
+    mt_batch_alloc(&b->batch, plan->max_tokens);
+    for (int pass = 0; pass < 2; pass++) { // the first pass counts
+        b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
+        b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
+        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
+        b->logit_rows = mt_arena_alloc(&arena, slots * 4);
+        b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
+        b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
+        b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
+        b->free_pages = mt_arena_alloc(&arena, plan->num_pages * 4);
+        int32_t *tokens = mt_arena_alloc(&arena, slots * plan->max_length * 4);
+        if (pass == 0) arena = (mt_arena){.base = mt_calloc(arena.used), .capacity = arena.used};
+        for (int64_t s = 0; s < slots && pass == 1; s++) b->slots[s].tokens = tokens + s * plan->max_length;
+    }
+    b->batch.pages[slots * per_slot] = (int32_t)plan->num_pages; // of tokens that fill a batch up
+    for (int64_t page = plan->num_pages; page > 0; page--) b->free_pages[b->num_free++] = (int32_t)(page - 1);
+    return b;
+}
+
+void mt_batcher_destroy(mt_batcher *b) {
+    if (!b) return;
+    free(b->slots); // the block's start
+    mt_batch_free(&b->batch);
+    free(b);
+}
+
+/* A slot's part of the page table. */
+static int32_t *mt_cache_slot_pages(const mt_batcher *b, int64_t slot) {
+    return b->batch.pages + slot * mt_pages_per_slot(&b->plan);
+}
+
+/* Keeps the pages of a slot's first `tokens` tokens and releases the others. */
+static void mt_cache_slot_cut(mt_batcher *b, int64_t slot, int64_t tokens) {
+    mt_cache_slot *s = &b->slots[slot];
+    while (s->num_pages > mt_divide_up(tokens, b->plan.page_rows)) {
+        int32_t page = mt_cache_slot_pages(b, slot)[--s->num_pages];
+        if (--b->references[page] == 0) b->free_pages[b->num_free++] = page;
+    }
+    s->num_cached = mt_min(s->num_cached, tokens), s->num_computed = mt_min(s->num_computed, tokens);
+}
+
+static void mt_cache_slot_add_page(mt_batcher *b, int64_t slot, int32_t page) {
+    mt_cache_slot_pages(b, slot)[b->slots[slot].num_pages++] = page;
+    b->references[page]++;
+}
+
+/* Frees pages of slots without a sequence, the one used least recently first, until `wanted` pages are free. */
+static bool mt_pages_reserve(mt_batcher *b, int64_t wanted) {
+    while (b->num_free < wanted) {
+        int64_t oldest = -1;
+        for (int64_t s = 0; s < b->plan.max_sequences; s++)
+            if (b->slots[s].sequence < 0 && b->slots[s].num_pages > 0 &&
+                (oldest < 0 || b->slots[s].used < b->slots[oldest].used))
+                oldest = s;
+        if (oldest < 0) return false;
+        mt_cache_slot_cut(b, oldest, 0);
+    }
+    return true;
+}
+
+/* The page for the next token of running sequence i. Without a free one the youngest sequence is put back, its cache
+ * dropped; false: that is i itself. */
+static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
+    int64_t slot = sequences[i].slot;
+    if (b->slots[slot].num_cached < b->slots[slot].num_pages * b->plan.page_rows) return true;
+    while (!mt_pages_reserve(b, 1)) {
+        int64_t last = slot;
+        for (int64_t s = 0; s < b->plan.max_sequences; s++)
+            if (b->slots[s].sequence > b->slots[last].sequence) last = s;
+        int64_t youngest = b->slots[last].sequence;
+        mt_cache_slot_cut(b, last, 0);
+        b->slots[last].sequence = sequences[youngest].slot = -1;
+        if (youngest == i) return false;
+    }
+    mt_cache_slot_add_page(b, slot, b->free_pages[--b->num_free]);
+    return true;
+}
+
+/* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
+ * that is computed, which can be copied. At least one token is left, whose logits are needed. */
+static int64_t mt_cache_slot_common(const mt_batcher *b, const mt_cache_slot *s, const mt_sequence *sequence) {
+    int64_t limit = mt_min(s->num_cached, sequence->num_tokens - 1), n = 0;
+    while (n < limit && s->tokens[n] == sequence->tokens[n]) n++;
+    return mt_max(mt_min(n, s->num_computed), n / b->plan.page_rows * b->plan.page_rows);
+}
+
+/* Pages that running sequences are yet to need, at most one each: a newcomer leaves them free. */
+static int64_t mt_pages_wanted(const mt_batcher *b, const mt_sequence *sequences) {
+    int64_t wanted = 0;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) {
+        int64_t i = b->slots[s].sequence;
+        wanted += i >= 0 && b->slots[s].num_pages < mt_divide_up(sequences[i].max_tokens, b->plan.page_rows);
+    }
+    return wanted;
+}
+
+/* Gives sequence i a slot and pages for its tokens. It shares the full pages of the slot that has most of its leading
+ * tokens, and copies the rows of that slot's next page. False: no slot or too few pages are free. */
+static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
+    mt_sequence *sequence = &sequences[i];
+    int64_t rows = b->plan.page_rows, slot = -1, source = -1, common = 0, wanted = mt_pages_wanted(b, sequences);
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) {
+        int64_t tokens = mt_cache_slot_common(b, &b->slots[s], sequence);
+        if (tokens > common) common = tokens, source = s;
+        if (b->slots[s].sequence < 0 && (slot < 0 || b->slots[s].used < b->slots[slot].used)) slot = s;
+    }
+    if (slot < 0) return false;
+    if (source >= 0 && b->slots[source].sequence < 0) slot = source;
+    int64_t full = common / rows, tail = common % rows, computed = source < 0 ? 0 : b->slots[source].num_computed;
+    int32_t next = tail > 0 ? mt_cache_slot_pages(b, source)[full] : 0; // the page of the tail
+    bool copies = tail > 0 && (slot != source || b->references[next] > 1);
+    mt_cache_slot_cut(b, slot, slot != source ? 0 : copies ? full * rows : common);
+    for (int64_t page = 0; page < full && slot != source; page++)
+        mt_cache_slot_add_page(b, slot, mt_cache_slot_pages(b, source)[page]);
+    mt_cache_slot *s = &b->slots[slot];
+    s->num_cached = full * rows, s->num_computed = mt_min(computed, full * rows);
+    memcpy(s->tokens, sequence->tokens, (size_t)common * 4);
+    s->sequence = i; // from here on its pages are not freed
+    int64_t needed = mt_divide_up(sequence->num_tokens, rows) - s->num_pages;
+    if (!mt_pages_reserve(b, needed + wanted)) {
+        s->sequence = -1;
+        return false;
+    }
+    while (needed-- > 0) mt_cache_slot_add_page(b, slot, b->free_pages[--b->num_free]);
+    if (copies)
+        b->copies[b->num_copies++] = (mt_cache_copy){next * rows, mt_cache_slot_pages(b, slot)[full] * rows, tail};
+    s->num_cached = common, s->num_computed = mt_min(computed, common);
+    sequence->slot = slot;
+    return true;
+}
+
+/* Adds the uncached tokens of sequence i, as many as fit, as one span. */
+static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i) {
+    mt_cache_slot *s = &b->slots[sequence->slot];
+    const int32_t *pages = mt_cache_slot_pages(b, sequence->slot);
+    int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
+    int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
+    if (count == 0) return;
+    for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
+        b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at];
+        b->batch.positions[t] = (int32_t)at;
+        b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
+    }
+    int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
+    b->batch.spans[b->batch.num_spans++] = (mt_span){start, count, first_row, cached + count, true};
+    b->batch.num_tokens += count;
+    s->num_cached += count, s->used = b->num_forwards;
+    if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
+    if (count < wanted) return;
+    b->logit_rows[b->num_logits] = (int32_t)(start + count - 1);
+    b->logit_sequences[b->num_logits++] = i;
+}
+
+int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
+    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = 0;
+    b->num_forwards++;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++)
+        b->slots[s].sequence = -1, b->slots[s].num_computed = b->slots[s].num_cached;
+    for (int64_t i = 0; i < count; i++) {
+        MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
+        if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
+        if (sequences[i].slot >= 0) b->slots[sequences[i].slot].sequence = i;
+    }
+    for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
+        if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
+            mt_batcher_grow(b, sequences, i))
+            mt_batcher_add(b, &sequences[i], i);
+    for (int64_t i = 0; i < count; i++) // prompts that are partly read
+        if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached < sequences[i].num_tokens)
+            mt_batcher_add(b, &sequences[i], i);
+    for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
+        if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED) continue;
+        if (!mt_batcher_admit(b, sequences, i)) break;
+        mt_batcher_add(b, &sequences[i], i);
+    }
+    return b->batch.num_tokens;
+}
+
+void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
+    int64_t row = b->plan.num_pages * b->plan.page_rows; // of the page that no sequence has
+    int64_t key = b->plan.max_sequences * mt_pages_per_slot(&b->plan) * b->plan.page_rows;
+    MT_CHECK(num_tokens <= b->plan.max_tokens && num_tokens - b->batch.num_tokens <= b->plan.page_rows);
+    for (int64_t t = b->batch.num_tokens; t < num_tokens; t++, row++, key++) {
+        b->batch.tokens[t] = b->batch.positions[t] = 0;
+        b->cache_rows[t] = (int32_t)row;
+        b->batch.spans[b->batch.num_spans++] = (mt_span){t, 1, key, 1, true};
+    }
+    b->batch.num_tokens = mt_max(b->batch.num_tokens, num_tokens);
+}
+
+/* ---- a generator: a batcher and a model */
 
 enum { MT_PREFILL_TOKENS = 512 }; // tokens of a prefill's forward: enough for fast matrix products, little memory
 
@@ -11971,158 +11855,124 @@ struct mt_generator {
     mt_model *model;
     mt_sampling sampling;
     mt_stops stops;
-    int64_t max_sequences, rows_per_sequence; // sequence s owns cache rows [s, s + 1) * rows_per_sequence
-    mt_batch batch;
-    int32_t *cache_rows;  // [max_tokens] of the batch's tokens
-    int32_t *logit_rows;  // [max_sequences] batch rows whose logits are needed
-    int64_t *logit_owner; // [max_sequences] the sequence of each of these rows
-    int64_t num_logits;
-    float *logits;   // [max_sequences, vocab_size]; NULL if the device computes the argmax
-    int32_t *argmax; // [max_sequences] in that case, else NULL
-    int32_t *order;  // [vocab_size], for mt_sample
+    mt_batcher *batcher;
+    const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
+    int64_t rank_tokens;      // a forward has a multiple of so many tokens
+    float *logits;            // [max_sequences, vocab_size]; NULL if the device computes the argmax
+    int32_t *argmax;          // [max_sequences] in that case, else NULL
+    mt_sampled *sampled;      // [max_sequences]
     mt_generator_totals totals;
 };
 
-mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
-    return (mt_model_plan){.max_tokens = mt_max(mt_min(prompt_tokens, MT_PREFILL_TOKENS), count),
-                           .max_logits = count,
-                           .cache_rows = count * max_tokens,
-                           .max_position = max_tokens};
+void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, int64_t cache_tokens) {
+    if (plan->page_rows == 0) plan->page_rows = MT_PAGE_ROWS;
+    plan->max_position = mt_max(plan->max_position, max_tokens), plan->cache_sequences = count;
+    int64_t most = mt_divide_up(plan->max_position, plan->page_rows), pages = count * most;
+    if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
+    plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes tokens that fill a batch up
+    plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
 }
 
-mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
-                                  const mt_stops *stops) {
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
+    mt_model_plan plan = {.max_tokens = mt_min(prompt_tokens, MT_PREFILL_TOKENS)};
+    mt_plan_generation(&plan, count, max_tokens, 0);
+    return plan;
+}
+
+mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops) {
     mt_generator *g = mt_calloc(sizeof *g);
-    int64_t tokens = model->plan.max_tokens, vocabulary = model->options->vocab_size;
-    MT_CHECK(model->plan.cache_rows <= INT32_MAX && max_sequences <= model->plan.max_logits);
-    *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops, .max_sequences = max_sequences};
-    g->rows_per_sequence = model->plan.cache_rows / max_sequences;
-    mt_batch_alloc(&g->batch, tokens);
-    g->cache_rows = mt_malloc(tokens * 4);
-    g->logit_rows = mt_malloc(max_sequences * 4);
-    g->logit_owner = mt_malloc(max_sequences * 8);
-    if (sampling->temperature == 0 && model->grid->world.size == 1) // one rank has all logits on its device
-        g->argmax = mt_malloc(max_sequences * 4);
+    const mt_model_plan *plan = &model->plan;
+    int64_t most = plan->cache_sequences, together = model->grid->data.size;
+    MT_CHECK(plan->page_rows > 0 && most <= plan->max_logits);
+    *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
+    g->rank_tokens = model->tp.sequence_parallel ? model->grid->tensor.size : 1;
+    if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
+    mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
+    batching.max_tokens = plan->max_tokens / g->rank_tokens * g->rank_tokens;
+    batching.num_pages = plan->cache_rows / plan->page_rows - 1;
+    g->batcher = mt_batcher_create(&batching);
+    bool penalizes = sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1;
+    if (sampling->temperature == 0 && !sampling->logprobs && !penalizes && mt_decode_is_alone(model))
+        g->argmax = mt_malloc(most * 4);
     else
-        g->logits = mt_malloc(max_sequences * vocabulary * 4);
-    g->order = mt_malloc(vocabulary * 4);
+        g->logits = mt_malloc(most * model->options->vocab_size * 4);
+    g->sampled = mt_malloc(most * (int64_t)sizeof *g->sampled);
+    mt_params_gather_all(model); // an optimizer step may have left them sharded
     return g;
 }
 
 void mt_generator_destroy(mt_generator *g) {
     if (!g) return;
-    mt_batch_free(&g->batch);
-    free(g->cache_rows);
-    free(g->logit_rows);
-    free(g->logit_owner);
+    mt_batcher_destroy(g->batcher);
     free(g->logits);
     free(g->argmax);
-    free(g->order);
+    free(g->sampled);
     free(g);
 }
 
-/* Adds the uncached tokens of sequence s to the batch, as many as fit, as one span. Returns true if all fit. */
-static bool mt_generator_add(mt_generator *g, mt_sequence *sequence, int64_t s) {
-    mt_batch *batch = &g->batch;
-    int64_t start = batch->num_tokens, first_row = s * g->rows_per_sequence, cached = sequence->num_cached;
-    int64_t wanted = sequence->num_tokens - cached, room = g->model->plan.max_tokens - start;
-    int64_t count = mt_min(wanted, room);
-    if (count == 0) return false;
-    for (int64_t i = 0; i < count; i++) {
-        batch->tokens[start + i] = sequence->tokens[cached + i];
-        batch->positions[start + i] = (int32_t)(cached + i);
-        g->cache_rows[start + i] = (int32_t)(first_row + cached + i);
-    }
-    batch->spans[batch->num_spans++] = (mt_span){start, count, first_row, cached + count, true};
-    batch->num_tokens += count;
-    sequence->num_cached += count;
-    if (count < wanted) return false;
-    g->logit_rows[g->num_logits] = (int32_t)(start + count - 1);
-    g->logit_owner[g->num_logits++] = s;
-    return true;
+/* Samples a token from each row of logits of the last forward. */
+static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences) {
+    int64_t V = g->model->options->vocab_size, rows = g->batcher->num_logits;
+    const int64_t *owner = g->batcher->logit_sequences;
+    for (int64_t row = 0; g->argmax && row < rows; row++) g->sampled[row] = (mt_sampled){.token = g->argmax[row]};
+    if (g->argmax) return;
+    mt_scratch scratch = mt_scratch_reserve(2 * V);
+#pragma omp parallel for schedule(dynamic) if (rows * V > MT_PARALLEL)
+    for (int64_t row = 0; row < rows; row++)
+        g->sampled[row] = mt_sample(g->logits + row * V, V, &g->sampling, &sequences[owner[row]],
+                                    (int32_t *)mt_scratch_slice(scratch));
 }
 
-/* Appends the token sampled from row `row` of the last forward. */
-static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t row, mt_error *error) {
-    int64_t vocabulary = g->model->options->vocab_size;
-    int32_t token = g->argmax ? g->argmax[row]
-                              : mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id,
-                                          sequence->num_tokens, g->order);
-    if (token < 0)
+/* Appends a sampled token to its sequence. */
+static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, const mt_sampled *sampled,
+                               mt_error *error) {
+    int64_t at = sequence->num_tokens - sequence->num_prompt;
+    if (sampled->token < 0)
         return mt_error_set(error,
                             "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
                             "large for their precision",
                             (long long)sequence->num_tokens);
-    sequence->tokens[sequence->num_tokens++] = token;
-    sequence->finished = sequence->num_tokens >= sequence->max_tokens;
-    for (int64_t i = 0; i < g->stops.count; i++) sequence->finished |= token == g->stops.ids[i];
+    if (sequence->logps) sequence->logps[at] = sampled->logp, sequence->sampled_logps[at] = sampled->sampled_logp;
+    sequence->tokens[sequence->num_tokens++] = sampled->token;
+    bool stops = g->stops.ends_text && g->stops.ends_text(g->stops.context, sequence);
+    for (int64_t i = 0; i < g->stops.count; i++) stops |= sampled->token == g->stops.ids[i];
+    if (stops)
+        sequence->finish = MT_FINISH_STOP;
+    else if (sequence->num_tokens >= sequence->max_tokens)
+        sequence->finish = MT_FINISH_LENGTH;
     return 0;
 }
 
-/* Runs forwards until every unfinished sequence has its next token: one, or several if the prompts exceed a batch. */
-static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
-    int64_t next = 0;
-    while (next < count) {
-        g->batch.num_tokens = g->batch.num_spans = g->num_logits = 0;
-        for (; next < count; next++)
-            if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
-        if (g->batch.num_tokens == 0) break;
-        if (g->argmax)
-            mt_model_decode_argmax(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
-        else
-            mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
-        for (int64_t row = 0; row < g->num_logits; row++)
-            if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
-    }
-    return 0;
+/* Runs the batcher's forward and samples from its logits. */
+static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
+    mt_batcher *b = g->batcher;
+    int status = 0;
+    mt_batcher_pad(b, mt_divide_up(mt_max(b->batch.num_tokens, 1), g->rank_tokens) * g->rank_tokens);
+    for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
+    if (g->argmax)
+        mt_model_decode_argmax(g->model, &b->batch, b->cache_rows, b->logit_rows, b->num_logits, g->argmax);
+    else
+        mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, b->num_logits, g->logits);
+    mt_generator_sample(g, sequences);
+    for (int64_t row = 0; row < b->num_logits && status == 0; row++)
+        status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+    return status;
 }
 
 int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
-    double start = mt_time();
-    int64_t read = 0, unfinished = mt_sequences_unfinished(sequences, count);
-    MT_CHECK(count <= g->max_sequences);
-    for (int64_t s = 0; s < count; s++) {
-        MT_CHECK(sequences[s].num_tokens > 0 && sequences[s].max_tokens <= g->rows_per_sequence);
-        int64_t uncached = sequences[s].num_tokens - sequences[s].num_cached;
-        if ((uncached > 1 || sequences[s].num_cached == 0) && !sequences[s].finished) read += uncached;
-    }
-    if (mt_generator_advance(g, sequences, count, error) != 0) return -1;
+    double start = mt_time(), sums[2];
+    if (mt_batcher_next(g->batcher, sequences, count) == 0 && !g->together) return 0;
+    int status = mt_generator_forward(g, sequences, error);
     mt_generator_totals *totals = &g->totals;
-    totals->prefill_tokens += read;
-    totals->decode_tokens += read ? 0 : unfinished;
-    *(read ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
-    return mt_sequences_unfinished(sequences, count);
+    totals->prefill_tokens += g->batcher->num_prefill;
+    totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
+    *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
+    sums[0] = (double)mt_sequences_unfinished(sequences, count), sums[1] = status != 0;
+    if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
+    if (sums[1] == 0) return (int64_t)sums[0];
+    return g->together ? mt_agree(g->together, status != 0, error) : -1;
 }
 
-mt_generator_totals mt_generator_read_totals(const mt_generator *g) {
-    return g->totals;
-}
-
-int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
-                const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
-    static const mt_sampling greedy = {.top_p = 1};
-    static const mt_stops none = {.count = 0};
-    const mt_model_plan *plan = &model->plan;
-    if (count < 1 || count > plan->max_logits || max_tokens > plan->cache_rows / count ||
-        max_tokens > plan->max_position)
-        return mt_error_set(error,
-                            "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
-                            "mt_generator_plan for this size",
-                            (long long)count, (long long)max_tokens);
-    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
-    int status = 0;
-    for (int64_t s = 0; s < count && status == 0; s++) {
-        int32_t *row = tokens + s * max_tokens; // sequence s generates in place
-        sequences[s] = (mt_sequence){s, row, num_tokens[s], num_tokens[s], 0, max_tokens, false};
-        status = mt_prompt_check(s, row, num_tokens[s], max_tokens, model->options, error);
-    }
-    if (status == 0) {
-        mt_generator *g = mt_generator_create(model, count, sampling ? sampling : &greedy, stops ? stops : &none);
-        for (int64_t unfinished = count; unfinished > 0;)
-            unfinished = status = (int)mt_generator_step(g, sequences, count, error);
-        mt_generator_destroy(g);
-    }
-    for (int64_t s = 0; s < count; s++) num_tokens[s] = status == 0 ? sequences[s].num_tokens : num_tokens[s];
-    free(sequences);
-    return status;
+mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
+    return generator->totals;
 }

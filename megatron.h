@@ -124,9 +124,8 @@ typedef enum mt_dtype {
 /* Bytes of one element. */
 int64_t mt_dtype_size(mt_dtype dtype);
 
-/* The safetensors name ("F32", "BF16", ...) and its inverse, which returns -1 for an unknown name. */
+/* The safetensors name: "F32", "BF16", ... */
 const char *mt_dtype_name(mt_dtype dtype);
-int mt_dtype_parse(const char *name);
 
 /* bf16 and fp16 to float and back, rounding to nearest even. */
 float mt_bf16_to_f32(uint16_t bits);
@@ -441,7 +440,7 @@ typedef struct mt_options {
     int64_t mtp_num_layers;
     double mtp_loss_scaling_factor;
     /* training */
-    int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
+    int64_t micro_batch_size, global_batch_size, gradient_accumulation_steps, seq_length, train_iters, train_samples;
     mt_ints rampup_batch_size; // start, increment, samples
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
     mt_lr_decay_style lr_decay_style;
@@ -526,7 +525,8 @@ typedef struct mt_options {
     double beta, label_smoothing;
     char *ref_load, *chosen_key, *rejected_key;
     /* checkpoints and reports */
-    char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
+    char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
+    bool print_config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
     bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
@@ -543,6 +543,8 @@ typedef struct mt_options {
     uint64_t given[28];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
     mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
+    mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
+    int64_t config_devices;   // ranks that the file of --role names; 0: none
     /* not options: derived by mt_options_finish, or read from config.json */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
@@ -917,6 +919,16 @@ typedef struct mt_spans {
     int64_t count;
 } mt_spans;
 
+/* Keys in pages (Kwon et al., "Efficient memory management for large language model serving with PagedAttention"): key
+ * row j of a span, j counted from row 0 of k and v, is row table[j / rows] * rows + j % rows of them. A span's keys are
+ * one range of j, wherever its pages are, and spans may share pages. The first key of a span with more than one key
+ * begins a page. */
+typedef struct mt_pages {
+    const int32_t *table; // on the device; NULL: key row j is row j
+    int64_t rows;         // of a page: a power of two
+    int64_t count;        // pages in k and v
+} mt_pages;
+
 /* One attention call. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
  * window; 0 is none). Dropout keeps the probability of head h, query i and key j when word k_index[j] % 4 of Philox at
  * (q_index[i], (first_head + h) << 48 | k_index[j] / 4) is at least p 2^32. */
@@ -932,6 +944,7 @@ typedef struct mt_attention {
     int64_t q_stride, k_stride;    // elements between tokens; a gradient has its operand's stride
     int64_t v_stride, out_stride;
     mt_spans spans; // of queries and keys
+    mt_pages pages; // of the keys; the forward only
     int64_t window;
     float scale; // of q k^T
     mt_attention_backend backend;
@@ -1669,7 +1682,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
  *     mt_grid actor = mt_grid_new(&job), generator = mt_grid_new(&job);
  *     mt_grid_build(&actor, &actor_options, &error), mt_grid_build(&generator, &generator_options, &error);
  *     const mt_ops *ops = mt_backend_open(device, &actor, &error); // and of the generator's grid
- *     ... models, mt_weights_transfer
+ *     ... models, and weights from one to another: mt_transfer_run of data/transfer.h
  *     mt_grid_clear(&generator), mt_grid_clear(&actor), mt_grid_stop(&job);
  *
  * All ranks work on the models in the same order. On GPUs, grids share the communicators of groups with the same
@@ -2188,22 +2201,6 @@ const char *mt_role_name(const mt_options *options, mt_role role, bool repeated)
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. Checkpoints and transfers move such parts of
- * parameters from one layout to another. */
-typedef struct mt_rectangle {
-    int64_t row, rows, col, cols;
-} mt_rectangle;
-
-/* The part of both; without rows or columns: none. */
-mt_rectangle mt_rectangle_intersect(mt_rectangle a, mt_rectangle b);
-
-/* This rank's part of the whole parameter, without the vocabulary's padding. */
-mt_rectangle mt_param_rectangle(const mt_param *param);
-
-/* Elements [begin, end) of a row-major matrix of `width` columns, as at most three rectangles in their order: the end of
- * a row, whole rows, the start of a row. Returns the number of rectangles. */
-int mt_rectangles_of_run(mt_rectangle out[3], int64_t begin, int64_t end, int64_t width);
-
 /* ==== §9 layers; §15 the model ==================================================================================== */
 
 /* Numbers of a token that a loss reads besides those of the model. */
@@ -2226,6 +2223,7 @@ typedef struct mt_batch {
     int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout
     int64_t num_spans;
     mt_span *spans;                         // room for one span a token
+    int32_t *pages;                         // decoding over a cache in pages: the page table, memory of the caller
     float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
@@ -2342,13 +2340,15 @@ extern const mt_loss mt_value;      // mt_value_config
 
 /* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {
-    int64_t max_tokens;   // tokens of the largest micro-batch or prefill
-    int64_t max_logits;   // rows of logits held at once
-    int64_t cache_rows;   // key/value cache rows a layer; 0: none
-    int64_t max_position; // positions that tokens may have (rotary tables)
-    int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
-    bool train;           // gradients, optimizer state and saved activations
-    const mt_loss *loss;  // of the head and of modules of multi-token prediction; NULL: mt_nll
+    int64_t max_tokens;      // tokens of the largest micro-batch or prefill
+    int64_t max_logits;      // rows of logits held at once
+    int64_t cache_rows;      // key/value cache rows a layer; 0: none
+    int64_t page_rows;       // rows of a page of the cache, a power of two; 0: no pages
+    int64_t cache_sequences; // with pages: sequences whose keys are in the page table at once
+    int64_t max_position;    // positions that tokens may have (rotary tables)
+    int64_t host_memory;     // bytes of this host that all its ranks may use together; 0: the machine's memory
+    bool train;              // gradients, optimizer state and saved activations
+    const mt_loss *loss;     // of the head and of modules of multi-token prediction; NULL: mt_nll
 } mt_model_plan;
 
 /* Lays out and allocates a model; parameters are not yet set. The plan is checked against memory first. */
@@ -2403,32 +2403,12 @@ typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_NUM_
 int mt_model_rest(mt_model *model, unsigned parts, mt_error *error);
 int mt_model_wake(mt_model *model, unsigned parts, mt_error *error);
 
-/* Weights from model to model, in memory: the weights of `to` become those of `from`, bit for bit as by a checkpoint,
- * where the two models have the same shape and different layouts of the same ranks. Of different types, and for master
- * weights, the source is `from`'s master weights, where it has them. Moments stay as they were. Modules of multi-token
- * prediction that `to` does not have are left out; any other difference is an error, the same on every rank.
- *
- * The plan is made once for a pair of models and used again. Each element reaches a rank once, from one of the ranks
- * that have it, and elements that the rank has stay on it. Device memory for messages: at most scratch_bytes (0:
- * MT_TRANSFER_BYTES), or for one row of a parameter for every rank if that is more. */
-typedef struct mt_transfer mt_transfer;
-enum { MT_TRANSFER_BYTES = 256 << 20 };
-int mt_transfer_open(mt_transfer **transfer, mt_model *to, mt_model *from, int64_t scratch_bytes, mt_error *error);
-void mt_transfer_close(mt_transfer *transfer);
-
-/* Enqueues a transfer on `to`'s stream; `from`'s stream waits for it. Parts of either model may rest: their copies on
- * the host are read and written. Not between a step and mt_train_finish of `from`. Every rank calls it. */
-void mt_transfer_run(mt_transfer *transfer);
-
-/* Bytes of weights of this rank in each run, to and from other ranks and within the rank; and of the scratch. */
-typedef struct mt_transfer_counts {
-    int64_t sent, received, kept, scratch;
-    int64_t rounds; // exchanges among all ranks
-} mt_transfer_counts;
-mt_transfer_counts mt_transfer_get_counts(const mt_transfer *transfer);
-
-/* The three in one; waits for the device. */
-int mt_weights_transfer(mt_model *to, mt_model *from, mt_error *error);
+/* Lends the parameters and the optimizer's state to `stream`, which may belong to another model, until mt_model_return:
+ * mt_bucket_shard then gives whole, current weights, or shards of optim_grads_params; of parts that rest, the copies on
+ * the host. Operations enqueued on `stream` between the two calls read them, and write them if `writes`. Every rank
+ * calls both. */
+void mt_model_lend(mt_model *model, bool writes, mt_stream *stream);
+void mt_model_return(mt_model *model, mt_stream *stream);
 
 /* Sets a stream that still reads parameters or optimizer state, such as the stream of a save's copies: the model's
  * stream waits for its present work before it changes them. NULL: nothing reads any more. */
@@ -2459,7 +2439,8 @@ void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
 
 /* Forward for generation: writes keys and values into cache rows cache_rows[T], attends over `batch->spans` whose k
  * rows are cache rows, and returns fp32 logits [num_rows, vocab_size] of the batch rows asked for. labels, loss_mask
- * and token_index are not read. */
+ * and token_index are not read. With plan->page_rows the k rows are rows of mt_pages with the table batch->pages, of
+ * cache_sequences * ceil(max_position / page_rows) + 1 entries. */
 void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits);
 
@@ -2467,6 +2448,12 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
  * equals, -1 where a logit is NaN or the greatest is not finite. */
 void mt_model_decode_argmax(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, int32_t *tokens);
+
+/* Copies rows of the cache, in all layers, before the next forward. */
+typedef struct mt_cache_copy {
+    int64_t from, to, rows;
+} mt_cache_copy;
+void mt_model_cache_copy(mt_model *model, const mt_cache_copy *copy);
 
 /* ==== §11 schedules =============================================================================================== */
 
@@ -2596,9 +2583,6 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
  * reaches --global-batch-size after SAMPLES samples. */
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
 
-/* Samples that the first `iterations` steps consume in total. */
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
-
 /* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
@@ -2712,58 +2696,70 @@ int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source,
 
 /* ==== §16 generation ============================================================================================== */
 
-/* How a token is sampled: temperature 0 is greedy; top_k 0 and top_p 1 keep every token. */
+/* How a token is sampled. The scores are the logits; temperature 0 takes their argmax. top_k 0, top_p 1, min_p 0 and
+ * repetition_penalty 0 or 1 change nothing. */
 typedef struct mt_sampling {
-    double temperature, top_p;
+    double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k;
     uint64_t seed;
+    bool logprobs; // compute mt_sampled.logp, for which all logits must reach the host
 } mt_sampling;
 
-/* Samples a token from logits[vocab_size]. Temperature 0: the argmax, the lowest id among equals. Else a draw from
- * softmax(logits / temperature), restricted to the top_k most probable tokens, then to the smallest set of these that
- * holds top_p of their probability (Holtzman et al., "The curious case of neural text degeneration"; as Hugging Face).
- * Philox at (sequence, position) gives the random number, so the draw does not depend on the rest of the batch. `order`
- * is scratch [vocab_size]. Returns -1 if a logit is not a number or the largest is not finite. */
-int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
-                  int64_t position, int32_t *order);
+/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logits)[token]. sampled_logp is
+ * that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p. */
+typedef struct mt_sampled {
+    int32_t token;      // -1: a logit is not a number, or the largest is not finite
+    float logp;         // 0 without mt_sampling.logprobs
+    float sampled_logp; // 0 with temperature 0
+} mt_sampled;
 
-/* Tokens that end a sequence. */
-enum { MT_MAX_STOPS = 16 };
-typedef struct mt_stops {
-    int32_t ids[MT_MAX_STOPS];
-    int64_t count;
-} mt_stops;
-
-/* The memory plan of a model that generates `count` sequences of at most max_tokens tokens as one batch, from prompts
- * of prompt_tokens tokens in all. */
-mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
-
-/* Continues `count` >= 1 prompts as one batch until each ends at a stop token, which it includes, or at max_tokens.
- * tokens[count, max_tokens] holds prompt s in the first num_tokens[s] elements of row s; afterwards num_tokens[s]
- * counts the generated tokens too. `sampling` NULL: greedy; `stops` NULL: none. The model was created with
- * mt_generator_plan(count, max_tokens, ...). Errors: more or longer sequences than that plan has; a prompt that is
- * empty, fills its row or has a token outside the vocabulary; logits that are not finite. Every rank of the model calls
- * it and gets the same tokens. */
-int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
-                const mt_sampling *sampling, const mt_stops *stops, mt_error *error);
-
-/* ---- the same, one token at a time */
+typedef enum mt_finish { MT_UNFINISHED, MT_FINISH_STOP, MT_FINISH_LENGTH } mt_finish;
 
 /* A sequence being generated. */
 typedef struct mt_sequence {
     int64_t id;         // part of the key of its random draws
-    int32_t *tokens;    // [max_tokens] the prompt, then the generated tokens; free it
+    int32_t *tokens;    // [max_tokens] the prompt, then the generated tokens
     int64_t num_prompt; // tokens of the prompt, at least one
     int64_t num_tokens; // of prompt and generated tokens so far
-    int64_t num_cached; // leading tokens whose keys and values are in the cache; 0 to begin
     int64_t max_tokens; // the sequence ends at this length
-    bool finished;
+    float *logps;       // [max_tokens - num_prompt] of the generated tokens: mt_sampled.logp; NULL: not kept
+    float *sampled_logps;
+    int64_t slot; // of the cache while it runs; -1: it waits or has ended
+    mt_finish finish;
 } mt_sequence;
 
-/* Begins a sequence from prompt[num_prompt], with up to options->max_new_tokens more tokens and `context` tokens in
- * all. Errors: an empty prompt, a prompt that fills the context, a token outside the vocabulary. */
-int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
-                      const mt_options *options, mt_error *error);
+/* Samples the token that follows `sequence` from logits[vocab_size], in this order:
+ *   - repetition penalty r (Keskar et al., "CTRL"): x = x / r if x > 0, else x r, for the logit x of every token of the
+ *     prompt and the generated text (as Hugging Face transformers' RepetitionPenaltyLogitsProcessor);
+ *   - temperature 0: the argmax, the lowest id among equals. Else p = softmax(x / temperature), restricted to
+ *   - the top_k most probable tokens, then
+ *   - the smallest set of these that holds top_p of their probability (Holtzman et al., "The curious case of neural
+ *     text degeneration"), then
+ *   - those with p >= min_p max(p) (Nguyen et al., "Min-p sampling"; as transformers' MinPLogitsWarper).
+ * Philox at (id, num_tokens) of the sequence gives the random number, so the draw does not depend on the rest of the
+ * batch. `scratch` has room for 2 vocab_size. */
+mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, const mt_sequence *sequence,
+                     int32_t *scratch);
+
+/* The ends of a sequence: tokens, and a function that sees every new token. */
+enum { MT_MAX_STOPS = 16 };
+typedef struct mt_stops {
+    int32_t ids[MT_MAX_STOPS];
+    int64_t count;
+    bool (*ends_text)(void *context, const mt_sequence *sequence); // true: it ends with this token; NULL: none
+    void *context;
+} mt_stops;
+
+/* Rows of a page of the cache where a plan does not say: a tile of keys in the kernels of attention. */
+enum { MT_PAGE_ROWS = 128 };
+
+/* The memory plan of a model that generates `count` sequences of at most max_tokens tokens at once, from prompts of
+ * prompt_tokens tokens in all. More sequences wait for their turn. */
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
+
+/* Adds to a plan, such as a training model's, a cache for `count` sequences of at most max_tokens tokens at once.
+ * cache_tokens > 0: with memory for so many tokens only, at least one sequence; sequences that find no page wait. */
+void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, int64_t cache_tokens);
 
 /* Number of unfinished sequences. */
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
@@ -2771,17 +2767,19 @@ int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 /* Generates several sequences as one batch, with a key/value cache. */
 typedef struct mt_generator mt_generator;
 
-/* A generator for a model that was created with mt_generator_plan(max_sequences, ...). Sequence s of each call owns the
- * s-th part of the cache. A new sequence may take the place of a finished one: with num_cached 0, or, less than
- * num_prompt, the leading tokens that both have among the cached ones of the finished sequence. */
-mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
-                                  const mt_stops *stops);
+/* A generator for a model whose plan has mt_generator_plan or mt_plan_generation. Every rank creates it; the model's
+ * weights do not change while it lives. */
+mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops);
 void mt_generator_destroy(mt_generator *generator);
 
-/* Advances every unfinished sequence of sequences[count] by one token. The first call also computes the prompts
- * (prefill), in several forwards if they exceed the plan's max_tokens. A sequence ends at a stop token, which it
- * includes, or at its max_tokens. Returns the number of unfinished sequences, or -1 with error if the logits are not
- * finite. */
+/* One forward: the next token of each running sequence, and as many tokens of the prompts of others as the plan's
+ * max_tokens leaves room for. Sequences wait until one of the plan's cache_sequences is free and the cache has pages
+ * for their tokens; the first ones in sequences[count] run first. If the cache is full, the last running one waits
+ * again, and its tokens are computed anew. A sequence ends at a stop token, which it includes, or at its max_tokens.
+ * Call it with the same sequences, and perhaps more at the end, until none is unfinished; then with others. A prompt
+ * that begins as a previous one shares its pages, or what is left of them. Returns the number of unfinished sequences,
+ * or -1 with error if logits are not finite. Where data-parallel ranks share experts or the shards of parameters, each
+ * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
 /* Totals of a generator: a step that computes prompts is a prefill, any other a decode step. */
@@ -2790,6 +2788,45 @@ typedef struct mt_generator_totals {
     double prefill_seconds, decode_seconds;
 } mt_generator_totals;
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator);
+
+/* ---- continuous batching over a cache in pages (Kwon et al., see mt_pages): the tokens of the next forward, their
+ * sequences, and the pages of their keys and values. It knows no model. */
+
+typedef struct mt_batcher_plan {
+    int64_t max_sequences; // at once
+    int64_t max_length;    // tokens of a sequence
+    int64_t max_tokens;    // of a forward
+    int64_t page_rows;
+    int64_t num_pages; // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+} mt_batcher_plan;
+
+typedef struct mt_batcher {
+    mt_batcher_plan plan;
+    /* the forward at hand */
+    mt_batch batch;           // with its page table
+    int32_t *cache_rows;      // [num_tokens] where keys and values are written
+    int64_t num_logits;       // rows whose logits are needed
+    int32_t *logit_rows;      // [num_logits]
+    int64_t *logit_sequences; // [num_logits] the sequence of each
+    int64_t num_copies;       // of cache rows, before the forward
+    mt_cache_copy *copies;
+    int64_t num_prefill; // tokens of prompts, and of sequences that were put back
+    /* private */
+    struct mt_cache_slot *slots;
+    int32_t *references, *free_pages; // [num_pages] users of each page; the pages without one
+    int64_t num_free, num_forwards;
+} mt_batcher;
+
+/* Creates a batcher with an empty cache, and frees it. */
+mt_batcher *mt_batcher_create(const mt_batcher_plan *plan);
+void mt_batcher_destroy(mt_batcher *batcher);
+
+/* Fills the next forward, and sets the slots of sequences; returns its number of tokens, 0 if no sequence is
+ * unfinished. The caller appends a token to every sequence of logit_sequences. See mt_generator_step. */
+int64_t mt_batcher_next(mt_batcher *batcher, mt_sequence *sequences, int64_t count);
+
+/* Fills the batch up to num_tokens tokens, at most page_rows more, with tokens whose results nobody reads. */
+void mt_batcher_pad(mt_batcher *batcher, int64_t num_tokens);
 
 #ifdef __cplusplus
 }

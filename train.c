@@ -344,6 +344,22 @@ static int print_schedule(run *r) {
     return 0;
 }
 
+/* --print-config, instead of training. */
+static int print_config(run *r) {
+    mt_error error;
+    int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
+    int status = mt_options_read_shape(&r->options, &error);
+    if (status == 0) status = open_tokenizer(r, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, ranks, &error);
+    if (r->grid.world.rank == 0)
+        mt_options_print_config(&r->options, MT_PROGRAM_TRAIN, ranks, status != 0 ? &error : NULL, stdout);
+    mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
+    mt_options_free(&r->options);
+    mt_grid_stop(&r->grid);
+    return 0;
+}
+
 /* --print-launch, instead of training. */
 static int print_launch(run *r) {
     mt_error error;
@@ -369,6 +385,7 @@ int main(int argc, char **argv) {
     mt_watch_start(&r.options);
     mt_grid_start(&r.grid, &argc, &argv);
     refuse(&r, status, &error);
+    if (r.options.print_config) return print_config(&r);
     if (r.options.print_schedule) return print_schedule(&r);
     refuse(&r, open_tokenizer(&r, &error), &error);
     refuse(&r, agree_on_tokenizer(&r, &error), &error);

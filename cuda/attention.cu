@@ -64,7 +64,7 @@ __global__ void naive_forward(E *out, float *lse, const E *q, const E *k, const 
         load_head(q_row, q + query * shape.q_stride + head * shape.head_size, shape.head_size, lane);
         key_range keys = visible_keys(span, i, shape.window);
         for (int64_t j = keys.first; j < keys.end; j++) {
-            int64_t key = span.k_start + j;
+            int64_t key = mt_key_row(shape.pages, span.k_start + j);
             float row[CHANNELS];
             load_head(row, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
             float score = shape.scale * dot(q_row, row), higher = fmaxf(largest, score);

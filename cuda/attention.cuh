@@ -68,6 +68,20 @@ __device__ __forceinline__ range queries_of(const band &b, int j, int keys) {
     return {max(0, j - b.ahead), min(b.q_len, last + b.behind + 1)};
 }
 
+/* ---- keys in pages ----------------------------------------------------------------------------------------------- */
+
+/* Row of k and v that holds key row j: see mt_pages. Keys of one page lie in consecutive rows. */
+__device__ static inline int64_t mt_key_row(const mt_pages &pages, int64_t j) {
+    if (!pages.table) return j;
+    int shift = 31 - __clz((int)pages.rows);
+    return ((int64_t)pages.table[j >> shift] << shift) + (j & (pages.rows - 1));
+}
+
+/* True if tiles of `keys` keys that begin at a multiple of `keys` in their span lie in one page each. */
+static inline bool pages_serve(const mt_attention *a, int64_t keys) {
+    return !a->pages.table || a->pages.rows % keys == 0;
+}
+
 /* ---- mapping of blocks to tiles ---------------------------------------------------------------------------------- */
 
 /* Rows [first, first + size) of a span's queries or keys, clipped to the span, and the head. */

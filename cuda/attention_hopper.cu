@@ -219,7 +219,7 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
         mt_barrier_arrive_expect(q_ring.filled(round), size::K);
         copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
         for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
-            const int row = (int)t.span.k_start + key, stage = n % size::STAGES;
+            const int row = (int)mt_key_row(task.shape.pages, t.span.k_start + key), stage = n % size::STAGES;
             k_ring.wait_free(n);
             mt_barrier_arrive_expect(k_ring.filled(n), size::K_TILE);
             copy_tile(at + size::K + stage * size::K_TILE, maps.k, row, group * PANELS, k_ring.filled(n));
@@ -716,6 +716,7 @@ static tensor_maps maps_of(const mt_attention *a, int queries, int keys) {
         if (span->q_len > 0 && span->q_start + span->q_len > q_rows) q_rows = span->q_start + span->q_len;
         if (span->k_len > 0 && span->k_start + span->k_len > k_rows) k_rows = span->k_start + span->k_len;
     }
+    if (a->pages.table) k_rows = a->pages.rows * a->pages.count;
     tensor_maps maps = {};
     maps.q = tensor_map(a->q, q_rows, a->q_stride, H, D, queries);
     if (a->dout) maps.dout = tensor_map(a->dout, q_rows, a->out_stride, H, DV, queries);
@@ -772,7 +773,7 @@ static bool hopper_serves(const mt_attention *a, mt_dtype dtype) {
 
 extern "C" bool mt_attention_hopper_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     int64_t D = a->head_size;
-    if (!hopper_serves(a, dtype)) return false;
+    if (!hopper_serves(a, dtype) || !pages_serve(a, forward_size<64, 64>::KEYS)) return false;
     D == 64 ? forward<64, 64>(a, stream) : D == 128 ? forward<128, 128>(a, stream) : forward<192, 128>(a, stream);
     return true;
 }

@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
     const range keys = keys_of(seen, t.first, QUERIES);
     const int64_t query = t.span.q_start + t.first;
     auto load_stage = [&](int key) {
-        load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group,
-                               seen.k_len - key);
+        const int64_t row = mt_key_row(shape.pages, t.span.k_start + key);
+        load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, row, group, seen.k_len - key);
     };
 
     float out[TILES][DV / 8][4];
@@ -432,7 +432,7 @@ template <int D, int DV> static bool backward(const mt_attention *a, mt_stream *
 /* A tile has the smallest of these channel counts that holds a head; channels past the head's are 0. */
 extern "C" bool mt_attention_mma_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
-    if (!flash_serves(a, dtype) || D > 256 || DV > 256) return false;
+    if (!flash_serves(a, dtype) || D > 256 || DV > 256 || !pages_serve(a, forward_size<64, 64>::KEYS)) return false;
     if (D <= 64 && DV <= 64) return forward<64, 64>(a, stream);
     if (D <= 128 && DV <= 128) return forward<128, 128>(a, stream);
     return D <= 192 && DV <= 128 ? forward<192, 128>(a, stream) : forward<256, 256>(a, stream);

@@ -227,19 +227,21 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
         for (int i = 0; i < P * N; i++) sums.values[m][i / N][i % N] = 0;
     }
     int place = threadIdx.x / W, channel = threadIdx.x % W * N;
-    const E *k = (const E *)task.k + t.span.k_start * s.k_stride + t.group * s.head_size + channel;
-    const E *v = (const E *)task.v + t.span.k_start * s.v_stride + t.group * s.value_size + channel;
+    const E *k = (const E *)task.k + t.group * s.head_size + channel;
+    const E *v = (const E *)task.v + t.group * s.value_size + channel;
     for (int base = t.begin; base < t.end; base += U * together) {
         mt_pack<E, N> keys[U][P], values[U][P];
 #pragma unroll
-        for (int u = 0; u < U; u++)
+        for (int u = 0; u < U; u++) {
+            int key = base + place + u * together;
+            int64_t row = key < t.end ? mt_key_row(s.pages, t.span.k_start + key) : 0;
 #pragma unroll
             for (int p = 0; p < P; p++) {
-                int key = base + place + u * together;
                 int at = channel + p * W * N;
-                keys[u][p] = mt_load<N>(k + key * s.k_stride + p * W * N, key < t.end && at < s.head_size);
-                values[u][p] = mt_load<N>(v + key * s.v_stride + p * W * N, key < t.end && at < s.value_size);
+                keys[u][p] = mt_load<N>(k + row * s.k_stride + p * W * N, key < t.end && at < s.head_size);
+                values[u][p] = mt_load<N>(v + row * s.v_stride + p * W * N, key < t.end && at < s.value_size);
             }
+        }
         float scores[U][M];
         score_keys<E, W>(scores, queries, keys, base + place, together);
         add_keys<E>(sums, scores, values);

@@ -20,15 +20,15 @@ static void mt_nccl_check(ncclResult_t status, const char *call, const mt_group 
 
 /* ---- communicators, and waiting for them ------------------------------------------------------------------------- */
 
-/* All communicators ever created. Groups with the same members, of one grid or several, share one; a channel has its own.
- * A closed one is reused for the next group or channel with the same members, because creating one takes NCCL most of a
- * second. All its ranks open and close communicators in the same order, so they agree which one to reuse; each closes
- * independently, at any time. */
+/* All communicators ever created. Groups with the same members, of one grid or several, share one; a channel has its
+ * own. A closed one is reused for the next group or channel with the same members, because creating one takes NCCL most
+ * of a second. All its ranks open and close communicators in the same order, so they agree which one to reuse; each
+ * closes independently, at any time. */
 typedef struct mt_comm_record {
     ncclComm_t comm;
-    mt_group group; // a copy, for messages: the group may end before the others that share this
-    int users;      // 0: closed
-    bool shared;    // by groups; false: of one channel
+    mt_group group;     // a copy, for messages: the group may end before the others that share this
+    int users;          // 0: closed
+    bool shared;        // by groups; false: of one channel
     int *members, size; // world ranks; NULL: not reusable by another group
 } mt_comm_record;
 static mt_comm_record *mt_comms;

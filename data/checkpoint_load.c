@@ -4,6 +4,7 @@
 #include "checkpoint_internal.h"
 
 #include "prompts.h"
+#include "transfer.h"
 #include "watchdog.h"
 
 #include <ctype.h>

@@ -485,3 +485,13 @@ void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file)
         if (dataset) warn_short(dataset, config->seq_length, split_names[split], file);
     }
 }
+
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+    int64_t consumed = 0;
+    for (int64_t i = 0; i < iterations; i++) {
+        int64_t batch = mt_global_batch_size(options, consumed);
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
+        consumed += batch;
+    }
+    return consumed;
+}

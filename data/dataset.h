@@ -300,6 +300,9 @@ int mt_feed_batch(void *feed, int64_t index, mt_batch *batch, mt_error *error);
  * rank of its model replica (the fingerprints at the start leave out parts of large files). Every rank calls it. */
 int mt_feed_check(const mt_feed *feed, const mt_grid *grid, int64_t iteration, mt_error *error);
 
+/* Samples that the first `iterations` steps consume in total. */
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
+
 #ifdef __cplusplus
 }
 #endif

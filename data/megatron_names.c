@@ -92,7 +92,7 @@ static const struct {
     {MT_NAME_NAMED, "--train-iters", "max-steps num-steps steps"},
     {MT_NAME_NAMED, "--lr-warmup-fraction", "warmup warmup-ratio"},
     {MT_NAME_NAMED, "--lr-warmup-iters", "warmup-iters warmup-steps"},
-    {MT_NAME_NAMED, "--global-batch-size", "gradient-accumulation-steps train-batch-size"},
+    {MT_NAME_NAMED, "--global-batch-size", "train-batch-size"},
     {MT_NAME_NAMED, "--hidden-size", "d-model n-embd"},
     {MT_NAME_NAMED, "--num-layers", "encoder-num-layers n-layer"},
     {MT_NAME_NAMED, "--num-attention-heads", "n-head"},

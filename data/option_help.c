@@ -167,7 +167,8 @@ static void mt_options_man_page(mt_program program, FILE *file) {
             ".SH SYNOPSIS\n.B megatron\\-%s\n.RI [ options ]\n.PP\n.B mpirun \\-np\n.I N\n.B megatron\\-%s\n"
             ".RI [ options ]\n.SH DESCRIPTION\nOptions have the names of Megatron\\-LM; those marked * are not "
             "Megatron\\-LM's.\nA YAML file of\n.B \\-\\-config\nhas the same names with underscores; the command line "
-            "takes precedence.\n.B \\-\\-help\n.I WORD\nshows the options whose names or texts have a word.\n"
+            "takes precedence. With \\fB\\-\\-role\\fR it is a file of ROLL, verl or Trinity\\-RFT.\n.B "
+            "\\-\\-help\n.I WORD\nshows the options whose names or texts have a word.\n"
             ".SH OPTIONS\n",
             name, name);
     const char *group = NULL;

@@ -153,7 +153,6 @@ static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error
     int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
     const mt_constraint rules[] = {
         {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
-        {o->seq_length == 0 && o->score, "--seq-length is missing: --score needs it"},
         {o->seq_length == 0 && trains && !converts, "--seq-length is missing"},
     };
     if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
@@ -395,7 +394,14 @@ static int mt_options_check_batch(const mt_options *o, const char *name, int64_t
 }
 
 static int mt_options_derive_batches(mt_options *o, mt_error *error) {
-    const int64_t *ramp = o->rampup_batch_size.items;
+    const int64_t *ramp = o->rampup_batch_size.items, steps = o->gradient_accumulation_steps, longest = 1073741824;
+    if (steps > longest / (o->micro_batch_size * o->data_parallel_size))
+        return mt_error_set(error,
+                            "--micro-batch-size %lld x --gradient-accumulation-steps %lld x %lld data-parallel ranks "
+                            "make a batch of more than %lld sequences",
+                            (long long)o->micro_batch_size, (long long)steps, (long long)o->data_parallel_size,
+                            (long long)longest);
+    if (steps > 0) o->global_batch_size = o->micro_batch_size * steps * o->data_parallel_size;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
     if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
     if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
@@ -555,7 +561,14 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
     if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
-    if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1)
+    if (program == MT_PROGRAM_INFER && o->logits_out && o->data_parallel_size * o->context_parallel_size > 1)
+        return mt_error_set(error,
+                            "--logits-out: needs all sequences on the ranks of one model, and there are %lld "
+                            "ranks; start --tensor-model-parallel-size %lld x --pipeline-model-parallel-size "
+                            "%lld ranks without --context-parallel-size",
+                            (long long)world_size, (long long)o->tensor_model_parallel_size,
+                            (long long)o->pipeline_model_parallel_size);
+    if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1 && !o->score)
         return mt_error_set(error,
                             "infer runs one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
                             "--pipeline-model-parallel-size %lld; start fewer ranks, or raise a size",

@@ -126,6 +126,10 @@ const mt_option mt_option_table[] = {
      "grow the global batch from START by INCREMENT over the first SAMPLES", .needs = "train-samples"},
     {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741823]",
      "tokens per sequence; infer: with --score", .needs = "score"},
+    {"gradient-accumulation-steps", MT_INT, MT_AT(gradient_accumulation_steps), MT_TRAIN, MT_OF_RUN, NULL,
+     "[1,1073741824]",
+     "micro-batches of a step on each data-parallel rank, instead of --global-batch-size, which is their product",
+     .excludes = "global-batch-size, rampup-batch-size", .own = true},
     {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
      "steps to train; 0 with --load and --save: only convert the checkpoint to this precision",
      .excludes = "train-samples"},
@@ -230,7 +234,7 @@ const mt_option mt_option_table[] = {
      "ranks that split each layer: heads, MLP and vocabulary"},
     {"pipeline-model-parallel-size", MT_INT, MT_AT(pipeline_model_parallel_size), MT_BOTH, MT_OF_RUN, "1",
      "[1,1048576]", "ranks that split the sequence of layers"},
-    {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,1048576]",
+    {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that split each sequence"},
     {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that split the experts of a layer", .needs = "num-experts"},
@@ -239,14 +243,14 @@ const mt_option mt_option_table[] = {
      "by "
      "it)",
      .needs = "num-experts"},
-    {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default",
      .needs = "any: tensor-model-parallel-size"},
     {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "with --sequence-parallel: overlap tensor-parallel communication with matrix products, rank by rank; GPUs of one "
      "host",
      .needs = "any: sequence-parallel"},
-    {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
+    {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_BOTH, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
      "how context-parallel ranks exchange keys and values; p2p: round a ring; all_gather: all at once; a2a: "
      "exchange tokens for heads; a2a+p2p: a2a within groups, p2p between them"},
     {"hierarchical-context-parallel-sizes", MT_INTS, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
@@ -531,8 +535,8 @@ const mt_option mt_option_table[] = {
      "visit every sample this many times, instead of --train-iters", .needs = "sft",
      .excludes = "train-iters, train-samples", .own = true},
     {"chat-template", MT_CHOICE, MT_AT(chat_template), MT_BOTH, MT_OF_RUN, "auto", "auto|" MT_CHAT_TEMPLATES,
-     "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone",
-     .needs = "sft, chat", .excludes = "mock-data"},
+     "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone", .needs = "sft",
+     .excludes = "mock-data"},
     {"loss-on", MT_CHOICE, MT_AT(loss_on), MT_TRAIN, MT_OF_RUN, "responses", "responses|last|all",
      "tokens that the loss counts: of all responses, of the last one, or all", .needs = "sft", .excludes = "mock-data",
      .own = true},
@@ -633,6 +637,14 @@ const mt_option mt_option_table[] = {
      .needs = "save"},
     {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
      "read options from a file; the command line takes precedence", .own = true},
+    {"role", MT_STRING, MT_AT(role), MT_BOTH, MT_OF_RUN, NULL, "ROLE",
+     "the file of --config is one of ROLL, verl or Trinity-RFT: read the pipeline's keys and those of this role, such "
+     "as sft_train, actor_train, reference, student or rewards.NAME",
+     .needs = "config", .own = true},
+    {"print-config", MT_FLAG, MT_AT(print_config), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "print the keys of the file of --role with the options that they set, the keys that are not used, and all options "
+     "that differ from their defaults, and exit",
+     .own = true},
 
     {.help = "generation (interactive without --prompt)"},
     {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
@@ -657,8 +669,8 @@ const mt_option mt_option_table[] = {
      "begin the conversation with this system message", .needs = "chat", .own = true},
 
     {.help = "scoring"},
-    {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE.i32",
-     "int32 [sequences, seq length + 1] to score, without a backward",
+    {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE",
+     "sequences to score, on any layout: FILE.jsonl as for --sft, or int32 [sequences, seq length + 1]",
      .excludes = "prompt, prompt-tokens, print-tokens, chat, max-new-tokens, temperature, top-k, top-p", .own = true},
     {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "write the log-probability of every label",
      .needs = "score", .own = true},
@@ -952,6 +964,7 @@ void mt_options_free(mt_options *options) {
     }
     mt_strings_free(&options->typed_names);
     mt_strings_free(&options->sharded_names);
+    mt_strings_free(&options->config_keys);
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
@@ -1048,6 +1061,18 @@ static void mt_option_set_default(mt_options *options, const mt_option *row) {
     if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
 }
 
+void mt_option_reset(mt_options *options, const mt_option *row) {
+    mt_option_clear(options, row);
+    if (row->type == MT_FLAG || row->type == MT_NO) *mt_option_bool(options, row) = false;
+    if (row->type == MT_INT) *mt_option_int(options, row) = 0;
+    if (row->type == MT_REAL) *mt_option_real(options, row) = 0;
+    if (row->type == MT_CHOICE) *mt_option_choice(options, row) = 0;
+    if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
+    for (const mt_option *other = mt_option_table; other->help; other++)
+        if (other->name && other->offset == row->offset) mt_option_set_default(options, other);
+    options->given[row->offset / 64] &= ~((uint64_t)1 << row->offset % 64);
+}
+
 bool mt_option_is_default(const mt_options *options, const mt_option *row) {
     mt_options defaults = {0}; // without strings: this is called often
     const char *text = NULL;
@@ -1105,6 +1130,25 @@ bool mt_option_next_rule(const char **column, mt_option_rule *rule) {
     rule->other = mt_option_find(name, strlen(name));
     MT_CHECK(rule->other);
     return true;
+}
+
+bool mt_option_used(const mt_options *options, const mt_option *row) {
+    return mt_options_gave(options, row->offset) && !mt_option_is_default(options, mt_option_of(row->offset));
+}
+
+bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {
+    if (!choices) return !mt_option_is_default(options, row);
+    char *value = mt_option_text(options, row), *rest = NULL;
+    bool found = false;
+    for (char *word = strtok_r(value, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
+        found = mt_choice_index(choices, word) >= 0;
+    free(value);
+    return found;
+}
+
+bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule) {
+    if (!rule->condition) return mt_option_used(options, row);
+    return mt_option_has(options, row, strcmp(rule->condition, "any") == 0 ? NULL : rule->condition);
 }
 
 int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {

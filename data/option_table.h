@@ -81,6 +81,9 @@ unsigned *mt_option_choice(const mt_options *options, const mt_option *row);
 bool mt_option_is_list(const mt_option *row);
 void mt_option_clear(mt_options *options, const mt_option *row);
 
+/* Sets an option to its default, as if it was not given. */
+void mt_option_reset(mt_options *options, const mt_option *row);
+
 /* True if an option has its default. */
 bool mt_option_is_default(const mt_options *options, const mt_option *row);
 
@@ -114,6 +117,15 @@ bool mt_option_in_range(const mt_option *row, double value);
 
 /* Checks numbers against their ranges and choices against their lists; values that are not given are skipped. */
 int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
+
+/* True for an option that was given with another value than its default. */
+bool mt_option_used(const mt_options *options, const mt_option *row);
+
+/* True if an option has one of the choices "a|b", or, without choices, another value than its default. */
+bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices);
+
+/* True if the condition of a rule of `row` is met. */
+bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule);
 
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value);

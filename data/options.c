@@ -7,6 +7,7 @@
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
+#include "role_config.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -69,7 +70,8 @@ typedef struct mt_option_reader {
     mt_program program;
     mt_refusal *refused;
     int64_t num_refused;
-    mt_strings always; // names that state a property that always holds
+    mt_strings always;                                                 // names that state a property that always holds
+    uint64_t typed[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
 
 /* The option, or the answer, that a name stands for. */
@@ -367,6 +369,7 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
     }
     char where[112];
     mt_option_print_name(where, name, length);
+    if (row) reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
     bool is_list = row && mt_option_is_list(row), is_weak = setting.megatron.value != NULL;
     if (row && !is_weak) mt_option_clear(reader->options, row); // the last one wins
     if (equals) return mt_setting_set(reader, &setting, equals + 1, where, error) ? -1 : index;
@@ -408,6 +411,16 @@ static int mt_options_find_config(const char **config, int argc, char **argv, mt
             *config = argv[i + 1];
     }
     return 0;
+}
+
+/* The value of the last --role; NULL if there is none. */
+static const char *mt_options_find_role(int argc, char **argv) {
+    const char *role = NULL;
+    for (int i = 1; i < argc; i++) {
+        if (strncmp(argv[i], "--role=", 7) == 0) role = argv[i] + 7;
+        if (strcmp(argv[i], "--role") == 0 && i + 1 < argc && !mt_is_name(argv[i + 1])) role = argv[i + 1];
+    }
+    return role;
 }
 
 #ifdef MT_HAVE_YAML
@@ -601,11 +614,295 @@ static int mt_option_reader_read_yaml(mt_option_reader *reader, const char *text
 }
 #endif
 
+/* ---- a file with roles (role_config.c) */
+
+/* Notes a key for --print-config: the option that it sets, or "", and why it has no effect, or "". */
+static void mt_options_note_key(mt_options *options, const mt_role_entry *entry, const char *option, const char *text) {
+    char line[24];
+    mt_strings *keys = &options->config_keys;
+    snprintf(line, sizeof line, "%lld", entry->line);
+    for (int64_t i = 0; i < keys->count && *option; i += 4)
+        if (strcmp(keys->items[i + 2], option) == 0 && !*keys->items[i + 3]) {
+            char replaced[200];
+            snprintf(replaced, sizeof replaced, "line %s, %.100s, has this option too", line, entry->name);
+            mt_string_set(&keys->items[i + 3], replaced);
+        }
+    mt_strings_add(keys, line);
+    mt_strings_add(keys, entry->key);
+    mt_strings_add(keys, option);
+    mt_strings_add(keys, text);
+}
+
+/* Records a key that was refused. `nearest` is the key or the option with the nearest name, or "". */
+static void mt_option_reader_refuse_key(mt_option_reader *reader, const char *position, const char *name,
+                                        const char *reason, const char *nearest) {
+    reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
+    mt_refusal *refusal = &reader->refused[reader->num_refused++];
+    *refusal = (mt_refusal){0};
+    snprintf(refusal->position, sizeof refusal->position, "%s", position);
+    snprintf(refusal->name, sizeof refusal->name, "%.100s", name);
+    snprintf(refusal->reason, sizeof refusal->reason, "%s", reason);
+    snprintf(refusal->nearest, sizeof refusal->nearest, "%s", nearest);
+}
+
+/* A key for an option that the table does not have. */
+static void mt_option_reader_take_absent(mt_option_reader *reader, const mt_role_entry *entry, const char *position) {
+    char reason[300];
+    const char *value = entry->values.count > 0 ? entry->values.items[0] : "";
+    bool is_on = true, is_stage = strcmp(entry->option, "stage") == 0;
+    if (entry->is_implied && (!is_stage || reader->program == MT_PROGRAM_INFER)) return;
+    bool is_off =
+        (mt_parse_bool(value, &is_on) && !is_on) || (entry->accepted && mt_choice_index(entry->accepted, value) >= 0);
+    snprintf(reason, sizeof reason, "sets --%s%s%s, which is not built yet", entry->option, is_stage ? " " : "",
+             is_stage ? value : "");
+    if (is_off)
+        mt_options_note_key(reader->options, entry, "", "so here in any case");
+    else
+        mt_option_reader_refuse_key(reader, position, entry->name, reason, "");
+}
+
+/* A key that has Megatron-LM's name of no option. */
+static void mt_option_reader_take_other(mt_option_reader *reader, const mt_role_entry *entry, const char *position,
+                                        const mt_setting *setting) {
+    const char *value = entry->values.count > 0 ? entry->values.items[0] : NULL;
+    mt_name_kind kind = setting->megatron.kind;
+    if (kind == MT_NAME_NO_MEANING) {
+        mt_options_note_key(reader->options, entry, "", setting->megatron.text);
+        return;
+    }
+    if (kind != MT_NAME_UNKNOWN && entry->values.count == 0) return; // null
+    int64_t before = reader->num_refused;
+    mt_option_reader_refuse(reader, setting, position, entry->name, strlen(entry->name), value);
+    if (reader->num_refused == before)
+        mt_options_note_key(reader->options, entry, "", "off, as here in any case");
+    else if (kind == MT_NAME_UNKNOWN && *entry->text)
+        snprintf(reader->refused[before].nearest, sizeof reader->refused[before].nearest, "%s", entry->text);
+}
+
+/* Gives a setting the values of a key. */
+static int mt_option_reader_take_values(mt_option_reader *reader, const mt_role_entry *entry, const mt_setting *setting,
+                                        const char *where, mt_error *error) {
+    const mt_option *row = setting->row;
+    const mt_strings *values = &entry->values;
+    bool is_layers = row && row->offset == MT_AT(moe_layer_freq) && entry->is_sequence;
+    if (entry->is_sequence && !is_layers && (!row || !mt_option_is_list(row)))
+        return mt_error_set(error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
+    if (row && !setting->megatron.value) mt_option_clear(reader->options, row);
+    if (row) mt_options_note_key(reader->options, entry, mt_option_of(row->offset)->name, "");
+    if (is_layers) {
+        char *list = NULL;
+        size_t size;
+        FILE *file = open_memstream(&list, &size);
+        MT_CHECK(file);
+        for (int64_t i = 0; i < values->count; i++) fprintf(file, "%c%s", i > 0 ? ',' : '[', values->items[i]);
+        MT_CHECK(fputc(']', file) != EOF && fclose(file) == 0);
+        int status = mt_setting_set(reader, setting, list, where, error);
+        free(list);
+        return status;
+    }
+    for (int64_t i = 0; i < values->count; i++)
+        if (mt_setting_set(reader, setting, values->items[i], where, error) != 0) return -1;
+    return 0;
+}
+
+static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_entry *entry, const char *path,
+                                       mt_error *error) {
+    char position[300], where[400];
+    bool infers = reader->program == MT_PROGRAM_INFER;
+    snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
+    snprintf(where, sizeof where, "%s%.80s", position, entry->name);
+    if (entry->kind == MT_ENTRY_UNKNOWN)
+        mt_option_reader_refuse_key(reader, position, entry->name, "", entry->text);
+    else if (entry->kind == MT_ENTRY_REFUSED)
+        mt_option_reader_refuse_key(reader, position, entry->name, entry->text, "");
+    else if (entry->kind != MT_ENTRY_OPTION)
+        mt_options_note_key(reader->options, entry, "", entry->text);
+    if (entry->kind != MT_ENTRY_OPTION) return 0;
+    mt_setting setting = mt_setting_find(entry->option, strlen(entry->option));
+    bool is_stage = setting.row && setting.row->offset == MT_AT(stage);
+    if (is_stage && !infers && mt_choice_index(setting.row->values, entry->values.items[0]) < 0) {
+        mt_option_reader_take_absent(reader, entry, position);
+    } else if (mt_setting_is_accepted(&setting, reader->program)) {
+        if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
+        return mt_option_reader_take_values(reader, entry, &setting, where, error);
+    } else if (setting.row && !entry->is_implied)
+        mt_options_note_key(reader->options, entry, "", infers ? "training (train)" : "generation (infer)");
+    else if (!setting.row && entry->is_megatron)
+        mt_option_reader_take_other(reader, entry, position, &setting);
+    else if (!setting.row)
+        mt_option_reader_take_absent(reader, entry, position);
+    return 0;
+}
+
+static int mt_option_reader_read_role(mt_option_reader *reader, const char *role, const char *text, int64_t bytes,
+                                      const char *path, mt_error *error) {
+    mt_role_config config;
+    int status = mt_role_config_read(&config, role, text, bytes, path, error);
+    for (int64_t i = 0; i < config.count && status == 0; i++)
+        status = mt_option_reader_take_entry(reader, &config.entries[i], path, error);
+    reader->options->config_devices = config.num_devices;
+    mt_role_config_free(&config);
+    return status;
+}
+
+static bool mt_option_is_typed(const mt_option_reader *reader, size_t offset) {
+    return reader->typed[offset / 64] >> offset % 64 & 1;
+}
+
+/* True if a rule of `column` names an option of the command line, which breaks it. `row` has the column. */
+static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_option *row, bool needs,
+                                  mt_option_rule *rule) {
+    const mt_options *o = reader->options;
+    for (const char *column = needs ? row->needs : row->excludes; mt_option_next_rule(&column, rule);) {
+        if (!mt_option_is_typed(reader, rule->other->offset) || !mt_option_rule_holds(o, row, rule)) continue;
+        bool has = mt_option_has(o, rule->other, rule->choices);
+        if (needs ? !has : !rule->condition && !rule->choices && mt_option_used(o, rule->other)) return true;
+    }
+    return false;
+}
+
+/* True if an option of the file is for training on samples, or for a conversation, and the run does neither. */
+static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
+    const mt_options *o = reader->options;
+    mt_option_rule rule;
+    if (o->stage != MT_STAGE_PT) return false;
+    for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
+        if ((rule.other->offset == MT_AT(sft) || rule.other->offset == MT_AT(chat)) &&
+            rule.other->programs & (int)reader->program && !mt_option_has(o, rule.other, NULL))
+            return true;
+    return false;
+}
+
+/* The option of the command line that an option of the file gives way to; NULL: none. */
+static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_option *row) {
+    const mt_options *o = reader->options;
+    mt_option_rule rule;
+    bool shaped = mt_option_is_typed(reader, MT_AT(num_layers)) && mt_option_is_typed(reader, MT_AT(hidden_size));
+    bool loads = row->offset == MT_AT(load) || row->offset == MT_AT(finetune);
+    if (loads && mt_option_is_typed(reader, MT_AT(hf_config))) return "hf-config";
+    if (loads && shaped) return "num-layers and --hidden-size";
+    if (loads && mt_option_is_typed(reader, MT_AT(load))) return "load";
+    if (row->offset == MT_AT(train_epochs) && o->train_iters > 0) return "train-iters";
+    if (row->offset == MT_AT(sequence_parallel) && o->tensor_model_parallel_size == 1)
+        return "tensor-model-parallel-size 1";
+    for (const mt_option *same = mt_option_table; same->help; same++) {
+        if (!same->name || same->offset != row->offset) continue;
+        if (mt_option_rule_yields(reader, same, false, &rule)) return rule.other->name;
+        if (mt_option_rule_yields(reader, same, true, &rule)) return rule.other->name;
+    }
+    for (const mt_option *other = mt_option_table; other->help; other++) {
+        if (!other->name || !mt_option_is_typed(reader, other->offset)) continue;
+        for (const char *column = other->excludes; mt_option_next_rule(&column, &rule);)
+            if (rule.other->offset == row->offset && !rule.condition && !rule.choices && mt_option_used(o, other))
+                return other->name;
+    }
+    return NULL;
+}
+
+/* Marks the keys of an option as without effect. */
+static void mt_options_yield_keys(mt_options *options, const mt_option *row, const char *text) {
+    const char *name = mt_option_of(row->offset)->name;
+    for (int64_t i = 0; i < options->config_keys.count; i += 4)
+        if (strcmp(options->config_keys.items[i + 2], name) == 0 && !*options->config_keys.items[i + 3])
+            mt_string_set(&options->config_keys.items[i + 3], text);
+}
+
+/* The command line wins over a file of roles: an option of the file that an option of the command line excludes, or
+ * leaves without what it needs, has its default. A run that is cut short by --train-iters keeps the learning rates that
+ * the file's number of steps makes. */
+static void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters) {
+    mt_options *o = reader->options;
+    char text[200];
+    if (mt_option_is_typed(reader, MT_AT(train_iters)) && file_iters > 0 && !MT_GIVEN(o, lr_decay_iters))
+        o->lr_decay_iters = file_iters;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || !mt_option_is_typed(reader, row->offset)) continue;
+        mt_options_yield_keys(o, row, "the command line has their options");
+    }
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || mt_option_is_typed(reader, row->offset) || !mt_options_gave(o, row->offset)) continue;
+        bool lacks = mt_option_lacks_purpose(reader, row);
+        const char *other = lacks ? "" : mt_option_yields_to(reader, row);
+        if (!other) continue;
+        snprintf(text, sizeof text, lacks ? "this role does not need it" : "gives way to --%s", other);
+        mt_options_yield_keys(o, row, text);
+        mt_option_reset(o, row);
+        reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well
+        row = mt_option_table;
+    }
+}
+
+/* True if the entry of config_keys at `i` repeats the one before: a key without effect that had stood for two options.
+ */
+static bool mt_config_key_repeats(const mt_strings *keys, int64_t i) {
+    bool same = i > 0 && *keys->items[i + 3];
+    for (int64_t j = i; j < i + 4 && same; j++) same = j == i + 2 || strcmp(keys->items[j], keys->items[j - 4]) == 0;
+    return same;
+}
+
+/* Prints how many keys of the file set options, and the others by reason. */
+static void mt_options_print_unused(const mt_options *options, FILE *file) {
+    const mt_strings *keys = &options->config_keys;
+    int64_t used = 0;
+    for (int64_t i = 0; i < keys->count; i += 4) used += !*keys->items[i + 3];
+    fprintf(file, "%s, role %s: %lld keys set options, which --print-config shows; the others have no effect here:\n",
+            options->config, options->role, (long long)used);
+    for (int64_t i = 0; i < keys->count; i += 4) {
+        const char *reason = keys->items[i + 3];
+        bool is_first = *reason;
+        for (int64_t j = 0; j < i && is_first; j += 4) is_first = strcmp(keys->items[j + 3], reason) != 0;
+        if (!is_first) continue;
+        fprintf(file, "  %s", keys->items[i + 1]);
+        for (int64_t j = i + 4; j < keys->count; j += 4)
+            if (strcmp(keys->items[j + 3], reason) == 0 && !mt_config_key_repeats(keys, j))
+                fprintf(file, ", %s", keys->items[j + 1]);
+        fprintf(file, ": %s\n", reason);
+    }
+}
+
+int64_t mt_options_printed_ranks(const mt_options *o, int64_t world_size) {
+    int64_t layout = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
+    if (world_size > 1 || layout == 1) return world_size;
+    return o->config_devices > 0 ? o->config_devices : layout;
+}
+
+void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
+                             FILE *file) {
+    const mt_strings *keys = &options->config_keys;
+    int width = 0;
+    for (int64_t i = 0; i < keys->count; i += 4) width = (int)mt_max(width, (int64_t)strlen(keys->items[i + 1]));
+    if (options->role) fprintf(file, "%s, role %s: keys and options\n", options->config, options->role);
+    for (int64_t i = 0; i < keys->count; i += 4) {
+        if (*keys->items[i + 3]) continue;
+        const mt_option *row = mt_option_find(keys->items[i + 2], strlen(keys->items[i + 2]));
+        char *value = mt_option_text(options, row);
+        fprintf(file, "%6s  %-*s  --%s %s\n", keys->items[i], width, keys->items[i + 1], row->name, value);
+        free(value);
+    }
+    if (options->role) fprintf(file, "keys without effect here\n");
+    for (int64_t i = 0; i < keys->count; i += 4)
+        if (*keys->items[i + 3] && !mt_config_key_repeats(keys, i))
+            fprintf(file, "%6s  %-*s  %s\n", keys->items[i], width, keys->items[i + 1], keys->items[i + 3]);
+    fprintf(file, "options on %lld rank%s\n", (long long)ranks, ranks == 1 ? "" : "s");
+    mt_options_print(options, program, file);
+    if (error) fprintf(file, "these options do not make a run yet: %s\n", error->text);
+}
+
 int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
     int status = mt_option_reader_read_yaml(&reader, text, bytes, path, error);
     if (!status) status = mt_option_reader_report(&reader, error);
+    mt_option_reader_free(&reader);
+    return status;
+}
+
+int mt_options_read_role(mt_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
+                         const char *path, mt_error *error) {
+    mt_option_reader reader = {.options = options, .program = program};
+    int status = mt_option_reader_read_role(&reader, role, text, bytes, path, error);
+    if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status) mt_option_reader_yield(&reader, 0);
     mt_option_reader_free(&reader);
     return status;
 }
@@ -705,10 +1002,17 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
     return status;
 }
 
-static int mt_options_read_config(mt_option_reader *reader, const char *path, mt_error *error) {
+/* Reads the file of --config; `role` is that of --role, or NULL. */
+static int mt_options_read_config(mt_option_reader *reader, const char *path, const char *role, mt_error *error) {
     int64_t bytes;
-    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = text ? mt_option_reader_read_yaml(reader, text, bytes, path, error) : -1;
+    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error), roles[400];
+    int result = !text ? -1 : 0;
+    if (text && role)
+        result = mt_option_reader_read_role(reader, role, text, bytes, path, error);
+    else if (text && mt_role_config_detect(roles, text, bytes))
+        result = mt_error_set(error, "%s: has the roles %s; choose one with --role", path, roles);
+    else if (text)
+        result = mt_option_reader_read_yaml(reader, text, bytes, path, error);
     free(text);
     if (!result && reader->options->config)
         return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
@@ -717,43 +1021,26 @@ static int mt_options_read_config(mt_option_reader *reader, const char *path, mt
 
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
-    const char *config;
+    const char *config, *role = mt_options_find_role(argc, argv);
     mt_options_default(options);
     mt_options_help(program, argc, argv);
     int status = mt_options_find_config(&config, argc, argv, error);
-    if (!status && config) status = mt_options_read_config(&reader, config, error); // later settings win
+    if (!status && config) status = mt_options_read_config(&reader, config, role, error); // later settings win
+    int64_t file_iters = options->train_iters;
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
     if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status && role) mt_option_reader_yield(&reader, file_iters);
     if (!status) mt_option_reader_print_always(&reader);
+    if (!status && role && config && !options->print_config && mt_launch_rank() == 0)
+        mt_options_print_unused(options, program == MT_PROGRAM_INFER ? stderr : stdout);
     mt_option_reader_free(&reader);
     if (status) return -1;
+    if (options->print_config) return 0;
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
 /* ---- rules of the table, and texts that are parsed for the struct */
-
-/* True for an option that was given with another value than its default. */
-static bool mt_option_used(const mt_options *options, size_t offset) {
-    return mt_options_gave(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
-}
-
-/* True if an option has one of the choices, or, without choices, another value than its default. */
-static bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {
-    if (!choices) return !mt_option_is_default(options, row);
-    char *value = mt_option_text(options, row), *rest = NULL;
-    bool found = false;
-    for (char *word = strtok_r(value, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
-        found = mt_choice_index(choices, word) >= 0;
-    free(value);
-    return found;
-}
-
-/* True if the condition of a rule is met. */
-static bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule) {
-    if (!rule->condition) return mt_option_used(options, row->offset);
-    return mt_option_has(options, row, strcmp(rule->condition, "any") == 0 ? NULL : rule->condition);
-}
 
 /* A rule that is broken: names both options, with the choices that it has for them. */
 static int mt_option_rule_fail(const mt_options *options, const mt_option *row, const mt_option_rule *rule, bool needs,
@@ -786,8 +1073,8 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
                 return mt_option_rule_fail(options, row, &rule, true, error);
         for (const char *column = row->excludes; mt_option_next_rule(&column, &rule);) {
             bool given = !rule.condition && !rule.choices; // a value that was derived is no contradiction
-            if (mt_option_rule_holds(options, row, &rule) && (given ? mt_option_used(options, rule.other->offset)
-                                                                    : mt_option_has(options, rule.other, rule.choices)))
+            if (mt_option_rule_holds(options, row, &rule) &&
+                (given ? mt_option_used(options, rule.other) : mt_option_has(options, rule.other, rule.choices)))
                 return mt_option_rule_fail(options, row, &rule, false, error);
         }
     }
@@ -903,6 +1190,10 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
     if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
     if (o->score && !o->out && !o->entropy_out && !o->logits_out)
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
+    if (MT_GIVEN(o, chat_template) && !o->chat && !o->score)
+        return mt_error_set(error, "--chat-template needs --chat or --score");
+    if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
+        return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
     return 0;
 }
 

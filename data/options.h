@@ -59,6 +59,22 @@ void mt_options_free(mt_options *options);
 int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error);
 
+/* Reads a YAML text of ROLL, verl or Trinity-RFT: the pipeline's keys and those of a role ("actor_train", "sft_train",
+ * "rewards.NAME"). role_keys.c has the keys that are known: they set options, are not used here, or are refused. The
+ * keys are noted in options->config_keys. */
+int mt_options_read_role(mt_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
+                         const char *path, mt_error *error);
+
+/* For --print-config, with which mt_options_parse stops before it looks for a model: prints each key of a file of roles
+ * with the option that it sets or why it has no effect, then the options that differ from their defaults, which were
+ * finished for `ranks`; `error` is why they make no run, or NULL. */
+void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
+                             FILE *file);
+
+/* The number of ranks to finish printed options for: the ranks that run, or, if one rank runs and the layout needs
+ * more, the devices in the file of --role, or the ranks of the layout. */
+int64_t mt_options_printed_ranks(const mt_options *options, int64_t world_size);
+
 /* Takes the model from the text of a Hugging Face config.json, except the options that were given; `path` is for
  * messages. */
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);

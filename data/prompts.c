@@ -2,6 +2,7 @@
 #include "prompts.h"
 
 #include "file.h"
+#include "rollout.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -44,7 +45,7 @@ int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options
     char *path = mt_path_join(folder, "generation_config.json");
     json_t *config, *item;
     size_t i;
-    stops->count = 0;
+    *stops = (mt_stops){.count = 0};
     int status = read_optional(&config, path, error);
     free(path);
     if (status != 0) return -1;

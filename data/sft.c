@@ -4,6 +4,7 @@
 #include "chat.h"
 #include "text.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,15 +12,29 @@ void mt_samples_free(mt_samples *samples) {
     free(samples->offsets);
     free(samples->tokens);
     free(samples->is_trained);
+    for (int64_t i = 0; samples->questions && i < samples->count; i++) {
+        free(samples->questions[i].prompt);
+        free(samples->questions[i].answer);
+    }
+    free(samples->questions);
     *samples = (mt_samples){0};
 }
 
 uint64_t mt_samples_fingerprint(const mt_samples *samples) {
-    int64_t tokens = samples->offsets[samples->count];
-    uint64_t prints[] = {mt_contents_fingerprint(samples->offsets, (samples->count + 1) * 8, true),
-                         mt_contents_fingerprint(samples->tokens, tokens * 4, true),
-                         mt_contents_fingerprint(samples->is_trained, tokens, true)};
-    return mt_contents_fingerprint(prints, sizeof prints, true);
+    int64_t tokens = samples->offsets[samples->count], count = samples->questions ? samples->count : 0;
+    uint64_t *prints = mt_calloc((3 + 2 * count) * 8);
+    prints[0] = mt_contents_fingerprint(samples->offsets, (samples->count + 1) * 8, true);
+    prints[1] = mt_contents_fingerprint(samples->tokens, tokens * 4, true);
+    prints[2] = mt_contents_fingerprint(samples->is_trained, tokens, true);
+    for (int64_t i = 0; i < count; i++) {
+        const mt_question *question = &samples->questions[i];
+        prints[3 + 2 * i] = mt_contents_fingerprint(question->prompt, question->prompt_bytes, true);
+        if (question->answer)
+            prints[4 + 2 * i] = mt_contents_fingerprint(question->answer, question->answer_bytes, true);
+    }
+    uint64_t print = mt_contents_fingerprint(prints, (3 + 2 * count) * 8, true);
+    free(prints);
+    return print;
 }
 
 /* ---- one sample ----------------------------------------------------------------------------------------------------
@@ -89,9 +104,16 @@ static void add_sample(reader *r, int64_t count) {
     r->longest = mt_max(r->longest, count - 1);
 }
 
+static int check_tokenizer(const reader *r, mt_error *error) {
+    if (r->chat) return 0;
+    return mt_error_set(error, "has text, and there is no tokenizer; give --tokenizer-type and --tokenizer-model, or "
+                               "--load a model with one");
+}
+
 /* The tokens of the messages; all of them are in the scratch of the reader. */
 static int encode_sample(reader *r, mt_error *error) {
     r->ids.count = r->turns.count = 0;
+    if (check_tokenizer(r, error) != 0) return -1;
     if (mt_chat_encode(r->chat, r->messages, r->num_messages, false, &r->ids, &r->turns, error) != 0) return -1;
     return check_tokens(r, error);
 }
@@ -178,6 +200,7 @@ static int read_prompt(reader *r, const json_t *prompt, const char *name, const 
 
 static int read_document(reader *r, const json_t *text, mt_error *error) {
     if (!json_is_string(text)) return mt_error_set(error, "\"text\" is not a text");
+    if (check_tokenizer(r, error) != 0) return -1;
     r->ids.count = r->turns.count = 0;
     if (mt_chat_encode_document(r->chat, json_string_value(text), (int64_t)json_string_length(text), &r->ids, error))
         return -1;
@@ -186,9 +209,27 @@ static int read_document(reader *r, const json_t *text, mt_error *error) {
     return r->ids.count < 2 ? mt_error_set(error, "\"text\" is empty") : take_sample(r, error);
 }
 
+/* A list of tokens: the loss counts all but the first. */
+static int read_tokens(reader *r, const json_t *tokens, mt_error *error) {
+    size_t i;
+    const json_t *token;
+    r->ids.count = r->turns.count = 0;
+    json_array_foreach(tokens, i, token) {
+        double id = json_number_value(token);
+        if (!json_is_number(token) || id < 0 || id > INT32_MAX || id != floor(id))
+            return mt_error_set(error, "\"tokens\": item %lld is not a token", (long long)i + 1);
+        mt_ids_push(&r->ids, (int32_t)id);
+        mt_ids_push(&r->turns, 0); // one response
+    }
+    if (check_tokens(r, error) != 0) return -1;
+    return r->ids.count < 2 ? mt_error_set(error, "\"tokens\" has less than two") : take_sample(r, error);
+}
+
 /* Reads one line as a sample. */
 static int read_single(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
+    if (json_is_array(json_object_get(object, "tokens")))
+        return read_tokens(r, json_object_get(object, "tokens"), error);
     const char *name, *response_name, *text_name;
     const json_t *messages = find_field(object, c->messages_key, "messages", NULL, &name);
     if (messages) {
@@ -245,13 +286,78 @@ static int read_pair(reader *r, const json_t *object, mt_error *error) {
     return status;
 }
 
+/* A copy that ends with a 0. */
+static char *copy_text(const char *text, int64_t bytes) {
+    char *copy = mt_malloc(bytes + 1);
+    if (bytes > 0) memcpy(copy, text, (size_t)bytes);
+    copy[bytes] = 0;
+    return copy;
+}
+
+/* The answer of a line, a text or a number with the fewest digits that read back as the same. */
+static int read_answer(const reader *r, const json_t *object, mt_question *question, mt_error *error) {
+    const char *name;
+    const json_t *answer = find_field(object, r->config->answer_key, "answer", NULL, &name);
+    char number[40];
+    if (!answer && !r->config->needs_answer) return 0;
+    if (!answer)
+        return mt_error_set(error, "has no \"%s\" for the reward to compare with; name the field with --answer-key",
+                            name);
+    if (!json_is_string(answer) && !json_is_number(answer))
+        return mt_error_set(error, "\"%s\" is neither a text nor a number", name);
+    double value = json_number_value(answer);
+    for (int digits = 15; json_is_number(answer) && digits <= 17; digits++) {
+        question->answer_bytes = snprintf(number, sizeof number, "%.*g", digits, value);
+        if (strtod(number, NULL) == value) break;
+    }
+    if (json_is_string(answer)) question->answer_bytes = (int64_t)json_string_length(answer);
+    question->answer = copy_text(json_is_string(answer) ? json_string_value(answer) : number, question->answer_bytes);
+    return 0;
+}
+
+/* Reads one line as a prompt. */
+static int read_question(reader *r, const json_t *object, mt_error *error) {
+    const mt_sft_config *c = r->config;
+    const char *name, *prompt_name;
+    const json_t *messages = find_field(object, c->messages_key, "messages", NULL, &name);
+    const json_t *prompt = find_field(object, c->prompt_key, "prompt", "instruction", &prompt_name);
+    mt_samples *s = &r->samples;
+    if (!messages && !prompt)
+        return mt_error_set(error, "has neither \"%s\" nor \"%s\"; name the field with --messages-key or --prompt-key",
+                            name, prompt_name);
+    int status =
+        messages ? read_messages(r, messages, name, NULL, error) : read_prompt(r, prompt, prompt_name, object, error);
+    r->ids.count = r->turns.count = 0;
+    if (status == 0 && (r->num_messages == 0 || strcmp(r->messages[r->num_messages - 1].role, "user") != 0))
+        return mt_error_set(error, "\"%s\" does not end with a message of the user", messages ? name : prompt_name);
+    if (status == 0) status = mt_chat_encode(r->chat, r->messages, r->num_messages, true, &r->ids, &r->turns, error);
+    if (status != 0 || check_tokens(r, error) != 0) return -1;
+    if (r->ids.count == 0) return mt_error_set(error, "the prompt is empty");
+    for (int64_t i = 0; i < r->turns.count; i++) r->turns.data[i] = 0;
+    const mt_chat_message *last = &r->messages[r->num_messages - 1];
+    mt_question question = {0};
+    if (read_answer(r, object, &question, error) != 0) return -1;
+    if (r->ids.count > c->seq_length) {
+        free(question.answer);
+        r->dropped++;
+        return 0;
+    }
+    question.prompt = copy_text(last->content, question.prompt_bytes = last->bytes);
+    add_sample(r, r->ids.count);
+    s->questions = mt_realloc(s->questions, r->sample_capacity * (int64_t)sizeof *s->questions);
+    s->questions[s->count - 1] = question;
+    return 0;
+}
+
 static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error) {
     // Numbers are unused; reading them as reals accepts integers of any size. NUL is an ordinary character.
     const size_t flags = JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES;
     json_t *object = mt_json_parse(line, bytes, flags, NULL, error);
     if (!object) return -1;
     r->num_messages = 0;
-    int status = r->config->pairs ? read_pair(r, object, error) : read_single(r, object, error);
+    int status = r->config->prompts ? read_question(r, object, error)
+                 : r->config->pairs ? read_pair(r, object, error)
+                                    : read_single(r, object, error);
     json_decref(object);
     return status;
 }
@@ -269,10 +375,57 @@ static int refuse_line(reader *r, const char *path, int64_t number, mt_error *er
     return 0;
 }
 
+/* Skips blanks, and counts lines. */
+static const char *skip_blanks(const char *text, const char *end, int64_t *line) {
+    for (; text < end && strchr(" \t\r\n", *text) && *text; text++) *line += *text == '\n';
+    return text;
+}
+
+/* The end of the JSON object that begins at `text`, behind its brace, or the end of the file. */
+static const char *object_end(const char *text, const char *end) {
+    int64_t depth = 0;
+    bool quoted = false;
+    for (; text < end; text++) {
+        if (*text == '"') quoted = !quoted;
+        if (quoted && *text == '\\') text++;
+        if (quoted) continue;
+        depth += (*text == '{') - (*text == '}');
+        if (depth == 0) return text + 1;
+    }
+    return end;
+}
+
+/* A file that is one JSON list, from behind its bracket: each object is read like a line. */
+static int read_list(reader *r, const char *path, const char *text, const char *end, int64_t line, mt_error *error) {
+    const char *problem = NULL;
+    for (bool begins = true;; begins = false) {
+        text = skip_blanks(text, end, &line);
+        if (text < end && *text == ']') {
+            text = skip_blanks(text + 1, end, &line);
+            if (text < end) problem = "has more than one JSON list";
+            break;
+        }
+        if (!begins && (text == end || *text++ != ',')) problem = "expects , or ] after an object of the JSON list";
+        if (!problem) text = skip_blanks(text, end, &line);
+        if (!problem && (text == end || *text != '{')) problem = "expects an object in the JSON list";
+        if (problem) break;
+        const char *next = object_end(text, end);
+        if (read_line(r, text, next - text, error) != 0 && refuse_line(r, path, line, error) != 0) return -1;
+        for (; text < next; text++) line += *text == '\n';
+    }
+    return problem ? mt_error_set(error, "%s:%lld: %s", path, (long long)line, problem) : 0;
+}
+
 static int read_file(reader *r, const char *path, mt_error *error) {
     mt_mapping file;
+    int64_t first_line = 1;
     int status = mt_mapping_open(&file, path, error);
     const char *text = (const char *)file.bytes, *end = text ? text + file.size : NULL;
+    const char *first = text ? skip_blanks(text, end, &first_line) : NULL;
+    if (first < end && *first == '[') {
+        status = read_list(r, path, first + 1, end, first_line, error);
+        text = end;
+    }
     for (int64_t number = 1; status == 0 && text < end; number++) {
         const char *next = mt_text_document_end(MT_TEXT_JSONL, text, end);
         if (!next) next = end;
@@ -288,9 +441,14 @@ static void print_summary(const reader *r) {
     FILE *log = r->config->log;
     const mt_samples *s = &r->samples;
     if (!log) return;
-    fprintf(log, "%s%s: %lld samples, %lld tokens, the loss counts %lld; the longest takes %lld positions",
-            r->config->paths.items[0], r->config->paths.count > 1 ? " and others" : "", (long long)s->count,
-            (long long)s->offsets[s->count], (long long)r->trained, (long long)r->longest);
+    fprintf(log, "%s%s: %lld %s, %lld tokens", r->config->paths.items[0],
+            r->config->paths.count > 1 ? " and others" : "", (long long)s->count,
+            r->config->prompts ? "prompts" : "samples", (long long)s->offsets[s->count]);
+    if (r->config->prompts)
+        fprintf(log, "; the longest has %lld", (long long)r->longest + 1);
+    else
+        fprintf(log, ", the loss counts %lld; the longest takes %lld positions", (long long)r->trained,
+                (long long)r->longest);
     if (r->truncated > 0) fprintf(log, "; %lld were truncated to --seq-length", (long long)r->truncated);
     if (r->dropped > 0) fprintf(log, "; %lld are too long and left out", (long long)r->dropped);
     if (r->bad > 0) fprintf(log, "; %lld bad lines are left out", (long long)r->bad);
@@ -299,6 +457,9 @@ static void print_summary(const reader *r) {
 
 static int check_count(const reader *r, mt_error *error) {
     if (r->samples.count > 0) return 0;
+    if (r->config->prompts && r->dropped > 0)
+        return mt_error_set(error, "%s: has no prompts of at most %lld tokens, which the sequence length leaves them",
+                            r->config->paths.items[0], (long long)r->config->seq_length);
     return mt_error_set(error, "%s: has no samples%s", r->config->paths.items[0],
                         r->dropped > 0 ? ": all are longer than --seq-length; raise it, or give --long-samples truncate"
                                        : "; check the path");
@@ -307,12 +468,7 @@ static int check_count(const reader *r, mt_error *error) {
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {
     reader r = {.config = config, .samples.pairs = config->pairs};
     *samples = (mt_samples){0};
-    if (!tokenizer)
-        return mt_error_set(error,
-                            "%s: needs a tokenizer; give --tokenizer-type and --tokenizer-model, or --load a model "
-                            "with one",
-                            config->paths.items[0]);
-    int status = mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error);
+    int status = tokenizer ? mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error) : 0;
     for (int64_t i = 0; i < config->paths.count && status == 0; i++)
         status = read_file(&r, config->paths.items[i], error);
     if (status == 0) status = check_count(&r, error);

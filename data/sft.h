@@ -14,14 +14,22 @@
 extern "C" {
 #endif
 
+/* Of a prompt: its text, or that of the last user message, and the answer that a reward compares with; NULL: none. Each
+ * text ends with a 0 that is not counted. */
+typedef struct mt_question {
+    char *prompt, *answer;
+    int64_t prompt_bytes, answer_bytes;
+} mt_question;
+
 /* Sequences one after another. Sample s has the tokens [offsets[s], offsets[s + 1]): inputs are all but its last token,
  * labels all but its first, so it takes offsets[s + 1] - offsets[s] - 1 >= 1 positions of a micro-batch. */
 typedef struct mt_samples {
     int64_t count;
-    int64_t *offsets;    // [count + 1]
-    int32_t *tokens;     // [offsets[count]]
-    uint8_t *is_trained; // [offsets[count]]: the loss counts the prediction of this token
-    bool pairs;          // samples 2i and 2i + 1 are one item of a row: a chosen and a rejected response
+    int64_t *offsets;       // [count + 1]
+    int32_t *tokens;        // [offsets[count]]
+    uint8_t *is_trained;    // [offsets[count]]: the loss counts the prediction of this token
+    bool pairs;             // samples 2i and 2i + 1 are one item of a row: a chosen and a rejected response
+    mt_question *questions; // [count] if samples are prompts; else NULL
 } mt_samples;
 
 /* Items of rows: samples, or pairs of them. Below, the "sample" of a row, a piece or a plan is an item. */
@@ -44,19 +52,26 @@ typedef struct mt_sft_config {
     const char *messages_key, *prompt_key, *query_key, *response_key;
     bool pairs; // lines hold a chosen and a rejected response: samples 2i and 2i + 1. Else such lines are bad
     const char *chosen_key, *rejected_key; // NULL: chosen, rejected
-    FILE *log;                             // skipped lines and a summary are printed here; NULL: nowhere
+    bool prompts;           // lines hold prompts, to which a model writes responses; sequences have 1 token or more
+    const char *answer_key; // NULL: answer
+    bool needs_answer;      // a prompt without an answer is bad
+    FILE *log;              // skipped lines and a summary are printed here; NULL: nowhere
 } mt_sft_config;
 
-/* Reads all samples of the files into memory; free them, but not after an error. A line of JSON is one of
+/* Reads all samples of the files into memory; free them, but not after an error. `tokenizer` may be NULL if every line
+ * has tokens. A line of JSON is one of
  *
  *   {"messages": [{"role": "user", "content": "..."}, ...]}
  *   {"prompt": "...", "response": "..."}, also with keys instruction, input and output, as in Alpaca
- *   {"text": "..."}, which is trained on as a whole
+ *   {"text": "..."} or {"tokens": [...]}, which is trained on as a whole
  *   {"prompt": "...", "chosen": "...", "rejected": "..."} with `pairs`; the three may be lists of messages, and the
  *   prompt may be missing
+ *   {"prompt": "...", "answer": "..."} with `prompts`; the prompt may be a list of messages, or "messages"; the answer
+ * a number. Samples are the tokens up to the header of the response; those above seq_length are left out
  *
- * Blank lines are skipped. Errors: a file that cannot be read; more bad lines than skip_bad_samples, with the file and
- * the line of the first; a token outside the vocabulary; no sample at all. */
+ * Blank lines are skipped. A file may also be one JSON list of such objects. Errors: a file that cannot be read; more
+ * bad lines than skip_bad_samples, with the file and the line of the first; a token outside the vocabulary; no sample
+ * at all. */
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error);
 
 /* A number that equal samples share, for mt_fingerprints_agree. */

@@ -5,6 +5,7 @@
  *   usage: bench_decode [OPTIONS OF train, such as --bf16, --device cuda or another --hf-config]
  */
 #include "../data/options.h"
+#include "../data/rollout.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -89,7 +90,7 @@ static double decode_rate(mt_generator *generator, const mt_options *options, in
         if (unfinished < 0) mt_die("%s", error.text);
         double rate = (NEW_TOKENS - 1) / (mt_time() - start);
         if (rate > best) best = rate;
-        for (int64_t s = 0; s < texts; s++) free(sequences[s].tokens);
+        for (int64_t s = 0; s < texts; s++) mt_sequence_end(&sequences[s]);
     }
     return best;
 }
@@ -105,7 +106,7 @@ static void bench(const mt_options *options, const mt_ops *ops, int64_t texts, d
     bool on_cpu = ops == &mt_cpu_ops;
     if (mt_model_create(&model, options, &grid, ops, &plan, &error) != 0) mt_die("%s", error.text);
     mt_model_init(model);
-    mt_generator *generator = mt_generator_create(model, texts, &greedy, &stops);
+    mt_generator *generator = mt_generator_create(model, &greedy, &stops);
     if (on_cpu) bandwidth = read_bandwidth();
     double rate = decode_rate(generator, options, texts), bytes = bytes_per_step(options);
     double again = on_cpu ? read_bandwidth() : 0;

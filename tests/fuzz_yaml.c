@@ -1,4 +1,5 @@
-/* Any bytes as a YAML file of options: read or refused, and never past the validator with a value out of range. */
+/* Any bytes as a YAML file of options or of roles: read or refused, and never past the validator with a value out of
+ * range. */
 #include "../data/options.h"
 
 #include <stdlib.h>
@@ -6,7 +7,25 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
+/* The same bytes as a file of roles. */
+static void read_role(const char *role, const char *text, int64_t bytes) {
+    mt_options options;
+    mt_error error;
+    mt_options_default(&options);
+    if (mt_options_read_role(&options, MT_PROGRAM_TRAIN, role, text, bytes, "run.yaml", &error) == 0) {
+        FILE *file = fopen("/dev/null", "w");
+        if (!file) abort();
+        if (options.config_keys.count % 4 != 0) abort();
+        mt_options_print_config(&options, MT_PROGRAM_TRAIN, 1, NULL, file);
+        (void)fclose(file);
+        (void)mt_options_finish(&options, MT_PROGRAM_TRAIN, 4, &error);
+    }
+    mt_options_free(&options);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static const char *const roles[] = {"sft_train", "actor_train", "reference", "student", "critic", "rewards.rule"};
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) read_role(roles[i], (const char *)data, (int64_t)size);
     mt_options options;
     mt_error error;
     mt_options_default(&options);

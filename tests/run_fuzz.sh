@@ -6,8 +6,8 @@
 # With SECONDS 0 each target runs its inputs once, without new ones.
 #
 # PROGRAM is build/fuzzer/tests/fuzz_TARGET. It starts from tests/fuzz_corpus/TARGET, if that exists, and from the first
-# 16 KiB of the files in tests/golden whose names fit the target. New inputs are added to build/fuzz/corpus/TARGET.
-# Inputs that fail are kept as build/fuzz/TARGET-*: run PROGRAM on one to see it fail again.
+# 16 KiB of the files in tests/golden and tests/roles whose names fit the target. New inputs are added to
+# build/fuzz/corpus/TARGET. Inputs that fail are kept as build/fuzz/TARGET-*: run PROGRAM on one to see it fail again.
 set -u
 seconds=$1
 shift
@@ -15,11 +15,12 @@ shift
 export OMP_NUM_THREADS=1
 failed=''
 
-# seeds TARGET: the files of tests/golden that the target can read.
+# seeds TARGET: the files of tests/golden and tests/roles that the target can read.
 seeds() {
     case $1 in
     *safetensors*) find tests/golden -name '*.safetensors' ;;
     *idx* | *index* | *dataset*) find tests/golden -name '*.idx' ;;
+    yaml) find tests/roles -name '*.yaml' ;;
     *config* | *json*) find tests/golden -name '*.json' ;;
     esac
 }
@@ -30,7 +31,7 @@ for program in "$@"; do
     log=build/fuzz/$target.log
     mkdir -p "$corpus"
     seeds "$target" | while read -r file; do
-        head -c 16384 "$file" >"$corpus/$(echo "$file" | sed 's|^tests/golden/||; s|/|-|g')"
+        head -c 16384 "$file" >"$corpus/$(echo "$file" | sed 's|^tests/||; s|^golden/||; s|/|-|g')"
     done
     if [ -d "tests/fuzz_corpus/$target" ]; then cp -R "tests/fuzz_corpus/$target/." "$corpus"; fi
     echo "$target: $(find "$corpus" -type f | wc -l) inputs to begin with, $seconds seconds (log: $log)"

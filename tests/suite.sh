@@ -19,7 +19,7 @@ tidy() {
 check() {
     name=$1
     shift
-    if "$@"; then
+    if [ $# -gt 0 ] && "$@"; then
         echo "ok $name"
     else
         echo "not ok $name"

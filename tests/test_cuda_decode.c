@@ -9,6 +9,7 @@
 #include "../cuda/attention.h"
 #include "../data/checkpoint.h"
 #include "../data/options.h"
+#include "../data/rollout.h"
 #include "families.h"
 
 #include <jansson.h>
@@ -250,6 +251,53 @@ static problem many_sequences(int64_t count) {
     }
     p.Tq += 1, p.Tk += 1;
     return p;
+}
+
+/* The same spans with keys in shuffled pages of 128 rows, on every rung, give the bits of keys in order. */
+static void keys_in_pages_give_the_bits_of_keys_in_order(void **state) {
+    (void)state;
+    enum { PAGE = 128, PAGES = 11 }; // of them 9 in use
+    static const char *const rungs[] = {"naive", "split", "mma", "hopper"};
+    if (!gpu) skip();
+    for (int k = 0; k < 8; k++) {
+        bool decodes = k % 2 == 0;
+        mt_dtype dtype = MT_BF16;
+        const char *rung = rungs[k / 2];
+        problem p = {.H = 8, .G = 2, .D = 128, .Tq = decodes ? 2 : 300, .Tk = PAGES * PAGE, .count = 2};
+        if (!decodes && k / 2 == 1) continue;
+        p.spans[0] = (mt_span){0, decodes ? 1 : 200, 0, 700, true};
+        p.spans[1] = (mt_span){p.spans[0].q_len, decodes ? 1 : 100, 6 * PAGE, 333, true};
+        int32_t table[PAGES];
+        for (int32_t i = 0; i < PAGES; i++) table[i] = (i * 4 + 3) % PAGES;
+        operands rows = new_operands(&p, dtype), pages = new_operands(&p, dtype);
+        buffer *of_rows[] = {&rows.k, &rows.v}, *of_pages[] = {&pages.k, &pages.v};
+        for (int i = 0; i < 2; i++) {
+            int64_t bytes = buffer_bytes(of_rows[i]) / p.Tk;
+            for (int64_t j = 0; j < p.Tk; j++)
+                memcpy((char *)of_pages[i]->host + (table[j / PAGE] * PAGE + j % PAGE) * bytes,
+                       (char *)of_rows[i]->host + j * bytes, (size_t)bytes);
+            gpu->memory_free(of_pages[i]->device);
+            of_pages[i]->device = to_gpu(of_pages[i]->host, buffer_bytes(of_pages[i]));
+        }
+        mt_attention call = shape_of(&p);
+        mt_span *device = to_gpu(p.spans, sizeof p.spans);
+        int32_t *device_table = to_gpu(table, sizeof table);
+        call.spans = (mt_spans){.host = p.spans, .device = device, .count = p.count};
+        bool serves = true;
+        for (int i = 0; i < 2 && serves; i++) {
+            operands *o = i ? &pages : &rows;
+            call.q = o->q.device, call.k = o->k.device, call.v = o->v.device;
+            call.out = o->out.device, call.lse = o->lse.device;
+            if (i) call.pages = (mt_pages){device_table, PAGE, PAGES};
+            serves = rung_named(rung)->forward(&call, dtype, deterministic_stream);
+            fetch(&o->out), fetch(&o->lse);
+        }
+        if (!serves && k / 2 < 3) fail_msg("%s does not serve pages", rung);
+        if (serves) assert_memory_equal(rows.out.host, pages.out.host, (size_t)buffer_bytes(&rows.out));
+        if (serves) assert_memory_equal(rows.lse.host, pages.lse.host, (size_t)buffer_bytes(&rows.lse));
+        gpu->memory_free(device), gpu->memory_free(device_table);
+        free_operands(&rows), free_operands(&pages);
+    }
 }
 
 static void batches_of_sequences_match_float64(void **state) {
@@ -495,7 +543,7 @@ static void generate(const mt_options *options, const mt_ops *ops, const mt_samp
     }
     mt_model_plan plan = mt_generator_plan(count, CONTEXT, 16); // prompts in pieces
     mt_model *model = create_model(options, ops, &plan);
-    mt_generator *generator = mt_generator_create(model, count, sampling, &stops);
+    mt_generator *generator = mt_generator_create(model, sampling, &stops);
     int64_t unfinished = count;
     while (unfinished > 0) {
         unfinished = mt_generator_step(generator, sequences, count, &error);
@@ -531,7 +579,7 @@ static void generated_tokens_are_those_of_plain_steps_and_of_transformers(void *
                 assert_memory_equal(a[s].tokens, b[s].tokens, (size_t)a[s].num_tokens * 4);
             }
             if (!drawn) assert_memory_equal(a[0].tokens, golden, 32 * 4);
-            for (int64_t s = 0; s < SEQUENCES; s++) free(a[s].tokens), free(b[s].tokens);
+            for (int64_t s = 0; s < SEQUENCES; s++) mt_sequence_end(&a[s]), mt_sequence_end(&b[s]);
             json_decref(root);
             mt_options_free(&options);
         }
@@ -543,6 +591,7 @@ int main(void) {
         cmocka_unit_test(every_head_size_matches_float64),
         cmocka_unit_test(values_narrower_or_wider_than_keys_match_float64),
         cmocka_unit_test(windows_match_float64),
+        cmocka_unit_test(keys_in_pages_give_the_bits_of_keys_in_order),
         cmocka_unit_test(batches_of_sequences_match_float64),
         cmocka_unit_test(a_sequence_has_the_same_bits_beside_others),
         cmocka_unit_test(what_decoding_does_not_ask_for_is_left_to_other_rungs),

@@ -3,6 +3,7 @@
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
+#include "../data/rollout.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -99,12 +100,13 @@ static void run(const mt_options *options, mt_sequence *sequences, int64_t count
     mt_model_plan plan = mt_generator_plan(count, longest, prompt_tokens);
     if (piece > 0) plan.max_tokens = piece;
     mt_model *model = create_model(options, &plan);
-    mt_generator *generator = mt_generator_create(model, count, sampling, stops);
+    mt_generator *generator = mt_generator_create(model, sampling, stops);
     for (; unfinished > 0; steps++) {
         unfinished = mt_generator_step(generator, sequences, count, &error);
         if (unfinished < 0) fail_msg("%s", error.text);
     }
-    assert_in_range(steps, 1, options->max_new_tokens);
+    /* One forward reads whole prompts, or plan.max_tokens tokens; each other one writes a token. */
+    assert_in_range(steps, 1, options->max_new_tokens + (piece > 0 ? count * longest / piece : prompt_tokens / 512));
     mt_generator_destroy(generator);
     mt_model_destroy(model);
 }
@@ -122,11 +124,18 @@ enum { DRAWS = 20000, CHOICES = 8 };
 
 static const float logits8[CHOICES] = {0.3f, -1.2f, 2.0f, 0.3f, -0.5f, 1.4f, -3.0f, 0.9f};
 
+/* The token drawn for a position of a sequence. */
+static int32_t sample(const float *logits, int64_t V, const mt_sampling *sampling, int64_t id, int64_t position,
+                      int32_t *scratch) {
+    const mt_sequence sequence = {.id = id, .num_tokens = position};
+    return mt_sample(logits, V, sampling, &sequence, scratch).token;
+}
+
 static void count_draws(const float *logits, int64_t V, const mt_sampling *sampling, int64_t *counts) {
-    int32_t order[CHOICES];
+    int32_t order[2 * CHOICES];
     for (int64_t i = 0; i < V; i++) counts[i] = 0;
     for (int64_t position = 0; position < DRAWS; position++) {
-        int32_t token = mt_sample(logits, V, sampling, 3, position, order);
+        int32_t token = sample(logits, V, sampling, 3, position, order);
         assert_in_range(token, 0, V - 1);
         counts[token]++;
     }
@@ -201,7 +210,7 @@ static void top_k_and_top_p_keep_what_sorting_would(void **state) {
     (void)state;
     enum { V = 300 };
     float logits[V];
-    int32_t order[V];
+    int32_t order[2 * V];
     for (uint64_t trial = 0; trial < 200; trial++) {
         uint32_t words[4];
         for (uint64_t i = 0; i < V; i++) {
@@ -210,7 +219,7 @@ static void top_k_and_top_p_keep_what_sorting_would(void **state) {
         }
         mt_philox(words, 2, trial, 0);
         mt_sampling sampling = {.temperature = 0.8, .top_k = words[0] % V, .top_p = (words[1] % 100 + 1) / 100.0};
-        int32_t token = mt_sample(logits, V, &sampling, 0, (int64_t)trial, order);
+        int32_t token = sample(logits, V, &sampling, 0, (int64_t)trial, order);
         double before = 0, all = 0; // weight of the tokens that come before the drawn one, and of the top k
         int64_t rank = 0, k = sampling.top_k ? sampling.top_k : V;
         for (int32_t i = 0; i < V; i++) {
@@ -227,24 +236,117 @@ static void top_k_and_top_p_keep_what_sorting_would(void **state) {
     }
 }
 
+static void min_p_keeps_the_tokens_near_the_most_probable(void **state) {
+    (void)state;
+    const double weights[4] = {0.15, 0.5, 0.05, 0.3}; // over the greatest: 0.3, 1, 0.1, 0.6
+    float logits[4];
+    for (int i = 0; i < 4; i++) logits[i] = (float)log(weights[i]);
+    const struct {
+        double min_p, top_p;
+        int64_t top_k;
+        double kept[4];
+    } cases[] = {
+        {0.05, 1, 0, {0.15, 0.5, 0.05, 0.3}}, {0.2, 1, 0, {0.15, 0.5, 0, 0.3}}, {0.5, 1, 0, {0, 0.5, 0, 0.3}},
+        {0.7, 1, 0, {0, 0.5, 0, 0}},          {1, 1, 0, {0, 0.5, 0, 0}},        {0.2, 0.79, 0, {0, 0.5, 0, 0.3}},
+        {0.5, 0.96, 3, {0, 0.5, 0, 0.3}},     {0.05, 1, 3, {0.15, 0.5, 0, 0.3}}};
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+        int64_t counts[CHOICES];
+        mt_sampling sampling = {.temperature = 1, .top_p = cases[k].top_p, .top_k = cases[k].top_k, .seed = 6};
+        sampling.min_p = cases[k].min_p;
+        count_draws(logits, 4, &sampling, counts);
+        assert_drawn_from(cases[k].kept, counts, 4);
+    }
+    /* Temperature 2 takes square roots: 0.55, 1, 0.32, 0.77. */
+    const double kept[4] = {sqrt(0.15), sqrt(0.5), 0, sqrt(0.3)};
+    int64_t counts[CHOICES];
+    mt_sampling sampling = {.temperature = 2, .top_p = 1, .min_p = 0.5, .seed = 6};
+    count_draws(logits, 4, &sampling, counts);
+    assert_drawn_from(kept, counts, 4);
+}
+
+/* Logits of tokens in the prompt or text are divided by the penalty if positive, else multiplied, once each. */
+static void the_repetition_penalty_changes_logits_of_tokens_seen(void **state) {
+    (void)state;
+    int32_t tokens[] = {2, 6, 2, 5}, scratch[2 * CHOICES];
+    double weights[CHOICES];
+    int64_t counts[CHOICES] = {0};
+    mt_sequence sequence = {.id = 3, .tokens = tokens, .num_prompt = 2, .num_tokens = 4};
+    mt_sampling sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1.7};
+    for (int i = 0; i < CHOICES; i++) {
+        bool seen = i == 2 || i == 5 || i == 6;
+        weights[i] = exp(!seen ? logits8[i] : logits8[i] > 0 ? logits8[i] / 1.7 : logits8[i] * 1.7);
+    }
+    for (uint64_t draw = 0; draw < DRAWS; draw++) {
+        sampling.seed = draw;
+        counts[mt_sample(logits8, CHOICES, &sampling, &sequence, scratch).token]++;
+    }
+    assert_drawn_from(weights, counts, CHOICES);
+    sampling.temperature = 0; // token 2 has 2.0 / 1.7, token 5 1.4 / 1.7, and token 7 keeps 0.9
+    assert_int_equal(mt_sample(logits8, CHOICES, &sampling, &sequence, scratch).token, 2);
+    sampling.repetition_penalty = 3;
+    assert_int_equal(mt_sample(logits8, CHOICES, &sampling, &sequence, scratch).token, 7);
+}
+
+/* logp is the log-softmax of the logits; sampled_logp that of the tokens kept, after penalty and temperature. */
+static void log_probabilities_are_of_the_model_and_of_the_draw(void **state) {
+    (void)state;
+    int32_t tokens[] = {2, 6}, scratch[2 * CHOICES];
+    const mt_sampling samplings[] = {
+        {.temperature = 0, .top_p = 1, .logprobs = true},
+        {.temperature = 1, .top_p = 1, .logprobs = true},
+        {.temperature = 0.7, .top_p = 0.8, .logprobs = true},
+        {.temperature = 1.5, .top_p = 1, .top_k = 3, .repetition_penalty = 1.3, .logprobs = true},
+        {.temperature = 1, .top_p = 1, .min_p = 0.2, .logprobs = true},
+        {.temperature = 1, .top_p = 1},
+    };
+    for (size_t k = 0; k < sizeof samplings / sizeof *samplings; k++)
+        for (int64_t draw = 0; draw < 50; draw++) {
+            const mt_sampling *s = &samplings[k];
+            mt_sequence sequence = {.id = draw, .tokens = tokens, .num_tokens = 2};
+            mt_sampled sampled = mt_sample(logits8, CHOICES, s, &sequence, scratch);
+            double all = 0, kept = 0, weights[CHOICES], top = 0;
+            for (int i = 0; i < CHOICES; i++) {
+                double x = logits8[i], penalty = s->repetition_penalty > 0 ? s->repetition_penalty : 1;
+                if (i == 2 || i == 6) x = x > 0 ? x / penalty : x * penalty;
+                weights[i] = s->temperature > 0 ? exp(x / s->temperature) : 0;
+                all += exp(logits8[i]), kept += weights[i], top = fmax(top, weights[i]);
+            }
+            double total = kept;
+            for (int i = 0; i < CHOICES; i++) { // by the weight before each, in order
+                double before = 0;
+                int64_t rank = 0;
+                for (int j = 0; j < CHOICES; j++)
+                    if (weights[j] > weights[i] || (weights[j] == weights[i] && j < i)) before += weights[j], rank++;
+                bool in =
+                    (s->top_k == 0 || rank < s->top_k) && before < s->top_p * total && weights[i] >= s->min_p * top;
+                if (!in) kept -= weights[i];
+            }
+            double logp = s->logprobs ? logits8[sampled.token] - log(all) : 0;
+            double sampled_logp = s->temperature > 0 ? log(weights[sampled.token] / kept) : 0;
+            if (!(fabs(sampled.logp - logp) <= 1e-6 && fabs(sampled.sampled_logp - sampled_logp) <= 1e-6))
+                fail_msg("case %d, token %d: %.8f and %.8f, should be %.8f and %.8f", (int)k, sampled.token,
+                         sampled.logp, sampled.sampled_logp, logp, sampled_logp);
+        }
+}
+
 static void greedy_takes_the_lowest_id_among_equals(void **state) {
     (void)state;
     const float logits[] = {1, 3, -INFINITY, 3, 2};
-    int32_t order[5];
-    assert_int_equal(mt_sample(logits, 5, &greedy, 0, 0, order), 1);
+    int32_t order[10];
+    assert_int_equal(sample(logits, 5, &greedy, 0, 0, order), 1);
     mt_sampling one = {.temperature = 1, .top_p = 1, .top_k = 1};
     for (int64_t position = 0; position < 100; position++)
-        assert_int_equal(mt_sample(logits, 5, &one, 0, position, order), 1);
+        assert_int_equal(sample(logits, 5, &one, 0, position, order), 1);
 }
 
 static void logits_that_are_not_numbers_are_refused(void **state) {
     (void)state;
     const float bad[][3] = {{NAN, 1, 2}, {1, 2, NAN}, {1, INFINITY, 0}, {-INFINITY, -INFINITY, -INFINITY}};
     const mt_sampling drawn = {.temperature = 1, .top_p = 0.9};
-    int32_t order[3];
+    int32_t order[6];
     for (int i = 0; i < 4; i++) {
-        assert_int_equal(mt_sample(bad[i], 3, &greedy, 0, 0, order), -1);
-        assert_int_equal(mt_sample(bad[i], 3, &drawn, 0, 0, order), -1);
+        assert_int_equal(sample(bad[i], 3, &greedy, 0, 0, order), -1);
+        assert_int_equal(sample(bad[i], 3, &drawn, 0, 0, order), -1);
     }
 }
 
@@ -252,13 +354,13 @@ static void a_draw_depends_on_seed_sequence_and_position_alone(void **state) {
     (void)state;
     enum { V = 5000 };
     static float logits[V]; // all equal: every draw is one of 5,000
-    static int32_t order[V];
+    static int32_t order[2 * V];
     const mt_sampling a = {.temperature = 1, .top_p = 1, .seed = 1}, b = {.temperature = 1, .top_p = 1, .seed = 2};
-    int32_t token = mt_sample(logits, V, &a, 4, 9, order);
-    assert_int_equal(mt_sample(logits, V, &a, 4, 9, order), token);
-    assert_int_not_equal(mt_sample(logits, V, &b, 4, 9, order), token);
-    assert_int_not_equal(mt_sample(logits, V, &a, 5, 9, order), token);
-    assert_int_not_equal(mt_sample(logits, V, &a, 4, 10, order), token);
+    int32_t token = sample(logits, V, &a, 4, 9, order);
+    assert_int_equal(sample(logits, V, &a, 4, 9, order), token);
+    assert_int_not_equal(sample(logits, V, &b, 4, 9, order), token);
+    assert_int_not_equal(sample(logits, V, &a, 5, 9, order), token);
+    assert_int_not_equal(sample(logits, V, &a, 4, 10, order), token);
 }
 
 /* ---- the cache */
@@ -278,7 +380,7 @@ static void greedy_continuations_equal_transformers(void **state) {
         for (int64_t i = 0; i < count; i++)
             if (sequence.tokens[i] != expected[i])
                 fail_msg("%s: token %d is %d, expected %d", families[k], (int)i, sequence.tokens[i], expected[i]);
-        free(sequence.tokens);
+        mt_sequence_end(&sequence);
         mt_options_free(&options);
     }
 }
@@ -395,7 +497,7 @@ static void begin_prompts(const mt_options *options, int64_t context, mt_sequenc
 }
 
 static void free_prompts(mt_sequence *sequences) {
-    for (int64_t s = 0; s < NUM_PROMPTS; s++) free(sequences[s].tokens);
+    for (int64_t s = 0; s < NUM_PROMPTS; s++) mt_sequence_end(&sequences[s]);
 }
 
 static void a_batch_of_unequal_prompts_equals_single_runs(void **state) {
@@ -491,7 +593,7 @@ static void a_sequence_ends_at_a_stop_token_or_at_its_length(void **state) {
     assert_int_equal(stopped.tokens[8], expected[8]);
     run(&options, &cut, 1, 0, &greedy, &no_stops);
     assert_int_equal(cut.num_tokens, 11); // the whole context
-    free(stopped.tokens), free(cut.tokens);
+    mt_sequence_end(&stopped), mt_sequence_end(&cut);
     mt_options_free(&options);
 }
 
@@ -505,13 +607,13 @@ static void damaged_weights_end_generation_with_a_message(void **state) {
     int64_t num_buckets;
     mt_bucket *buckets = mt_model_buckets(model, &num_buckets);
     ((float *)buckets[num_buckets - 1].params)[buckets[num_buckets - 1].decay_count] = NAN; // of the final norm
-    mt_generator *generator = mt_generator_create(model, 1, &greedy, &no_stops);
+    mt_generator *generator = mt_generator_create(model, &greedy, &no_stops);
     mt_error error = {{0}};
     assert_int_equal(mt_generator_step(generator, &sequence, 1, &error), -1);
     assert_non_null(strstr(error.text, "not all numbers"));
     mt_generator_destroy(generator);
     mt_model_destroy(model);
-    free(sequence.tokens);
+    mt_sequence_end(&sequence);
     mt_options_free(&options);
 }
 
@@ -533,19 +635,303 @@ static void prompts_that_cannot_be_continued_are_refused(void **state) {
     prompt[5] = 0;
     sequence = begin(&options, 0, prompt, 63, 64);
     assert_int_equal(sequence.max_tokens, 64);
-    free(sequence.tokens);
+    mt_sequence_end(&sequence);
     static const char *const bad[] = {"", "1,,2", "1,2,", "x", "-1", "1 2", "99999999999999999999", "1,4294967296"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         assert_int_equal(mt_sequence_parse(&sequence, 0, bad[i], 64, &options, &error), -1);
     assert_int_equal(mt_sequence_parse(&sequence, 0, "7, 8,159", 64, &options, &error), 0);
     assert_int_equal(sequence.num_prompt, 3);
     assert_int_equal(sequence.tokens[2], 159);
-    free(sequence.tokens);
+    mt_sequence_end(&sequence);
     options.max_new_tokens = 0;
     sequence = begin(&options, 0, prompt, 3, 64);
-    assert_true(sequence.finished);
-    free(sequence.tokens);
+    assert_int_equal(sequence.finish, MT_FINISH_LENGTH);
+    mt_sequence_end(&sequence);
     mt_options_free(&options);
+}
+
+/* ---- continuous batching and pages */
+
+enum { LONGEST = 40, MANY = 60 };
+
+/* A cache that records the prefix whose key and value a row would hold: a hash of the tokens up to its own. */
+typedef struct fake_cache {
+    const mt_batcher_plan *plan;
+    uint64_t *rows; // [(num_pages + 1) * page_rows]; 0: nothing
+} fake_cache;
+
+static uint64_t extend(uint64_t hash, int32_t token) {
+    return (hash ^ (uint64_t)(token + 1)) * 0x9E3779B97F4A7C15u + 1;
+}
+
+static int64_t row_of(const mt_batcher *b, int64_t key) {
+    return b->batch.pages[key / b->plan.page_rows] * b->plan.page_rows + key % b->plan.page_rows;
+}
+
+/* Runs the forward at hand on the cache: copies, then writes, then checks that each span reads the prefix of its
+ * sequence, and that what it writes was no other's. Returns the tokens of prompts. */
+static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *sequences, int64_t count) {
+    const mt_batch *batch = &b->batch;
+    int64_t logits = 0;
+    assert_in_range(batch->num_tokens, 1, b->plan.max_tokens);
+    for (int64_t i = 0; i < b->num_copies; i++)
+        for (int64_t r = 0; r < b->copies[i].rows; r++)
+            cache->rows[b->copies[i].to + r] = cache->rows[b->copies[i].from + r];
+    for (int64_t s = 0, t = 0; s < batch->num_spans; s++) {
+        const mt_span *span = &batch->spans[s];
+        int64_t first = span->k_len - span->q_len, i = 0;
+        assert_int_equal(span->q_start, t);
+        assert_int_equal(span->k_start % b->plan.page_rows, 0);
+        int64_t slot =
+            span->k_start / b->plan.page_rows / ((b->plan.max_length + b->plan.page_rows - 1) / b->plan.page_rows);
+        while (i < count && sequences[i].slot != slot) i++;
+        assert_in_range(i, 0, count - 1);
+        uint64_t hash = 0;
+        for (int64_t at = 0; at < first; at++) hash = extend(hash, sequences[i].tokens[at]);
+        for (int64_t at = first; at < span->k_len; at++, t++) {
+            assert_int_equal(batch->tokens[t], sequences[i].tokens[at]);
+            assert_int_equal(batch->positions[t], at);
+            assert_int_equal(b->cache_rows[t], row_of(b, span->k_start + at));
+            hash = extend(hash, batch->tokens[t]);
+            cache->rows[b->cache_rows[t]] = hash;
+        }
+        if (span->k_len == sequences[i].num_tokens) {
+            assert_int_equal(b->logit_rows[logits], t - 1);
+            assert_int_equal(b->logit_sequences[logits++], i);
+        }
+    }
+    assert_int_equal(b->num_logits, logits);
+    for (int64_t s = 0; s < batch->num_spans; s++) { // after all writes, as in a layer
+        const mt_span *span = &batch->spans[s];
+        uint64_t hash = 0;
+        int64_t i = 0;
+        int64_t slot =
+            span->k_start / b->plan.page_rows / ((b->plan.max_length + b->plan.page_rows - 1) / b->plan.page_rows);
+        while (sequences[i].slot != slot) i++;
+        for (int64_t at = 0; at < span->k_len; at++) {
+            hash = extend(hash, sequences[i].tokens[at]);
+            assert_true(cache->rows[row_of(b, span->k_start + at)] == hash);
+        }
+    }
+}
+
+/* Every page is free, or as many slots list it as refer to it. */
+static void assert_pages(const mt_batcher *b) {
+    for (int64_t page = 0; page < b->plan.num_pages; page++) {
+        bool is_free = false;
+        for (int64_t i = 0; i < b->num_free; i++) is_free |= b->free_pages[i] == page;
+        assert_int_equal(is_free, b->references[page] == 0);
+    }
+}
+
+/* Sequences with common beginnings of many lengths, from a tight to an ample cache: each span reads its own prefix, all
+ * end, and nothing is lost or freed twice. */
+static void batches_read_the_prefix_of_each_sequence(void **state) {
+    (void)state;
+    for (uint64_t trial = 0; trial < 300; trial++) {
+        uint32_t words[4];
+        mt_philox(words, 17, trial, 0);
+        mt_batcher_plan plan = {
+            .max_sequences = 1 + words[0] % 7, .max_length = LONGEST, .max_tokens = 1 + words[1] % 50};
+        plan.page_rows = 1 << words[2] % 5;
+        int64_t most = (LONGEST + plan.page_rows - 1) / plan.page_rows;
+        plan.num_pages = most + words[3] % (2 * most);
+        mt_batcher *b = mt_batcher_create(&plan);
+        fake_cache cache = {&plan, mt_calloc((plan.num_pages + 1) * plan.page_rows * 8)};
+        mt_sequence sequences[MANY];
+        int32_t tokens[MANY][LONGEST];
+        for (uint64_t s = 0; s < MANY; s++) {
+            mt_philox(words, 18, trial, s);
+            sequences[s] = (mt_sequence){.id = (int64_t)s, .tokens = tokens[s], .slot = -1};
+            sequences[s].num_prompt = sequences[s].num_tokens = 1 + words[0] % 30;
+            sequences[s].max_tokens = sequences[s].num_prompt + 1 + words[1] % 10;
+            int32_t differs = (int32_t)(words[2] % 40); // from here on, from the others of its group
+            for (int32_t i = 0; i < LONGEST; i++)
+                tokens[s][i] = (i < differs ? 0 : (int32_t)s) + (int32_t)(words[3] % 2);
+        }
+        int64_t forwards = 0, known = trial % 2 ? MANY : MANY / 2; // the others come later
+        while (mt_sequences_unfinished(sequences, MANY) > 0) {
+            int64_t num_tokens = mt_batcher_next(b, sequences, known);
+            assert_int_equal(num_tokens, b->batch.num_tokens);
+            assert_pages(b);
+            if (known < MANY && forwards > 20) known = MANY;
+            if (num_tokens == 0 && known == MANY / 2) {
+                known = MANY;
+                continue;
+            }
+            run_fake(&cache, b, sequences, known);
+            for (int64_t i = 0; i < b->num_logits; i++) {
+                mt_sequence *sequence = &sequences[b->logit_sequences[i]];
+                sequence->tokens[sequence->num_tokens++] = (int32_t)(sequence->id % 3);
+                if (sequence->num_tokens == sequence->max_tokens) sequence->finish = MT_FINISH_LENGTH;
+            }
+            assert_in_range(++forwards, 1, 20000);
+        }
+        assert_int_equal(mt_batcher_next(b, sequences, MANY), 0);
+        mt_batcher_destroy(b);
+        free(cache.rows);
+    }
+}
+
+/* Samples of one prompt of 35 tokens, in pages of 8: four pages are computed once; samples that come later copy the
+ * three rows of the next page that the prompt fills. */
+static void samples_of_a_prompt_share_its_pages(void **state) {
+    (void)state;
+    const mt_batcher_plan plan = {
+        .max_sequences = 4, .max_length = 48, .max_tokens = 100, .page_rows = 8, .num_pages = 24};
+    mt_batcher *b = mt_batcher_create(&plan);
+    mt_sequence sequences[6];
+    int32_t tokens[6][48];
+    for (int s = 0; s < 6; s++) {
+        sequences[s] = (mt_sequence){.id = s, .tokens = tokens[s], .num_prompt = 35, .num_tokens = 35, .slot = -1};
+        sequences[s].max_tokens = 40 + s;
+        for (int i = 0; i < 35; i++) tokens[s][i] = i;
+    }
+    assert_int_equal(mt_batcher_next(b, sequences, 6), 35 + 3 * 3);
+    assert_int_equal(b->num_copies, 0);
+    assert_int_equal(24 - b->num_free, 4 + 4);
+    assert_int_equal(b->references[b->batch.pages[0]], 4);
+    while (sequences[0].finish == MT_UNFINISHED) {
+        for (int64_t i = 0; i < b->num_logits; i++) {
+            mt_sequence *sequence = &sequences[b->logit_sequences[i]];
+            sequence->tokens[sequence->num_tokens++] = 100 + (int32_t)sequence->id;
+            if (sequence->num_tokens == sequence->max_tokens) sequence->finish = MT_FINISH_STOP;
+        }
+        if (sequences[0].finish == MT_UNFINISHED) assert_int_equal(mt_batcher_next(b, sequences, 6), 4);
+    }
+    /* Sequence 4 takes the place of sequence 0, whose cache begins with the whole prompt: one token is left to read. */
+    assert_int_equal(mt_batcher_next(b, sequences, 6), 3 + 1);
+    assert_int_equal(b->num_copies, 0);
+    assert_int_equal(sequences[4].slot, 0);
+    mt_batcher_destroy(b);
+
+    /* A sequence that joins one that runs copies the rows of the last page, and leaves its page as it is. */
+    b = mt_batcher_create(&plan);
+    for (int s = 0; s < 2; s++)
+        sequences[s].num_tokens = 35, sequences[s].slot = -1, sequences[s].finish = MT_UNFINISHED;
+    assert_int_equal(mt_batcher_next(b, sequences, 1), 35);
+    sequences[0].tokens[sequences[0].num_tokens++] = 7;
+    assert_int_equal(mt_batcher_next(b, sequences, 2), 2);
+    assert_int_equal(b->num_copies, 1);
+    assert_int_equal(b->copies[0].rows, 2); // the last token of the prompt is read again, for its logits
+    assert_int_equal(b->copies[0].from, b->batch.pages[4] * 8);
+    assert_int_not_equal(b->copies[0].from, b->copies[0].to);
+    mt_batcher_destroy(b);
+}
+
+/* A plan of `slots` sequences at once and `pages` pages of `rows` rows; generates as run() does. Returns forwards. */
+static int64_t run_paged(const mt_options *options, mt_sequence *sequences, int64_t count, int64_t slots, int64_t rows,
+                         int64_t tokens, const mt_sampling *sampling) {
+    mt_model_plan plan = {.max_tokens = 40, .page_rows = rows};
+    mt_error error;
+    int64_t forwards = 0, left = 1;
+    mt_plan_generation(&plan, slots, 64, tokens);
+    mt_model *model = create_model(options, &plan);
+    mt_generator *generator = mt_generator_create(model, sampling, &no_stops);
+    for (; left > 0; forwards++)
+        if ((left = mt_generator_step(generator, sequences, count, &error)) < 0) fail_msg("%s", error.text);
+    mt_generator_destroy(generator);
+    mt_model_destroy(model);
+    return forwards;
+}
+
+/* More sequences than slots, pages of 4 to 64 rows, and caches too small for all that run: the tokens of each sequence
+ * are those of its own run, and log-probabilities agree to 1e-5. */
+static void sequences_that_wait_share_or_are_put_back_equal_single_runs(void **state) {
+    (void)state;
+    enum { COUNT = 14 };
+    const mt_sampling drawn = {.temperature = 1, .top_p = 0.95, .top_k = 50, .seed = 3, .logprobs = true};
+    const struct {
+        int64_t slots, rows, tokens;
+    } cases[] = {{3, 64, 0}, {14, 4, 0}, {5, 4, 100}, {6, 16, 130}, {14, 8, 72}, {1, 16, 0}};
+    for (int k = 0; k < NUM_FAMILIES; k += 2) {
+        mt_options options = read_family(k);
+        mt_sequence alone[COUNT], together[COUNT];
+        int64_t forwards[6];
+        for (int c = -1; c < 6; c++) {
+            for (int32_t s = 0; s < COUNT; s++) { // in groups: 3 samples of a prompt, and prompts that begin alike
+                int32_t prompt[64];
+                int64_t count = 3 + 9 * (s / 3);
+                for (int32_t i = 0; i < count; i++)
+                    prompt[i] = (i * 31 + (i > 20 ? s / 3 : s / 6)) % (int32_t)options.vocab_size;
+                (c < 0 ? alone : together)[s] = begin(&options, s, prompt, count, 64);
+                if (c < 0) run(&options, &alone[s], 1, 0, &drawn, &no_stops);
+            }
+            if (c < 0) continue;
+            forwards[c] = run_paged(&options, together, COUNT, cases[c].slots, cases[c].rows, cases[c].tokens, &drawn);
+            for (int s = 0; s < COUNT; s++) {
+                assert_same_tokens(&together[s], &alone[s]);
+                assert_int_equal(together[s].finish, MT_FINISH_LENGTH);
+                for (int64_t i = 0; i < alone[s].num_tokens - alone[s].num_prompt; i++) {
+                    assert_true(fabsf(together[s].logps[i] - alone[s].logps[i]) <= 1e-5f);
+                    assert_true(fabsf(together[s].sampled_logps[i] - alone[s].sampled_logps[i]) <= 1e-5f);
+                }
+                mt_sequence_end(&together[s]);
+            }
+        }
+        for (int s = 0; s < COUNT; s++) mt_sequence_end(&alone[s]);
+        assert_true(forwards[1] < forwards[2]); // all run at once; 25 pages of 4 rows hold few sequences
+        assert_true(forwards[5] >= COUNT * 24);
+        mt_options_free(&options);
+    }
+}
+
+/* Samples for training: log-probabilities are those of a forward over the whole sequence; ids make samples differ. */
+static void rollouts_have_the_log_probabilities_of_training(void **state) {
+    (void)state;
+    enum { PROMPTS = 3, EACH = 4 };
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        mt_options options = read_family(k);
+        mt_model_plan plan = {.max_tokens = 64, .max_logits = 64, .max_position = 64, .page_rows = 16};
+        mt_plan_generation(&plan, 5, 64, 0);
+        mt_model *model = create_model(&options, &plan);
+        int32_t prompts[PROMPTS][20];
+        const int32_t *const lists[PROMPTS] = {prompts[0], prompts[1], prompts[2]};
+        const int64_t counts[PROMPTS] = {1, 9, 20};
+        for (int32_t i = 0; i < PROMPTS * 20; i++) prompts[i / 20][i % 20] = (i * 29 + 3) % (int32_t)options.vocab_size;
+        mt_sequence samples[PROMPTS * EACH];
+        mt_rollout rollout = {.num_return_sequences = EACH, .max_new_tokens = 16, .first_id = 100};
+        rollout.sampling = (mt_sampling){.temperature = 1, .top_p = 1, .seed = 9};
+        mt_error error = {{0}};
+        if (mt_rollout_generate(model, &rollout, lists, counts, PROMPTS, samples, &error) != 0)
+            fail_msg("%s", error.text);
+        mt_batch batch;
+        mt_batch_alloc(&batch, 64);
+        int64_t different = 0;
+        for (int s = 0; s < PROMPTS * EACH; s++) {
+            const mt_sequence *sample = &samples[s];
+            float logp[64];
+            int64_t T = sample->num_tokens - 1;
+            assert_int_equal(sample->num_tokens, counts[s / EACH] + 16);
+            assert_memory_equal(sample->tokens, prompts[s / EACH], (size_t)counts[s / EACH] * 4);
+            for (int64_t t = 0; t < T; t++) {
+                batch.tokens[t] = sample->tokens[t], batch.labels[t] = sample->tokens[t + 1];
+                batch.positions[t] = (int32_t)t, batch.loss_mask[t] = 1, batch.token_index[t] = t;
+            }
+            batch.spans[0] = (mt_span){.q_len = T, .k_len = T, .causal = true};
+            batch.num_tokens = T, batch.num_spans = 1;
+            mt_model_forward(model, &batch, false);
+            mt_model_read(model, logp, NULL, NULL);
+            for (int64_t i = 0; i < 16; i++) {
+                float want = logp[sample->num_prompt + i - 1];
+                if (!(fabsf(sample->logps[i] - want) <= 2e-6f * (1 + fabsf(want)) + 5e-6f))
+                    fail_msg("%s, sample %d, token %d: %.7f, in a forward %.7f", families[k], s, (int)i,
+                             sample->logps[i], want);
+                assert_true(fabsf(sample->logps[i] - sample->sampled_logps[i]) <= 1e-5f);
+            }
+            if (s % EACH > 0)
+                different += memcmp(sample->tokens + sample->num_prompt, samples[s - 1].tokens + sample->num_prompt,
+                                    16 * 4) != 0;
+        }
+        assert_int_equal(different, PROMPTS * (EACH - 1));
+        for (int s = 0; s < PROMPTS * EACH; s++) mt_sequence_end(&samples[s]);
+        prompts[1][3] = 5000;
+        assert_int_equal(mt_rollout_generate(model, &rollout, lists, counts, PROMPTS, samples, &error), -1);
+        assert_non_null(strstr(error.text, "prompt 2: token 5000 is outside the model's vocabulary"));
+        mt_batch_free(&batch);
+        mt_model_destroy(model);
+        mt_options_free(&options);
+    }
 }
 
 /* ---- files of a model's folder */
@@ -671,7 +1057,7 @@ static void stories260k_gives_its_reference_logits_and_story(void **state) {
     mt_sequence sequence = begin(&options, 0, tokens, 1, 512); // from BOS alone
     run(&options, &sequence, 1, 0, &greedy, &no_stops);
     for (int64_t i = 0; i < sequence.num_tokens; i++) assert_int_equal(sequence.tokens[i], tokens[i]);
-    free(sequence.tokens);
+    mt_sequence_end(&sequence);
     mt_options_free(&options);
 }
 
@@ -682,6 +1068,9 @@ int main(void) {
         cmocka_unit_test(top_k_draws_from_the_k_most_probable_in_proportion),
         cmocka_unit_test(top_p_draws_from_the_fewest_that_hold_p),
         cmocka_unit_test(top_k_and_top_p_keep_what_sorting_would),
+        cmocka_unit_test(min_p_keeps_the_tokens_near_the_most_probable),
+        cmocka_unit_test(the_repetition_penalty_changes_logits_of_tokens_seen),
+        cmocka_unit_test(log_probabilities_are_of_the_model_and_of_the_draw),
         cmocka_unit_test(greedy_takes_the_lowest_id_among_equals),
         cmocka_unit_test(logits_that_are_not_numbers_are_refused),
         cmocka_unit_test(a_draw_depends_on_seed_sequence_and_position_alone),
@@ -693,6 +1082,10 @@ int main(void) {
         cmocka_unit_test(prompts_read_in_pieces_equal_prompts_read_at_once),
         cmocka_unit_test(one_call_generates_what_single_steps_do),
         cmocka_unit_test(a_sequence_ends_at_a_stop_token_or_at_its_length),
+        cmocka_unit_test(batches_read_the_prefix_of_each_sequence),
+        cmocka_unit_test(samples_of_a_prompt_share_its_pages),
+        cmocka_unit_test(sequences_that_wait_share_or_are_put_back_equal_single_runs),
+        cmocka_unit_test(rollouts_have_the_log_probabilities_of_training),
         cmocka_unit_test(damaged_weights_end_generation_with_a_message),
         cmocka_unit_test(prompts_that_cannot_be_continued_are_refused),
         cmocka_unit_test(texts_begin_with_bos_where_hugging_face_adds_one),

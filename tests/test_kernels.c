@@ -803,6 +803,53 @@ static void attention_matches_float64_and_finite_differences(void **state) {
         for (int d = 0; d < 2; d++) check_attention(&shapes[i], both[d]);
 }
 
+/* Keys in pages, shuffled and shared by two spans, give the attention of the same keys in order. Rows of the cache that
+ * no page holds are NaN. */
+static void attention_over_pages_equals_attention_over_rows(void **state) {
+    (void)state;
+    enum { H = 4, G = 2, D = 16, QUERIES = 40, KEYS = 300, MOST_PAGES = 100 };
+    const int64_t page_rows[] = {4, 64, 128};
+    for (int k = 0; k < 6; k++) {
+        mt_dtype dtype = both[k % 2];
+        int64_t rows = page_rows[k / 2], per_span = (KEYS + rows - 1) / rows, size = mt_dtype_size(dtype);
+        int64_t num_pages = per_span + 3, bytes = G * D * size;
+        double *values = random_values((QUERIES * H + 2 * KEYS * G) * D);
+        matrix q = matrix_from(values, QUERIES, H * D, H * D, dtype);
+        matrix keys[2], paged[2], out[2], lse[2];
+        int32_t table[2 * MOST_PAGES];
+        while (num_pages % 7 == 0) num_pages++;
+        for (int64_t i = 0; i < 2 * per_span; i++) table[i] = (int32_t)((i % per_span * 7 + 2) % num_pages);
+        for (int i = 0; i < 2; i++) {
+            keys[i] = matrix_from(values + (QUERIES * H + i * KEYS * G) * D, KEYS, G * D, G * D, dtype);
+            paged[i] = matrix_new(num_pages * rows, G * D, G * D, dtype);
+            memset(paged[i].data, 0xff, (size_t)(num_pages * rows * bytes));
+            for (int64_t j = 0; j < KEYS; j++)
+                memcpy((char *)paged[i].data + (table[j / rows] * rows + j % rows) * bytes,
+                       (char *)keys[i].data + j * bytes, (size_t)bytes);
+            out[i] = matrix_new(QUERIES, H * D, H * D, dtype), lse[i] = matrix_new(QUERIES, H, H, MT_F32);
+        }
+        for (int i = 0; i < 2; i++) {
+            const mt_span spans[] = {{0, 30, 0, KEYS, true}, {30, 10, i * per_span * rows, KEYS - 7, true}};
+            mt_attention call = {.num_heads = H, .num_groups = G, .head_size = D, .value_size = D};
+            call.q_stride = call.out_stride = H * D, call.k_stride = call.v_stride = G * D;
+            call.spans = (mt_spans){spans, spans, 2}, call.scale = 0.3f, call.window = k / 2 == 1 ? 90 : 0;
+            call.q = q.data, call.out = out[i].data, call.lse = (float *)lse[i].data;
+            call.k = (i ? paged : keys)[0].data, call.v = (i ? paged : keys)[1].data;
+            if (i) call.pages = (mt_pages){table, rows, num_pages};
+            ops->attention_forward(&call, dtype, NULL);
+        }
+        double *want = zeros(QUERIES * H * D), *got = zeros(QUERIES * H * D);
+        matrix_take(&out[0], want), matrix_take(&out[1], got);
+        for (int64_t i = 0; i < QUERIES * H * D; i++)
+            if (!(fabs(got[i] - want[i]) <= (dtype == MT_F32 ? 1e-6 : 8e-3)))
+                fail_msg("pages of %d: element %d is %g, should be %g", (int)rows, (int)i, got[i], want[i]);
+        for (int i = 0; i < 2; i++)
+            matrix_take(&keys[i], NULL), matrix_take(&paged[i], NULL), matrix_take(&lse[i], NULL);
+        matrix_take(&q, NULL);
+        free(values), free(want), free(got);
+    }
+}
+
 enum { MERGE_ROWS = 40, MERGE_HEADS = 3, MERGE_VALUES = 20, MERGE_ALL = MERGE_ROWS * MERGE_HEADS };
 
 /* Adds what a part says of one query and head to what is there, in float64. */
@@ -1555,6 +1602,16 @@ static void memory_is_zeroed_and_copied_whole(void **state) {
     }
 }
 
+static void rows_are_copied_between_strides(void **state) {
+    (void)state;
+    char from[4 * 7], to[4 * 9], expected[4 * 9];
+    for (int i = 0; i < 4 * 7; i++) from[i] = (char)(i + 1);
+    memset(to, 0, sizeof to), memset(expected, 0, sizeof expected);
+    ops->memory_copy_rows(to, 9, from, 7, 4, 5, NULL);
+    for (int row = 0; row < 4; row++) memcpy(expected + row * 9, from + row * 7, 5);
+    assert_memory_equal(to, expected, sizeof to);
+}
+
 /* ==== the same bits every time =================================================================================== */
 
 static uint64_t hash_bytes(uint64_t hash, const void *data, int64_t bytes) {
@@ -1795,6 +1852,8 @@ int main(void) {
         cmocka_unit_test(adamw_rounds_each_operand_to_its_type),
         cmocka_unit_test(adamw_scales_fp16_and_fp8_states),
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
+        cmocka_unit_test(rows_are_copied_between_strides),
+        cmocka_unit_test(attention_over_pages_equals_attention_over_rows),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),
         cmocka_unit_test(latent_heads_match_float64_and_finite_differences),

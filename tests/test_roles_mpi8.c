@@ -2,6 +2,7 @@
  * memory. The reference is a model that loads the source's checkpoint. Run by mpirun on eight ranks. */
 #include "../data/checkpoint.h"
 #include "../data/options.h"
+#include "../data/transfer.h"
 #include "../data/watchdog.h"
 
 #include <math.h>
@@ -13,7 +14,7 @@
 
 #include <cmocka.h>
 
-enum { ROW_LENGTH = 16, VOCABULARY = 61 };
+enum { ROW_LENGTH = 16, VOCABULARY = 61, WATCHED_FILES = 16 }; // of data/watchdog.c
 
 static mt_grid job;
 static char folder[256]; // of checkpoints; the same on all ranks
@@ -28,8 +29,9 @@ static char folder[256]; // of checkpoints; the same on all ranks
 #define SHARD " --data-parallel-sharding-strategy "
 #define BF16  " --bf16"
 
-#define ROTARY  " --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-#define LLAMA   ROTARY " --kv-channels 8 --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4"
+#define ROTARY " --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+#define LLAMA                                                                                                          \
+    ROTARY " --kv-channels 8 --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4"
 #define QWEN    ROTARY " --kv-channels 8 --add-qkv-bias --group-query-attention --num-query-groups 2"
 #define GPT2    " --kv-channels 4 --openai-gelu"
 #define EXPERTS LLAMA " --num-experts 8 --moe-ffn-hidden-size 16"
@@ -99,7 +101,7 @@ static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
     return 0;
 }
 
-static void step(role *r) {
+static double step(role *r) {
     mt_error error;
     mt_metrics metrics;
     role before = *r; // make_batch counts from the step's first sample
@@ -107,6 +109,7 @@ static void step(role *r) {
         mt_train_finish(r->model, &error) != 0)
         fail_msg("%s", error.text);
     assert_int_equal(r->state.iteration, before.state.iteration + 1);
+    return metrics.loss;
 }
 
 static void save(role *r) {
@@ -222,79 +225,189 @@ static void assert_fewest_bytes(const mt_transfer *t, role *to, role *from, bool
 /* A training source and a target. */
 static const struct pair {
     const char *shape, *source, *target;
-    bool train;   // the target trains
-    int64_t scratch;
+    bool train;      // the target trains
+    int64_t scratch; // 0: the default, which one round needs
+    bool even;       // the ranks send about as much
 } pairs[] = {
-    {LLAMA, TP "2" PP "2" SHARD "optim", "", false, 0},
-    {LLAMA, TP "2" PP "2" SHARD "optim_grads", "", false, 3000},
-    {LLAMA, TP "2" PP "2" SHARD "optim_grads_params", "", false, 0},
-    {LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather" BF16, BF16, false, 1},
+    {LLAMA, TP "2" PP "2" SHARD "optim", "", false, 0, true},
+    {LLAMA, TP "2" PP "2" SHARD "optim_grads", "", false, 3000, true},
+    {LLAMA, TP "2" PP "2" SHARD "optim_grads_params", "", false, 0, true},
+    {LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather" BF16, BF16, false, 1, true},
     {LLAMA, TP "2" PP "2" VP "2" SHARD "optim_grads_params --overlap-grad-reduce --overlap-param-gather" BF16,
-     TP "8" BF16, false, 0},
-    {LLAMA, TP "2" CP "2" SHARD "optim_grads_params" BF16, TP "4" PP "2" BF16, true, 0},
-    {LLAMA, SHARD "optim_grads_params" BF16, TP "2" PP "4" BF16, true, 5000},
-    {LLAMA, TP "8" SP BF16, PP "2" VP "2" SHARD "optim" BF16, true, 0},
-    {LLAMA, TP "2" PP "2" SHARD "optim" BF16, TP "4", true, 0},
-    {LLAMA, TP "2" PP "2" SHARD "optim", TP "4" SHARD "optim" BF16, true, 0},
-    {QWEN, TP "2" PP "2" SHARD "optim", TP "8", false, 0},
-    {QWEN, TP "8", "", false, 0},
-    {QWEN, TP "4" PP "2" SHARD "optim_grads_params" BF16, SHARD "optim_grads_params" BF16, true, 0},
-    {QWEN " --mtp-num-layers 1", TP "2" PP "4" BF16, TP "4" BF16, false, 0},
-    {GPT2, TP "2" PP "4" BF16, TP "8" BF16, true, 0},
-    {GPT2, PP "4" SHARD "optim", TP "2", false, 0},
-    {EXPERTS, TP "2" SP PP "2" EP "2" SHARD "optim", "", false, 0},
-    {EXPERTS, TP "2" SP EP "2" ETP "2" SHARD "optim_grads_params" BF16, EP "8" BF16, false, 0},
-    {EXPERTS, EP "4" SHARD "optim_grads" BF16, TP "2" SP ETP "1" EP "2" PP "2" BF16, true, 777},
-    {DEEPSEEK, TP "2" SP PP "2" EP "2" ETP "1" SHARD "optim_grads_params" BF16, EP "4" BF16, false, 0},
-    {DEEPSEEK " --mtp-num-layers 1", TP "2" SP PP "4" EP "2" ETP "1" BF16, "", true, 0},
-    {LATENT, TP "8" BF16, PP "4" SHARD "optim" BF16, true, 0},
+     TP "8" BF16, false, 0, false},
+    {LLAMA, TP "2" CP "2" SHARD "optim_grads_params" BF16, TP "4" PP "2" BF16, true, 0, false},
+    {LLAMA, SHARD "optim_grads_params" BF16, TP "2" PP "4" BF16, true, 5000, false},
+    {LLAMA, TP "8" SP BF16, PP "2" VP "2" SHARD "optim" BF16, true, 0, false},
+    {LLAMA, TP "2" PP "2" SHARD "optim" BF16, TP "4", true, 0, false},
+    {LLAMA, TP "2" PP "2" SHARD "optim", TP "4" SHARD "optim" BF16, true, 0, false},
+    {QWEN, TP "2" PP "2" SHARD "optim", TP "8", false, 0, false},
+    {QWEN, TP "8", "", false, 0, false},
+    {QWEN, TP "4" PP "2" SHARD "optim_grads_params" BF16, SHARD "optim_grads_params" BF16, true, 0, false},
+    {QWEN " --mtp-num-layers 1", TP "2" PP "4" BF16, TP "4" BF16, false, 0, false},
+    {GPT2, TP "2" PP "4" BF16, TP "8" BF16, true, 0, false},
+    {GPT2, PP "4" SHARD "optim", TP "2", false, 0, false},
+    {EXPERTS, TP "2" SP PP "2" EP "2" SHARD "optim", "", false, 0, true},
+    {EXPERTS, TP "2" SP EP "2" ETP "2" SHARD "optim_grads_params" BF16, EP "8" BF16, false, 0, false},
+    {EXPERTS, EP "4" SHARD "optim_grads" BF16, TP "2" SP ETP "1" EP "2" PP "2" BF16, true, 777, false},
+    {DEEPSEEK, TP "2" SP PP "2" EP "2" ETP "1" SHARD "optim_grads_params" BF16, EP "4" BF16, false, 0, false},
+    {DEEPSEEK " --mtp-num-layers 1", TP "2" SP PP "4" EP "2" ETP "1" BF16, "", true, 0, false},
+    {LATENT, TP "8" BF16, PP "4" SHARD "optim" BF16, true, 0, false},
 };
 
-static void weights_equal_those_of_a_checkpoint_on_every_pair_of_layouts(void **state) {
+static mt_transfer *transfer_open(role *to, role *from, int64_t scratch, const char *what) {
+    mt_transfer *t;
+    mt_error error;
+    if (mt_transfer_open(&t, to->model, from->model, scratch, &error) != 0) fail_msg("%s: %s", what, error.text);
+    return t;
+}
+
+/* Parts of both models rest while the weights move. */
+static void run_while_they_rest(mt_transfer *t, role *to, role *from, unsigned parts) {
+    mt_error error;
+    if (mt_model_rest(from->model, parts, &error) != 0 || mt_model_rest(to->model, parts >> 1, &error) != 0)
+        fail_msg("%s", error.text);
+    mt_transfer_run(t);
+    if (mt_model_wake(from->model, 7, &error) != 0 || mt_model_wake(to->model, 7, &error) != 0)
+        fail_msg("%s", error.text);
+}
+
+/* A target that loads the source's checkpoint has the same bits. */
+static void assert_as_by_checkpoint(role *to, role *from, const struct pair *p, const char *what) {
+    role loaded;
+    save(from);
+    role_open(&loaded, p->shape, p->target, p->train, 1);
+    load(&loaded);
+    assert_same(to, &loaded, p->train, what);
+    role_close(&loaded);
+    folder_remove();
+}
+
+/* Another model of the source's layout gets the weights back. */
+static void assert_back(role *to, role *from, const struct pair *p, const char *what) {
+    role again;
+    mt_error error;
+    mt_transfer *t;
+    role_open(&again, p->shape, p->source, true, 3);
+    if (strstr(p->shape, "mtp") && !p->train) {
+        assert_int_equal(mt_transfer_open(&t, again.model, to->model, 0, &error), -1);
+        assert_non_null(strstr(error.text, "is not in the source"));
+    } else {
+        t = transfer_open(&again, to, p->scratch, what);
+        mt_transfer_run(t);
+        mt_transfer_close(t);
+        assert_same(&again, from, p->train && mt_model_dtype(to->model) == MT_BF16, what);
+        step(&again);
+    }
+    role_close(&again);
+}
+
+static void a_transfer_equals_a_checkpoint_on_every_pair_of_layouts(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
         const struct pair *p = &pairs[i];
         char what[500];
-        mt_error error;
-        mt_transfer *there, *back;
-        role actor, other, loaded;
+        role actor, other;
         snprintf(what, sizeof what, "row %d, '%s' to '%s'", (int)i, p->source, p->target);
         role_open(&actor, p->shape, p->source, true, 1);
         role_open(&other, p->shape, p->target, p->train, 2);
-        if (mt_transfer_open(&there, other.model, actor.model, p->scratch, &error) != 0) fail_msg("%s: %s", what, error.text);
-        mt_transfer_counts counts = mt_transfer_get_counts(there);
-        if (p->scratch) assert_true(counts.rounds > 1 && (p->scratch == 1 || counts.scratch <= mt_max(p->scratch, 17 * 48 * 4)));
-        for (int times = 0; times < 2; times++) {
-            step(&actor);
-            mt_transfer_run(there);
-            save(&actor);
-            role_open(&loaded, p->shape, p->target, p->train, 1);
-            load(&loaded);
-            assert_same(&other, &loaded, p->train, what);
-            if (mt_model_dtype(other.model) == mt_model_dtype(actor.model) && mt_model_dtype(actor.model) == MT_F32)
-                assert_same_scores(&other, &actor, what);
-            role_close(&loaded);
-            folder_remove();
-        }
-        assert_fewest_bytes(there, &other, &actor, false, what);
-        (void)back;
-        mt_transfer_close(there);
+        bool one_type = mt_model_dtype(actor.model) == mt_model_dtype(other.model);
+        mt_transfer *t = transfer_open(&other, &actor, p->scratch, what);
+        mt_transfer_counts counts = mt_transfer_get_counts(t);
+        assert_true((counts.rounds > 1) == (p->scratch > 0));
+        if (p->scratch > 4000) assert_true(counts.scratch <= p->scratch);
+        assert_fewest_bytes(t, &other, &actor, p->even, what);
+        mt_transfer_run(t);
+        assert_as_by_checkpoint(&other, &actor, p, what);
+        step(&actor);
+        mt_transfer_run(t);
+        assert_as_by_checkpoint(&other, &actor, p, what);
+        step(&actor);
+        run_while_they_rest(t, &other, &actor, (unsigned)(i + 1) % 8);
+        assert_as_by_checkpoint(&other, &actor, p, what);
+        if (one_type && mt_model_dtype(actor.model) == MT_F32) assert_same_scores(&other, &actor, what);
+        if (one_type) assert_back(&other, &actor, p, what);
+        mt_transfer_close(t);
+        if (p->train) step(&other);
         role_close(&other);
         role_close(&actor);
     }
 }
 
+/* Losses of steps of a model alone. */
+static void losses_alone(double losses[3], const char *shape, const char *layout) {
+    role r;
+    role_open(&r, shape, layout, true, 1);
+    for (int i = 0; i < 3; i++) losses[i] = step(&r);
+    role_close(&r);
+}
+
+/* Two models train in turns on grids of their own, as each does alone; the watchdog runs until the last grid ends. */
+static void models_on_several_grids_do_not_disturb_each_other(void **state) {
+    (void)state;
+    double actor_losses[3], critic_losses[3];
+    float before[ROW_LENGTH], after[ROW_LENGTH];
+    role actor, critic, reference;
+    mt_options watched = {.distributed_timeout_seconds = 60};
+    losses_alone(actor_losses, LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather");
+    losses_alone(critic_losses, QWEN, PP "4");
+    mt_watch_start(&watched);
+    assert_int_equal(mt_watch_file_begin("none", MT_FILE_READ), WATCHED_FILES); // no grid, so no watchdog
+    role_open(&actor, LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather", true, 1);
+    role_open(&reference, LLAMA, "", false, 1);
+    role_open(&critic, QWEN, PP "4", true, 1);
+    score(&reference, before);
+    for (int i = 0; i < 3; i++) {
+        assert_true(step(&actor) == actor_losses[i]);
+        score(&reference, after);
+        assert_true(step(&critic) == critic_losses[i]);
+    }
+    assert_memory_equal(before, after, sizeof before);
+    role_close(&critic);
+    role_close(&actor);
+    mt_watch_file_end(mt_watch_file_begin("none", MT_FILE_READ));
+    assert_true(mt_watch_file_begin("none", MT_FILE_READ) < WATCHED_FILES);
+    mt_watch_file_end(0);
+    role_close(&reference);
+    assert_int_equal(mt_watch_file_begin("none", MT_FILE_READ), WATCHED_FILES);
+    mt_watch = NULL;
+}
+
+static void models_of_different_shapes_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *from, *to, *from_layout, *to_layout, *error;
+    } rows[] = {
+        {LLAMA, LLAMA " --num-layers 8", TP "2" PP "2", PP "4", "is not in the source"},
+        {LLAMA " --num-layers 8", LLAMA, TP "2", PP "4", "is not in the target"},
+        {LLAMA, LLAMA " --ffn-hidden-size 64", TP "2", TP "4", "target, 64 x 32, is not in the source"},
+        {LLAMA, QWEN, PP "2", TP "8", "is not in the"},
+        {LLAMA, LLAMA, TP "2" BF16 SHARD "optim --use-precision-aware-optimizer --main-params-dtype fp16", TP "2",
+         "needs master weights without a scale"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        role from, to;
+        mt_error error;
+        mt_transfer *t;
+        role_open(&from, rows[i].from, rows[i].from_layout, true, 1);
+        role_open(&to, rows[i].to, rows[i].to_layout, false, 1);
+        assert_int_equal(mt_transfer_open(&t, to.model, from.model, 0, &error), -1);
+        if (t || !strstr(error.text, rows[i].error)) fail_msg("row %d: %s", (int)i, error.text);
+        role_close(&to);
+        role_close(&from);
+    }
+}
+
 int main(int argc, char **argv) {
-    mt_error error;
     mt_grid_start(&job, &argc, &argv);
     if (!job.world.comm || job.world.size != 8) mt_die("start me with mpirun -np 8");
-    (void)error;
     snprintf(folder, sizeof folder, "%s/mt_roles_XXXXXX", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");
     if (job.world.rank == 0 && !mkdtemp(folder)) mt_die("no temporary folder");
     mt_broadcast(&job.world, folder, sizeof folder, 0);
     strcat(folder, "/run");
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(weights_equal_those_of_a_checkpoint_on_every_pair_of_layouts),
+        cmocka_unit_test(a_transfer_equals_a_checkpoint_on_every_pair_of_layouts),
+        cmocka_unit_test(models_on_several_grids_do_not_disturb_each_other),
+        cmocka_unit_test(models_of_different_shapes_are_refused),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     *strrchr(folder, '/') = 0;

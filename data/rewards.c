@@ -1,0 +1,544 @@
+/* rewards.c: rewards of responses: exact answers, numbers, patterns, a program of the user's. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // environ, waitid
+#endif
+#include "rewards.h"
+
+#include "tokenizer_internal.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#ifdef MT_HAVE_PCRE2
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+#endif
+
+struct mt_reward_function {
+    mt_reward_kind kind;
+    char *argument;
+    double seconds;
+
+    void *pattern, *match, *context, *stack; // pcre2
+    int answer_group;                        // of the pattern; 0: none
+
+    pid_t process;             // the command; 0: none, or ended
+    int to, from;              // its standard input and output; -1: closed
+    mt_text repaired, request; // scratch; the line that is being sent
+    mt_text received;          // output without its whole lines
+    int64_t lines;             // of output, since the start
+};
+
+/* ---- exact and number ----------------------------------------------------------------------------------------------
+ */
+
+static void trim(const char **text, int64_t *bytes) {
+    while (*bytes > 0 && isspace((unsigned char)**text)) ++*text, --*bytes;
+    while (*bytes > 0 && isspace((unsigned char)(*text)[*bytes - 1])) --*bytes;
+}
+
+static bool same_text(const char *a, int64_t a_bytes, const char *b, int64_t b_bytes) {
+    trim(&a, &a_bytes);
+    trim(&b, &b_bytes);
+    return a_bytes == b_bytes && memcmp(a, b, (size_t)a_bytes) == 0;
+}
+
+static bool is_digit(const char *p, const char *end) {
+    return p < end && *p >= '0' && *p <= '9';
+}
+
+/* Reads digits, perhaps in groups of three with commas, a fraction and an exponent; returns the end, or p without a
+ * number. At most 60 characters are read. */
+static const char *read_decimal(const char *p, const char *end, long double *value) {
+    char digits[64];
+    int count = 0, run = 0; // run: digits since the start or the last comma
+    const char *start = p;
+    bool grouped = false;
+    for (; count < 50; p++) {
+        bool groups = p < end && *p == ',' && run > 0 && (grouped ? run == 3 : run <= 3) && is_digit(p + 1, end) &&
+                      is_digit(p + 2, end) && is_digit(p + 3, end) && !is_digit(p + 4, end);
+        if (groups)
+            grouped = true, run = 0;
+        else if (is_digit(p, end))
+            digits[count++] = *p, run++;
+        else
+            break;
+    }
+    if (p < end && *p == '.' && is_digit(p + 1, end)) {
+        digits[count++] = *p++;
+        while (is_digit(p, end) && count < 54) digits[count++] = *p++;
+    }
+    if (count == 0) return start;
+    const char *exponent = p + (p + 1 < end && (p[1] == '+' || p[1] == '-') ? 2 : 1);
+    if (p < end && (*p == 'e' || *p == 'E') && is_digit(exponent, end)) {
+        while (p < exponent) digits[count++] = *p++;
+        while (is_digit(p, end) && count < 60) digits[count++] = *p++;
+    }
+    digits[count] = 0;
+    *value = strtold(digits, NULL);
+    return p;
+}
+
+/* Reads "\frac{a}{b}", also dfrac and tfrac; returns the end, or p if there is none. */
+static const char *read_latex_fraction(const char *p, const char *end, long double *value) {
+    const char *start = p, *names[] = {"\\frac{", "\\dfrac{", "\\tfrac{"};
+    long double parts[2];
+    size_t i = 0;
+    while (i < 3 && (end - p < (int64_t)strlen(names[i]) || memcmp(p, names[i], strlen(names[i])) != 0)) i++;
+    if (i == 3) return start;
+    p += strlen(names[i]);
+    for (int part = 0; part < 2; part++) {
+        bool negative = p < end && *p == '-';
+        const char *after = read_decimal(p + negative, end, &parts[part]);
+        if (after == p + negative || after >= end || *after != '}') return start;
+        if (negative) parts[part] = -parts[part];
+        p = after + 1;
+        if (part == 0 && (p >= end || *p++ != '{')) return start;
+    }
+    if (parts[1] == 0) return start;
+    *value = parts[0] / parts[1];
+    return p;
+}
+
+/* Reads a number without a sign, perhaps a fraction a/b. */
+static const char *read_number(const char *p, const char *end, long double *value) {
+    long double denominator = 0;
+    const char *after = *p == '\\' ? read_latex_fraction(p, end, value) : read_decimal(p, end, value);
+    if (after == p || *p == '\\' || after >= end || *after != '/') return after;
+    const char *last = read_decimal(after + 1, end, &denominator);
+    if (last == after + 1 || denominator == 0) return after;
+    *value /= denominator;
+    return last;
+}
+
+/* True if a minus sign stands before p, perhaps with a currency sign between, and is no subtraction as in 3-5. */
+static bool is_negative(const char *start, const char *p) {
+    while (p > start && (p[-1] == '$' || p[-1] == '\\')) p--;
+    if (p - start >= 3 && memcmp(p - 3, "\xe2\x88\x92", 3) == 0)
+        p -= 3; // U+2212
+    else if (p > start && p[-1] == '-')
+        p -= 1;
+    else
+        return false;
+    return p == start || !(isalnum((unsigned char)p[-1]) || p[-1] == ')' || p[-1] == '}');
+}
+
+/* The contents of the last closed \boxed{}; false: none. */
+static bool find_box(const char **text, const char **end) {
+    static const char box[] = "\\boxed{";
+    for (const char *p = *end; p-- > *text;) {
+        if (*p != '\\' || *end - p < (int64_t)sizeof box - 1 || memcmp(p, box, sizeof box - 1) != 0) continue;
+        const char *first = p + sizeof box - 1, *last = first;
+        for (int64_t depth = 1; last < *end; last++) {
+            depth += (*last == '{') - (*last == '}');
+            if (depth == 0) break;
+        }
+        if (last == *end) continue;
+        *text = first, *end = last;
+        return true;
+    }
+    return false;
+}
+
+/* The number of a text; false: it has none. */
+static bool find_number(const char *text, int64_t bytes, long double *number) {
+    const char *end = text + bytes;
+    bool found = false;
+    if (text) find_box(&text, &end);
+    for (const char *p = text; p < end;) {
+        long double value;
+        const char *after = read_number(p, end, &value);
+        if (after > p) *number = is_negative(text, p) ? -value : value, found = true;
+        p = after > p ? after : p + 1;
+    }
+    return found;
+}
+
+/* Long doubles round a decimal and the quotient of a fraction correctly, so that equal numbers compare equal. */
+static int score_number(const mt_reward_item *item, double *score, mt_error *error) {
+    long double answer, response;
+    if (!find_number(item->answer, item->answer_bytes, &answer))
+        return mt_error_set(error, "the answer \"%.*s\" has no number; correct the data, or use the reward exact",
+                            (int)mt_min(item->answer_bytes, 80), item->answer);
+    *score = find_number(item->response, item->response_bytes, &response) && response == answer;
+    return 0;
+}
+
+/* ---- regex ---------------------------------------------------------------------------------------------------------
+ */
+
+#ifdef MT_HAVE_PCRE2
+static int open_pattern(mt_reward_function *r, mt_error *error) {
+    int code;
+    PCRE2_SIZE offset;
+    pcre2_code *pattern =
+        pcre2_compile((PCRE2_SPTR)r->argument, PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP, &code, &offset, NULL);
+    if (!pattern) {
+        PCRE2_UCHAR why[256];
+        pcre2_get_error_message(code, why, sizeof why);
+        return mt_error_set(error, "the reward's pattern \"%s\": %s, at byte %lld", r->argument, (const char *)why,
+                            (long long)offset);
+    }
+    pcre2_jit_compile(pattern, PCRE2_JIT_COMPLETE); // if this fails, pcre2_match interprets the pattern
+    int group = pcre2_substring_number_from_name(pattern, (PCRE2_SPTR) "answer");
+    r->pattern = pattern;
+    r->match = pcre2_match_data_create_from_pattern(pattern, NULL);
+    r->context = pcre2_match_context_create(NULL);
+    r->stack = pcre2_jit_stack_create(1 << 15, 1 << 23, NULL); // NULL if PCRE2 has no JIT
+    if (r->stack) pcre2_jit_stack_assign(r->context, NULL, r->stack);
+    r->answer_group = group > 0 ? group : 0;
+    return 0;
+}
+
+static void close_pattern(mt_reward_function *r) {
+    pcre2_match_data_free(r->match);
+    pcre2_match_context_free(r->context);
+    pcre2_jit_stack_free(r->stack);
+    pcre2_code_free(r->pattern);
+}
+
+/* Finds the next match from *from on, and sets *from behind it. */
+static bool next_match(mt_reward_function *r, PCRE2_SIZE *from) {
+    const mt_text *text = &r->repaired;
+    if (*from > (PCRE2_SIZE)text->bytes) return false;
+    int status = pcre2_match(r->pattern, (PCRE2_SPTR)(text->bytes ? text->data : ""), (PCRE2_SIZE)text->bytes, *from,
+                             PCRE2_NO_UTF_CHECK, r->match, r->context);
+    if (status < 0) return false; // no match, or a limit
+    const PCRE2_SIZE *span = pcre2_get_ovector_pointer(r->match);
+    *from = span[1] > *from ? span[1] : *from + 1;
+    while (*from < (PCRE2_SIZE)text->bytes && ((unsigned char)text->data[*from] & 0xc0) == 0x80) ++*from;
+    return true;
+}
+
+static int score_pattern(mt_reward_function *r, const mt_reward_item *item, double *score) {
+    PCRE2_SIZE from = 0;
+    r->repaired.bytes = 0;
+    mt_utf8_repair(&r->repaired, item->response, item->response_bytes);
+    *score = 0;
+    while (next_match(r, &from)) {
+        const PCRE2_SIZE *span = (PCRE2_SIZE *)pcre2_get_ovector_pointer(r->match) + 2 * r->answer_group;
+        *score = 1;
+        if (r->answer_group == 0) break;
+        *score = span[0] != PCRE2_UNSET && item->answer &&
+                 same_text(r->repaired.data + span[0], (int64_t)(span[1] - span[0]), item->answer, item->answer_bytes);
+    }
+    return 0;
+}
+#else
+static int open_pattern(mt_reward_function *r, mt_error *error) {
+    (void)r;
+    return mt_error_set(error, "the reward regex needs PCRE2, which this build lacks; install libpcre2-dev and run "
+                               "make again, or use the reward command");
+}
+
+static void close_pattern(mt_reward_function *r) {
+    (void)r;
+}
+
+static int score_pattern(mt_reward_function *r, const mt_reward_item *item, double *score) {
+    (void)r, (void)item, (void)score;
+    return -1; // open_pattern has failed
+}
+#endif
+
+/* ---- command -------------------------------------------------------------------------------------------------------
+ */
+
+/* A pipe that other programs do not inherit; the end `own` does not block. */
+static int open_pipe(int ends[2], int own) {
+    if (pipe(ends) != 0) return -1;
+    for (int i = 0; i < 2; i++)
+        if (fcntl(ends[i], F_SETFD, FD_CLOEXEC) != 0) return -1;
+    return fcntl(ends[own], F_SETFL, O_NONBLOCK);
+}
+
+static void close_end(int *end) {
+    if (*end >= 0) close(*end);
+    *end = -1;
+}
+
+/* posix_spawn, since fork copies the page tables of a large process and MPI warns of it. */
+static int spawn_shell(mt_reward_function *r, int input, int output) {
+    char *arguments[] = {"sh", "-c", r->argument, NULL};
+    posix_spawn_file_actions_t files;
+    posix_spawnattr_t attributes;
+    sigset_t none, pipe_signal;
+    sigemptyset(&none);
+    sigemptyset(&pipe_signal);
+    sigaddset(&pipe_signal, SIGPIPE);
+    posix_spawn_file_actions_init(&files);
+    posix_spawn_file_actions_adddup2(&files, input, STDIN_FILENO);
+    posix_spawn_file_actions_adddup2(&files, output, STDOUT_FILENO);
+    posix_spawnattr_init(&attributes);
+    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+    posix_spawnattr_setpgroup(&attributes, 0);
+    posix_spawnattr_setsigmask(&attributes, &none);
+    posix_spawnattr_setsigdefault(&attributes, &pipe_signal);
+    int status = posix_spawn(&r->process, "/bin/sh", &files, &attributes, arguments, environ);
+    posix_spawnattr_destroy(&attributes);
+    posix_spawn_file_actions_destroy(&files);
+    if (status != 0) r->process = 0;
+    return status;
+}
+
+static int open_command(mt_reward_function *r, mt_error *error) {
+    int input[2] = {-1, -1}, output[2] = {-1, -1};
+    int status = open_pipe(input, 1) != 0 || open_pipe(output, 0) != 0 ? errno : spawn_shell(r, input[0], output[1]);
+    close_end(&input[0]);
+    close_end(&output[1]);
+    r->to = input[1], r->from = output[0];
+    if (status == 0) return 0;
+    return mt_error_set(error, "the reward command \"%s\" cannot be started: %s", r->argument, strerror(status));
+}
+
+/* Waits at most `seconds` for the command's end, then kills it. Returns its status, of waitpid; -1: it was killed here.
+ * Children in its group are killed as well, before its number becomes free. */
+static int end_command(mt_reward_function *r, double seconds) {
+    double until = mt_time() + seconds;
+    int status = -1;
+    siginfo_t info = {0};
+    close_end(&r->to);
+    close_end(&r->from);
+    if (r->process == 0) return -1;
+    while (waitid(P_PID, (id_t)r->process, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == 0 &&
+           mt_time() < until)
+        poll(NULL, 0, 10);
+    bool ended = info.si_pid != 0;
+    kill(-r->process, SIGKILL);
+    if (!ended) kill(r->process, SIGKILL);
+    while (waitpid(r->process, &status, 0) < 0 && errno == EINTR) continue;
+    r->process = 0;
+    return ended ? status : -1;
+}
+
+/* The command's output ended. */
+static int report_end(mt_reward_function *r, int64_t answered, int64_t count, mt_error *error) {
+    int status = end_command(r, 1);
+    char how[96] = "closed its output";
+    if (status != -1 && WIFEXITED(status))
+        snprintf(how, sizeof how, "ended with exit status %d%s", WEXITSTATUS(status),
+                 WEXITSTATUS(status) == 127 ? " (the shell did not find it)" : "");
+    else if (status != -1 && WIFSIGNALED(status))
+        snprintf(how, sizeof how, "was ended by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
+    return mt_error_set(error,
+                        "the reward command \"%s\" %s after %lld answers to %lld responses; its own messages, if any, "
+                        "stand above; it must read until the end of its input",
+                        r->argument, how, (long long)answered, (long long)count);
+}
+
+/* Appends a JSON string. */
+static void append_string(mt_reward_function *r, const char *text, int64_t bytes) {
+    mt_text *to = &r->request;
+    char escape[8];
+    r->repaired.bytes = 0;
+    mt_utf8_repair(&r->repaired, text, bytes);
+    mt_text_append(to, "\"", 1);
+    for (int64_t i = 0; i < r->repaired.bytes; i++) {
+        unsigned char c = (unsigned char)r->repaired.data[i];
+        if (c == '"' || c == '\\')
+            snprintf(escape, sizeof escape, "\\%c", c);
+        else if (c < 32)
+            snprintf(escape, sizeof escape, "\\u%04x", c);
+        else
+            escape[0] = (char)c, escape[1] = 0;
+        mt_text_append(to, escape, (int64_t)strlen(escape));
+    }
+    mt_text_append(to, "\"", 1);
+}
+
+static void write_request(mt_reward_function *r, const mt_reward_item *item) {
+    static const char *const keys[] = {"{\"prompt\": ", ", \"response\": ", ", \"answer\": "};
+    const char *texts[] = {item->prompt, item->response, item->answer};
+    const int64_t bytes[] = {item->prompt_bytes, item->response_bytes, item->answer_bytes};
+    r->request.bytes = 0;
+    for (int i = 0; i < 3; i++) {
+        mt_text_append(&r->request, keys[i], (int64_t)strlen(keys[i]));
+        if (texts[i])
+            append_string(r, texts[i], bytes[i]);
+        else
+            mt_text_append(&r->request, "null", 4);
+    }
+    mt_text_append(&r->request, "}\n", 2);
+}
+
+/* The number of a line of output, without its line end. */
+static int read_score(mt_reward_function *r, const char *line, int64_t bytes, double *score, mt_error *error) {
+    char text[64], *end = text;
+    r->lines++;
+    trim(&line, &bytes);
+    if (bytes > 0 && bytes < (int64_t)sizeof text) {
+        memcpy(text, line, (size_t)bytes);
+        text[bytes] = 0;
+        *score = strtod(text, &end);
+        if (end == text + bytes && isfinite(*score)) return 0;
+    }
+    return mt_error_set(error,
+                        "the reward command \"%s\" wrote \"%.*s\" as line %lld of its output; it must write one finite "
+                        "number a line, and other messages to standard error",
+                        r->argument, (int)mt_min(bytes, 80), line, (long long)r->lines);
+}
+
+/* The scores of a batch; `sent` bytes of the request of item `next` - 1 are sent. */
+typedef struct batch {
+    const mt_reward_item *items;
+    int64_t count, next, sent, answered;
+    double *scores;
+} batch;
+
+static int report_surplus(const mt_reward_function *r, mt_error *error) {
+    return mt_error_set(
+        error,
+        "the reward command \"%s\" wrote more lines than it got responses; it must write one number for "
+        "each, and other messages to standard error",
+        r->argument);
+}
+
+/* Takes the whole lines of `received`. */
+static int take_lines(mt_reward_function *r, batch *b, mt_error *error) {
+    mt_text *text = &r->received;
+    int64_t taken = 0;
+    for (const char *end; (end = memchr(text->data + taken, '\n', (size_t)(text->bytes - taken)));) {
+        const char *line = text->data + taken;
+        if (b->answered == b->count) return report_surplus(r, error);
+        if (read_score(r, line, end - line, &b->scores[b->answered], error) != 0) return -1;
+        b->answered++;
+        taken = end + 1 - text->data;
+    }
+    text->bytes -= taken;
+    memmove(text->data, text->data + taken, (size_t)text->bytes);
+    if (text->bytes > 0 && b->answered == b->count) return report_surplus(r, error);
+    return text->bytes > 4096 ? read_score(r, text->data, text->bytes, &b->scores[b->answered], error) : 0;
+}
+
+/* Reads what there is. */
+static int receive(mt_reward_function *r, batch *b, mt_error *error) {
+    char piece[65536];
+    ssize_t bytes = read(r->from, piece, sizeof piece);
+    if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
+    if (bytes <= 0) return report_end(r, b->answered, b->count, error);
+    mt_text_append(&r->received, piece, bytes);
+    return take_lines(r, b, error);
+}
+
+/* Writes as much as the pipe takes. A command that reads no more is noticed where its output ends. */
+static void send_request(mt_reward_function *r, batch *b) {
+    ssize_t bytes = write(r->to, r->request.data + b->sent, (size_t)(r->request.bytes - b->sent));
+    if (bytes > 0)
+        b->sent += bytes;
+    else if (errno != EAGAIN && errno != EINTR)
+        close_end(&r->to);
+}
+
+static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
+    double until = mt_time() + r->seconds;
+    struct pollfd from = {r->from, POLLIN, 0};
+    char surplus;
+    b->sent = r->request.bytes = 0;
+    if (r->to < 0) return report_end(r, 0, b->count, error);
+    if (poll(&from, 1, 0) > 0) { // before anything was asked
+        ssize_t bytes = read(r->from, &surplus, 1);
+        if (bytes > 0) return report_surplus(r, error);
+        if (bytes == 0) return report_end(r, 0, b->count, error);
+    }
+    while (b->answered < b->count) {
+        if (b->sent == r->request.bytes && b->next < b->count) {
+            write_request(r, &b->items[b->next++]);
+            b->sent = 0;
+        }
+        bool sends = b->sent < r->request.bytes && r->to >= 0;
+        struct pollfd ends[] = {{r->from, POLLIN, 0}, {sends ? r->to : -1, POLLOUT, 0}};
+        double left = until - mt_time();
+        if (left <= 0)
+            return mt_error_set(error,
+                                "the reward command \"%s\" wrote %lld answers to %lld responses in %g s; it hangs, is "
+                                "too slow, or waits for more input: it must answer each line and flush (python3 -u)",
+                                r->argument, (long long)b->answered, (long long)b->count, r->seconds);
+        if (poll(ends, 2, (int)fmin(1000 * left + 1, 1e6)) < 0) continue; // a signal
+        if (ends[0].revents && receive(r, b, error) != 0) return -1;
+        if (ends[1].revents) send_request(r, b);
+    }
+    return 0;
+}
+
+/* A write to a command that has died must not end this program: SIGPIPE is blocked in this thread, and one that came
+ * is taken. */
+static int score_by_command(mt_reward_function *r, const mt_reward_item *items, int64_t count, double *scores,
+                            mt_error *error) {
+    batch b = {.items = items, .count = count, .scores = scores};
+    sigset_t pipe_signal, before, pending;
+    int number;
+    if (r->process == 0) return mt_error_set(error, "the reward command \"%s\" has ended", r->argument);
+    sigemptyset(&pipe_signal);
+    sigaddset(&pipe_signal, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &pipe_signal, &before);
+    sigpending(&pending);
+    bool was_pending = sigismember(&pending, SIGPIPE);
+    int status = exchange(r, &b, error);
+    if (status != 0) end_command(r, 0);
+    sigpending(&pending);
+    if (!was_pending && sigismember(&pending, SIGPIPE)) sigwait(&pipe_signal, &number);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return status;
+}
+
+/* ---- all kinds -----------------------------------------------------------------------------------------------------
+ */
+
+int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *argument, double seconds,
+                   mt_error *error) {
+    static const char *const arguments[] = {[MT_REWARD_REGEX] = "pattern", [MT_REWARD_COMMAND] = "command"};
+    bool needs = kind == MT_REWARD_REGEX || kind == MT_REWARD_COMMAND;
+    *out = NULL;
+    if (needs && (!argument || !*argument)) return mt_error_set(error, "the reward needs a %s", arguments[kind]);
+    mt_reward_function *r = mt_calloc(sizeof *r);
+    r->kind = kind, r->seconds = seconds;
+    r->argument = mt_strdup(argument ? argument : "");
+    r->to = r->from = -1;
+    int status = 0;
+    if (kind == MT_REWARD_REGEX) status = open_pattern(r, error);
+    if (kind == MT_REWARD_COMMAND) status = open_command(r, error);
+    if (status == 0)
+        *out = r;
+    else
+        mt_reward_close(r);
+    return status;
+}
+
+void mt_reward_close(mt_reward_function *r) {
+    if (!r) return;
+    end_command(r, 2);
+    if (r->pattern) close_pattern(r);
+    free(r->repaired.data);
+    free(r->request.data);
+    free(r->received.data);
+    free(r->argument);
+    free(r);
+}
+
+int mt_rewards_compute(mt_reward_function *r, const mt_reward_item *items, int64_t count, double *scores,
+                       mt_error *error) {
+    if (r->kind == MT_REWARD_COMMAND) return score_by_command(r, items, count, scores, error);
+    for (int64_t i = 0; i < count; i++) {
+        const mt_reward_item *item = &items[i];
+        bool compares = r->kind != MT_REWARD_REGEX || r->answer_group > 0;
+        if (compares && !item->answer)
+            return mt_error_set(error, "the prompt \"%.*s\" has no answer; this reward compares with one",
+                                (int)mt_min(item->prompt_bytes, 80), item->prompt ? item->prompt : "");
+        if (r->kind == MT_REWARD_REGEX)
+            score_pattern(r, item, &scores[i]);
+        else if (r->kind == MT_REWARD_EXACT)
+            scores[i] = same_text(item->response, item->response_bytes, item->answer, item->answer_bytes);
+        else if (score_number(item, &scores[i], error) != 0)
+            return -1;
+    }
+    return 0;
+}

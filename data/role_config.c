@@ -1,0 +1,787 @@
+/* role_config.c: reads a YAML file with roles. libyaml loads the document as a tree, with anchors and aliases; a walk
+ * over the keys of the pipeline and of one role looks each up in role_keys.c. References ${...} follow OmegaConf. */
+#include "role_config.h"
+
+#include "file.h"
+#include "option_table.h"
+#include "role_keys.h"
+
+#include <ctype.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef MT_HAVE_YAML
+#include <yaml.h>
+#endif
+
+static void free_entry(mt_role_entry *entry) {
+    free(entry->key);
+    free(entry->option);
+    free(entry->text);
+    free(entry->accepted);
+    mt_strings_free(&entry->values);
+}
+
+void mt_role_config_free(mt_role_config *config) {
+    for (int64_t i = 0; i < config->count; i++) free_entry(&config->entries[i]);
+    free(config->entries);
+    *config = (mt_role_config){0};
+}
+
+#ifdef MT_HAVE_YAML
+enum {
+    MAX_DEPTH = 12,      // of sections that "<<" merges
+    MAX_REFERENCES = 16, // that lead to one another
+    MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
+    MAX_TEXT = 16384,    // bytes of a value
+    MAX_KEY = 400        // bytes of a key with its sections
+};
+
+typedef struct reader {
+    yaml_document_t document;
+    mt_role_config *config;
+    const char *path, *role;
+    const char *text; // of the file
+    int64_t bytes;
+    bool has_role;
+    char key[MAX_KEY]; // of the value at hand, with its sections
+    int64_t visited;
+    int depth; // of sections; 1: the keys of the file
+    mt_error *error;
+} reader;
+
+/* ---- the tree ------------------------------------------------------------------------------------------------------
+ */
+
+static yaml_node_t *get_node(reader *r, int index) {
+    return yaml_document_get_node(&r->document, index);
+}
+
+static long long line_of(const yaml_node_t *node) {
+    return (long long)node->start_mark.line + 1;
+}
+
+static bool is_mapping(const yaml_node_t *node) {
+    return node->type == YAML_MAPPING_NODE;
+}
+
+static const char *scalar_text(const yaml_node_t *node) {
+    return node->type == YAML_SCALAR_NODE ? (const char *)node->data.scalar.value : "";
+}
+
+static bool is_null(const yaml_node_t *node) {
+    static const char *const nulls[] = {"", "~", "null", "Null", "NULL", "None"};
+    if (node->type != YAML_SCALAR_NODE || node->data.scalar.style != YAML_PLAIN_SCALAR_STYLE) return false;
+    for (size_t i = 0; i < sizeof nulls / sizeof *nulls; i++)
+        if (strcmp(scalar_text(node), nulls[i]) == 0) return true;
+    return false;
+}
+
+static int fail_at(const reader *r, const yaml_node_t *node, const char *what) {
+    return mt_error_set(r->error, "%s:%lld: %s", r->path, line_of(node), what);
+}
+
+/* Counts a visit of a node; a text in it must not end early. */
+static int visit(reader *r, const yaml_node_t *node) {
+    if (++r->visited > MAX_NODES) return fail_at(r, node, "holds more than a file of roles could need");
+    if (node->type != YAML_SCALAR_NODE) return 0;
+    if (strlen(scalar_text(node)) != node->data.scalar.length) return fail_at(r, node, "holds a zero byte");
+    return node->data.scalar.length < MAX_TEXT ? 0 : fail_at(r, node, "holds a text of more than 16 KiB");
+}
+
+/* The value of a key; NULL if there is none. Keys of the section itself come before merged ones ("<<"). */
+static yaml_node_t *find_key(reader *r, const yaml_node_t *mapping, const char *name, size_t length, int depth) {
+    yaml_node_t *merged = NULL;
+    if (!mapping || !is_mapping(mapping) || depth > MAX_DEPTH) return NULL;
+    if (depth > 0 && ++r->visited > MAX_NODES) return NULL; // the next visit is an error
+    const yaml_node_pair_t *pair = mapping->data.mapping.pairs.start;
+    for (; pair < mapping->data.mapping.pairs.top; pair++) {
+        const char *key = scalar_text(get_node(r, pair->key));
+        yaml_node_t *value = get_node(r, pair->value);
+        if (strlen(key) == length && strncmp(key, name, length) == 0) return value;
+        if (strcmp(key, "<<") != 0 || merged) continue;
+        merged = find_key(r, value, name, length, depth + 1);
+        if (value->type != YAML_SEQUENCE_NODE) continue;
+        const yaml_node_item_t *item = value->data.sequence.items.start;
+        for (; item < value->data.sequence.items.top && !merged; item++)
+            merged = find_key(r, get_node(r, *item), name, length, depth + 1);
+    }
+    return merged;
+}
+
+static yaml_node_t *find_root_key(reader *r, const char *name) {
+    return find_key(r, yaml_document_get_root_node(&r->document), name, strlen(name), 0);
+}
+
+/* ---- references ----------------------------------------------------------------------------------------------------
+ */
+
+/* The end of the reference that begins at `text`, "${", behind its brace; NULL: there is none. */
+static const char *reference_end(const char *text) {
+    int open = 0;
+    for (const char *at = text; *at; at++) {
+        if (at[0] == '$' && at[1] == '{')
+            open++, at++;
+        else if (*at == '}' && --open == 0)
+            return at + 1;
+    }
+    return NULL;
+}
+
+static int follow(reader *r, yaml_node_t **node, int depth);
+
+/* The node of a path "a.b.0" from the root of the file. */
+static int find_path(reader *r, const char *path, const yaml_node_t *from, yaml_node_t **found, int depth) {
+    yaml_node_t *node = yaml_document_get_root_node(&r->document);
+    for (const char *at = path; node && *at;) {
+        size_t length = strcspn(at, ".");
+        if (follow(r, &node, depth) != 0) return -1;
+        if (node->type == YAML_SEQUENCE_NODE && length > 0 && strspn(at, "0123456789") == length) {
+            const yaml_node_item_t *first = node->data.sequence.items.start, *end = node->data.sequence.items.top;
+            long long index = strtoll(at, NULL, 10);
+            node = index < end - first ? get_node(r, first[index]) : NULL;
+        } else {
+            node = find_key(r, node, at, length, 0);
+        }
+        at += length;
+        at += *at == '.';
+    }
+    *found = *path ? node : NULL;
+    if (*found) return 0;
+    return mt_error_set(r->error, "%s:%lld: ${%.100s}: the file has no such key", r->path, line_of(from), path);
+}
+
+static char *expand(reader *r, const yaml_node_t *from, const char *text, int depth);
+
+/* The text of a resolver, "oc.env:NAME,default" or "oc.select:a.b,default", to free. */
+static char *resolve_call(reader *r, const yaml_node_t *from, const char *call, int depth) {
+    const char *argument = strchr(call, ':') + 1, *comma = strchr(argument, ',');
+    char name[200];
+    yaml_node_t *node = NULL;
+    mt_error ignored, *error = r->error;
+    snprintf(name, sizeof name, "%.*s", comma ? (int)(comma - argument) : (int)strlen(argument), argument);
+    if (strncmp(call, "oc.env:", 7) == 0) {
+        const char *value = getenv(name);
+        if (value || comma) return mt_strdup(value ? value : comma + 1 + strspn(comma + 1, " "));
+        mt_error_set(error, "%s:%lld: ${%.100s}: the environment has no such variable", r->path, line_of(from), call);
+        return NULL;
+    }
+    if (strncmp(call, "oc.select:", 10) == 0) {
+        r->error = comma ? &ignored : error;
+        int status = find_path(r, name, from, &node, depth);
+        r->error = error;
+        if (status != 0) return comma ? mt_strdup(comma + 1 + strspn(comma + 1, " ")) : NULL;
+        if (follow(r, &node, depth) != 0) return NULL;
+        return expand(r, node, scalar_text(node), depth);
+    }
+    mt_error_set(error, "%s:%lld: ${%.100s}: of the resolvers, oc.env and oc.select are supported", r->path,
+                 line_of(from), call);
+    return NULL;
+}
+
+/* The text of the reference between `begin` and `end`, its braces included, to free. */
+static char *expand_reference(reader *r, const yaml_node_t *from, const char *begin, const char *end, int depth) {
+    char *inner = mt_strdup(begin + 2), *path, *text = NULL;
+    inner[end - begin - 3] = 0;
+    yaml_node_t *node;
+    path = expand(r, from, inner, depth);
+    free(inner);
+    if (!path) return NULL;
+    if (strchr(path, ':')) {
+        text = resolve_call(r, from, path, depth);
+    } else if (find_path(r, path, from, &node, depth) == 0 && follow(r, &node, depth) == 0) {
+        if (node->type == YAML_SCALAR_NODE)
+            text = expand(r, node, scalar_text(node), depth);
+        else
+            mt_error_set(r->error, "%s:%lld: ${%.100s} is a section or a list, not a text", r->path, line_of(from),
+                         path);
+    }
+    free(path);
+    return text;
+}
+
+/* A text with its references replaced, to free; NULL with error. `from` is for messages. */
+static char *expand(reader *r, const yaml_node_t *from, const char *text, int depth) {
+    char *expanded = NULL, *part = NULL;
+    size_t size;
+    FILE *file;
+    if (depth > MAX_REFERENCES) {
+        mt_error_set(r->error, "%s:%lld: '%.100s' refers to itself, or through more than %d references", r->path,
+                     line_of(from), text, MAX_REFERENCES);
+        return NULL;
+    }
+    MT_CHECK(file = open_memstream(&expanded, &size));
+    bool good = visit(r, from) == 0;
+    while (*text && good) {
+        const char *end = text[0] == '$' && text[1] == '{' ? reference_end(text) : NULL;
+        part = end ? expand_reference(r, from, text, end, depth + 1) : NULL;
+        good = !end || part;
+        if (good && end) fputs(part, file);
+        if (!end) fputc(*text, file);
+        free(part);
+        if (good && ftell(file) >= MAX_TEXT) good = fail_at(r, from, "its references make a text of 16 KiB") == 0;
+        text = end ? end : text + 1;
+    }
+    MT_CHECK(fclose(file) == 0);
+    if (good) return expanded;
+    free(expanded);
+    return NULL;
+}
+
+/* Replaces a node that is one reference by the node that it leads to. */
+static int follow(reader *r, yaml_node_t **node, int depth) {
+    for (;; depth++) {
+        const char *text = scalar_text(*node), *end = strncmp(text, "${", 2) == 0 ? reference_end(text) : NULL;
+        if (!end || *end || strstr(text + 2, "${") || strchr(text, ':')) return 0;
+        if (visit(r, *node) != 0) return -1;
+        if (depth > MAX_REFERENCES)
+            return mt_error_set(r->error, "%s:%lld: '%.100s' refers to itself, or through more than %d references",
+                                r->path, line_of(*node), text, MAX_REFERENCES);
+        char path[200];
+        snprintf(path, sizeof path, "%.*s", (int)(end - text) - 3, text + 2);
+        if (find_path(r, path, *node, node, depth + 1) != 0) return -1;
+    }
+}
+
+/* The text of a key of the section that the value at hand is in, or of the root, to free; NULL: there is none. */
+static char *sibling_text(reader *r, const yaml_node_t *mapping, const char *name) {
+    mt_error *error = r->error, ignored;
+    yaml_node_t *node = find_key(r, mapping, name, strlen(name), 0);
+    if (!node) return NULL;
+    r->error = &ignored;
+    char *text = NULL;
+    if (follow(r, &node, 0) == 0 && node->type == YAML_SCALAR_NODE && !is_null(node))
+        text = expand(r, node, scalar_text(node), 0);
+    r->error = error;
+    return text;
+}
+
+/* ---- entries -------------------------------------------------------------------------------------------------------
+ */
+
+static mt_role_entry *add_entry(reader *r, mt_role_entry_kind kind, long long line, const char *text) {
+    mt_role_config *c = r->config;
+    c->entries = mt_realloc(c->entries, (c->count + 1) * (int64_t)sizeof *c->entries);
+    mt_role_entry *entry = &c->entries[c->count++];
+    *entry = (mt_role_entry){.kind = kind, .key = mt_strdup(r->key), .text = mt_strdup(text), .line = line};
+    const char *dot = strrchr(entry->key, '.');
+    entry->name = dot ? dot + 1 : entry->key;
+    return entry;
+}
+
+static mt_role_entry *add_option(reader *r, long long line, const char *option, const char *value) {
+    mt_role_entry *entry = add_entry(r, MT_ENTRY_OPTION, line, "");
+    entry->option = mt_strdup(option);
+    if (value) mt_strings_add(&entry->values, value);
+    return entry;
+}
+
+/* Adds the text of a scalar, with a name of its own here, to the values of an entry. */
+static void add_value(reader *r, int64_t index, const mt_role_key *row, const char *text) {
+    char value[MAX_TEXT];
+    bool good = !row || mt_role_key_translate(row, text, value, sizeof value);
+    if (!row) snprintf(value, sizeof value, "%s", text);
+    mt_role_entry *entry = &r->config->entries[index];
+    if (good) {
+        mt_strings_add(&entry->values, value);
+        return;
+    }
+    char reason[400];
+    snprintf(reason, sizeof reason, "cannot be %.100s: %.250s", text, value);
+    entry->kind = MT_ENTRY_REFUSED;
+    mt_string_set(&entry->text, reason);
+}
+
+static int expects_value(const reader *r, const yaml_node_t *node, long long line) {
+    return mt_error_set(r->error, "%s:%lld: %s expects a value, not a %s", r->path, line, r->key,
+                        is_mapping(node) ? "section" : "list in a list");
+}
+
+/* Adds an entry for an option with the values of a node: one, or a list. */
+static int take_values(reader *r, const mt_role_key *row, const char *option, yaml_node_t *node, long long line) {
+    int64_t index = r->config->count;
+    mt_role_entry *entry = add_option(r, line, option, NULL);
+    entry->is_megatron = !row;
+    entry->is_sequence = node->type == YAML_SEQUENCE_NODE;
+    if (row && row->accepted) entry->accepted = mt_strdup(row->accepted);
+    if (is_mapping(node)) return expects_value(r, node, line);
+    bool is_list = entry->is_sequence;
+    const yaml_node_item_t *item = is_list ? node->data.sequence.items.start : NULL;
+    for (; !is_list || item < node->data.sequence.items.top; item++) {
+        yaml_node_t *scalar = is_list ? get_node(r, *item) : node;
+        if (visit(r, scalar) != 0 || follow(r, &scalar, 0) != 0) return -1;
+        if (scalar->type != YAML_SCALAR_NODE) return expects_value(r, scalar, line);
+        char *text = expand(r, scalar, scalar_text(scalar), 0);
+        if (!text) return -1;
+        add_value(r, index, row, text);
+        free(text);
+        if (!is_list) return 0;
+    }
+    return 0;
+}
+
+/* ---- values that follow from several keys --------------------------------------------------------------------------
+ */
+
+/* The number of items of Python's list(range(a, b, c)) or [0, 1], also several with + between them; -1: neither. */
+static int64_t count_devices(const char *text) {
+    int64_t count = 0;
+    for (;;) {
+        long long first = 0, end = 0, step = 1;
+        int used = 0;
+        text += strspn(text, " ");
+        if (strncmp(text, "list(range(", 11) == 0) {
+            int read = sscanf(text + 11, " %lld , %lld , %lld", &first, &end, &step);
+            if (read == 1) end = first, first = 0;
+            const char *close = strstr(text, "))");
+            if (read < 1 || !close || step < 1 || first < 0 || end > 1000000) return -1;
+            if (end > first) count += (end - first + step - 1) / step;
+            text = close + 2;
+        } else if (*text == '[') {
+            for (text++; sscanf(text, " %lld%n", &first, &used) == 1; text += *text == ',') {
+                count++, text += used;
+                text += strspn(text, " ");
+            }
+            text += strspn(text, " ");
+            if (*text++ != ']') return -1;
+        } else {
+            return -1;
+        }
+        text += strspn(text, " ");
+        if (!*text) return count;
+        if (*text++ != '+') return -1;
+    }
+}
+
+static int take_devices(reader *r, yaml_node_t *node, long long line) {
+    char text[80];
+    int64_t count = -1;
+    if (node->type == YAML_SEQUENCE_NODE) {
+        count = node->data.sequence.items.top - node->data.sequence.items.start;
+    } else if (node->type == YAML_SCALAR_NODE) {
+        char *expanded = expand(r, node, scalar_text(node), 0);
+        if (!expanded) return -1;
+        count = count_devices(expanded);
+        free(expanded);
+    }
+    if (count < 0)
+        return mt_error_set(r->error, "%s:%lld: %s expects devices, such as list(range(0,8)) or [0, 1]", r->path, line,
+                            r->key);
+    r->config->num_devices = count;
+    snprintf(text, sizeof text, "the ranks are those of mpirun; the file has %lld", (long long)count);
+    add_entry(r, MT_ENTRY_UNUSED, line, text);
+    return 0;
+}
+
+static bool file_exists(const char *path) {
+    FILE *file = fopen(path, "r");
+    if (file) (void)fclose(file);
+    return file;
+}
+
+/* Files are looked up as they are named, then in dataset_dir. */
+static void find_files(reader *r, const yaml_node_t *mapping, mt_role_entry *entry) {
+    char *folder = sibling_text(r, mapping, "dataset_dir");
+    for (int64_t i = 0; folder && i < entry->values.count; i++) {
+        char *joined = mt_path_join(folder, entry->values.items[i]);
+        if (!file_exists(entry->values.items[i]) && file_exists(joined)) mt_string_set(&entry->values.items[i], joined);
+        free(joined);
+    }
+    for (int64_t i = 0; i < entry->values.count && entry->kind == MT_ENTRY_OPTION; i++) {
+        size_t length = strlen(entry->values.items[i]);
+        if (length < 8 || strcmp(entry->values.items[i] + length - 8, ".parquet") != 0) continue;
+        entry->kind = MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, "is a Parquet file: write its samples as JSON Lines");
+    }
+    free(folder);
+}
+
+/* The number that a key of a section has; `fallback` if there is none. */
+static double sibling_number(reader *r, const yaml_node_t *mapping, const char *name, double fallback) {
+    char *text = sibling_text(r, mapping, name), *end;
+    double value = text ? strtod(text, &end) : fallback;
+    if (text && (end == text || *end)) value = fallback;
+    free(text);
+    return value;
+}
+
+/* The text of a path from the root, as a number. */
+static double path_number(reader *r, const char *path, double fallback) {
+    mt_error *error = r->error, ignored;
+    yaml_node_t *node;
+    double value = fallback;
+    r->error = &ignored;
+    if (find_path(r, path, yaml_document_get_root_node(&r->document), &node, 0) == 0 && follow(r, &node, 0) == 0) {
+        char *text = expand(r, node, scalar_text(node), 0);
+        if (text && *text && strspn(text, "0123456789.eE+-") == strlen(text)) value = strtod(text, NULL);
+        free(text);
+    }
+    r->error = error;
+    return value;
+}
+
+/* Replaces the value of the entry by a number. */
+static void set_number(mt_role_entry *entry, double value) {
+    char text[32];
+    mt_real_print(text, value);
+    mt_string_set(&entry->values.items[0], text);
+}
+
+static bool is_number(const char *text, double *value) {
+    char *end;
+    *value = strtod(text, &end);
+    return end > text && *end == 0 && *value > -1e15 && *value < 1e15;
+}
+
+/* Changes the entry of a key whose value follows from others as well. */
+static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *mapping, mt_role_entry *entry) {
+    double number = 0;
+    bool is_true = false, numeric = is_number(entry->values.items[0], &number);
+    char *flag = sibling_text(r, mapping, "use_kl_loss");
+    if (row->kind == MT_KEY_LENGTH && numeric) {
+        double response = sibling_number(r, mapping, "response_length", 0);
+        response = sibling_number(r, mapping, "max_response_length", response);
+        if (sibling_number(r, mapping, "sequence_length", 0) == 0)
+            set_number(entry, number + response);
+        else
+            entry->kind = MT_ENTRY_UNUSED, mt_string_set(&entry->text, "sequence_length has prompt and response");
+    } else if (row->kind == MT_KEY_MINI_BATCH && numeric) {
+        double responses = path_number(r, "actor_rollout_ref.rollout.n", 1);
+        set_number(entry, number * sibling_number(r, mapping, "rollout_n", responses));
+    } else if (row->kind == MT_KEY_DUAL_CLIP && mt_parse_bool(entry->values.items[0], &is_true)) {
+        set_number(entry, 1 + 2 * sibling_number(r, mapping, "pg_clip", 0.2));
+        if (!is_true) entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off");
+    } else if (row->kind == MT_KEY_LOSS_COEF && numeric) {
+        if (!flag || !mt_parse_bool(flag, &is_true) || !is_true) set_number(entry, 0);
+    } else if (row->kind == MT_KEY_GROUP_LIMIT) {
+        double share = 1 / sibling_number(r, mapping, "num_return_sequences_in_group", 1);
+        bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;
+        bool good = numeric && (is_low ? number >= 0 && number <= share : number <= 1 && number >= 1 - share);
+        entry->kind = good ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, good ? row->text
+                                         : "drops more than the groups whose rewards are all alike, which "
+                                           "--dynamic-sampling drops");
+    }
+    free(flag);
+}
+
+/* True if a reference of the file leads to a key of the root, or into it. */
+static bool is_referenced(const reader *r, const char *name) {
+    char begin[120];
+    size_t length = (size_t)snprintf(begin, sizeof begin, "${%.100s", name);
+    const char *at = r->text, *end = r->text + r->bytes;
+    while ((at = memmem(at, (size_t)(end - at), begin, length)) != NULL) {
+        at += length;
+        if (at < end && (*at == '.' || *at == '}')) return true;
+    }
+    return false;
+}
+
+/* ---- the walk ------------------------------------------------------------------------------------------------------
+ */
+
+static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles);
+
+static int take_section(reader *r, yaml_node_t *node, const char *section, long long line) {
+    if (!is_mapping(node))
+        return mt_error_set(r->error, "%s:%lld: %s expects a section of keys", r->path, line, r->key);
+    r->depth++;
+    int status = walk(r, node, section, false);
+    if (status == 0) status = walk(r, node, section, true);
+    r->depth--;
+    return status;
+}
+
+/* The section of an engine, whose name is beside it. */
+static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *mapping, yaml_node_t *node,
+                         long long line) {
+    char *name = sibling_text(r, mapping, "strategy_name");
+    bool is_megatron = name && strncmp(name, "megatron", 8) == 0;
+    int status = is_megatron ? take_section(r, node, row->text, line) : 0;
+    if (!is_megatron) add_entry(r, MT_ENTRY_UNUSED, line, name ? name : "the engine without a strategy_name");
+    free(name);
+    return status;
+}
+
+/* An option of Megatron-LM's name. */
+static int take_megatron(reader *r, const char *section, const char *name, yaml_node_t *node, long long line) {
+    char nearest[112] = "";
+    int64_t index = r->config->count;
+    int status = is_null(node) ? 0 : take_values(r, NULL, name, node, line);
+    if (is_null(node)) add_option(r, line, name, NULL)->is_megatron = true;
+    if (status == 0 && mt_role_key_nearest(nearest, section, name))
+        mt_string_set(&r->config->entries[index].text, nearest);
+    return status;
+}
+
+/* A key of a value that is not null. `node` is its value. */
+static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mapping, yaml_node_t *node, long long line) {
+    int64_t index = r->config->count;
+    char value[MAX_TEXT];
+    bool is_on = true;
+    if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
+    if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
+    if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
+    if (row->kind == MT_KEY_REFUSED && is_mapping(node)) { // a section that may be off
+        char *enable = sibling_text(r, node, "enable");
+        bool is_off = enable && mt_parse_bool(enable, &is_on) && !is_on;
+        snprintf(value, sizeof value, "is not supported: %s", row->text);
+        add_entry(r, is_off ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED, line, is_off ? row->text : value);
+        free(enable);
+        return 0;
+    }
+    if (take_values(r, row->kind == MT_KEY_FIXED ? NULL : row, row->text, node, line) != 0) return -1;
+    mt_role_entry *entry = &r->config->entries[index];
+    entry->is_megatron = false;
+    const char *first = entry->values.count > 0 ? entry->values.items[0] : "";
+    if (entry->kind == MT_ENTRY_REFUSED) return 0;
+    if (row->kind == MT_KEY_FIXED || row->kind == MT_KEY_REFUSED) {
+        bool good = row->kind == MT_KEY_FIXED ? mt_role_key_translate(row, first, value, sizeof value)
+                                              : mt_parse_bool(first, &is_on) && !is_on;
+        char reason[400];
+        if (row->kind == MT_KEY_FIXED)
+            snprintf(reason, sizeof reason, "can only be %s here: %s", row->values, row->text);
+        else
+            snprintf(reason, sizeof reason, "is not supported: %s", row->text);
+        entry->kind = good ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, good ? row->text : reason);
+    } else if (entry->values.count == 0 || (!*first && !entry->is_sequence)) {
+        entry->kind = MT_ENTRY_FIXED; // the value that stands for the default, or an empty list
+        mt_string_set(&entry->text, "the default");
+    } else if (row->kind == MT_KEY_FILES) {
+        find_files(r, mapping, entry);
+    } else if (row->kind == MT_KEY_MODEL) {
+        add_option(r, line, "finetune", "true")->is_implied = true;
+    } else if (row->kind != MT_KEY_OPTION) {
+        derive_value(r, row, mapping, entry);
+    }
+    return 0;
+}
+
+/* A key: first those of the pipeline (roles: false), then the sections of roles. */
+static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *key, yaml_node_t *node,
+                    const char *section, bool roles) {
+    const char *name = scalar_text(key);
+    char nearest[112];
+    const mt_role_key *row = mt_role_key_find(section, name, r->role);
+    bool applies = row && mt_role_key_applies(row, name, r->role);
+    if ((row && row->kind == MT_KEY_SECTION && row->roles) != roles) return 0;
+    r->has_role = r->has_role || (roles && applies);
+    if (row && !applies) {
+        add_entry(r, MT_ENTRY_UNUSED, line_of(key), "other roles");
+        return 0;
+    }
+    if (row && row->kind == MT_KEY_UNUSED) {
+        add_entry(r, MT_ENTRY_UNUSED, line_of(key), row->text);
+        return 0;
+    }
+    bool is_megatron = !row && mt_role_section_is_megatron(section);
+    if (!row && r->depth == 1 && is_referenced(r, name)) {
+        add_entry(r, MT_ENTRY_UNUSED, line_of(key), "a value that other keys refer to");
+        return 0;
+    }
+    if (!row && !is_megatron) {
+        bool found = mt_role_key_nearest(nearest, section, name);
+        add_entry(r, MT_ENTRY_UNKNOWN, line_of(key), found ? nearest : "");
+        return 0;
+    }
+    if (follow(r, &node, 0) != 0) return -1;
+    if (is_megatron) return take_megatron(r, section, name, node, line_of(key));
+    return is_null(node) ? 0 : take_row(r, row, mapping, node, line_of(key));
+}
+
+/* An error if a key stands twice in a section. */
+static int check_keys(reader *r, const yaml_node_t *mapping) {
+    const yaml_node_pair_t *first = mapping->data.mapping.pairs.start, *end = mapping->data.mapping.pairs.top;
+    if (end - first > MAX_NODES / 10) return fail_at(r, mapping, "holds more than a file of roles could need");
+    for (const yaml_node_pair_t *pair = first; pair < end; pair++) {
+        const yaml_node_t *key = get_node(r, pair->key);
+        const char *name = scalar_text(key);
+        if (visit(r, key) != 0) return -1;
+        if (key->type != YAML_SCALAR_NODE || !*name || strchr(name, '.'))
+            return fail_at(r, key, "expects the name of a key");
+        for (const yaml_node_pair_t *other = first; other < pair; other++)
+            if (strcmp(scalar_text(get_node(r, other->key)), name) == 0)
+                return mt_error_set(r->error, "%s:%lld: %.80s is given twice in this section", r->path, line_of(key),
+                                    name);
+    }
+    return 0;
+}
+
+/* Takes the keys of a mapping; at depth > 0, where "<<" merges it, only the keys that `outer` does not have. */
+static int walk_merged(reader *r, yaml_node_t *mapping, yaml_node_t *outer, const char *section, bool roles,
+                       int depth) {
+    if (mapping->type == YAML_SEQUENCE_NODE && depth > 0 && depth < MAX_DEPTH) {
+        const yaml_node_item_t *item = mapping->data.sequence.items.start;
+        for (; item < mapping->data.sequence.items.top; item++)
+            if (walk_merged(r, get_node(r, *item), outer, section, roles, depth + 1) != 0) return -1;
+        return 0;
+    }
+    if (!is_mapping(mapping) || depth > MAX_DEPTH)
+        return fail_at(r, mapping, "<< merges what is no section, or itself");
+    if (check_keys(r, mapping) != 0) return -1;
+    size_t length = strlen(r->key);
+    const yaml_node_pair_t *pair = mapping->data.mapping.pairs.start;
+    for (; pair < mapping->data.mapping.pairs.top; pair++) {
+        yaml_node_t *key = get_node(r, pair->key), *value = get_node(r, pair->value);
+        const char *name = scalar_text(key);
+        if (visit(r, value) != 0) return -1;
+        if (strcmp(name, "<<") == 0) {
+            if (walk_merged(r, value, outer, section, roles, depth + 1) != 0) return -1;
+            continue;
+        }
+        if (depth > 0 && find_key(r, outer, name, strlen(name), 0) != value) continue;
+        if (length + strlen(name) + 2 > MAX_KEY) return fail_at(r, key, "has a long name");
+        snprintf(r->key + length, MAX_KEY - length, "%s%s", length > 0 ? "." : "", name);
+        int status = take_key(r, outer, key, value, section, roles);
+        r->key[length] = 0;
+        if (status != 0) return -1;
+    }
+    return 0;
+}
+
+static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles) {
+    return walk_merged(r, mapping, mapping, section, roles, 0);
+}
+
+/* ---- the file ------------------------------------------------------------------------------------------------------
+ */
+
+static bool is_role(reader *r, const yaml_node_t *section) {
+    static const char *const names[] = {"model_args", "training_args", "strategy_args", "worker_cls", "megatron"};
+    for (size_t i = 0; section && i < sizeof names / sizeof *names; i++)
+        if (find_key(r, section, names[i], strlen(names[i]), 0)) return true;
+    return false;
+}
+
+/* The roles of a file, with ", " between them. */
+static void list_roles(reader *r, char roles[400]) {
+    static const char *const names[] = {"sft_train",   "student",   "teacher", "actor_train",
+                                        "actor_infer", "reference", "critic",  "reward"};
+    static const char *const verl[][2] = {{"actor", "actor_train"}, {"rollout", "actor_infer"}, {"ref", "reference"}};
+    size_t used = 0;
+    *roles = 0;
+    const yaml_node_t *group = find_root_key(r, "actor_rollout_ref"), *rewards = find_root_key(r, "rewards");
+    for (size_t i = 0; group && i < 3; i++)
+        if (find_key(r, group, verl[i][0], strlen(verl[i][0]), 0))
+            used += (size_t)snprintf(roles + used, 400 - used, "%s%s", used ? ", " : "", verl[i][1]);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (is_role(r, find_root_key(r, names[i])))
+            used += (size_t)snprintf(roles + used, 400 - used, "%s%s", used ? ", " : "", names[i]);
+    }
+    if (!rewards || !is_mapping(rewards)) return;
+    const yaml_node_pair_t *pair = rewards->data.mapping.pairs.start;
+    for (; pair < rewards->data.mapping.pairs.top && used < 300; pair++)
+        used += (size_t)snprintf(roles + used, 400 - used, "%srewards.%.60s", used ? ", " : "",
+                                 scalar_text(get_node(r, pair->key)));
+}
+
+static long long line_of_root_key(reader *r, const char *name) {
+    const yaml_node_t *root = yaml_document_get_root_node(&r->document);
+    const yaml_node_pair_t *pair = root->data.mapping.pairs.start;
+    for (; pair < root->data.mapping.pairs.top; pair++)
+        if (strcmp(scalar_text(get_node(r, pair->key)), name) == 0) return line_of(get_node(r, pair->key));
+    return 1;
+}
+
+/* Adds the defaults of keys that the file does not have. */
+static void add_defaults(reader *r, const char *root) {
+    for (const mt_role_default *row = mt_role_defaults; row->root; row++) {
+        bool is_set = strcmp(row->root, root) != 0;
+        for (int64_t i = 0; i < r->config->count && !is_set; i++) {
+            const mt_role_entry *entry = &r->config->entries[i];
+            is_set = entry->option && mt_option_named(mt_option_find(row->option, strlen(row->option)), entry->option,
+                                                      strlen(entry->option));
+        }
+        if (is_set) continue;
+        snprintf(r->key, sizeof r->key, "(absent: %s)", row->key);
+        add_option(r, 0, row->option, row->value)->is_implied = true;
+        *r->key = 0;
+    }
+}
+
+/* Adds --stage or --sft, and the defaults of a role that trains. */
+static void add_stage(reader *r, const char *root) {
+    for (const mt_role_stage *row = mt_role_stages; row->stage; row++) {
+        const char *name = row->key ? row->key : row->role;
+        if (strcmp(row->role, r->role) != 0 || (row->key && !find_root_key(r, name))) continue;
+        if (!find_root_key(r, name)) name = "actor_rollout_ref";
+        snprintf(r->key, sizeof r->key, "%s", name);
+        add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
+        *r->key = 0;
+        add_defaults(r, root);
+        return;
+    }
+}
+
+static int read_document(reader *r) {
+    yaml_node_t *root = yaml_document_get_root_node(&r->document);
+    char roles[400];
+    if (!root || !is_mapping(root))
+        return mt_error_set(r->error, "%s: is no file of roles: it has no sections", r->path);
+    list_roles(r, roles);
+    const char *section = find_root_key(r, "actor_rollout_ref") ? "verl" : "roll";
+    if (take_section(r, root, section, 1) != 0) return -1;
+    if (r->has_role) {
+        add_stage(r, section);
+        return 0;
+    }
+    if (!*roles) return mt_error_set(r->error, "--role %.80s: %s has no sections of roles", r->role, r->path);
+    return mt_error_set(r->error, "--role %.80s: %s has the roles %s", r->role, r->path, roles);
+}
+
+static int fail_to_parse(const reader *r, const yaml_parser_t *parser) {
+    return mt_error_set(r->error, "%s:%lld: is not YAML: %s", r->path, (long long)parser->problem_mark.line + 1,
+                        parser->problem ? parser->problem : "it cannot be read");
+}
+
+/* Loads the one document of a text; 0 with the document to delete. */
+static int load_document(reader *r, const char *text, int64_t bytes) {
+    yaml_parser_t parser;
+    yaml_document_t second;
+    if (!yaml_parser_initialize(&parser)) return mt_error_set(r->error, "%s: no memory to read YAML", r->path);
+    yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
+    int status = yaml_parser_load(&parser, &r->document) ? 0 : fail_to_parse(r, &parser);
+    if (status == 0) {
+        status = yaml_parser_load(&parser, &second) ? 0 : fail_to_parse(r, &parser);
+        if (status == 0 && yaml_document_get_root_node(&second))
+            status = mt_error_set(r->error, "%s: has a second document; roles are in one", r->path);
+        yaml_document_delete(&second);
+        if (status != 0) yaml_document_delete(&r->document);
+    }
+    yaml_parser_delete(&parser);
+    return status;
+}
+
+int mt_role_config_read(mt_role_config *config, const char *role, const char *text, int64_t bytes, const char *path,
+                        mt_error *error) {
+    reader r = {.config = config, .role = role, .path = path, .text = text, .bytes = bytes, .error = error};
+    *config = (mt_role_config){0};
+    if (load_document(&r, text, bytes) != 0) return -1;
+    int status = read_document(&r);
+    yaml_document_delete(&r.document);
+    return status;
+}
+
+bool mt_role_config_detect(char roles[400], const char *text, int64_t bytes) {
+    mt_error ignored;
+    reader r = {.role = "", .path = "", .error = &ignored};
+    *roles = 0;
+    if (load_document(&r, text, bytes) != 0) return false;
+    list_roles(&r, roles);
+    yaml_document_delete(&r.document);
+    return *roles;
+}
+#else
+int mt_role_config_read(mt_role_config *config, const char *role, const char *text, int64_t bytes, const char *path,
+                        mt_error *error) {
+    (void)role, (void)text, (void)bytes;
+    *config = (mt_role_config){0};
+    return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
+}
+
+bool mt_role_config_detect(char roles[400], const char *text, int64_t bytes) {
+    (void)text, (void)bytes;
+    *roles = 0;
+    return false;
+}
+#endif

@@ -1,0 +1,505 @@
+/* role_keys.c: the keys of YAML files with roles, by section. A key that maps to an option works as soon as the option
+ * table has a row of that name. */
+#include "role_keys.h"
+
+#include "options.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <strings.h>
+
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys take the values as they are
+
+#define ROLL_TRAINS "actor_train sft_train student critic reward"
+#define ACTOR       "actor_train actor_infer reference sft_train"
+#define LEARNER     "actor_train critic"
+#define KL_TYPES                                                                                                       \
+    "kl=k1|mse=k2|low_var_kl=k3|full=!the KL of whole distributions is not computed: take k1, k2, k3 or abs"
+#define LR_STYLES                                                                                                      \
+    "constant_with_warmup=constant|inverse_sqrt=inverse-square-root|warmup_stable_decay=WSD|cosine_with_restarts=!"    \
+    "the "                                                                                                             \
+    "learning rate has no restarts: take cosine|polynomial=!take linear, or another of --lr-decay-style"
+#define DTYPES                                                                                                         \
+    "bf16=true|bfloat16=true|fp32=false|float32=false|fp16=!fp16 needs loss scaling: take bf16|float16=!fp16 needs "   \
+    "loss scaling: take bf16|auto=|*=!expects bf16 or fp32"
+#define ATTENTION                                                                                                      \
+    "fa2=flash|flash_attention_2=flash|fa3=flash|flash_attention_3=flash|sdpa=auto|eager=unfused|disabled=unfused|"    \
+    "fused=cudnn|local=unfused"
+
+/* Other engines, and reasons. */
+#define HYDRA        "hydra"
+#define RAY          "Ray and its processes"
+#define TRACKERS     "trackers (here --tensorboard-dir and --metrics)"
+#define PYTHON       "ROLL's Python classes"
+#define SERVER       "the generating engine (vllm, sglang)"
+#define TRANSFORMERS "transformers"
+#define VALIDATION   "the validation of responses: a validation here computes losses"
+#define SAMPLERS     "samplers of domains: samples come from all files alike"
+#define CHECKPOINTS  "formats of checkpoints: here they are Hugging Face folders with the optimizer's state"
+#define PROFILERS    "profilers (here --profile and --trace)"
+
+static const mt_role_key keys[] = {
+    /* ---- ROLL: the pipeline */
+    {"roll", "hydra defaults", MT_KEY_UNUSED, HYDRA},
+    {"roll", "exp_name", MT_KEY_UNUSED, TRACKERS},
+    {"roll", "track_with tracker_kwargs logging_dir save_logging_board_dir", MT_KEY_UNUSED, TRACKERS},
+    {"roll",
+     "system_envs num_nodes num_gpus_per_node rpc_timeout local_rank model_update_buffer_size_mb model_download_type "
+     "base_dir",
+     MT_KEY_UNUSED, RAY},
+    {"roll",
+     "profiler_timeline profiler_memory profiler_output_dir length_profiler_dir report_length_and_rewards "
+     "rollout_dump_dir rollout_mock",
+     MT_KEY_UNUSED, PROFILERS},
+    {"roll", "checkpoint_config", MT_KEY_UNUSED, "uploads of checkpoints (here --save writes them)"},
+    {"roll", "logits_transfer_backend", MT_KEY_UNUSED, "transfers between processes: teacher and student share them"},
+    {"roll",
+     "generate_opt_level is_num_return_sequences_expand max_running_requests is_use_additional_prompts "
+     "use_additional_prompts max_additional_running_prompts user_defined_rollout_loop_cls router_args",
+     MT_KEY_UNUSED, SERVER},
+    {"roll", "val_batch_size val_greedy val_n_sample val_prompt_length val_sequence_length", MT_KEY_UNUSED, VALIDATION},
+    {"roll", "seed", MT_KEY_OPTION, "seed"},
+    {"roll", "output_dir", MT_KEY_OPTION, "save", NULL, ROLL_TRAINS},
+    {"roll", "max_steps", MT_KEY_OPTION, "train-iters", "-1=|0=", ROLL_TRAINS},
+    {"roll", "save_steps", MT_KEY_OPTION, "save-interval", "-1=|0=", ROLL_TRAINS},
+    {"roll", "max_ckpt_to_keep", MT_KEY_OPTION, "keep-checkpoints", "0=", ROLL_TRAINS},
+    {"roll", "logging_steps", MT_KEY_OPTION, "log-interval", NULL, ROLL_TRAINS},
+    {"roll", "eval_steps", MT_KEY_OPTION, "eval-interval", "-1=|0=", ROLL_TRAINS},
+    {"roll", "resume_from_checkpoint", MT_KEY_OPTION, "auto-resume",
+     "*=!expects true or false; a folder to resume from is --load DIR|true=true|false=false", ROLL_TRAINS},
+    {"roll", "max_grad_norm", MT_KEY_OPTION, "clip-grad", NULL, ROLL_TRAINS},
+    {"roll", "sequence_length", MT_KEY_OPTION, "seq-length"},
+    {"roll", "prompt_length", MT_KEY_LENGTH, "seq-length"},
+    {"roll", "response_length", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train actor_infer"},
+    {"roll", "pretrain", MT_KEY_MODEL, "load", NULL, ACTOR},
+    {"roll", "reward_pretrain", MT_KEY_MODEL, "load", NULL, "critic reward rewards"},
+    {"roll", "student_pretrain", MT_KEY_MODEL, "load", NULL, "student"},
+    {"roll", "teacher_pretrain", MT_KEY_OPTION, "teacher-load", NULL, "student"},
+    {"roll", "teacher_pretrain", MT_KEY_MODEL, "load", NULL, "teacher"},
+    {"roll", "global_template", MT_KEY_OPTION, "chat-template"},
+    {"roll", "validation", MT_KEY_SECTION, "validation"},
+    // fine-tuning, distillation, preferences
+    {"roll", "prompt_key question_key", MT_KEY_OPTION, "prompt-key"},
+    {"roll", "query_key", MT_KEY_OPTION, "query-key"},
+    {"roll", "response_key answer_key", MT_KEY_OPTION, "response-key"},
+    {"roll", "system_key", MT_KEY_REFUSED, "a system prompt is the first of a list of messages: give --messages-key"},
+    {"roll", "chosen_key", MT_KEY_OPTION, "chosen-key", NULL, "actor_train", .accepted = "chosen"},
+    {"roll", "rejected_key", MT_KEY_OPTION, "rejected-key", NULL, "actor_train", .accepted = "rejected"},
+    {"roll", "beta", MT_KEY_OPTION, "beta", NULL, "actor_train"},
+    {"roll", "label_smoothing", MT_KEY_OPTION, "label-smoothing", NULL, "actor_train"},
+    {"roll", "ipo", MT_KEY_OPTION, "ipo", NULL, "actor_train"},
+    {"roll", "kd_objective", MT_KEY_OPTION, "kd-objective", NULL, "student"},
+    {"roll", "kd_temperature", MT_KEY_OPTION, "kd-temperature", NULL, "student"},
+    {"roll", "teacher_temperature", MT_KEY_OPTION, "teacher-temperature", NULL, "student", .accepted = "1|1.0"},
+    {"roll", "adaptive_kl_alpha", MT_KEY_OPTION, "adaptive-kl-alpha", NULL, "student"},
+    {"roll", "skew_lambda", MT_KEY_OPTION, "skew-lambda", NULL, "student"},
+    {"roll", "logits_topk", MT_KEY_OPTION, "logits-topk", NULL, "student"},
+    {"roll", "distill_loss_weight", MT_KEY_OPTION, "distill-loss-weight", NULL, "student"},
+    {"roll", "distill_on_prompt", MT_KEY_OPTION, "loss-on", "true=all|false=responses", "student"},
+    // reinforcement learning
+    {"roll", "rollout_batch_size", MT_KEY_OPTION, "rollout-batch-size", NULL, LEARNER},
+    {"roll", "num_return_sequences_in_group", MT_KEY_OPTION, "num-return-sequences", NULL,
+     "actor_train actor_infer critic"},
+    {"roll", "adv_estimator", MT_KEY_OPTION, "adv-estimator", NULL, LEARNER},
+    {"roll", "ppo_epochs", MT_KEY_OPTION, "ppo-epochs", NULL, LEARNER},
+    {"roll", "gamma", MT_KEY_OPTION, "gamma", NULL, LEARNER},
+    {"roll", "lambd", MT_KEY_OPTION, "lam", NULL, LEARNER},
+    {"roll", "value_clip", MT_KEY_OPTION, "value-clip", NULL, LEARNER},
+    {"roll", "reward_clip", MT_KEY_OPTION, "reward-clip", NULL, LEARNER},
+    {"roll", "advantage_clip", MT_KEY_OPTION, "advantage-clip", NULL, LEARNER},
+    {"roll", "whiten_advantages", MT_KEY_OPTION, "whiten-advantages", NULL, LEARNER},
+    {"roll", "pg_clip", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
+    {"roll", "pg_clip_low", MT_KEY_OPTION, "clip-ratio-low", NULL, LEARNER},
+    {"roll", "pg_clip_high", MT_KEY_OPTION, "clip-ratio-high", NULL, LEARNER},
+    {"roll", "use_pg_clip_range", MT_KEY_FIXED, "pg_clip_low and pg_clip_high hold where they are given", "true"},
+    {"roll", "dual_clip_loss", MT_KEY_DUAL_CLIP, "clip-ratio-c", NULL, LEARNER},
+    {"roll", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode", NULL, LEARNER},
+    {"roll", "use_kl_loss", MT_KEY_FIXED, "--kl-loss-coef 0 is none", "true|false"},
+    {"roll", "kl_loss_coef", MT_KEY_LOSS_COEF, "kl-loss-coef", NULL, LEARNER},
+    {"roll", "kl_penalty", MT_KEY_OPTION, "kl-loss-type", KL_TYPES, LEARNER},
+    {"roll", "add_token_level_kl", MT_KEY_OPTION, "kl-in-reward", NULL, LEARNER},
+    {"roll", "entropy_loss_coef", MT_KEY_OPTION, "entropy-coeff", NULL, LEARNER},
+    {"roll", "max_len_mask", MT_KEY_OPTION, "overlong-mask", NULL, LEARNER},
+    {"roll", "difficulty_mask", MT_KEY_OPTION, "dynamic-sampling", NULL, LEARNER},
+    {"roll", "difficulty_low_threshold difficulty_high_threshold", MT_KEY_GROUP_LIMIT,
+     "groups whose rewards are all alike are dropped", NULL, LEARNER},
+    {"roll", "norm_std_type", MT_KEY_OPTION, "norm-adv-by-std",
+     "group=true|*=!rewards are divided by the deviation of their group: take group", LEARNER},
+    {"roll", "norm_mean_type", MT_KEY_FIXED, "--adv-estimator grpo subtracts the mean of a group", "group"},
+    {"roll", "use_policy_loss_type", MT_KEY_OPTION, "pg-variant", "PPO=ppo|PG=vanilla", LEARNER},
+    {"roll", "importance_sampling", MT_KEY_OPTION, "pg-variant", "token=ppo|seq=gspo", LEARNER},
+    {"roll",
+     "difficulty_loss_weight length_loss_weight error_max_len_clip use_topr_loss balance_length whiten_rewards "
+     "use_reward_scaling use_reward_norm add_len_reward",
+     MT_KEY_REFUSED, "responses are weighted by their advantages alone"},
+    {"roll", "error_max_len_threshold", MT_KEY_UNUSED, "error_max_len_clip, which is not supported"},
+    {"roll", "is_offload_states is_offload_optimizer_states_in_train_step", MT_KEY_FIXED,
+     "the roles of a run share the memory", "true|false"},
+    // its roles
+    {"roll", "actor_train actor_infer reference critic reward sft_train student teacher", MT_KEY_SECTION, "role", NULL,
+     "="},
+    {"roll", "actor_infer", MT_KEY_SECTION, "rollouts", NULL, "actor_train"},
+    {"roll", "rewards", MT_KEY_SECTION, "rewards", NULL, "="},
+    {"rewards", "*", MT_KEY_SECTION, "role", NULL, "="},
+    {"rollouts", "generating_args", MT_KEY_SECTION, "generating_args"},
+    {"rollouts", "*", MT_KEY_UNUSED, "the role actor_infer"},
+
+    /* ---- ROLL: a role */
+    {"role", "model_args", MT_KEY_SECTION, "model_args"},
+    {"role", "training_args", MT_KEY_SECTION, "training_args"},
+    {"role", "data_args", MT_KEY_SECTION, "data_args"},
+    {"role", "generating_args", MT_KEY_SECTION, "generating_args"},
+    {"role", "strategy_args", MT_KEY_SECTION, "strategy_args"},
+    {"role", "device_mapping", MT_KEY_DEVICES},
+    {"role", "infer_batch_size", MT_KEY_OPTION, "micro-batch-size", NULL,
+     "actor_infer reference teacher rewards reward"},
+    {"role", "infer_batch_size", MT_KEY_UNUSED, "scoring, whose micro-batches are those of training"},
+    {"role", "use_sequence_packing", MT_KEY_OPTION, "sequence-packing"},
+    {"role", "pg_variant", MT_KEY_OPTION, "pg-variant"},
+    {"role", "logits_in_fp32", MT_KEY_FIXED, "the loss is computed in fp32", "true"},
+    {"role", "apply_loss_scale", MT_KEY_FIXED, "the loss is a sum divided by the count of the whole step", "true"},
+    {"role", "use_dynamic_batching_in_train use_dynamic_batching_in_infer", MT_KEY_REFUSED,
+     "take use_sequence_packing"},
+    {"role",
+     "max_tokens_per_microbatch_in_train sequence_length_round_in_train max_tokens_per_microbatch_in_infer "
+     "sequence_length_round_in_infer sequence_packing_args",
+     MT_KEY_UNUSED, "batching by length: here --sequence-packing evens the work of ranks"},
+    {"role",
+     "world_size num_gpus_per_worker model_update_frequency backend_timeout system_envs max_concurrency offload_nccl "
+     "name checkpoint_config",
+     MT_KEY_UNUSED, RAY},
+    {"role",
+     "worker_cls reward_type response_length_penalty_coef tag_included code_url use_local judge_prompt "
+     "judge_model_type judge_model_name judge_api_url judge_api_key format_pattern query_filter_config "
+     "response_filter_config reward_manager_config topr_positive_weight topr_negative_weight",
+     MT_KEY_UNUSED, PYTHON},
+
+    {"model_args", "model_name_or_path", MT_KEY_MODEL, "load"},
+    {"model_args", "adapter_name_or_path", MT_KEY_OPTION, "load-adapter"},
+    {"model_args", "dtype", MT_KEY_OPTION, "bf16", DTYPES},
+    {"model_args", "attn_implementation", MT_KEY_OPTION, "attention-backend", ATTENTION},
+    {"model_args", "moe_aux_loss_coef", MT_KEY_OPTION, "moe-aux-loss-coeff"},
+    {"model_args", "lora_rank", MT_KEY_OPTION, "lora-rank"},
+    {"model_args", "lora_alpha", MT_KEY_OPTION, "lora-alpha"},
+    {"model_args", "lora_dropout", MT_KEY_OPTION, "lora-dropout"},
+    {"model_args", "lora_target", MT_KEY_OPTION, "lora-target", "all=all-linear"},
+    {"model_args", "additional_target autocast_adapter_dtype freeze_module_prefix", MT_KEY_REFUSED,
+     "adapters alone are trained, or the whole model"},
+    {"model_args", "disable_gradient_checkpointing gradient_checkpointing_use_reentrant", MT_KEY_UNUSED,
+     TRANSFORMERS " (recompute_granularity of strategy_config is Megatron's)"},
+    {"model_args", "device_map vision_dp ulysses_size", MT_KEY_UNUSED, TRANSFORMERS},
+    {"model_args", "model_type", MT_KEY_UNUSED, "heads: --load has its own"},
+    {"model_args", "num_labels", MT_KEY_FIXED, "a head of values has one", "1"},
+    {"model_args", "model_config_kwargs", MT_KEY_SECTION, "transformer"},
+
+    {"training_args", "learning_rate", MT_KEY_OPTION, "lr"},
+    {"training_args", "per_device_train_batch_size", MT_KEY_OPTION, "micro-batch-size"},
+    {"training_args", "gradient_accumulation_steps", MT_KEY_OPTION, "gradient-accumulation-steps"},
+    {"training_args", "warmup_steps", MT_KEY_OPTION, "lr-warmup-iters"},
+    {"training_args", "warmup_ratio", MT_KEY_OPTION, "lr-warmup-fraction"},
+    {"training_args", "num_train_epochs", MT_KEY_OPTION, "train-epochs"},
+    {"training_args", "max_steps", MT_KEY_OPTION, "train-iters", "-1=|0="},
+    {"training_args", "lr_scheduler_type", MT_KEY_OPTION, "lr-decay-style", LR_STYLES},
+    {"training_args", "max_grad_norm", MT_KEY_OPTION, "clip-grad"},
+    {"training_args", "adam_epsilon", MT_KEY_OPTION, "adam-eps"},
+    {"training_args", "optim", MT_KEY_FIXED, "the optimizer is AdamW", "adamw|adam|adamw_torch|adamw_torch_fused"},
+    {"training_args", "output_dir", MT_KEY_OPTION, "save"},
+    {"training_args", "save_steps", MT_KEY_OPTION, "save-interval", "-1=|0="},
+    {"training_args", "save_total_limit", MT_KEY_OPTION, "keep-checkpoints"},
+    {"training_args", "logging_steps", MT_KEY_OPTION, "log-interval"},
+    {"training_args", "eval_steps", MT_KEY_OPTION, "eval-interval"},
+    {"training_args", "per_device_eval_batch_size", MT_KEY_UNUSED,
+     "evaluation, whose micro-batches are those of training"},
+    {"training_args",
+     "gradient_checkpointing gradient_checkpointing_kwargs ddp_timeout dataloader_num_workers "
+     "dataloader_pin_memory remove_unused_columns save_safetensors do_train do_eval "
+     "save_strategy eval_strategy evaluation_strategy logging_strategy disable_tqdm",
+     MT_KEY_UNUSED, TRANSFORMERS},
+    {"training_args", "report_to run_name logging_dir", MT_KEY_UNUSED, TRACKERS},
+    {"training_args", "deepspeed", MT_KEY_UNUSED, "deepspeed"},
+
+    {"data_args", "file_name", MT_KEY_FILES, "train-data-path"},
+    {"data_args", "eval_file_name", MT_KEY_FILES, "valid-data-path"},
+    {"data_args", "dataset_dir", MT_KEY_FIXED, "files are looked up there too", "*"},
+    {"data_args", "template", MT_KEY_OPTION, "chat-template", "native=auto"},
+    {"data_args", "messages", MT_KEY_OPTION, "messages-key"},
+    {"data_args", "prompt", MT_KEY_OPTION, "prompt-key"},
+    {"data_args", "response", MT_KEY_OPTION, "response-key"},
+    {"data_args", "dataset_type", MT_KEY_FIXED, "files are JSON or JSON Lines", "json|jsonl"},
+    {"data_args", "preprocessing_num_workers cache_path overwrite_cache", MT_KEY_UNUSED, "datasets of transformers"},
+    {"data_args", "domain_interleave_probs interleave_probs tag id", MT_KEY_UNUSED, SAMPLERS},
+
+    {"generating_args", "max_new_tokens", MT_KEY_OPTION, "max-new-tokens"},
+    {"generating_args", "temperature", MT_KEY_OPTION, "temperature"},
+    {"generating_args", "top_p", MT_KEY_OPTION, "top-p"},
+    {"generating_args", "top_k", MT_KEY_OPTION, "top-k", "-1=0"},
+    {"generating_args", "min_p", MT_KEY_OPTION, "min-p"},
+    {"generating_args", "repetition_penalty", MT_KEY_OPTION, "repetition-penalty", .accepted = "1|1.0"},
+    {"generating_args", "num_return_sequences", MT_KEY_OPTION, "num-return-sequences", .accepted = "1"},
+    {"generating_args", "stop_strings", MT_KEY_OPTION, "stop"},
+    {"generating_args", "num_beams", MT_KEY_FIXED, "responses are sampled, without beams", "1"},
+    {"generating_args", "do_sample", MT_KEY_FIXED, "--temperature 0 is the argmax", "true"},
+    {"generating_args", "logprobs include_stop_str_in_output", MT_KEY_UNUSED, SERVER},
+
+    {"strategy_args", "strategy_name", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
+    {"strategy_args", "strategy_config", MT_KEY_STRATEGY, "strategy_config"},
+    {"strategy_config", "additional_configs", MT_KEY_SECTION, "transformer"},
+    {"strategy_config", "fp16", MT_KEY_REFUSED, "fp16 needs loss scaling: take bf16"},
+
+    {"validation", "data_args", MT_KEY_SECTION, "valid_data_args"},
+    {"validation", "*", MT_KEY_UNUSED, VALIDATION},
+    {"valid_data_args", "file_name", MT_KEY_FILES, "valid-data-path", NULL, ROLL_TRAINS},
+    {"valid_data_args", "dataset_dir", MT_KEY_FIXED, "files are looked up there too", "*"},
+    {"valid_data_args", "*", MT_KEY_UNUSED, "the validation: it is read as the training data are"},
+
+    /* ---- verl and Trinity-RFT */
+    {"verl", "hydra defaults", MT_KEY_UNUSED, HYDRA},
+    {"verl", "ray_init ray_kwargs global_profiler transfer_queue", MT_KEY_UNUSED, RAY},
+    {"verl", "custom_reward_function reward_manager", MT_KEY_UNUSED, "verl's Python classes"},
+    {"verl", "data", MT_KEY_SECTION, "verl.data"},
+    {"verl", "algorithm", MT_KEY_SECTION, "verl.algorithm"},
+    {"verl", "trainer", MT_KEY_SECTION, "verl.trainer"},
+    {"verl", "actor_rollout_ref", MT_KEY_SECTION, "actor_rollout_ref"},
+    {"verl", "critic", MT_KEY_SECTION, "verl.critic", NULL, "="},
+    {"verl", "reward_model", MT_KEY_SECTION, "verl.critic", NULL, "reward"},
+    {"actor_rollout_ref", "hybrid_engine nccl_timeout", MT_KEY_UNUSED, RAY},
+    {"actor_rollout_ref", "model", MT_KEY_SECTION, "verl.model", NULL, "actor_train actor_infer reference"},
+    {"actor_rollout_ref", "actor", MT_KEY_SECTION, "verl.actor", NULL, "actor_train"},
+    {"actor_rollout_ref", "ref", MT_KEY_SECTION, "verl.actor", NULL, "reference"},
+    {"actor_rollout_ref", "rollout", MT_KEY_SECTION, "verl.rollout", NULL, "actor_train actor_infer"},
+
+    {"verl.model", "path", MT_KEY_MODEL, "load"},
+    {"verl.model", "override_config", MT_KEY_SECTION, "transformer"},
+    {"verl.model", "lora_rank", MT_KEY_OPTION, "lora-rank", "0="},
+    {"verl.model", "lora_alpha", MT_KEY_OPTION, "lora-alpha"},
+    {"verl.model", "target_modules", MT_KEY_OPTION, "lora-target"},
+    {"verl.model", "tokenizer_path input_tokenizer", MT_KEY_OPTION, "tokenizer-model"},
+    {"verl.model", "enable_gradient_checkpointing gradient_checkpointing_kwargs", MT_KEY_UNUSED,
+     TRANSFORMERS " (recompute_granularity of override_transformer_config is Megatron's)"},
+    {"verl.model",
+     "external_lib trust_remote_code use_remove_padding use_shm use_liger use_fused_kernels "
+     "fused_kernel_options enable_activation_offload custom_chat_template",
+     MT_KEY_UNUSED, TRANSFORMERS},
+
+    {"verl.actor", "strategy _target_", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
+    {"verl.actor", "megatron", MT_KEY_SECTION, "megatron"},
+    {"verl.actor", "optim", MT_KEY_SECTION, "verl.optim"},
+    {"verl.actor", "ppo_mini_batch_size", MT_KEY_MINI_BATCH, "global-batch-size"},
+    {"verl.actor", "ppo_micro_batch_size_per_gpu", MT_KEY_OPTION, "micro-batch-size", NULL, "actor_train critic"},
+    {"verl.actor", "log_prob_micro_batch_size_per_gpu micro_batch_size_per_gpu", MT_KEY_OPTION, "micro-batch-size",
+     NULL, "reference reward"},
+    {"verl.actor", "ppo_micro_batch_size log_prob_micro_batch_size micro_batch_size", MT_KEY_REFUSED,
+     "it counts all ranks: give the same key with _per_gpu"},
+    {"verl.actor", "ppo_epochs", MT_KEY_OPTION, "ppo-epochs"},
+    {"verl.actor", "clip_ratio", MT_KEY_OPTION, "clip-ratio"},
+    {"verl.actor", "clip_ratio_low", MT_KEY_OPTION, "clip-ratio-low"},
+    {"verl.actor", "clip_ratio_high", MT_KEY_OPTION, "clip-ratio-high"},
+    {"verl.actor", "clip_ratio_c", MT_KEY_OPTION, "clip-ratio-c"},
+    {"verl.actor", "grad_clip", MT_KEY_OPTION, "clip-grad"},
+    {"verl.actor", "entropy_coeff", MT_KEY_OPTION, "entropy-coeff"},
+    {"verl.actor", "use_kl_loss", MT_KEY_FIXED, "--kl-loss-coef 0 is none", "true|false"},
+    {"verl.actor", "kl_loss_coef", MT_KEY_LOSS_COEF, "kl-loss-coef"},
+    {"verl.actor", "kl_loss_type", MT_KEY_OPTION, "kl-loss-type", KL_TYPES},
+    {"verl.actor", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode"},
+    {"verl.actor", "shuffle", MT_KEY_FIXED, "mini-batches have the order of the rollouts", "false"},
+    {"verl.actor", "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing", MT_KEY_UNUSED,
+     "torch.compile"},
+    {"verl.actor", "use_dynamic_bsz", MT_KEY_REFUSED, "batches by tokens; take --sequence-packing"},
+    {"verl.actor",
+     "ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz "
+     "forward_max_token_len_per_gpu data_loader_seed",
+     MT_KEY_UNUSED, "batching by length: here --sequence-packing evens the work of ranks"},
+    {"verl.actor", "load_weight", MT_KEY_FIXED, "the weights of --load are loaded", "true"},
+    {"verl.actor", "checkpoint", MT_KEY_UNUSED, CHECKPOINTS},
+    {"verl.actor", "profile profiler", MT_KEY_UNUSED, PROFILERS},
+    {"verl.actor", "fsdp_config ulysses_sequence_parallel_size", MT_KEY_UNUSED, "FSDP"},
+    {"verl.actor", "sync_actor sync_actor_alpha sync_steps", MT_KEY_UNUSED, "verl's moving reference"},
+
+    {"verl.critic", "model", MT_KEY_SECTION, "verl.model"},
+    {"verl.critic", "cliprange_value", MT_KEY_OPTION, "value-clip"},
+    {"verl.critic", "rollout_n", MT_KEY_OPTION, "num-return-sequences", .accepted = "1"},
+    {"verl.critic", "kl_ctrl enable max_length launch_reward_fn_async sandbox_fusion", MT_KEY_UNUSED,
+     "verl's Python classes"},
+    {"verl.critic", "*", MT_KEY_SECTION, "verl.actor"}, // its other keys are those of an actor
+
+    {"verl.optim", "lr", MT_KEY_OPTION, "lr"},
+    {"verl.optim", "optimizer", MT_KEY_FIXED, "the optimizer is AdamW", "adam|adamw|AdamW"},
+    {"verl.optim", "clip_grad grad_clip", MT_KEY_OPTION, "clip-grad"},
+    {"verl.optim", "lr_warmup_steps", MT_KEY_OPTION, "lr-warmup-iters", "-1="},
+    {"verl.optim", "lr_warmup_steps_ratio", MT_KEY_OPTION, "lr-warmup-fraction"},
+    {"verl.optim", "warmup_style lr_scheduler_type", MT_KEY_OPTION, "lr-decay-style", LR_STYLES},
+    {"verl.optim", "total_training_steps", MT_KEY_OPTION, "train-iters", "-1="},
+    {"verl.optim", "lr_decay_steps", MT_KEY_OPTION, "lr-decay-iters"},
+    {"verl.optim", "lr_wsd_decay_steps", MT_KEY_OPTION, "lr-wsd-decay-iters"},
+    {"verl.optim", "min_lr_ratio", MT_KEY_REFUSED, "give min_lr, a learning rate"},
+    {"verl.optim", "betas", MT_KEY_REFUSED, "give adam_beta1 and adam_beta2"},
+    {"verl.optim", "_target_", MT_KEY_UNUSED, HYDRA},
+
+    {"megatron", "param_offload", MT_KEY_OPTION, "param-offload"},
+    {"megatron", "grad_offload", MT_KEY_OPTION, "grad-offload"},
+    {"megatron", "optimizer_offload", MT_KEY_OPTION, "optimizer-offload"},
+    {"megatron",
+     "use_mbridge vanilla_mbridge use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix "
+     "load_weight",
+     MT_KEY_UNUSED, CHECKPOINTS},
+    {"megatron", "dtype", MT_KEY_OPTION, "bf16", DTYPES},
+    {"megatron", "override_transformer_config override_ddp_config", MT_KEY_SECTION, "transformer"},
+    {"megatron", "override_mcore_model_config", MT_KEY_SECTION, "transformer"},
+    {"megatron", "forward_only", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
+    {"megatron", "extra _target_", MT_KEY_UNUSED, HYDRA},
+    {"transformer", "attn_implementation", MT_KEY_OPTION, "attention-backend", ATTENTION},
+    {"transformer", "attention_backend", MT_KEY_OPTION, "attention-backend", ATTENTION},
+
+    {"verl.rollout", "n", MT_KEY_OPTION, "num-return-sequences", .accepted = "1"},
+    {"verl.rollout", "temperature", MT_KEY_OPTION, "temperature"},
+    {"verl.rollout", "top_k", MT_KEY_OPTION, "top-k", "-1=0"},
+    {"verl.rollout", "top_p", MT_KEY_OPTION, "top-p"},
+    {"verl.rollout", "response_length", MT_KEY_OPTION, "max-new-tokens"},
+    {"verl.rollout", "log_prob_micro_batch_size_per_gpu", MT_KEY_UNUSED,
+     "scoring, whose micro-batches are those of training"},
+    {"verl.rollout", "*", MT_KEY_UNUSED, SERVER},
+
+    {"verl.algorithm", "adv_estimator", MT_KEY_OPTION, "adv-estimator", NULL, LEARNER},
+    {"verl.algorithm", "gamma", MT_KEY_OPTION, "gamma", NULL, LEARNER},
+    {"verl.algorithm", "lam", MT_KEY_OPTION, "lam", NULL, LEARNER},
+    {"verl.algorithm", "norm_adv_by_std_in_grpo", MT_KEY_OPTION, "norm-adv-by-std", NULL, LEARNER},
+    {"verl.algorithm", "use_kl_in_reward", MT_KEY_OPTION, "kl-in-reward", NULL, LEARNER},
+    {"verl.algorithm", "kl_penalty", MT_KEY_OPTION, "kl-loss-type", KL_TYPES, LEARNER},
+    {"verl.algorithm", "kl_ctrl", MT_KEY_UNUSED, "the control of --kl-in-reward"},
+    {"verl.algorithm", "use_pf_ppo pf_ppo rollout_correction filter_groups", MT_KEY_REFUSED,
+     "rewards are weighted by their advantages alone"},
+
+    {"verl.data", "train_files", MT_KEY_FILES, "train-data-path", NULL, "actor_train critic"},
+    {"verl.data", "val_files", MT_KEY_FILES, "valid-data-path", NULL, "actor_train critic"},
+    {"verl.data", "prompt_key", MT_KEY_OPTION, "prompt-key"},
+    {"verl.data", "train_batch_size", MT_KEY_OPTION, "rollout-batch-size", NULL, LEARNER},
+    {"verl.data", "max_response_length", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train actor_infer"},
+    {"verl.data", "max_prompt_length", MT_KEY_LENGTH, "seq-length"},
+    {"verl.data", "*", MT_KEY_UNUSED, "verl's datasets"},
+
+    {"verl.trainer", "total_epochs", MT_KEY_OPTION, "train-epochs", NULL, LEARNER},
+    {"verl.trainer", "total_training_steps", MT_KEY_OPTION, "train-iters", "-1=", LEARNER},
+    {"verl.trainer", "default_local_dir", MT_KEY_OPTION, "save", NULL, LEARNER},
+    {"verl.trainer", "save_freq", MT_KEY_OPTION, "save-interval", "-1=|0=", LEARNER},
+    {"verl.trainer", "test_freq", MT_KEY_OPTION, "eval-interval", "-1=|0=", LEARNER},
+    {"verl.trainer", "max_actor_ckpt_to_keep", MT_KEY_OPTION, "keep-checkpoints", NULL, "actor_train"},
+    {"verl.trainer", "resume_mode", MT_KEY_OPTION, "auto-resume",
+     "auto=true|disable=false|*=!give --load with the folder", LEARNER},
+    {"verl.trainer", "project_name experiment_name logger log_val_generations rollout_data_dir validation_data_dir",
+     MT_KEY_UNUSED, TRACKERS},
+    {"verl.trainer",
+     "balance_batch nnodes n_gpus_per_node resume_from_path del_local_ckpt_after_load val_before_train val_only "
+     "critic_warmup default_hdfs_dir max_critic_ckpt_to_keep max_ref_ckpt_to_keep device use_legacy_worker_impl "
+     "ray_wait_register_center_timeout esi_redundant_time profile_steps",
+     MT_KEY_UNUSED, RAY},
+};
+
+const mt_role_stage mt_role_stages[] = {
+    {"sft_train", NULL, "sft"},     {"student", NULL, "kd"},
+    {"reward", NULL, "rm"},         {"actor_train", "chosen_key", "dpo"},
+    {"actor_train", "beta", "dpo"}, {"actor_train", NULL, "rl"},
+    {"critic", NULL, "rl"},         {NULL, NULL, NULL},
+};
+
+const mt_role_default mt_role_defaults[] = {
+    {"roll", "weight_decay", "weight-decay", "0"}, // of transformers' TrainingArguments
+    {"verl", "lr_decay_style", "lr-decay-style", "constant"},
+    {NULL, NULL, NULL, NULL},
+};
+
+enum { NUM_KEYS = sizeof keys / sizeof *keys };
+
+/* True if `word` of `length` is one of the words of `list`. */
+static bool is_listed(const char *list, const char *word, size_t length) {
+    for (const char *at = list; *at; at += strspn(at, " ")) {
+        size_t listed = strcspn(at, " ");
+        if (listed == length && strncmp(at, word, length) == 0) return true;
+        at += listed;
+    }
+    return false;
+}
+
+bool mt_role_key_applies(const mt_role_key *row, const char *name, const char *role) {
+    size_t length = strcspn(role, ".");
+    if (!row->roles) return true;
+    if (strcmp(row->roles, "=") != 0) return is_listed(row->roles, role, length);
+    const char *own = strcmp(row->section, "rewards") == 0 && role[length] ? role + length + 1 : role;
+    return strlen(name) == (own == role ? length : strlen(own)) && strncmp(own, name, strlen(name)) == 0;
+}
+
+/* The section whose keys a section has besides its own; NULL: none. */
+static const char *find_parent(const char *section) {
+    for (const mt_role_key *row = keys; row < keys + NUM_KEYS; row++)
+        if (*row->names == '*' && row->kind == MT_KEY_SECTION && !row->roles && strcmp(row->section, section) == 0)
+            return row->text;
+    return NULL;
+}
+
+const mt_role_key *mt_role_key_find(const char *section, const char *name, const char *role) {
+    const mt_role_key *other = NULL;
+    const char *parent = find_parent(section);
+    for (const mt_role_key *row = keys; row < keys + NUM_KEYS; row++) {
+        if (strcmp(row->section, section) != 0) continue;
+        bool is_any = *row->names == '*';
+        if (is_any && parent) break;
+        if (!is_any && !is_listed(row->names, name, strlen(name))) continue;
+        if (is_any && other) return other;
+        if (mt_role_key_applies(row, name, role)) return row;
+        if (!other) other = row;
+    }
+    return other || !parent ? other : mt_role_key_find(parent, name, role);
+}
+
+bool mt_role_section_is_megatron(const char *section) {
+    return is_listed("strategy_config training_args megatron transformer verl.optim", section, strlen(section));
+}
+
+bool mt_role_key_nearest(char nearest[112], const char *section, const char *name) {
+    size_t length = strlen(name);
+    int least = length < 6 ? 2 : 2 + (int)length / 4;
+    const mt_role_key *elsewhere = NULL;
+    const char *parent = find_parent(section);
+    bool is_verl = strncmp(section, "verl", 4) == 0;
+    *nearest = 0;
+    if (length > 64) return false;
+    for (const mt_role_key *row = keys; row < keys + NUM_KEYS; row++) {
+        bool is_kin = (strncmp(row->section, "verl", 4) == 0) == is_verl;
+        if (!elsewhere && is_kin && is_listed(row->names, name, length)) elsewhere = row;
+        if (*row->names == '*') continue;
+        if (strcmp(row->section, section) != 0 && (!parent || strcmp(row->section, parent) != 0)) continue;
+        for (const char *at = row->names; *at; at += strspn(at, " ")) {
+            char key[64], dashed[64]; // mt_edit_distance takes '_' in its first name as '-'
+            snprintf(key, sizeof key, "%.*s", (int)strcspn(at, " "), at);
+            snprintf(dashed, sizeof dashed, "%s", key);
+            for (char *c = dashed; *c; c++)
+                if (*c == '_') *c = '-';
+            int distance = mt_edit_distance(name, length, dashed);
+            if (distance < least) least = distance, snprintf(nearest, 112, "%s", key);
+            at += strcspn(at, " ");
+        }
+    }
+    if (*nearest || !elsewhere) return *nearest;
+    snprintf(nearest, 112, "%s in %s", name, elsewhere->section);
+    return true;
+}
+
+/* True if the text of `length` at `at` equals `text`, whatever their case; "*" is any. */
+static bool is_value(const char *at, size_t length, const char *text) {
+    if (length == 1 && *at == '*') return true;
+    return strlen(text) == length && strncasecmp(at, text, length) == 0;
+}
+
+bool mt_role_key_translate(const mt_role_key *row, const char *text, char *value, size_t room) {
+    snprintf(value, room, "%s", text);
+    const char *found = NULL;
+    for (const char *at = row->values; at && *at; at += strcspn(at, "|"), at += *at == '|') {
+        size_t length = row->kind == MT_KEY_FIXED ? strcspn(at, "|") : strcspn(at, "=");
+        if (is_value(at, length, text) && (!found || *found == '*')) found = at;
+    }
+    if (row->kind == MT_KEY_FIXED) return found;
+    if (!found) return true;
+    found += strcspn(found, "=") + 1;
+    bool is_refused = *found == '!';
+    snprintf(value, room, "%.*s", (int)strcspn(found + is_refused, "|"), found + is_refused);
+    return !is_refused;
+}

@@ -1,0 +1,67 @@
+/* role_keys.h: the keys of YAML files with roles, as ROLL, verl and Trinity-RFT write them: each one's meaning here. */
+#ifndef MT_ROLE_KEYS_H
+#define MT_ROLE_KEYS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+typedef enum mt_role_key_kind {
+    MT_KEY_OPTION,  // sets the option `text`
+    MT_KEY_SECTION, // a mapping whose keys are rows of the section `text`
+    MT_KEY_FIXED,   // states a property, `text`, that always holds here: `values` are accepted
+    MT_KEY_UNUSED,  // not used here: `text` is the engine that uses it, or the reason
+    MT_KEY_REFUSED, // refused unless false or null; `text` is the reason
+    // An option, `text`, whose value follows from several keys
+    MT_KEY_MODEL,       // a folder or ORG/NAME: --load; train also takes --finetune
+    MT_KEY_FILES,       // files of samples, below dataset_dir where they are not found without
+    MT_KEY_LENGTH,      // prompt_length + response_length, unless there is sequence_length
+    MT_KEY_MINI_BATCH,  // prompts, times the responses of each
+    MT_KEY_DUAL_CLIP,   // 1 + 2 x pg_clip if true
+    MT_KEY_LOSS_COEF,   // 0 unless the section's use_kl_loss is true
+    MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
+    MT_KEY_DEVICES,     // the devices of a role
+    MT_KEY_STRATEGY     // the engine's section: that of `text` for Megatron, otherwise not used here
+} mt_role_key_kind;
+
+typedef struct mt_role_key {
+    const char *section; // whose keys they are
+    const char *names;   // with blanks between them; "*": all others
+    mt_role_key_kind kind;
+    const char *text;
+    // MT_KEY_FIXED: "a|b". Otherwise values that have other names here, "theirs=ours|theirs=!reason to refuse"; "*="
+    // is any other, and a value without a name is the default. NULL: as they are.
+    const char *values;
+    const char *roles;    // that the key is for, with blanks between them; "=": the role of the key's name; NULL: all
+    const char *accepted; // values to accept without effect while the option does not exist, besides false
+} mt_role_key;
+
+/* The row of a key, first of those for the role, else of another role's; NULL: the key is unknown. For `role`
+ * "rewards.NAME" the role is rewards. */
+const mt_role_key *mt_role_key_find(const char *section, const char *name, const char *role);
+
+/* True if the row is for the role. */
+bool mt_role_key_applies(const mt_role_key *row, const char *name, const char *role);
+
+/* True if the keys of a section that have no row are Megatron-LM's. */
+bool mt_role_section_is_megatron(const char *section);
+
+/* The key of a section with the nearest name, or of another section with this name; false if there is none. */
+bool mt_role_key_nearest(char nearest[112], const char *section, const char *name);
+
+/* The value that `text` has here, in `value`; false: refused, for the reason in `value`. */
+bool mt_role_key_translate(const mt_role_key *row, const char *text, char *value, size_t room);
+
+/* The stage of a training role: the first row of the role whose key the file has. */
+typedef struct mt_role_stage {
+    const char *role, *key; // NULL: any
+    const char *stage;
+} mt_role_stage;
+extern const mt_role_stage mt_role_stages[]; // ends with a stage of NULL
+
+/* The value of an absent key in a training role, where this program has another default. */
+typedef struct mt_role_default {
+    const char *root, *key, *option, *value; // root: the section of the whole file
+} mt_role_default;
+extern const mt_role_default mt_role_defaults[]; // ends with a root of NULL
+
+#endif

@@ -1,0 +1,146 @@
+/* rollout.c: whole sequences from many prompts, on all data-parallel ranks. */
+#include "rollout.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Checks prompt `id` for a sequence of at most `context` tokens. */
+static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context, const mt_options *o,
+                           mt_error *error) {
+    long long number = id + 1;
+    if (num_prompt <= 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
+    if (num_prompt >= context)
+        return mt_error_set(error,
+                            "prompt %lld has %lld tokens, which leaves no room for a new one in a context of %lld; "
+                            "shorten it",
+                            number, (long long)num_prompt, (long long)context);
+    for (int64_t i = 0; i < num_prompt; i++)
+        if (prompt[i] < 0 || prompt[i] >= o->vocab_size)
+            return mt_error_set(error,
+                                "prompt %lld: token %d is outside the model's vocabulary of %lld; take the model's own "
+                                "tokenizer",
+                                number, prompt[i], (long long)o->vocab_size);
+    return 0;
+}
+
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *o, mt_error *error) {
+    *sequence = (mt_sequence){.slot = -1};
+    if (mt_prompt_check(id, prompt, num_prompt, context, o, error) != 0) return -1;
+    int64_t new_tokens = mt_min(o->max_new_tokens, context - num_prompt);
+    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt, .slot = -1};
+    sequence->max_tokens = num_prompt + new_tokens;
+    sequence->finish = new_tokens == 0 ? MT_FINISH_LENGTH : MT_UNFINISHED;
+    sequence->tokens = mt_malloc(sequence->max_tokens * 4);
+    sequence->logps = mt_malloc(mt_max(new_tokens, 1) * 2 * (int64_t)sizeof *sequence->logps);
+    sequence->sampled_logps = sequence->logps + new_tokens;
+    memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
+    return 0;
+}
+
+void mt_sequence_end(mt_sequence *sequence) {
+    free(sequence->tokens);
+    free(sequence->logps);
+    *sequence = (mt_sequence){.slot = -1};
+}
+
+/* Gives every rank of the group the tokens that `owner` generated. */
+static void broadcast_sequence(mt_sequence *sequence, const mt_group *group, int owner) {
+    int64_t numbers[] = {sequence->num_tokens, sequence->finish};
+    mt_broadcast(group, numbers, sizeof numbers, owner);
+    int64_t bytes = (numbers[0] - sequence->num_prompt) * 4;
+    sequence->num_tokens = numbers[0], sequence->finish = (mt_finish)numbers[1];
+    mt_broadcast(group, sequence->tokens + sequence->num_prompt, bytes, owner);
+    if (!sequence->logps) return;
+    mt_broadcast(group, sequence->logps, bytes, owner);
+    mt_broadcast(group, sequence->sampled_logps, bytes, owner);
+}
+
+static bool prompts_equal(const mt_sequence *a, const mt_sequence *b) {
+    return a->num_prompt == b->num_prompt && memcmp(a->tokens, b->tokens, (size_t)a->num_prompt * 4) == 0;
+}
+
+int mt_sequences_generate(mt_model *m, mt_sequence *sequences, int64_t count, const mt_sampling *sampling,
+                          const mt_stops *stops, mt_error *error) {
+    const mt_grid *grid = mt_model_grid(m);
+    const mt_group *data = &grid->data;
+    mt_sequence *own = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *own);
+    int *owner = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *owner);
+    int64_t prompts = 0, num_own = 0, left;
+    for (int64_t i = 0; i < count; i++) { // samples of one prompt share pages, so they stay on one rank
+        prompts += i > 0 && !prompts_equal(&sequences[i], &sequences[i - 1]);
+        owner[i] = (int)(prompts % data->size);
+        if (owner[i] == data->rank) own[num_own++] = sequences[i];
+    }
+    mt_generator *g = mt_generator_create(m, sampling, stops);
+    do left = mt_generator_step(g, own, num_own, error);
+    while (left > 0);
+    mt_generator_destroy(g);
+    int status = mt_agree(&grid->world, left < 0, error);
+    for (int64_t i = 0, k = 0; i < count && status == 0; i++) {
+        if (owner[i] == data->rank) sequences[i] = own[k++];
+        broadcast_sequence(&sequences[i], data, owner[i]);
+    }
+    free(own);
+    free(owner);
+    return status;
+}
+
+int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
+                const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
+    static const mt_sampling greedy = {.top_p = 1};
+    static const mt_stops none = {.count = 0};
+    const mt_model_plan *plan = mt_model_get_plan(model);
+    if (count < 1 || plan->page_rows == 0 || max_tokens > plan->max_position)
+        return mt_error_set(error,
+                            "%lld sequences of %lld tokens do not fit the model's plan; create the model with "
+                            "mt_generator_plan for this size",
+                            (long long)count, (long long)max_tokens);
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
+    mt_options options = *mt_model_options(model);
+    int status = 0;
+    options.max_new_tokens = max_tokens;
+    for (int64_t s = 0; s < count && status == 0; s++)
+        status =
+            mt_sequence_begin(&sequences[s], s, tokens + s * max_tokens, num_tokens[s], max_tokens, &options, error);
+    if (status == 0)
+        status =
+            mt_sequences_generate(model, sequences, count, sampling ? sampling : &greedy, stops ? stops : &none, error);
+    for (int64_t s = 0; s < count; s++) {
+        if (status == 0) memcpy(tokens + s * max_tokens, sequences[s].tokens, (size_t)sequences[s].num_tokens * 4);
+        if (status == 0) num_tokens[s] = sequences[s].num_tokens;
+        mt_sequence_end(&sequences[s]);
+    }
+    free(sequences);
+    return status;
+}
+
+/* Begins all samples; none on an error, which numbers prompts from 1. */
+static int begin_samples(mt_model *model, const mt_rollout *rollout, const int32_t *const *prompts,
+                         const int64_t *num_tokens, int64_t count, mt_sequence *samples, mt_error *error) {
+    int64_t each = rollout->num_return_sequences, context = mt_model_get_plan(model)->max_position;
+    mt_options options = *mt_model_options(model);
+    options.max_new_tokens = rollout->max_new_tokens;
+    for (int64_t i = 0; i < count * each; i++) {
+        int status =
+            mt_sequence_begin(&samples[i], i / each, prompts[i / each], num_tokens[i / each], context, &options, error);
+        samples[i].id = rollout->first_id + i;
+        if (status == 0) continue;
+        while (i-- > 0) mt_sequence_end(&samples[i]);
+        return -1;
+    }
+    return 0;
+}
+
+int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_t *const *prompts,
+                        const int64_t *num_tokens, int64_t count, mt_sequence *samples, mt_error *error) {
+    int64_t num_samples = count * rollout->num_return_sequences;
+    mt_sampling sampling = rollout->sampling;
+    sampling.logprobs = true;
+    if (mt_model_get_plan(model)->page_rows == 0)
+        return mt_error_set(error, "the model has no key/value cache; add one to its plan with mt_plan_generation");
+    if (begin_samples(model, rollout, prompts, num_tokens, count, samples, error) != 0) return -1;
+    int status = mt_sequences_generate(model, samples, num_samples, &sampling, &rollout->stops, error);
+    for (int64_t i = 0; i < num_samples && status != 0; i++) mt_sequence_end(&samples[i]);
+    return status;
+}

@@ -1,0 +1,370 @@
+/* test_rewards.c: rewards by comparing answers, by patterns, and by programs that behave and misbehave. */
+#include "data/rewards.h"
+
+#include <errno.h>
+#include <jansson.h>
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+
+#include <cmocka.h>
+
+#include "folder.h"
+
+static mt_reward_item item_of(const char *response, const char *answer) {
+    return (mt_reward_item){"p", response, answer, 1, (int64_t)strlen(response), answer ? (int64_t)strlen(answer) : 0};
+}
+
+static mt_reward_function *open_reward(mt_reward_kind kind, const char *argument, double seconds) {
+    mt_reward_function *reward;
+    mt_error error;
+    if (mt_reward_open(&reward, kind, argument, seconds, &error) != 0) fail_msg("%s", error.text);
+    return reward;
+}
+
+/* The score of one response. */
+static double score(mt_reward_function *reward, const char *response, const char *answer) {
+    mt_reward_item item = item_of(response, answer);
+    double value = NAN;
+    mt_error error;
+    if (mt_rewards_compute(reward, &item, 1, &value, &error) != 0) fail_msg("%s", error.text);
+    return value;
+}
+
+static void assert_says(const mt_error *error, const char *words) {
+    if (!strstr(error->text, words)) fail_msg("\"%s\" does not say \"%s\"", error->text, words);
+    assert_null(strchr(error->text, '\n'));
+}
+
+/* ---- comparing -----------------------------------------------------------------------------------------------------
+ */
+
+static void exact_compares_texts(void **state) {
+    (void)state;
+    mt_reward_function *r = open_reward(MT_REWARD_EXACT, NULL, 1);
+    assert_true(score(r, " a b\n", "a b") == 1 && score(r, "a b", "\ta b ") == 1 && score(r, "", " ") == 1);
+    assert_true(score(r, "a  b", "a b") == 0 && score(r, "A", "a") == 0 && score(r, "", "a") == 0);
+    mt_reward_item item = item_of("x", NULL);
+    double value;
+    mt_error error;
+    assert_int_equal(mt_rewards_compute(r, &item, 1, &value, &error), -1);
+    assert_says(&error, "has no answer");
+    mt_reward_close(r);
+}
+
+static const struct {
+    const char *response, *answer;
+    double score;
+} number_cases[] = {
+    {"12", "12", 1},
+    {"it is 12.", "12", 1},
+    {"1,000", "1000", 1},
+    {"1000", "1,000", 1},
+    {"1,234,567.5", "1234567.5", 1},
+    {"1e3", "1000", 1},
+    {"2.5E-1", "0.25", 1},
+    {"0.5", ".50", 1},
+    {"1/2", "0.5", 1},
+    {"2/6", "1/3", 1},
+    {"0.333", "1/3", 0},
+    {"\\frac{1}{2}", "0.5", 1},
+    {"-\\dfrac{3}{4}", "-.75", 1},
+    {"\\frac{-3}{4}", "-.75", 1},
+    {"1/0", "0", 1}, // no fraction: 1, then 0
+    {"\\frac{1}{0}", "0", 1},
+    {"$12", "12", 1},
+    {"-$12", "-12", 1},
+    {"$-12", "-12", 1},
+    {"\\$12.00", "12", 1},
+    {"12%", "12", 1},
+    {"-5", "5", 0},
+    {"x = -5", "-5", 1},
+    {"\xe2\x88\x92"
+     "5",
+     "-5", 1},
+    {"8-5", "5", 1},
+    {"8 -5", "-5", 1},
+    {"(8)-5", "5", 1},
+    {"1,2", "2", 1},
+    {"1,2345", "2345", 1},
+    {"12,34,567", "34567", 1},
+    {"1234,567", "567", 1},
+    {"007", "7", 1},
+    {"-0", "0", 1},
+    {"12 and 13", "13", 1},
+    {"12 and 13", "12", 0},
+    {"\\boxed{12} then 13", "12", 1},
+    {"\\boxed{11} \\boxed{12} 13", "12", 1},
+    {"\\boxed{\\frac{1}{2}} 13", "0.5", 1},
+    {"\\boxed{x = {3}} 13", "3", 1},
+    {"\\boxed{none} 13", "13", 0}, // the box counts
+    {"\\boxed{} 13", "13", 0},
+    {"\\boxed{11} \\boxed{12", "11", 1}, // the last one is not closed
+    {"", "1", 0},
+    {"no number", "1", 0},
+    {".", "0", 0},
+    {"12345678901234567890", "12345678901234567891", 0},
+    {"2", "#### 2", 1},
+    {"2", "1 + 1 = \\boxed{2}", 1},
+    {"1.", "1", 1},
+    {"1e", "1", 1},
+    {"1e+", "1", 1},
+    {"1/", "1", 1},
+};
+
+static void number_compares_numbers(void **state) {
+    (void)state;
+    mt_reward_function *r = open_reward(MT_REWARD_NUMBER, NULL, 1);
+    for (size_t i = 0; i < sizeof number_cases / sizeof *number_cases; i++)
+        if (score(r, number_cases[i].response, number_cases[i].answer) != number_cases[i].score)
+            fail_msg("\"%s\" for \"%s\" is not %g", number_cases[i].response, number_cases[i].answer,
+                     number_cases[i].score);
+    char digits[400]; // longer than any buffer
+    memset(digits, '9', sizeof digits - 1);
+    digits[sizeof digits - 1] = 0;
+    score(r, digits, "9");
+    digits[1] = '.';
+    score(r, digits, "9");
+    mt_reward_item item = item_of("1", "one");
+    double value;
+    mt_error error;
+    assert_int_equal(mt_rewards_compute(r, &item, 1, &value, &error), -1);
+    assert_says(&error, "\"one\" has no number");
+    mt_reward_close(r);
+}
+
+static void regex_matches_patterns(void **state) {
+    (void)state;
+    mt_reward_function *r;
+    mt_error error;
+#ifdef MT_HAVE_PCRE2
+    r = open_reward(MT_REWARD_REGEX, "^<think>.*</think>\\s*(yes|no)$", 1);
+    assert_true(score(r, "<think>a</think> yes", NULL) == 1 && score(r, "yes", NULL) == 0);
+    mt_reward_close(r);
+    r = open_reward(MT_REWARD_REGEX, "<a>(?<answer>.*?)</a>", 1);
+    assert_true(score(r, "<a>1</a><a> 2 </a>", "2") == 1 && score(r, "<a>2</a><a>1</a>", "2") == 0);
+    assert_true(score(r, "2", "2") == 0 && score(r, "", "") == 0 && score(r, "<a></a>", "") == 1);
+    assert_true(score(r, "\xff<a>\xc3\xa9</a>\xe2\x82", "\xc3\xa9") == 1); // ill-formed UTF-8 around it
+    mt_reward_close(r);
+    r = open_reward(MT_REWARD_REGEX, "(?<answer>x*)", 1); // empty matches
+    assert_true(score(r, "\xc3\xa9xx\xc3\xa9", "") == 1);
+    mt_reward_close(r);
+    r = open_reward(MT_REWARD_REGEX, "^(a+)+$", 1); // exponential: ends at PCRE2's limit
+    assert_true(score(r, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", NULL) == 0);
+    mt_reward_close(r);
+    assert_int_equal(mt_reward_open(&r, MT_REWARD_REGEX, "(", 1, &error), -1);
+    assert_says(&error, "\"(\"");
+#else
+    assert_int_equal(mt_reward_open(&r, MT_REWARD_REGEX, "a", 1, &error), -1);
+    assert_says(&error, "needs PCRE2");
+#endif
+    assert_null(r);
+    assert_int_equal(mt_reward_open(&r, MT_REWARD_REGEX, NULL, 1, &error), -1);
+    assert_says(&error, "needs a pattern");
+}
+
+/* ---- commands ------------------------------------------------------------------------------------------------------
+ */
+
+/* No child is left, not even as a zombie. */
+static void assert_no_child(void) {
+    assert_true(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD);
+}
+
+/* A command that fails on `count` responses of `bytes` bytes; its error. */
+static mt_error expect_failure(const char *command, int64_t count, int64_t bytes, double seconds, const char *words) {
+    mt_reward_function *r = open_reward(MT_REWARD_COMMAND, command, seconds);
+    mt_reward_item *items = mt_calloc(count * (int64_t)sizeof *items);
+    double *scores = mt_calloc(count * 8), began = mt_time();
+    char *text = mt_malloc(bytes + 1);
+    mt_error error, again;
+    sigset_t pending;
+    memset(text, 'x', (size_t)bytes);
+    text[bytes] = 0;
+    for (int64_t i = 0; i < count; i++) items[i] = item_of(text, "1");
+    int status = mt_rewards_compute(r, items, count, scores, &error);
+    if (status == 0 && strcmp(words, "more lines") == 0) { // surplus output may arrive after the call
+        usleep(200000);
+        status = mt_rewards_compute(r, items, count, scores, &error);
+    }
+    if (status == 0) fail_msg("%s gave scores", command);
+    assert_says(&error, words);
+    assert_says(&error, command);
+    assert_true(mt_time() - began < seconds + 5);
+    sigpending(&pending);
+    assert_false(sigismember(&pending, SIGPIPE));
+    assert_no_child();
+    assert_int_equal(mt_rewards_compute(r, items, count, scores, &again), -1);
+    assert_says(&again, "has ended");
+    mt_reward_close(r);
+    free(items);
+    free(scores);
+    free(text);
+    return error;
+}
+
+static void a_command_gets_lines_of_json(void **state) {
+    (void)state;
+    char command[600];
+    snprintf(command, sizeof command, "while IFS= read -r l; do printf '%%s\\n' \"$l\" >>%s; echo ' 2.5e-1\r'; done",
+             at("lines"));
+    mt_reward_function *r = open_reward(MT_REWARD_COMMAND, command, 10);
+    mt_reward_item items[] = {{"p\"\\\n", "a\0b\x01\xff", "1", 4, 5, 1}, {"", "\xc3\xa9", NULL, 0, 2, 0}};
+    double scores[2];
+    mt_error error;
+    for (int i = 0; i < 2; i++) { // the same process
+        if (mt_rewards_compute(r, items, 2, scores, &error) != 0) fail_msg("%s", error.text);
+        assert_true(scores[0] == 0.25 && scores[1] == 0.25);
+    }
+    if (mt_rewards_compute(r, items, 0, scores, &error) != 0) fail_msg("%s", error.text);
+    mt_reward_close(r);
+    assert_no_child();
+    FILE *file = fopen(at("lines"), "r");
+    assert_non_null(file);
+    char line[256];
+    for (int i = 0; i < 4; i++) {
+        assert_non_null(fgets(line, sizeof line, file));
+        json_t *object = json_loads(line, JSON_ALLOW_NUL, NULL);
+        const json_t *response = json_object_get(object, "response"), *answer = json_object_get(object, "answer");
+        assert_int_equal(json_object_size(object), 3);
+        assert_string_equal(json_string_value(json_object_get(object, "prompt")), i % 2 ? "" : "p\"\\\n");
+        if (i % 2)
+            assert_true(json_is_null(answer));
+        else
+            assert_string_equal(json_string_value(answer), "1");
+        assert_int_equal(json_string_length(response), i % 2 ? 2 : 7);
+        assert_memory_equal(json_string_value(response), i % 2 ? "\xc3\xa9" : "a\0b\x01\xef\xbf\xbd", i % 2 ? 2 : 7);
+        json_decref(object);
+    }
+    assert_null(fgets(line, sizeof line, file));
+    fclose(file);
+}
+
+/* 10,000 responses of 300 bytes: answered one by one, and all at once after the last one. */
+static void a_command_gets_many_responses(void **state) {
+    (void)state;
+    enum { COUNT = 10000 };
+    static mt_reward_item items[COUNT];
+    static char answers[COUNT][8], response[301];
+    static double scores[COUNT];
+    static const char *const commands[] = {
+        "sed -u 's/.*\"answer\": \"\\(.*\\)\".*/\\1/'",
+        "sed -un 's/.*\"answer\": \"\\(.*\\)\".*/\\1/; H; 0~10000 { x; s/^\\n//p; s/.*//; x }'"};
+    mt_error error;
+    memset(response, 'y', 300);
+    for (int i = 0; i < COUNT; i++) {
+        snprintf(answers[i], sizeof answers[i], "%d", i);
+        items[i] = item_of(response, answers[i]);
+    }
+    for (int c = 0; c < 2; c++) {
+        mt_reward_function *r = open_reward(MT_REWARD_COMMAND, commands[c], 60);
+        for (int round = 0; round < 2; round++) {
+            memset(scores, 0, sizeof scores);
+            if (mt_rewards_compute(r, items, COUNT, scores, &error) != 0) fail_msg("%s", error.text);
+            for (int i = 0; i < COUNT; i++) assert_true(scores[i] == i);
+        }
+        mt_reward_close(r);
+        assert_no_child();
+    }
+}
+
+static void a_command_that_dies_is_an_error(void **state) {
+    (void)state;
+    expect_failure("for i in 1 2 3; do read -r l; echo 1; done; exit 3", 10, 10, 10,
+                   "exit status 3 after 3 answers to 10");
+    expect_failure("read -r l; kill -9 $$", 2, 10, 10, "signal 9");
+    expect_failure("mt-no-such-program", 2, 10, 10, "exit status 127 (the shell did not find it)");
+    expect_failure("true", 100, 100000, 10, "exit status 0 after 0 answers to 100"); // writes to it fail
+    expect_failure("exec <&-; sleep 60", 100, 100000, 0.5, "hangs");
+    expect_failure("exec >&-; sleep 60", 2, 10, 10, "closed its output");
+    mt_reward_function *r = open_reward(MT_REWARD_COMMAND, "read -r l; echo 1; exit 4", 10); // after its answer
+    assert_true(score(r, "x", "1") == 1);
+    mt_reward_item item = item_of("x", "1");
+    double value;
+    mt_error error;
+    assert_int_equal(mt_rewards_compute(r, &item, 1, &value, &error), -1);
+    assert_says(&error, "exit status 4 after 0 answers to 1 ");
+    mt_reward_close(r);
+    assert_no_child();
+}
+
+static void a_command_that_hangs_is_an_error(void **state) {
+    (void)state;
+    char command[600], process[32] = "", path[64];
+    expect_failure("while read -r l; do sleep 100; done", 2, 10, 0.3, "0 answers to 2 responses in 0.3 s");
+    expect_failure("sleep 100", 100, 100000, 0.3, "0 answers to 100 responses in 0.3 s"); // its input is full
+    expect_failure("trap '' TERM INT HUP; read -r l; echo 1; while :; do sleep 1; done", 2, 10, 0.3, "1 answers to 2");
+    snprintf(command, sizeof command, "sleep 100 & echo $! >%s; wait", at("child"));
+    expect_failure(command, 1, 10, 0.5, "hangs");
+    FILE *file = fopen(at("child"), "r"); // the command's child has ended too
+    assert_non_null(file);
+    assert_non_null(fgets(process, sizeof process, file));
+    fclose(file);
+    snprintf(path, sizeof path, "/proc/%d/stat", atoi(process));
+    char stat[256] = "";
+    for (int i = 0; i < 100; i++) {
+        if (kill(atoi(process), 0) != 0) return;
+        if ((file = fopen(path, "r"))) { // waits for another process to reap it
+            char *state_of = fgets(stat, sizeof stat, file) ? strrchr(stat, ')') : NULL;
+            fclose(file);
+            if (state_of && state_of[2] == 'Z') return;
+        }
+        usleep(10000);
+    }
+    fail_msg("the command's child %s still runs", process);
+}
+
+static void a_command_that_writes_no_number_is_an_error(void **state) {
+    (void)state;
+    static const char *const lines[] = {"hello", "nan", "inf", "-inf", "1 2", "", "1,5", "0x", "1e999", "true"};
+    char command[200], words[64];
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+        snprintf(command, sizeof command, "read -r l; echo 1; read -r l; echo '%s'; sleep 100", lines[i]);
+        snprintf(words, sizeof words, "wrote \"%s\" as line 2", lines[i]);
+        expect_failure(command, 2, 10, 10, words);
+    }
+    expect_failure("read -r l; echo 1; echo 2; sleep 100", 1, 10, 0.5, "more lines");
+    expect_failure("read -r l; printf '1\\n2'; sleep 100", 1, 10, 0.5, "more lines");
+    expect_failure("yes x | tr -d '\\n'", 1, 10, 10, "wrote \"xxxx"); // a line without end
+    expect_failure("yes 1", 1, 10, 10, "more lines");
+    mt_reward_function *r = open_reward(MT_REWARD_COMMAND, "echo started; cat >/dev/null", 10);
+    usleep(200000);
+    mt_reward_item item = item_of("x", "1");
+    double value;
+    mt_error error;
+    assert_int_equal(mt_rewards_compute(r, &item, 1, &value, &error), -1);
+    mt_reward_close(r);
+    assert_int_equal(mt_reward_open(&r, MT_REWARD_COMMAND, "", 1, &error), -1);
+    assert_says(&error, "needs a command");
+}
+
+static void closing_ends_every_command(void **state) {
+    (void)state;
+    static const char *const commands[] = {"cat >/dev/null", "true", "trap '' TERM HUP; while :; do sleep 1; done"};
+    for (int i = 0; i < 3; i++) {
+        double began = mt_time();
+        mt_reward_close(open_reward(MT_REWARD_COMMAND, commands[i], 10));
+        assert_true(mt_time() - began < (i == 2 ? 4 : 1.5));
+        assert_no_child();
+    }
+    mt_reward_close(NULL);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(exact_compares_texts),
+        cmocka_unit_test(number_compares_numbers),
+        cmocka_unit_test(regex_matches_patterns),
+        cmocka_unit_test(a_command_gets_lines_of_json),
+        cmocka_unit_test(a_command_gets_many_responses),
+        cmocka_unit_test(a_command_that_dies_is_an_error),
+        cmocka_unit_test(a_command_that_hangs_is_an_error),
+        cmocka_unit_test(a_command_that_writes_no_number_is_an_error),
+        cmocka_unit_test(closing_ends_every_command),
+    };
+    return cmocka_run_group_tests(tests, make_root, remove_root);
+}

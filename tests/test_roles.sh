@@ -1,0 +1,304 @@
+#!/bin/sh
+# YAML files with roles, as ROLL, verl and Trinity-RFT write them: tests/roles, and the files of ../shared/yaml.
+set -u
+. tests/suite.sh
+shared=$(cd "${MT_SHARED:-../shared}" 2>/dev/null && pwd)
+roles=$PWD/tests/roles
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+small='--num-layers 2 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope --vocab-size 257
+    --tokenizer-type ByteLevel --chat-template plain --device cpu'
+if "$train" --config "$roles/roll.yaml" --role sft_train --print-config 2>&1 | grep -q 'built without libyaml'; then
+    echo "skipped: libyaml is absent"
+    exit 77
+fi
+
+# prints FILE ROLE ARGUMENTS...: the configuration of a role.
+prints() {
+    file=$1 role=$2
+    shift 2
+    "$train" --config "$file" --role "$role" --print-config "$@" >"$work/out" 2>"$work/err" </dev/null
+}
+
+# sets KEY OPTION VALUE: the last output has the key with its option and value.
+sets() {
+    says "^ *[0-9]*  $1  *--$2 $3\$" "$work/out"
+}
+
+# unused KEY REASON: the last output has the key among those without effect.
+unused() {
+    says "^ *[0-9]*  $1  *$2" "$work/out"
+}
+
+# refuses PATTERN LINE...: a file of these lines for the role sft_train.
+refuses() {
+    pattern=$1
+    shift
+    printf '%s\n' "$@" >"$work/bad.yaml"
+    refused "$pattern" "$train" --config "$work/bad.yaml" --role sft_train --print-config
+}
+
+keys_have_options_and_references_values() {
+    prints "$roles/roll.yaml" sft_train || return 1
+    sets seed seed 7 && sets output_dir save ./output/small && sets sequence_length seq-length 64 &&
+        sets pretrain load models/a/b-7 && sets pretrain finetune true && sets max_grad_norm clip-grad 0.5 &&
+        sets sft_train.training_args.learning_rate lr 0.002 &&
+        sets sft_train.training_args.weight_decay weight-decay 0.1 &&
+        sets sft_train.training_args.per_device_train_batch_size micro-batch-size 2 &&
+        sets sft_train.training_args.gradient_accumulation_steps gradient-accumulation-steps 3 &&
+        sets sft_train.training_args.lr_scheduler_type lr-decay-style constant &&
+        sets sft_train.training_args.warmup_steps lr-warmup-iters 1 &&
+        sets sft_train.training_args.num_train_epochs train-epochs 2 &&
+        sets sft_train.model_args.dtype bf16 false &&
+        sets sft_train.model_args.attn_implementation attention-backend flash &&
+        sets sft_train.strategy_args.strategy_config.recompute_granularity recompute-granularity full &&
+        sets sft_train.strategy_args.strategy_config.additional_configs.recompute_method recompute-method uniform &&
+        sets sft_train.use_sequence_packing sequence-packing true && sets sft_train stage sft &&
+        sets sft_train.data_args.file_name train-data-path train.json
+}
+
+keys_of_other_engines_are_listed() {
+    unused hydra hydra && unused track_with trackers && unused defaults hydra && unused system_envs Ray &&
+        unused sft_train.strategy_args.strategy_config.apply_rope_fusion . && unused reference 'other roles' &&
+        unused lengths 'a value that other keys refer to' && unused max_steps 'the default' &&
+        unused sft_train.strategy_args.strategy_config.sequence_parallel \
+            'gives way to --tensor-model-parallel-size 1' &&
+        unused sft_train.device_mapping '.*has 4' && unused sft_train.strategy_args.strategy_name 'the choice'
+}
+
+# Each role has its own keys; "<<" and aliases; a section of another engine is not looked into.
+every_role_is_read() {
+    prints "$roles/roll.yaml" reference &&
+        sets reference.model_args.attn_implementation attention-backend flash &&
+        sets reference.model_args.dtype bf16 true && sets reference.infer_batch_size micro-batch-size 5 &&
+        says '^options on 2 ranks' "$work/out" || return 1
+    prints "$roles/roll.yaml" rewards.rule &&
+        sets rewards.rule.model_args.dtype bf16 false && unused rewards.model 'other roles' &&
+        unused rewards.rule.worker_cls "ROLL's Python" || return 1
+    prints "$roles/roll.yaml" rewards.model &&
+        unused rewards.model.strategy_args.strategy_config vllm
+}
+
+verl_is_read() {
+    prints "$roles/verl.yaml" reference && sets actor_rollout_ref.model.path load /models/small &&
+        sets actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu micro-batch-size 2 &&
+        sets actor_rollout_ref.ref.megatron.tensor_model_parallel_size tensor-model-parallel-size 2 &&
+        sets actor_rollout_ref.ref.megatron.override_transformer_config.recompute_num_layers recompute-num-layers 1 &&
+        unused actor_rollout_ref.actor 'other roles' && unused trainer.logger trackers &&
+        unused actor_rollout_ref.ref.megatron.use_mbridge 'formats of checkpoints'
+}
+
+# Keys whose options do not exist are named with them, in one error; the others are read.
+absent_options_are_named() {
+    printf '%s\n' 'beta: 0.1' 'seed: 3' 'rollout_batch_size: 8' 'ipo: false' 'actor_train:' '  training_args:' \
+        '    learning_rate: 1' >"$work/absent.yaml"
+    "$train" --help >"$work/help" || return 1
+    if grep -q -e '--beta' "$work/help" && grep -q -e '--rollout-batch-size' "$work/help"; then
+        echo "skipped: every option exists"
+        return 0
+    fi
+    ! prints "$work/absent.yaml" actor_train || return 1
+    for pair in 'beta:1: beta' 'rollout-batch-size:3: rollout_batch_size'; do
+        option=${pair%%:*}
+        grep -q -e "--$option " "$work/help" && continue
+        says "absent.yaml:${pair#*:}" "$work/err" && says "sets --$option, which is not built yet" "$work/err" ||
+            return 1
+    done
+    ! grep -q 'seed\|ipo' "$work/err"
+}
+
+unknown_keys_have_a_line_and_a_name() {
+    refuses 'bad.yaml:2: unknown option learning_rat; did you mean learning_rate?' 'sft_train: {training_args: {' \
+        '  learning_rat: 1}}' &&
+        refuses 'bad.yaml:1: unknown option seeed; did you mean seed?' 'seeed: 1' 'sft_train: {model_args: {}}' &&
+        refuses 'bad.yaml:1: unknown option xyzzyx' 'xyzzyx: 1' 'sft_train: {model_args: {}}' &&
+        refuses 'bad.yaml:2: unknown option tensor_model_paralel_size; did you mean tensor_model_parallel_size?' \
+            'sft_train: {strategy_args: {strategy_name: megatron_train, strategy_config: {' \
+            '  tensor_model_paralel_size: 1}}}' &&
+        refuses 'unknown option learning_rate; did you mean learning_rate in training_args?' \
+            'sft_train: {model_args: {}, learning_rate: 1}' || return 1
+    printf '%s\n' 'seeed: 1' 'sft_train:' '  model_args: {dtyp: bf16, dtype: fp16}' '  wxyz: ~' >"$work/bad.yaml"
+    if "$train" --config "$work/bad.yaml" --role sft_train >"$work/out" 2>"$work/err"; then return 1; fi
+    says '4 options cannot be used' "$work/err" &&
+        says 'is unknown: .*:1: seeed (did you mean seed?), .*:3: dtyp (did you mean dtype?), .*:4: wxyz' "$work/err" &&
+        says 'cannot be fp16: fp16 needs loss scaling: take bf16: .*:3: dtype' "$work/err"
+}
+
+values_are_checked() {
+    refuses 'bad.yaml:1: seed expects a whole number, got .x.' 'seed: x' 'sft_train: {model_args: {}}' &&
+        refuses 'bad.yaml:1: seed expects a value, not a section' 'seed: {a: 1}' 'sft_train: {model_args: {}}' &&
+        refuses 'bad.yaml:1: seed expects a whole number, not a list' 'seed: [1, 2]' 'sft_train: {model_args: {}}' &&
+        refuses 'sft_train.model_args expects a section of keys' 'sft_train: {model_args: 3, worker_cls: a}' &&
+        refuses 'bad.yaml:2: seed is given twice in this section' 'seed: 1' 'seed: 2' 'sft_train: {model_args: {}}' &&
+        refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: list(8)}' &&
+        refuses 'num_labels can only be 1 here' 'sft_train: {model_args: {num_labels: 2}}' &&
+        refuses 'lr_scheduler_type cannot be polynomial' \
+            'sft_train: {training_args: {lr_scheduler_type: polynomial}}' &&
+        refuses 'fp16 is not supported' \
+            'sft_train: {strategy_args: {strategy_name: megatron_train, strategy_config: {fp16: true}}}' &&
+        refuses 'is not YAML' 'sft_train: [' && refuses 'has a second document' 'a: 1' '---' 'b: 1' &&
+        refuses 'it has no sections' '- 1' && refuses 'has no sections of roles' 'seed: 1'
+}
+
+references_lead_somewhere() {
+    refuses 'bad.yaml:1: ${nothing}: the file has no such key' 'seed: ${nothing}' 'sft_train: {model_args: {}}' &&
+        refuses 'bad.yaml:1: ${sft_train.seed}: the file has no' 'seed: ${sft_train.seed}' \
+            'sft_train: {model_args: {}}' &&
+        refuses 'refers to itself' 'seed: ${a}' 'a: ${b}' 'b: ${a}' 'sft_train: {model_args: {}}' &&
+        refuses 'refers to itself' 'seed: 1${seed}' 'sft_train: {model_args: {}}' &&
+        refuses 'is a section or a list, not a text' 'seed: 1${sft_train}' 'sft_train: {model_args: {}}' &&
+        refuses 'the environment has no such variable' 'seed: ${oc.env:MT_NONE}' 'sft_train: {model_args: {}}' &&
+        refuses 'oc.env and oc.select are supported' 'seed: ${now:%Y}' 'sft_train: {model_args: {}}' &&
+        refuses 'bad.yaml:1: << merges what is no section, or itself' 'sft_train: &a {model_args: {}, <<: *a}' &&
+        refuses 'merges what is no section' 'sft_train: {model_args: {}, <<: 3}' &&
+        refuses 'could need\|itself' \
+            'sft_train: &a {model_args: {}, <<: [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a, *a]}' ||
+        return 1
+    printf '%s\n' 'seed: ${oc.env:MT_NUMBER,4}' 'sft_train: {model_args: {}}' >"$work/env.yaml"
+    prints "$work/env.yaml" sft_train && sets seed seed 4 || return 1
+    (export MT_NUMBER=9 && prints "$work/env.yaml" sft_train && sets seed seed 9)
+}
+
+# 2^30 texts behind one another are refused, not expanded.
+references_do_not_explode() {
+    echo 'sft_train: {model_args: {}}' >"$work/bomb.yaml"
+    echo 'output_dir: ${a0}' >>"$work/bomb.yaml"
+    for i in 0 1 2 3 4 5 6 7 8 9 10 11 12; do
+        echo "a$i: \${a$((i + 1))}\${a$((i + 1))}\${a$((i + 1))}\${a$((i + 1))}"
+    done >>"$work/bomb.yaml"
+    echo 'a13: xxxxxxxx' >>"$work/bomb.yaml"
+    refused 'holds more than a file of roles could need\|16 KiB' timeout 20 "$train" --config "$work/bomb.yaml" \
+        --role sft_train --print-config
+}
+
+roles_are_named() {
+    refused 'has the roles sft_train, reference, critic, rewards.rule, rewards.model' "$train" --config \
+        "$roles/roll.yaml" --role actor_train &&
+        refused 'has the roles actor_train, actor_infer, reference, critic' "$train" --config "$roles/verl.yaml" \
+            --role student &&
+        refused 'has the roles sft_train.*choose one with --role' "$train" --config "$roles/roll.yaml" &&
+        refused 'role needs --config' "$train" --role sft_train --mock-data --num-layers 1 \
+            --hidden-size 16 --num-attention-heads 2 --vocab-size 64 --seq-length 8 --lr 1 --train-iters 1
+}
+
+# A run that is cut short keeps the file's warm-up and decay.
+a_short_run_keeps_the_learning_rates() {
+    sed 's/^max_steps: .*/max_steps: 100/; s/warmup_steps: 1/warmup_steps: 20/' "$roles/roll.yaml" >"$work/long.yaml"
+    # shellcheck disable=SC2086
+    prints "$work/long.yaml" sft_train $small --train-iters 2 && says '^  lr-decay-iters  *100$' "$work/out" &&
+        says '^  lr-warmup-iters  *20$' "$work/out" && ! grep -q 'do not make a run' "$work/out"
+}
+
+# Files as they are named, else in dataset_dir; a list of samples in one JSON file.
+the_command_line_wins() {
+    mkdir -p "$work/run/data" && cd "$work/run" || return 1
+    for i in 1 2 3 4 5 6 7 8; do
+        [ $i = 1 ] && echo '[' || echo ,
+        printf '{"instruction": "Say \\"%d]}\\".", "input": "", "output": "%d"}\n' $i $i
+    done >data/train.json
+    echo ']' >>data/train.json
+    cp data/train.json valid.json
+    # shellcheck disable=SC2086
+    "$train" --config "$roles/roll.yaml" --role sft_train $small --seed 3 --train-iters 2 --save out --eval-iters 1 \
+        >"$work/out" 2>"$work/err"
+    status=$?
+    cd "$OLDPWD" || return 1
+    [ $status = 0 ] && says '^  seed  *3$' "$work/out" && says 'data/train.json: 8 samples' "$work/out" &&
+        says '^     2/2 .* loss ' "$work/out" && says '^  global-batch-size  *6$' "$work/out" &&
+        says 'pretrain: gives way to --num-layers and --hidden-size' "$work/out" &&
+        says 'num_train_epochs: gives way to --train-iters' "$work/out" &&
+        says 'seed, .*: the command line has their options' "$work/out" && ! grep -q 'load  *models' "$work/out" ||
+        return 1
+    # shellcheck disable=SC2086
+    refused 'data.json:3: expects , or ] after an object' sh -c "printf '[\n{\"text\": \"ab\"}\n{}]' >$work/data.json &&
+        $train --config $roles/roll.yaml --role sft_train $(echo $small) --train-iters 1 --lr-warmup-iters 0 \
+        --save $work/none --train-data-path $work/data.json"
+}
+
+# total batch = per device x accumulation x data-parallel ranks
+the_batch_grows_with_the_ranks() {
+    for ranks in 1 2 4; do
+        # shellcheck disable=SC2046,SC2086
+        $(mpirun_here) -np $ranks "$train" --config "$roles/roll.yaml" --role sft_train $small --print-config \
+            >"$work/out" 2>"$work/err" && says "^options on $ranks rank" "$work/out" &&
+            says "^  global-batch-size  *$((6 * ranks))\$" "$work/out" || return 1
+    done
+    # shellcheck disable=SC2046,SC2086
+    $(mpirun_here) -np 4 "$train" --config "$roles/roll.yaml" --role sft_train $small --print-config \
+        --tensor-model-parallel-size 2 >"$work/out" 2>"$work/err" && says '^  global-batch-size  *12$' "$work/out" &&
+        sets sft_train.strategy_args.strategy_config.sequence_parallel sequence-parallel true || return 1
+    # shellcheck disable=SC2086
+    prints "$roles/roll.yaml" sft_train $small --global-batch-size 10 &&
+        says '^  global-batch-size  *10$' "$work/out" &&
+        unused sft_train.training_args.gradient_accumulation_steps 'gives way to --global-batch-size'
+}
+
+# Every Megatron role of the files; keys whose options do not exist yet are the only errors.
+shared_files_are_read() {
+    while read -r file role; do
+        if prints "$shared/yaml/$file.yaml" "$role"; then
+            says '^keys without effect here' "$work/out" || return 1
+        else
+            ! grep -v 'cannot be used:$\|sets --[a-z-]*\( [a-z]*\)\{0,1\}, which is not built yet' "$work/err" ||
+                return 1
+        fi
+    done <<END
+roll-sft sft_train
+roll-dpo actor_train
+roll-dpo reference
+roll-distill student
+roll-distill teacher
+roll-rlvr actor_train
+roll-rlvr reference
+trinity actor_train
+trinity reference
+trinity critic
+END
+}
+
+# roll-sft.yaml as it stands, with the shape and the data of a small run.
+roll_sft_trains() {
+    mkdir -p "$work/sft/data" && cp "$shared/yaml/roll-sft.yaml" "$work/sft" || return 1
+    for i in 1 2 3 4 5 6 7 8 9; do
+        printf '{"instruction": "Say", "input": "%d", "output": "%d"}\n' $i $i
+    done >"$work/sft/data/code_alpaca_20k.json"
+    # shellcheck disable=SC2046,SC2086
+    (cd "$work/sft" && $(mpirun_here) -np 8 "$train" --config roll-sft.yaml --role sft_train $small --train-iters 2 \
+        --seq-length 256 --save-interval 2) >"$work/out" 2>"$work/err" &&
+        says '^     2/2 .* loss [0-9]' "$work/out" && says 'saved iteration 2 to ./output_sft' "$work/out"
+}
+
+# roll-dpo.yaml as it stands, likewise: preferences against the initial model.
+roll_dpo_trains() {
+    mkdir -p "$work/dpo/data" && cp "$shared/yaml/roll-dpo.yaml" "$work/dpo" || return 1
+    for i in 1 2 3 4 5 6 7 8 9; do
+        printf '{"prompt": "Say %d", "chosen": "%d", "rejected": "no"}\n' $i $i
+    done >"$work/dpo/data/comparison_gpt4_data_zh.json"
+    # shellcheck disable=SC2086
+    (cd "$work/dpo" && "$train" --config roll-dpo.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
+        --eval-iters 1) >"$work/out" 2>"$work/err" &&
+        says '^     2/2 .* loss 0\.69' "$work/out" && says '^  stage  *dpo$' "$work/out"
+}
+
+check keys_have_options_and_references_values keys_have_options_and_references_values
+check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
+check every_role_is_read every_role_is_read
+check verl_is_read verl_is_read
+check absent_options_are_named absent_options_are_named
+check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name
+check values_are_checked values_are_checked
+check references_lead_somewhere references_lead_somewhere
+check references_do_not_explode references_do_not_explode
+check roles_are_named roles_are_named
+check a_short_run_keeps_the_learning_rates a_short_run_keeps_the_learning_rates
+check the_command_line_wins the_command_line_wins
+if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
+    check the_batch_grows_with_the_ranks the_batch_grows_with_the_ranks
+fi
+if [ -d "$shared/yaml" ]; then
+    check shared_files_are_read shared_files_are_read
+    [ -z "${HAVE_MPI:-}" ] || check roll_sft_trains roll_sft_trains
+    check roll_dpo_trains roll_dpo_trains
+else
+    echo "skipped: ../shared/yaml is absent"
+fi
+exit $failed

@@ -1,0 +1,138 @@
+#!/bin/sh
+# infer --score: files of int32 tokens and of JSON Lines, on every layout as on one rank, and rewards.
+set -u
+. tests/suite.sh
+golden=tests/golden
+export OMP_NUM_THREADS=1
+
+# numbers FILE: each number of a file of JSON on a line of its own, and the other text.
+numbers() {
+    sed 's/[][{}:,]/\n&\n/g; s/ //g' "$1"
+}
+
+# close_json A B: the same text, and numbers that differ by at most 1e-5.
+close_json() {
+    numbers "$1" >"$work/a"
+    numbers "$2" >"$work/b"
+    [ -s "$work/a" ] && [ "$(wc -l <"$work/a")" = "$(wc -l <"$work/b")" ] || return 1
+    paste -d '|' "$work/a" "$work/b" | awk -F '|' -v file="$1" '
+        $1 != $2 { d = $1 - $2; if (d < 0) d = -d; if ($1 !~ /^-?[0-9]/ || d > 1e-5) { print file ": " $0; exit 1 } }'
+}
+
+# on RANKS ARGUMENTS...: infer on so many ranks.
+on() {
+    ranks=$1
+    shift
+    $(mpirun_here) -np "$ranks" "$infer" "$@" 2>"$work/err" || {
+        cat "$work/err"
+        return 1
+    }
+}
+
+# Eleven sequences of different lengths.
+write_sequences() {
+    awk 'BEGIN {
+        for (s = 0; s < 11; s++) {
+            printf "{\"tokens\": ["
+            for (i = 0; i <= 2 + s * 5 % 17; i++) printf "%s%d", i ? ", " : "", (s * 31 + i * i * 7) % 160
+            print "]}"
+        }
+    }' >"$work/tokens.jsonl"
+}
+
+layouts_score_as_one_rank() {
+    write_sequences
+    for model in llama mixtral; do
+        set -- --load $golden/hf/$model --score "$work/tokens.jsonl" --micro-batch-size 2
+        "$infer" "$@" --out "$work/one.jsonl" 2>"$work/err" || return 1
+        [ "$(wc -l <"$work/one.jsonl")" = 11 ] || return 1
+        while read -r ranks layout; do
+            case $model-$layout in llama-*expert*) continue ;; esac
+            # shellcheck disable=SC2086
+            on "$ranks" "$@" $layout --out "$work/other.jsonl" && close_json "$work/other.jsonl" "$work/one.jsonl" || {
+                echo "$model: $ranks ranks, $layout"
+                return 1
+            }
+        done <<EOF
+2
+4
+2 --context-parallel-size 2
+4 --context-parallel-size 2 --cp-comm-type all_gather
+2 --context-parallel-size 2 --cp-comm-type a2a
+4 --tensor-model-parallel-size 2 --sequence-parallel
+4 --pipeline-model-parallel-size 2
+4 --pipeline-model-parallel-size 2 --context-parallel-size 2
+4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
+2 --expert-model-parallel-size 2
+4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather
+4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel
+EOF
+    done
+}
+
+int32_files_too() {
+    set -- --load $golden/hf/llama --score $golden/hf/llama/tokens.i32 --seq-length 32 --max-sequences 9 \
+        --micro-batch-size 2
+    "$infer" "$@" --out "$work/logprobs.1" --entropy-out "$work/entropy.1" 2>"$work/err" || return 1
+    for layout in "" "--context-parallel-size 2" "--pipeline-model-parallel-size 2"; do
+        # shellcheck disable=SC2086
+        on 4 "$@" $layout --out "$work/logprobs" --entropy-out "$work/entropy" || return 1
+        for file in logprobs entropy; do
+            od -An -v -tf4 -w4 "$work/$file" >"$work/$file.text"
+            od -An -v -tf4 -w4 "$work/$file.1" >"$work/$file.1.text"
+            close_json "$work/$file.text" "$work/$file.1.text" || return 1
+        done
+    done
+}
+
+# logits.f32 has the rewards of transformers: sequence 1 has 27 tokens, the others 32.
+rewards_equal_transformers() {
+    od -An -v -td4 -w128 $golden/tune/reward/tokens.i32 | awk '{
+        n = NR == 2 ? 27 : 32
+        printf "{\"tokens\": ["
+        for (i = 1; i <= n; i++) printf "%s%d", (i > 1 ? ", " : ""), $i
+        print ", 0]}" # the last one is a label only
+    }' >"$work/reward.jsonl"
+    od -An -v -tf4 -w4 $golden/tune/reward/logits.f32 | tr -d ' ' >"$work/expected"
+    for ranks in 1 2; do
+        if [ $ranks = 1 ]; then
+            "$infer" --load $golden/tune/reward --score "$work/reward.jsonl" --out "$work/out.jsonl" 2>"$work/err" ||
+                return 1
+        else
+            on 2 --load $golden/tune/reward --score "$work/reward.jsonl" --out "$work/out.jsonl" || return 1
+        fi
+        sed 's/.*"reward":\([^}]*\)}/\1/' "$work/out.jsonl" >"$work/rewards"
+        close_json "$work/rewards" "$work/expected" || return 1
+    done
+}
+
+texts_are_scored() {
+    printf '%s\n' '{"prompt": "ab", "response": "cde"}' '{"text": "hello"}' >"$work/texts.jsonl"
+    "$train" --mock-data --tokenizer-type ByteLevel --num-layers 1 --hidden-size 16 --num-attention-heads 2 \
+        --seq-length 32 --train-iters 1 --lr 1e-3 --save "$work/bytes" >"$work/out" 2>"$work/err" || return 1
+    "$infer" --load "$work/bytes" --chat-template plain --score "$work/texts.jsonl" \
+        --out "$work/out.jsonl" 2>"$work/err" && [ "$(wc -l <"$work/out.jsonl")" = 2 ] &&
+        sed -n 1p "$work/out.jsonl" | grep -q '"count":[34]}'
+}
+
+refuses_bad_files() {
+    set -- --load $golden/hf/llama --out "$work/none.jsonl"
+    printf '{"tokens": [1, 999]}\n' >"$work/bad.jsonl"
+    refused 'bad.jsonl:1: has the token 999' "$infer" "$@" --score "$work/bad.jsonl" || return 1
+    printf '{"tokens": [1, 2]}\n{"tokens": [1, 2.5]}\n' >"$work/bad.jsonl"
+    refused 'bad.jsonl:2: "tokens": item 2' "$infer" "$@" --score "$work/bad.jsonl" || return 1
+    printf '{"text": "x y"}\n' >"$work/bad.jsonl"
+    refused 'bad.jsonl:1: has text, and there is no tokenizer' "$infer" "$@" --score "$work/bad.jsonl" || return 1
+    refused 'leave out --entropy-out' "$infer" "$@" --score "$work/bad.jsonl" --entropy-out "$work/e" || return 1
+    refused 'generates no text' "$infer" --load $golden/tune/reward --prompt-tokens 1,2 --print-tokens || return 1
+    [ ! -e "$work/none.jsonl" ]
+}
+
+if [ "${HAVE_MPI:-}" ]; then
+    check every_layout_scores_as_one_rank layouts_score_as_one_rank
+    check every_layout_scores_int32_files_as_one_rank int32_files_too
+    check rewards_equal_those_of_transformers rewards_equal_transformers
+fi
+check texts_are_scored_with_their_responses texts_are_scored
+check bad_files_are_refused refuses_bad_files
+exit $failed
