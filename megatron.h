@@ -1675,18 +1675,18 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
  * groups have one rank until mt_grid_build. */
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
 
-/* A further grid over the ranks that mt_grid_start joined, of which `grid` is any grid: for a model on another layout.
- * Several grids may be built at once; each lives until its mt_grid_clear, and all before mt_grid_stop:
+/* A further grid over the ranks of the job, from any of its grids: for a model on another layout. Several grids may be
+ * built at once. Each lives until its mt_grid_clear, and all end before mt_grid_stop:
  *
  *     mt_grid_start(&job, &argc, &argv);
  *     mt_grid actor = mt_grid_new(&job), generator = mt_grid_new(&job);
  *     mt_grid_build(&actor, &actor_options, &error), mt_grid_build(&generator, &generator_options, &error);
- *     const mt_ops *ops = mt_backend_open(device, &actor, &error); // and of the generator's grid
- *     ... models, and weights from one to another: mt_transfer_run of data/transfer.h
+ *     const mt_ops *ops = mt_backend_open(device, &actor, &error); // and for the generator's grid
+ *     ... models; mt_transfer_run of data/transfer.h moves weights between them
  *     mt_grid_clear(&generator), mt_grid_clear(&actor), mt_grid_stop(&job);
  *
- * All ranks work on the models in the same order. On GPUs, grids share the communicators of groups with the same
- * members. */
+ * All ranks work on the models in the same order. On GPUs, groups with the same members share a communicator. The
+ * watchdog has the limits of the first grid's options. */
 mt_grid mt_grid_new(const mt_grid *grid);
 
 /* Makes all groups for finished options. Every rank calls it. */
