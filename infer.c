@@ -2,6 +2,7 @@
  * generated is in megatron.c §15. Several ranks hold the model together and do the same; rank 0 reads and prints. */
 #include "megatron.h"
 
+#include "data/adapter.h"
 #include "data/chat.h"
 #include "data/checkpoint.h"
 #include "data/host_memory.h"
@@ -9,7 +10,6 @@
 #include "data/options.h"
 #include "data/prompts.h"
 #include "data/report.h"
-#include "data/rollout.h"
 #include "data/score.h"
 #include "data/tokenizer.h"
 #include "data/watchdog.h"
@@ -336,6 +336,19 @@ static int print_config(run *r) {
     return 0;
 }
 
+/* --merge-adapter. The tokenizer is that of the base. */
+static void merge(run *r) {
+    mt_error error;
+    mt_model_plan plan = mt_generator_plan(1, 1, 1);
+    open_model(r, &plan);
+    int status = 0;
+    if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) r->tokenizer = NULL;
+    check(r, mt_adapter_merge(r->model, &error), &error);
+    if (r->tokenizer) status = mt_tokenizer_save(r->tokenizer, r->options.merge_adapter, &error);
+    check(r, status, &error);
+    if (r->is_first) printf("wrote the merged model to %s\n", r->options.merge_adapter);
+}
+
 int main(int argc, char **argv) {
     run r = {0};
     mt_options *o = &r.options;
@@ -354,7 +367,9 @@ int main(int argc, char **argv) {
     r.folder = mt_checkpoint_resolve(o->load, &error);
     check(&r, r.folder ? 0 : -1, &error);
     r.context = o->max_position_embeddings;
-    if (o->score) {
+    if (o->merge_adapter) {
+        merge(&r);
+    } else if (o->score) {
         score(&r);
     } else {
         open_tokenizer(&r);

@@ -457,8 +457,7 @@ static inline float mt_exp(float x) {
     const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     x = x < -104.0f ? -104.0f : x;
     x = x > 89.0f ? 89.0f : x;
-    float shifted = x * 1.44269504f + shift, n = shifted - shift;
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float shifted = x * 1.44269504f + shift, n = shifted - shift, r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -481,8 +480,7 @@ static inline float mt_exp(float x) {
 static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
                                int64_t first) {
     enum { COUNTERS = 16 }; // per vectorized loop
-    uint32_t words[4 * COUNTERS];
-    uint32_t threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
+    uint32_t words[4 * COUNTERS], threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
     float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
     for (int64_t start = first / 4 * 4; start < first + n; start += 4 * COUNTERS) {
 #pragma omp simd
@@ -787,58 +785,69 @@ static int64_t mt_matrix_scratch(int64_t rows, int64_t columns, mt_dtype dtype) 
     return dtype == MT_F32 ? 0 : rows * columns;
 }
 
-/* Stores rows that were computed in scratch, at the stride of y. */
-static void mt_matrix_store(void *y, int64_t offset, const float *block, int64_t rows, int64_t columns, int64_t stride,
-                            mt_dtype dtype) {
-    if (dtype == MT_F32) return; // computed in place
+/* Stores rows that were computed in scratch, at the stride of y, with a->scale and a->accumulate; a NULL: neither. */
+static void mt_matrix_store(void *y, int64_t offset, float *block, int64_t rows, int64_t columns, int64_t stride,
+                            const mt_grouped_args *a, mt_dtype dtype) {
+    float scale = a && a->scale != 0 ? a->scale : 1;
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
-    for (int64_t r = 0; r < rows; r++) mt_row_close(y, offset + r * stride, block + r * columns, columns, dtype);
+    for (int64_t r = 0; r < rows; r++) {
+        float *row = block + r * columns, old;
+        for (int64_t i = 0; i < columns && a && (a->scale != 0 || a->accumulate); i++)
+            row[i] = scale * row[i] + (a->accumulate ? *mt_row_load(&old, y, offset + r * stride + i, 1, dtype) : 0);
+        if (dtype == MT_F32) memcpy((float *)y + offset + r * stride, row, (size_t)columns * sizeof *row);
+        mt_row_close(y, offset + r * stride, row, columns, dtype);
+    }
+}
+
+/* The results of the three products. */
+typedef enum mt_linear_result { MT_LINEAR_Y, MT_LINEAR_DX, MT_LINEAR_DW } mt_linear_result;
+
+/* y = x w^T + bias, dx = dy w, or dw = dy^T x of a->M rows; a->offsets and a->E are not read. */
+static void mt_linear_product(const mt_grouped_args *a, mt_linear_result result, const void *bias, mt_dtype dtype) {
+    int64_t T = a->M, N = a->N, K = a->K, x_stride = a->x_stride ? a->x_stride : K, y_stride = a->y_stride;
+    bool in_place = dtype == MT_F32 && a->scale == 0, adds = in_place && a->accumulate;
+    if (result == MT_LINEAR_Y && T <= 8 && a->x_stride == 0) {
+        mt_linear_forward_small(a->y, a->x, a->w, bias, T, N, K, dtype);
+        return;
+    }
+    if (y_stride == 0) y_stride = N;
+    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
+    int64_t x_floats = in_place ? 0 : T_block * K, w_floats = mt_matrix_scratch(N_block, K, dtype);
+    int64_t y_floats = in_place ? 0 : T_block * N_block;
+    float *x_scratch = mt_scratch_grow(x_floats + w_floats + y_floats + mt_max(N_block, K));
+    float *w_scratch = x_scratch + x_floats, *y_scratch = w_scratch + w_floats, *row = y_scratch + y_floats;
+    for (int64_t t = 0; t < T; t += T_block) {
+        int64_t rows = mt_min(T_block, T - t);
+        mt_matrix x = {0}, dy = {0}, w = {0};
+        float *dx = in_place && result == MT_LINEAR_DX ? (float *)a->dx + t * x_stride : x_scratch;
+        if (result != MT_LINEAR_DX) x = mt_matrix_load(x_scratch, a->x, t * x_stride, rows, K, x_stride, dtype);
+        for (int64_t n = 0; n < N; n += N_block) {
+            int64_t columns = mt_min(N_block, N - n), at = t * y_stride + n, stride = in_place ? y_stride : columns;
+            if (result != MT_LINEAR_DW) w = mt_matrix_load(w_scratch, a->w, n * K, columns, K, K, dtype);
+            if (result != MT_LINEAR_Y) dy = mt_matrix_load(y_scratch, a->dy, at, rows, columns, y_stride, dtype);
+            if (result == MT_LINEAR_DW)
+                mt_matmul(a->dw + n * K, K, mt_transposed(dy), x, columns, K, rows, a->accumulate || t > 0);
+            if (result == MT_LINEAR_DX) mt_matmul(dx, in_place ? x_stride : K, dy, w, rows, K, columns, adds || n > 0);
+            if (result != MT_LINEAR_Y) continue;
+            float *y = in_place ? (float *)a->y + at : y_scratch;
+            const float *b = bias ? mt_row_load(row, bias, n, columns, dtype) : NULL;
+#pragma omp parallel for if (rows * columns > MT_PARALLEL)
+            for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y + r * stride, b, (size_t)columns * sizeof *b);
+            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, b || adds);
+            if (!in_place) mt_matrix_store(a->y, at, y, rows, columns, y_stride, a, dtype);
+        }
+        if (result == MT_LINEAR_DX && !in_place) mt_matrix_store(a->dx, t * x_stride, dx, rows, K, x_stride, a, dtype);
+    }
 }
 
 static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                   int64_t K, mt_dtype dtype, mt_stream *stream) {
-    if (T <= 8) {
-        mt_linear_forward_small(y, x, w, bias, T, N, K, dtype);
-        return;
-    }
-    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    int64_t x_floats = mt_matrix_scratch(T_block, K, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
-    int64_t y_floats = mt_matrix_scratch(T_block, N_block, dtype);
-    float *x_scratch = mt_scratch_grow(x_floats + w_floats + y_floats + N_block), *w_scratch = x_scratch + x_floats;
-    float *y_scratch = w_scratch + w_floats, *bias_scratch = y_scratch + y_floats;
-    for (int64_t t = 0; t < T; t += T_block) {
-        int64_t rows = mt_min(T_block, T - t);
-        mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
-        for (int64_t n = 0; n < N; n += N_block) {
-            int64_t columns = mt_min(N_block, N - n), y_stride = dtype == MT_F32 ? N : columns;
-            mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
-            const float *b = bias ? mt_row_load(bias_scratch, bias, n, columns, dtype) : NULL;
-            float *y_block = mt_row_open(y_scratch, y, t * N + n, dtype);
-#pragma omp parallel for if (rows * columns > MT_PARALLEL)
-            for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y_block + r * y_stride, b, (size_t)columns * sizeof *b);
-            mt_matmul(y_block, y_stride, x_block, mt_transposed(w_block), rows, columns, K, b != NULL);
-            mt_matrix_store(y, t * N + n, y_block, rows, columns, N, dtype);
-        }
-    }
+    mt_linear_product(&(mt_grouped_args){T, N, K, .x = x, .w = w, .y = y}, MT_LINEAR_Y, bias, dtype);
 }
 
 static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream) {
-    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
-    float *dy_scratch = mt_scratch_grow(dy_floats + w_floats + mt_matrix_scratch(T_block, K, dtype));
-    float *w_scratch = dy_scratch + dy_floats, *dx_scratch = w_scratch + w_floats;
-    for (int64_t t = 0; t < T; t += T_block) {
-        int64_t rows = mt_min(T_block, T - t);
-        float *dx_block = mt_row_open(dx_scratch, dx, t * K, dtype);
-        for (int64_t n = 0; n < N; n += N_block) {
-            int64_t columns = mt_min(N_block, N - n);
-            mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
-            mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
-            mt_matmul(dx_block, K, dy_block, w_block, rows, K, columns, n > 0);
-        }
-        mt_matrix_store(dx, t * K, dx_block, rows, K, K, dtype);
-    }
+    mt_linear_product(&(mt_grouped_args){T, N, K, .w = w, .dy = dy, .dx = dx}, MT_LINEAR_DX, NULL, dtype);
 }
 
 /* out[C] += column sums of x[T, C], each in token order. */
@@ -858,19 +867,8 @@ static void mt_column_sums(float *out, const void *x, int64_t T, int64_t C, mt_d
 
 static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
                                           int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype);
-    float *dy_scratch = mt_scratch_grow(dy_floats + mt_matrix_scratch(T_block, K, dtype));
-    float *x_scratch = dy_scratch + dy_floats;
-    for (int64_t t = 0; t < T; t += T_block) {
-        int64_t rows = mt_min(T_block, T - t);
-        mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
-        for (int64_t n = 0; n < N; n += N_block) {
-            int64_t columns = mt_min(N_block, N - n);
-            mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
-            mt_matmul(dw + n * K, K, mt_transposed(dy_block), x_block, columns, K, rows, accumulate || t > 0);
-        }
-    }
+    const mt_grouped_args a = {T, N, K, .x = x, .dy = dy, .dw = dw, .accumulate = accumulate};
+    mt_linear_product(&a, MT_LINEAR_DW, NULL, dtype);
     if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
 }
 
@@ -1087,7 +1085,7 @@ static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *w
             for (int64_t r = 0; r < (bias ? rows : 0); r++)
                 memcpy(block + r * stride, bias, (size_t)columns * sizeof *bias);
             mt_matmul(block, stride, a, mt_transposed(b), rows, columns, K, bias || p->accumulate);
-            mt_matrix_store(out, m * N + n, block, rows, columns, N, p->out_dtype);
+            if (p->out_dtype != MT_F32) mt_matrix_store(out, m * N + n, block, rows, columns, N, NULL, p->out_dtype);
         }
     }
 }
@@ -1171,8 +1169,7 @@ static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_str
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype);
-        float sum = 0;
+        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype), sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
         float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
@@ -1187,6 +1184,7 @@ static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_str
  * are columns, so each sum has one order. */
 static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, int64_t x_stride, mt_dtype dtype) {
     int64_t H = a->H, C = a->C, rows = a->T * H;
+    if (!a->dw) return; // frozen
 #pragma omp parallel for if (rows * C > MT_PARALLEL)
     for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float dy_scratch[MT_COLUMNS], x_scratch[MT_COLUMNS], w_sums[MT_COLUMNS] = {0}, b_sums[MT_COLUMNS] = {0};
@@ -1218,11 +1216,9 @@ static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_st
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype);
-        const float *residual = NULL;
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype), *residual = NULL;
         if (a->dresidual) residual = mt_row_load(slice + 3 * C, a->dresidual, t * dx_stride + h * C, C, dtype);
-        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype);
-        float sum = 0, factor = a->rstd[r];
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype), sum = 0, factor = a->rstd[r];
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += d[c] * weight[c] * in[c];
         float projection = sum * factor * factor / (float)C;
@@ -1242,16 +1238,14 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
         const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
         const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype);
-        float sum = 0, squares = 0;
+        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype), sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
 #pragma omp simd reduction(+ : squares)
         for (int64_t c = 0; c < C; c++) squares += (in[c] - center) * (in[c] - center);
         float factor = 1.0f / sqrtf(squares / (float)C + a->eps);
-        a->mean[t] = center;
-        a->rstd[t] = factor;
+        a->mean[t] = center, a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
         mt_row_close(a->y, t * C, out, C, dtype);
@@ -1619,8 +1613,7 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     mt_span_keys(span, call->window, i0, &first, &ignored);
     mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
     for (b.j0 = first; b.j0 < last; b.j0 += MT_KEYS) {
-        b.columns = mt_min(MT_KEYS, last - b.j0);
-        b.k = mt_attention_load_k(k_scratch, task, b.j0, b.columns);
+        b.columns = mt_min(MT_KEYS, last - b.j0), b.k = mt_attention_load_k(k_scratch, task, b.j0, b.columns);
         b.v = mt_attention_load_v(v_scratch, task, b.j0, b.columns);
         mt_attention_backward_scores(p, ds, task, &b);
         mt_matmul(sums, D, (mt_matrix){.data = ds, .stride = b.columns}, b.k, rows, D, b.columns, true);
@@ -1646,8 +1639,7 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     b.v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
     mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
     for (b.i0 = begin; b.i0 < end; b.i0 += MT_QUERIES) {
-        b.rows = mt_min(MT_QUERIES, end - b.i0);
-        b.q = mt_attention_load_q(q_scratch, task, b.i0, b.rows);
+        b.rows = mt_min(MT_QUERIES, end - b.i0), b.q = mt_attention_load_q(q_scratch, task, b.i0, b.rows);
         b.dout = mt_attention_load_dout(dout_scratch, task, b.i0, b.rows);
         mt_attention_backward_scores(p, ds, task, &b);
         mt_matmul(dv_sums, Dv, p_columns, b.dout, columns, Dv, b.rows, true);
@@ -1759,8 +1751,7 @@ static inline float mt_sigmoid(float x) {
 /* The normal distribution function, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit of Press et al., "Numerical recipes"
  * (erfcc), with a relative error below 1.2e-7. */
 static inline float mt_normal_cdf(float x) {
-    float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
-    float p = 0.17087277f;
+    float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z), p = 0.17087277f;
     p = p * t - 0.82215223f;
     p = p * t + 1.48851587f;
     p = p * t - 1.13520398f;
@@ -1989,8 +1980,7 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
     for (int64_t t = 0; t < a->T; t++) {
         const float *row = a->stats + t;
         double log_sum = (double)row[0] + log((double)row[a->T]);
-        a->lse[t] = (float)log_sum;
-        a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
+        a->lse[t] = (float)log_sum, a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
         if (a->entropy) a->entropy[t] = (float)(log_sum - (double)row[3 * a->T] / (double)row[a->T]);
     }
 }
@@ -2485,45 +2475,38 @@ static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dt
     return (const char *)x + row * width * mt_dtype_size(dtype);
 }
 
+/* A product for the rows of each expert. */
+static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result, mt_dtype dtype) {
+    int64_t size = mt_dtype_size(dtype), x_row = (a->x_stride ? a->x_stride : a->K) * size;
+    int64_t y_row = (a->y_stride ? a->y_stride : a->N) * size, weight = a->N * a->K;
+    bool by_expert = mt_threads_by_expert(a->E);
+    (void)by_expert; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (by_expert)
+    for (int64_t e = 0; e < a->E; e++) {
+        int64_t begin = a->offsets ? a->offsets[e] : 0;
+        mt_grouped_args own = *a;
+        own.M = (a->offsets ? a->offsets[e + 1] : a->M) - begin;
+        if (result == MT_LINEAR_DW) own.dw += e * weight;
+        if (result != MT_LINEAR_DW) own.w = (const char *)a->w + e * weight * size;
+        if (result != MT_LINEAR_DX) own.x = (const char *)a->x + begin * x_row;
+        if (result != MT_LINEAR_Y) own.dy = (const char *)a->dy + begin * y_row;
+        if (result == MT_LINEAR_Y) own.y = (char *)a->y + begin * y_row;
+        if (result == MT_LINEAR_DX) own.dx = (char *)a->dx + begin * x_row;
+        if (own.M > 0)
+            mt_linear_product(&own, result, NULL, dtype);
+        else if (result == MT_LINEAR_DW && !a->accumulate)
+            memset(own.dw, 0, (size_t)weight * sizeof *own.dw);
+    }
+}
+
 static void mt_cpu_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t N = a->N, K = a->K;
-    bool by_expert = mt_threads_by_expert(a->E);
-    (void)by_expert; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < a->E; e++) {
-        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
-        if (rows == 0) continue;
-        mt_cpu_linear_forward((char *)a->y + begin * N * mt_dtype_size(dtype), mt_rows_from(a->x, begin, K, dtype),
-                              mt_rows_from(a->w, e * N, K, dtype), NULL, rows, N, K, dtype, stream);
-    }
+    mt_grouped_product(a, MT_LINEAR_Y, dtype);
 }
-
 static void mt_cpu_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t N = a->N, K = a->K;
-    bool by_expert = mt_threads_by_expert(a->E);
-    (void)by_expert; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < a->E; e++) {
-        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
-        if (rows == 0) continue;
-        mt_cpu_linear_backward_input((char *)a->dx + begin * K * mt_dtype_size(dtype),
-                                     mt_rows_from(a->dy, begin, N, dtype), mt_rows_from(a->w, e * N, K, dtype), rows, N,
-                                     K, dtype, stream);
-    }
+    mt_grouped_product(a, MT_LINEAR_DX, dtype);
 }
-
 static void mt_cpu_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t N = a->N, K = a->K;
-    bool by_expert = mt_threads_by_expert(a->E);
-    (void)by_expert; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (by_expert)
-    for (int64_t e = 0; e < a->E; e++) {
-        int64_t begin = a->offsets[e], rows = a->offsets[e + 1] - begin;
-        if (rows == 0 && !a->accumulate) memset(a->dw + e * N * K, 0, (size_t)(N * K) * sizeof *a->dw);
-        if (rows == 0) continue;
-        mt_cpu_linear_backward_weight(a->dw + e * N * K, NULL, mt_rows_from(a->dy, begin, N, dtype),
-                                      mt_rows_from(a->x, begin, K, dtype), rows, N, K, a->accumulate, dtype, stream);
-    }
+    mt_grouped_product(a, MT_LINEAR_DW, dtype);
 }
 
 static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
@@ -2886,8 +2869,7 @@ const mt_grid mt_grid_of_one = {MT_GROUPS(MT_GROUP_ALONE)};
 
 static const struct {
     size_t offset;
-    bool of_experts;
-    bool is_free[4];
+    bool of_experts, is_free[4];
 } mt_group_kinds[MT_NUM_GROUP_KINDS] = {MT_GROUPS(MT_GROUP_ROW)};
 
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
@@ -2903,10 +2885,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
                            .context_blocks = options->dynamic_context_parallel};
-    if (options->num_experts > 0) {
-        shape.expert = options->expert_model_parallel_size;
-        shape.expert_tensor = options->expert_tensor_parallel_size;
-    }
+    if (options->num_experts > 0)
+        shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
     shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
     MT_CHECK(shape.tensor * shape.context * shape.data * shape.pipeline == world_size);
@@ -3012,9 +2992,7 @@ mt_grid mt_grid_new(const mt_grid *grid) {
 
 /* Makes one group. All ranks of the world call it: each is in one group of every kind. */
 static void mt_group_make(mt_group *group, const mt_group *world, const int *members, int count) {
-    group->size = count;
-    group->rank = 0;
-    group->members = mt_malloc(count * (int64_t)sizeof(int));
+    group->size = count, group->rank = 0, group->members = mt_malloc(count * (int64_t)sizeof(int));
     memcpy(group->members, members, (size_t)count * sizeof(int));
     while (members[group->rank] != world->rank) group->rank++;
 #ifdef MT_HAVE_MPI
@@ -3308,8 +3286,7 @@ static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reductio
     }
     for (int64_t start = 0; start < count; start += part) {
         char *piece = buffer + start * width;
-        int64_t end = mt_min(part, count - start), n = mt_divide_up(end, size);
-        int64_t own = mt_clamp(end - rank * n, 0, n);
+        int64_t end = mt_min(part, count - start), n = mt_divide_up(end, size), own = mt_clamp(end - rank * n, 0, n);
         mt_mpi_reduce_slices(piece + rank * n * width, piece, n, n, end, group, reduction, dtype);
         for (int step = 1; step < size; step++) {
             int to = (rank + step) % size, from = (rank - step + size) % size;
@@ -3791,8 +3768,7 @@ static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const
     if (!l->fp8->recipe->keeps_weights) l->fp8->w.data = l->fp8->w_transposed.data = NULL;
     if (bytes <= scratch->capacity) return;
     if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
-    scratch->capacity = bytes * 9 / 8;
-    scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
+    scratch->capacity = bytes * 9 / 8, scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
 }
 
 /* Quantizes x, w or dy of a linear; `a` has the operand and its copies. */
@@ -3838,7 +3814,7 @@ static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt
     a.offsets = io->offsets;
     if (halves & MT_BACKWARD_INPUT)
         a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, l->N, recipe->gradient_format, recipe->blocks);
-    if ((halves & MT_BACKWARD_WEIGHT) && recipe->wgrad)
+    if ((halves & MT_BACKWARD_WEIGHT) && recipe->wgrad && l->weight.dw)
         a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, l->N, recipe->gradient_format);
     if (a.rows.data || a.columns.data) mt_fp8_quantize(tp, l, MT_FP8_DY, a);
     io->dy_fp8 = a.rows, io->dy_transposed = a.columns;
@@ -3852,11 +3828,110 @@ static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l,
     tp->ops->fp8_product(&a, tp->stream);
 }
 
+/* ---- adapters: h = scale dropout(x) a^T, and y += h b^T; backward: dh = scale dy b, dx += dropout(dh a), da += dh^T
+ * dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial sums over
+ * them; otherwise da is. */
+
+/* base + elements, of the products' type. */
+static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
+    return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
+}
+
+/* True if a product adds to dw, which holds a gradient afterwards. */
+static bool mt_weight_accumulates(const mt_weight *weight) {
+    bool accumulates = weight->has_gradient && *weight->has_gradient;
+    if (weight->has_gradient) *weight->has_gradient = true;
+    return accumulates;
+}
+
+/* The operands of the products of T rows with b of a part, or with a (part -1); x of a is io->x. */
+static mt_grouped_args mt_adapter_args(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                       int64_t part, int64_t T) {
+    const mt_adapter *adapter = &l->adapter;
+    const mt_adapter_part *p = &adapter->parts[mt_max(part, 0)];
+    void *h = io->offsets ? io->adapter_rows : tp->adapter_rows, *dh = mt_operand(tp, h, T * adapter->R);
+    mt_grouped_args a = {T, adapter->R, l->K, mt_max(l->num_experts, 1), io->offsets, .x = io->x, .y = h};
+    a.dy = dh, a.dx = io->dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
+    if (part >= 0) {
+        int64_t column = part * adapter->rank;
+        a.N = p->N, a.K = adapter->rank, a.w = p->b.w, a.dw = p->b.dw;
+        a.x = mt_operand(tp, h, column), a.dx = mt_operand(tp, dh, column);
+        a.y = mt_operand(tp, io->y, p->first), a.dy = mt_operand(tp, io->dy, p->first);
+    }
+    a.x_stride = part < 0 ? l->K : adapter->R, a.y_stride = part < 0 ? adapter->R : l->N;
+    return a;
+}
+
+/* out = residual + dropout(x), for T rows of l->K elements; returns out. */
+static void *mt_adapter_dropout(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T,
+                                void *out, const void *x, const void *residual) {
+    bool is_part = l->kind == MT_LINEAR_REPLICATED && tp->sequence_parallel;
+    mt_dropout_add_args a = {T, l->K, l->adapter.first_channel, .x = x, .residual = residual, .out = out};
+    a.token_index = tp->token_index + (is_part ? tp->group->rank * tp->rows : io->first_row);
+    a.dropout = l->adapter.dropout;
+    tp->ops->dropout_add_forward(&a, tp->dtype, tp->stream);
+    return out;
+}
+
+/* Computes h; returns dropout(x). */
+static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                   int64_t T) {
+    mt_grouped_args a = mt_adapter_args(tp, l, io, -1, T);
+    a.scale = l->adapter.scale;
+    if (tp->training && l->adapter.dropout.p > 0) a.x = mt_adapter_dropout(tp, l, io, T, tp->adapter_x, io->x, NULL);
+    tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+    return a.x;
+}
+
+/* y += the adapters' outputs. */
+static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
+    mt_adapter_down(tp, l, io, T);
+    for (int64_t part = 0; part < l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
+        a.accumulate = true;
+        tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+    }
+}
+
+/* Computes dh. */
+static void mt_adapter_up_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                   int64_t T) {
+    for (int64_t part = 0; part < l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
+        a.scale = l->adapter.scale;
+        tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
+    }
+}
+
+/* dx += the gradient through the adapters. */
+static void mt_adapter_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                      int64_t T) {
+    mt_grouped_args a = mt_adapter_args(tp, l, io, -1, T);
+    bool drops = tp->training && l->adapter.dropout.p > 0;
+    mt_adapter_up_backward(tp, l, io, T);
+    a.dx = drops ? tp->adapter_x : io->dx, a.accumulate = !drops;
+    tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
+    if (drops) mt_adapter_dropout(tp, l, io, T, io->dx, tp->adapter_x, io->dx);
+}
+
+/* The gradients of a and b. */
+static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                       int64_t T) {
+    const void *x = mt_adapter_down(tp, l, io, T);
+    mt_adapter_up_backward(tp, l, io, T);
+    for (int64_t part = -1; part < l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
+        a.accumulate = mt_weight_accumulates(part < 0 ? &l->adapter.a : &l->adapter.parts[part].b);
+        if (part < 0) a.x = x;
+        tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
+    }
+}
+
 /* ---- the product alone, on T rows; io->offsets: of experts */
 
 /* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
 static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 &&
+    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && l->adapter.R == 0 &&
            tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
 }
 
@@ -3874,6 +3949,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
         mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, l->weight.w, .y = io->y};
+        a.host_offsets = io->host_offsets;
         ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
     } else if (io->active && mt_fuses_activation(tp, l, io)) {
         ops->linear_gelu_forward(io->active, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
@@ -3882,6 +3958,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     }
     if (io->offsets && bias)
         ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
+    if (l->adapter.R > 0) mt_adapter_forward(tp, l, io, T);
 }
 
 /* dx = dy w, or dhidden if the activation is fused. */
@@ -3894,25 +3971,22 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
         mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
         mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
+        a.host_offsets = io->host_offsets;
         ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
     } else if (io->hidden && mt_fuses_activation(tp, l, io)) {
         ops->linear_backward_gelu(io->dhidden, io->dy, l->weight.w, io->hidden, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
+    if (l->adapter.R > 0) mt_adapter_backward_input(tp, l, io, T);
 }
 
-/* True if a product adds to dw, which holds a gradient afterwards. */
-static bool mt_weight_accumulates(const mt_weight *weight) {
-    bool accumulates = weight->has_gradient && *weight->has_gradient;
-    if (weight->has_gradient) *weight->has_gradient = true;
-    return accumulates;
-}
-
-/* dw = dy^T x, or += when accumulate; dbias += column sums of dy. */
+/* dw = dy^T x, or += when accumulate; dbias += column sums of dy; of a frozen weight only the adapters' gradients. */
 static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                        int64_t T, bool accumulate) {
     const mt_ops *ops = tp->ops;
+    if (l->adapter.R > 0) mt_adapter_backward_weight(tp, l, io, T);
+    if (!l->weight.dw) return;
     if (io->dy_transposed.data) { // in fp8
         mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
         x.columns = mt_fp8_allocate_columns(&l->fp8->recipe->scratch, l, T, l->K, l->fp8->recipe->format);
@@ -3923,7 +3997,7 @@ static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_li
         if (l->bias.dw && !io->offsets) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
     } else if (io->offsets) {
         mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, .dy = io->dy, .dw = l->weight.dw};
-        a.accumulate = accumulate;
+        a.accumulate = accumulate, a.host_offsets = io->host_offsets;
         ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, T, l->N, l->K, accumulate, tp->dtype,
@@ -3944,7 +4018,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
     }
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
         at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
-        at.y = mt_rows_of_rank(tp, io->y, owner, l->N);
+        at.y = mt_rows_of_rank(tp, io->y, owner, l->N), at.first_row = owner * tp->rows;
         if (io->active) at.active = mt_rows_of_rank(tp, io->active, owner, l->N); // as wide as y where it is fused
         mt_product_forward(tp, l, &at, tp->rows);
     }
@@ -3982,6 +4056,7 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
     for (int step = 1; step <= tp->group->size; step++) { // the transfer of one rank's part overlaps the next product
         int owner = mt_tensor_rank_after(tp, step);
         at.y = mt_rows_of_rank(tp, tp->partial, owner, l->N), at.x = mt_rows_of_rank(tp, io->x, owner, l->K);
+        at.first_row = owner * tp->rows;
         mt_product_forward(tp, l, &at, tp->rows);
         if (step == tp->group->size) break; // this rank's own
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
@@ -3996,7 +4071,7 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
     mt_linear_io at = *io;
     for (int step = 0, owner; step < tp->group->size; step++) {
         at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
-        at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K);
+        at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K), at.first_row = owner * tp->rows;
         if (io->hidden) at.hidden = mt_rows_of_rank(tp, io->hidden, owner, l->K); // as wide as x where it is fused
         if (io->hidden) at.dhidden = mt_rows_of_rank(tp, io->dhidden, owner, l->K);
         mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
@@ -4018,55 +4093,6 @@ static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, co
     if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
 }
 
-/* ---- grouped: rows sorted by expert, one weight per expert; one operation, or one per expert */
-
-/* base + elements, of the products' type. */
-static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
-    return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
-}
-
-/* Expert i's part of a grouped product: its weight, its rows of each operand (own), and their number (count). */
-static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t i,
-                                   mt_linear_io *own, int64_t *count) {
-    int64_t first = io->host_offsets[i], size = l->N * l->K;
-    mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
-    expert.bias.w = mt_operand(tp, l->bias.w, i * l->N);
-    if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
-    if (l->bias.dw) expert.bias.dw = l->bias.dw + i * l->N;
-    *count = io->host_offsets[i + 1] - first;
-    *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
-    own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
-    own->omits_bias = io->omits_bias;
-    return expert;
-}
-
-static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    if (!io->host_offsets) mt_product_forward(tp, l, io, io->num_rows);
-    for (int64_t i = 0, count; i < (io->host_offsets ? l->num_experts : 0); i++) {
-        mt_linear_io own;
-        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if (count > 0) mt_product_forward(tp, &expert, &own, count);
-    }
-}
-
-static void mt_grouped_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    mt_linear_io at = *io;
-    bool accumulate = (halves & MT_BACKWARD_WEIGHT) && mt_weight_accumulates(&l->weight);
-    mt_fp8_gradient(tp, l, &at, io->num_rows, halves);
-    if ((halves & MT_BACKWARD_INPUT) && !io->host_offsets) mt_product_backward_input(tp, l, &at, io->num_rows);
-    if ((halves & MT_BACKWARD_WEIGHT) && !io->host_offsets)
-        mt_product_backward_weight(tp, l, &at, io->num_rows, accumulate);
-    for (int64_t i = 0, count; i < (io->host_offsets ? l->num_experts : 0); i++) {
-        mt_linear_io own;
-        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
-        if ((halves & MT_BACKWARD_INPUT) && count > 0) mt_product_backward_input(tp, &expert, &own, count);
-        if ((halves & MT_BACKWARD_WEIGHT) && count > 0)
-            mt_product_backward_weight(tp, &expert, &own, count, accumulate);
-        else if ((halves & MT_BACKWARD_WEIGHT) && !accumulate) // the expert has no rows
-            tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
-    }
-}
-
 /* ---- the three functions */
 
 /* Rows of y in a forward and of x in a backward of the kinds that have an activation there. */
@@ -4085,7 +4111,8 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     mt_fp8_begin(tp, l, io);
     switch (l->kind) {
     case MT_LINEAR_REPLICATED:
-        mt_product_forward(tp, l, io, tp->rows);
+    case MT_LINEAR_GROUPED:
+        mt_product_forward(tp, l, io, l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows);
         break;
     case MT_LINEAR_ROUTER:
         tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
@@ -4096,15 +4123,20 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     case MT_LINEAR_ROW:
         mt_row_forward(tp, l, io);
         break;
-    case MT_LINEAR_GROUPED:
-        mt_grouped_forward(tp, l, io);
-        break;
     }
     if (io->active && !mt_fuses_activation(tp, l, io)) mt_linear_activation_forward(tp, l, io);
 }
 
+/* True if a backward computes gradients of parameters. */
+static bool mt_linear_trains(const mt_linear *l) {
+    return l->weight.dw || l->adapter.R > 0;
+}
+
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     mt_linear_io at = *io;
+    int64_t rows = l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows;
+    if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
+    if (halves == 0) return;
     mt_fp8_begin(tp, l, io);
     switch (l->kind) {
     case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
@@ -4113,19 +4145,17 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
             at.dy = io->rounded;
         } // fallthrough
     case MT_LINEAR_REPLICATED:
-        mt_fp8_gradient(tp, l, &at, tp->rows, halves);
-        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->rows);
+    case MT_LINEAR_GROUPED:
+        mt_fp8_gradient(tp, l, &at, rows, halves);
+        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, rows);
         if (halves & MT_BACKWARD_WEIGHT)
-            mt_product_backward_weight(tp, l, &at, tp->rows, mt_weight_accumulates(&l->weight));
+            mt_product_backward_weight(tp, l, &at, rows, mt_weight_accumulates(&l->weight));
         break;
     case MT_LINEAR_COLUMN:
         mt_column_backward(tp, l, io, halves);
         break;
     case MT_LINEAR_ROW:
         mt_row_backward(tp, l, io, halves);
-        break;
-    case MT_LINEAR_GROUPED:
-        mt_grouped_backward(tp, l, io, halves);
         break;
     }
     if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io))
@@ -4154,6 +4184,7 @@ void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const i
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count) {
     mt_embedding_args a = {tp->T, C, first, count, ids, .dw = w.dw};
+    if (!w.dw) return; // frozen
     a.dout = mt_region_leave_backward(tp, dout, C);
     tp->ops->embedding_backward(&a, tp->dtype, tp->stream);
 }
@@ -4225,8 +4256,7 @@ static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double cli
     mt_policy_term term = {.loss = plain, .dlogp = plain};
     if (clipped > plain) term = (mt_policy_term){.loss = clipped, .clipped = true};
     if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound) {
-        term.loss = bound, term.dlogp = 0;
-        term.clipped_lower = true;
+        term.loss = bound, term.dlogp = 0, term.clipped_lower = true;
     }
     return term;
 }
@@ -4276,9 +4306,7 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         break;
     case MT_POLICY_CISPO: {
         double clipped = mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
-        term.dlogp = -clipped * advantage;
-        term.loss = term.dlogp * t->logp[i];
-        term.clipped = ratio != clipped;
+        term.dlogp = -clipped * advantage, term.loss = term.dlogp * t->logp[i], term.clipped = ratio != clipped;
         break;
     }
     case MT_POLICY_GMPO:
@@ -4289,8 +4317,7 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         term.clipped_lower = advantage < 0 && (x < -c->clip_ratio_low || x > c->clip_ratio_high);
         break;
     case MT_POLICY_GPG:
-        term.dlogp = -advantage;
-        term.loss = -advantage * t->logp[i];
+        term.dlogp = -advantage, term.loss = -advantage * t->logp[i];
         break;
     }
     return term;
@@ -4492,8 +4519,7 @@ static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advant
             next_value = t->values[i];
         } else
             running = by_group ? of_group : t->rewards[i] + c->gamma * running;
-        t->advantages[i] = running;
-        t->returns[i] = gae ? running + t->values[i] : running;
+        t->advantages[i] = running, t->returns[i] = gae ? running + t->values[i] : running;
     }
 }
 
@@ -4942,8 +4968,7 @@ static void mt_param_join_tensor(mt_param_table *table) {
     for (; before > table->rows && strcmp(before[-1].hf_name, param->hf_name) == 0; before--)
         before[-1].hf_rows_total += param->whole_rows;
     if (before == param) return;
-    param->hf_row = param[-1].hf_row + param[-1].whole_rows;
-    param->hf_rows_total = param[-1].hf_rows_total;
+    param->hf_row = param[-1].hf_row + param[-1].whole_rows, param->hf_rows_total = param[-1].hf_rows_total;
 }
 
 /* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
@@ -4952,8 +4977,7 @@ static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t inde
     MT_CHECK(*size % parts == 0);
     *size /= parts;
     *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
-    param->shard_dim = dim;
-    param->counted = true;
+    param->shard_dim = dim, param->counted = true;
 }
 
 static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
@@ -4977,20 +5001,16 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
     param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
-    param->is_vector = row->cols == MT_DIM_ONE;
-    param->weight_decay = !param->is_vector;
+    param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
     param->is_linear = !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS;
-    param->trained = row->unit != MT_UNIT_UNTRAINED;
-    param->init = mt_param_kinds[row->kind].init;
+    param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
     param->gradient = mt_param_kinds[row->kind].gradient;
     param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
-    param->rows_option = mt_dimension_option[row->rows];
-    param->cols_option = mt_dimension_option[row->cols];
+    param->rows_option = mt_dimension_option[row->rows], param->cols_option = mt_dimension_option[row->cols];
     for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
         if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
-    param->bucket = table->bucket;
-    param->continues = continues;
+    param->bucket = table->bucket, param->continues = continues;
     param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
@@ -5068,6 +5088,81 @@ static void mt_params_set_offsets(mt_param_table *table) {
     }
 }
 
+/* ---- adapters, from the rows of the matrices that they add to. Of every linear first all A, which are one operand,
+ * then each B. */
+
+bool mt_param_is_adapter(const mt_param *param) {
+    return param->role == MT_LORA_A || param->role == MT_LORA_B;
+}
+
+bool mt_param_can_adapt(const mt_param *param) {
+    return param->is_linear && (param->unit == MT_UNIT_LAYER || param->unit == MT_UNIT_EXPERTS) &&
+           param->linear != MT_LINEAR_ROUTER && param->role != MT_MTP_PROJECTION;
+}
+
+/* Appends A or B of a matrix. A keeps the cut of its columns, B that of its rows; the gradient of the other one, which
+ * all ranks hold, is a partial sum over them. */
+static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt_role role, bool continues) {
+    bool is_a = role == MT_LORA_A, keeps_cut = base->shard_dim == is_a;
+    const mt_partition *at = &table->partition;
+    mt_param *param = &table->rows[table->count++];
+    *param = *base;
+    param->role = role, param->adapts = base->role;
+    param->unit = base->unit == MT_UNIT_EXPERTS ? MT_UNIT_EXPERT_ADAPTERS : MT_UNIT_ADAPTERS;
+    *(is_a ? &param->rows : &param->cols) = *(is_a ? &param->whole_rows : &param->whole_cols) =
+        table->options->lora_rank;
+    *(is_a ? &param->rows_option : &param->cols_option) = "--lora-rank";
+    param->exists_option = "--lora-target", param->rows_stored = param->hf_rows_total = param->whole_rows;
+    param->hf_row = 0, param->hf_transposed = false, param->trained = true;
+    snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.*s.lora_%c.weight",
+             (int)(strlen(base->hf_name) - strlen(".weight")), base->hf_name, is_a ? 'A' : 'B');
+    param->init = is_a ? MT_INIT_NORMAL : MT_INIT_ZEROS, param->init_std = 1 / sqrt(3 * (double)base->whole_cols);
+    param->bucket = table->bucket, param->continues = continues, param->field += offsetof(mt_linear, adapter);
+    *(is_a ? &param->first_row : &param->first_col) = 0;
+    if (!keeps_cut) {
+        param->shard_dim = -1, param->counted = (base->expert >= 0 ? at->etp_rank : at->tp_rank) == 0;
+        param->gradient = base->shard_dim < 0 ? base->gradient : MT_GRADIENT_HEADS;
+    }
+    mt_param_join_tensor(table);
+}
+
+/* Appends the adapters of rows[count], the matrices of one linear. Matrices of one tensor share A (GPT-2's q, k, v). */
+static void mt_params_add_linear_adapters(mt_param_table *table, const mt_param *rows, int64_t count) {
+    const mt_options *o = table->options;
+    int64_t first = table->count, output = 0;
+    size_t parts = 0;
+    for (const mt_param *base = rows; base < rows + count; base++)
+        if (o->lora_roles >> base->role & 1 && base->hf_row == 0)
+            mt_param_add_adapter(table, base, MT_LORA_A, table->count > first);
+    for (const mt_param *base = rows; base < rows + count && base->expert == rows->expert; output += base++->rows)
+        for (const mt_param *other = base; other < rows + count; other++) { // of all experts
+            if (!(o->lora_roles >> base->role & 1) || other->role != base->role) continue;
+            bool continues = other > base || base->hf_row > 0;
+            mt_param_add_adapter(table, other, MT_LORA_B, continues);
+            parts += !continues;
+            table->rows[table->count - 1].field += offsetof(mt_adapter, parts) + (parts - 1) * sizeof(mt_adapter_part);
+            table->rows[table->count - 1].first_output = output;
+        }
+}
+
+/* Freezes the rows of the table, and puts those of the adapters before them. */
+static void mt_params_add_adapters(mt_param_table *table) {
+    mt_param *rows = table->rows;
+    int64_t count = table->count;
+    table->rows = mt_calloc(3 * count * (int64_t)sizeof *rows), table->count = table->bucket = 0;
+    for (int64_t i = 0, next; i < count; i = next) {
+        for (next = i + 1; next < count && rows[next].continues;) next++;
+        mt_params_add_linear_adapters(table, rows + i, next - i);
+        bool ends = next == count || rows[next].bucket != rows[i].bucket;
+        if (ends && table->count > 0 && table->rows[table->count - 1].bucket == table->bucket) table->bucket++;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        rows[i].trained = false, rows[i].bucket += table->bucket;
+        table->rows[table->count++] = rows[i];
+    }
+    free(rows);
+}
+
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
@@ -5086,17 +5181,10 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
         for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
             mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
+    if (options->lora_rank > 0) mt_params_add_adapters(&table);
     mt_params_set_offsets(&table);
     *params = table.rows;
     return table.count;
-}
-
-int64_t mt_num_parameters(const mt_options *options) {
-    mt_param *params;
-    int64_t count = mt_params_build(&params, options, NULL), total = 0;
-    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
-    free(params);
-    return total;
 }
 
 /* ==== §9 layers =================================================================================================== */
@@ -5210,8 +5298,7 @@ struct mt_model {
     void **host_memory;           // [num_host_memory] freed with the model
     int64_t num_host_memory;
     void *workspace; // of the stream
-    int64_t workspace_bytes;
-    int64_t bytes[MT_PLAN_TOTAL];
+    int64_t workspace_bytes, bytes[MT_PLAN_TOTAL];
     struct mt_micro_batch *micro_batches; // all live micro-batches, sorted by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -5531,6 +5618,7 @@ static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_
 /* Defers the gradient of a weight: copies dy to the linear's stash slot. */
 static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                             const mt_linear *linear, const void *x, const void *dy) {
+    if (!mt_linear_trains(linear)) return;
     MT_CHECK(a->num_deferred < MT_MAX_DEFERRED);
     void *stash = mt_slot_read(a, mt_stash_slot(w, linear));
     int64_t rows = linear->kind == MT_LINEAR_COLUMN ? p->T : p->rows;
@@ -5563,7 +5651,7 @@ static bool mt_uses_layernorm(const mt_model *m) {
 
 /* The dropouts of a layer; each has a key of its own. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
-enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
+enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3, MT_RANDOM_ADAPTER = 4 };
 
 static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
     double rate = which == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
@@ -5593,8 +5681,7 @@ static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size
 static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
     a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
-    a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C;
-    a.eps = (float)m->options->norm_epsilon;
+    a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C, a.eps = (float)m->options->norm_epsilon;
     return a;
 }
 
@@ -5680,8 +5767,7 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     int64_t T = m->plan.max_tokens, R = m->max_rows;
     mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
     q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
-    q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ;
-    q->input = kv->input = MT_OFFLOAD_CORE_ATTN;
+    q->modules = kv->modules = MT_MODULE_MLA_UP_PROJ, q->input = kv->input = MT_OFFLOAD_CORE_ATTN;
     mt_slot *latent = MT_SLOT(s, latent, R, mt_latent_width(o), m->dtype);
     latent->stash_of = offsetof(mt_layer, latent), latent->input = MT_OFFLOAD_QKV_LINEAR;
     MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
@@ -5784,8 +5870,7 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, p, 0)};
     qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
     qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
-    qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw;
-    qk.eps = (float)m->options->norm_epsilon;
+    qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw, qk.eps = (float)m->options->norm_epsilon;
     return qk;
 }
 
@@ -5858,8 +5943,7 @@ static const float mt_latent_epsilon = 1e-6f;
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, mt_weight w, void *y, float *rstd, void *latent,
                                    int64_t column, int64_t rank) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .dw = w.dw};
-    a.y = y, a.rstd = rstd, a.eps = mt_latent_epsilon;
-    a.dy = m->scratch.dlatent_norm;
+    a.y = y, a.rstd = rstd, a.eps = mt_latent_epsilon, a.dy = m->scratch.dlatent_norm;
     if (m->scratch.dlatent) a.dx = mt_at(m, m->scratch.dlatent, column);
     a.x_stride = a.dx_stride = mt_latent_width(m->options), a.y_stride = a.dy_stride = rank;
     return a;
@@ -5953,8 +6037,7 @@ static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer 
                          m->dtype, p->stream);
     m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
                          m->dtype, p->stream);
-    call->k = m->k_cache[layer], call->k_stride = k_width;
-    call->v = m->v_cache[layer], call->v_stride = v_width;
+    call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
     if (m->plan.page_rows > 0)
         call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
 }
@@ -6074,6 +6157,7 @@ typedef struct mt_expert_rows {
     void *hidden;                     // [M, 2F], or [M, F] without gates
     void *active;                     // [M, F]
     void *output;                     // [M, C] before scaling, if the output is scaled
+    void *adapter;                    // [2, M, R] of experts.rows: see mt_linear_io
     int32_t *to_expert, *from_expert; // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
@@ -6239,6 +6323,9 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
                                     const mt_expert_rows_plan *plan) {
     mt_slots slots = {.count = 0};
     mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched);
+    int64_t widest = 2 * MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
+    if (!plan->layer && !plan->dispatched)
+        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
     mt_slots_place(m, &slots, plan->layer);
     mt_slots_allocate(&slots, plan->residency, rows, arena);
     rows->capacity = plan->M;
@@ -6464,8 +6551,7 @@ static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
         const int32_t *there = e->host_offsets + rank * stride + other * local;
         for (int64_t i = 0; i < local; i++) e->host_counts[other * local + i] = here[i + 1] - here[i];
-        r->received[other] = here[local] - here[0];
-        r->sent[other] = there[local] - there[0];
+        r->received[other] = here[local] - here[0], r->sent[other] = there[local] - there[0];
         r->num_rows += r->received[other];
     }
     m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
@@ -6529,8 +6615,7 @@ static void mt_exchange_rows(mt_model *m, const mt_routing *r, void *to, const v
     mt_experts *e = m->experts;
     const int64_t *out = back ? r->sent : r->received, *in = back ? r->received : r->sent;
     for (int i = 0; i < e->group->size; i++) {
-        e->out_counts[i] = out[i] * width;
-        e->in_counts[i] = in[i] * width;
+        e->out_counts[i] = out[i] * width, e->in_counts[i] = in[i] * width;
     }
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
@@ -6645,7 +6730,8 @@ static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *
 static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
     return (mt_linear_io){.offsets = r->expert_offsets,
                           .host_offsets = m->experts->grouped ? NULL : r->host_offsets,
-                          .num_rows = r->num_rows};
+                          .num_rows = r->num_rows,
+                          .adapter_rows = m->experts->rows.adapter};
 }
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
@@ -6654,8 +6740,7 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_routing *r) {
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active;
-    fc1.activation = mt_options_activation(m->options);
-    fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
+    fc1.activation = mt_options_activation(m->options), fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
     return fc1;
 }
 
@@ -6882,10 +6967,8 @@ void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, i
     part->num_tokens = T, part->num_spans = 0;
     for (int64_t t = 0; t < T; t++) {
         int64_t from = rows[t];
-        part->tokens[t] = whole->tokens[from];
-        part->labels[t] = whole->labels[from];
-        part->loss_mask[t] = whole->loss_mask[from];
-        part->positions[t] = whole->positions[from];
+        part->tokens[t] = whole->tokens[from], part->labels[t] = whole->labels[from];
+        part->loss_mask[t] = whole->loss_mask[from], part->positions[t] = whole->positions[from];
         part->token_index[t] = whole->token_index[from];
         s = mt_span_of_token(whole, s, from);
         if (s != of_span) part->spans[part->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
@@ -6936,8 +7019,7 @@ struct mt_context {
     int64_t *host_index;
     mt_span *host_spans;
     /* a2a: one operand [T, widest] by head; operands with all rows of the group and a share of the heads */
-    void *by_head;
-    void *q, *k, *v, *out, *dout, *dq, *dk, *dv;
+    void *by_head, *q, *k, *v, *out, *dout, *dq, *dk, *dv;
     /* ring: current and next keys and values [M, G (D + Dv)]; results of one block; sums */
     void *kv[2], *part, *dkv_part;
     float *part_lse, *sum, *dkv_sum[2];
@@ -6965,37 +7047,29 @@ static void mt_context_plan_ring(mt_context *c, mt_arena *arena) {
     int64_t kv = mt_context_kv_width(p), widest = heads * mt_max(p->head_size, p->value_size);
     c->kv[0] = mt_arena_alloc(arena, M * kv * size);
     if (p->comm_type == MT_CP_ALL_GATHER) {
-        c->gathered = mt_arena_alloc(arena, c->N * kv * size);
-        c->ordered = mt_arena_alloc(arena, c->N * kv * size);
+        c->gathered = mt_arena_alloc(arena, c->N * kv * size), c->ordered = mt_arena_alloc(arena, c->N * kv * size);
         if (!p->train) return;
         c->dkv_ordered = mt_arena_alloc(arena, c->N * kv * size);
         if (p->dtype != MT_F32) c->wide = mt_arena_alloc(arena, c->N * kv * 4);
     } else {
-        c->kv[1] = mt_arena_alloc(arena, M * kv * size);
-        c->part = mt_arena_alloc(arena, M * widest * size);
-        c->part_lse = mt_arena_alloc(arena, M * heads * 4);
-        c->sum = mt_arena_alloc(arena, M * widest * 4);
+        c->kv[1] = mt_arena_alloc(arena, M * kv * size), c->part = mt_arena_alloc(arena, M * widest * size);
+        c->part_lse = mt_arena_alloc(arena, M * heads * 4), c->sum = mt_arena_alloc(arena, M * widest * 4);
         if (!p->train) return;
         c->dkv_sum[1] = mt_arena_alloc(arena, M * kv * 4);
     }
-    c->dkv_sum[0] = mt_arena_alloc(arena, M * kv * 4);
-    c->dkv_part = mt_arena_alloc(arena, M * kv * size);
+    c->dkv_sum[0] = mt_arena_alloc(arena, M * kv * 4), c->dkv_part = mt_arena_alloc(arena, M * kv * size);
 }
 
 static void mt_context_plan_a2a(mt_context *c, mt_arena *arena) {
     const mt_context_plan *p = &c->plan;
     int64_t size = mt_dtype_size(p->dtype), T = p->max_tokens; // M rows of 1 / A of the heads are T rows of all
     int64_t D = p->head_size, Dv = p->value_size, H = p->num_heads, G = p->num_groups;
-    c->by_head = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
-    c->q = mt_arena_alloc(arena, T * H * D * size);
-    c->k = mt_arena_alloc(arena, T * G * D * size);
-    c->v = mt_arena_alloc(arena, T * G * Dv * size);
+    c->by_head = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size), c->q = mt_arena_alloc(arena, T * H * D * size);
+    c->k = mt_arena_alloc(arena, T * G * D * size), c->v = mt_arena_alloc(arena, T * G * Dv * size);
     c->out = mt_arena_alloc(arena, T * H * Dv * size);
     if (!p->train) return;
-    c->dout = mt_arena_alloc(arena, T * H * Dv * size);
-    c->dq = mt_arena_alloc(arena, T * H * D * size);
-    c->dk = mt_arena_alloc(arena, T * G * D * size);
-    c->dv = mt_arena_alloc(arena, T * G * Dv * size);
+    c->dout = mt_arena_alloc(arena, T * H * Dv * size), c->dq = mt_arena_alloc(arena, T * H * D * size);
+    c->dk = mt_arena_alloc(arena, T * G * D * size), c->dv = mt_arena_alloc(arena, T * G * Dv * size);
 }
 
 /* Lists of spans, each with at most one span for each of the M queries. */
@@ -7009,8 +7083,7 @@ static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
 }
 
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
-    c->M = c->plan.max_tokens * c->plan.a2a->size;
-    c->N = c->M * c->plan.ring->size;
+    c->M = c->plan.max_tokens * c->plan.a2a->size, c->N = c->M * c->plan.ring->size;
     c->identity = mt_arena_alloc(arena, mt_context_copied_rows(&c->plan) * 4);
     if (c->plan.comm_type == MT_CP_ALL_GATHER) c->rows = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
@@ -7043,12 +7116,10 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     mt_context *c = mt_calloc(sizeof *c);
     int64_t heads = plan->num_heads, groups = plan->num_groups, A = plan->a2a->size;
     MT_CHECK(heads % A == 0 && groups % A == 0);
-    c->plan = *plan;
-    c->ops = ops;
+    c->plan = *plan, c->ops = ops;
     mt_arena arena = {.base = memory, .capacity = mt_context_bytes(plan)};
     mt_context_plan_memory(c, &arena);
-    c->host_rows = mt_malloc(c->N * 4);
-    c->host_index = mt_malloc(c->N * 8);
+    c->host_rows = mt_malloc(c->N * 4), c->host_index = mt_malloc(c->N * 8);
     c->host_spans = mt_malloc(mt_context_num_lists(plan) * c->M * (int64_t)sizeof(mt_span));
     c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
     c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
@@ -7207,9 +7278,7 @@ static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attent
     mt_attention step = *call;
     step.k = c->kv[i % 2], step.v = mt_context_at(c, step.k, call->num_groups * call->head_size);
     step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
-    step.k_index = c->index + source * c->M;
-    step.q_index = c->index + r * c->M;
-    step.spans = c->lists[source];
+    step.k_index = c->index + source * c->M, step.q_index = c->index + r * c->M, step.spans = c->lists[source];
     return step;
 }
 
@@ -7274,10 +7343,8 @@ static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_str
     c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
     c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
     mt_attention whole = *call;
-    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width);
-    whole.k_stride = whole.v_stride = kv;
-    whole.k_index = c->index;
-    whole.spans = c->lists[0];
+    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width), whole.k_stride = whole.v_stride = kv;
+    whole.k_index = c->index, whole.spans = c->lists[0];
     return whole;
 }
 
@@ -7333,8 +7400,7 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
     mt_attention inner = *call;
     inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.out = c->out;
     inner.dq = c->dq, inner.dk = c->dk, inner.dv = c->dv, inner.dout = c->dout;
-    inner.num_heads = H / A, inner.num_groups = G / A;
-    inner.q_stride = H / A * D, inner.k_stride = G / A * D;
+    inner.num_heads = H / A, inner.num_groups = G / A, inner.q_stride = H / A * D, inner.k_stride = G / A * D;
     inner.v_stride = G / A * Dv, inner.out_stride = H / A * Dv;
     inner.first_head = call->first_head + c->plan.a2a->rank * (H / A);
     return inner;
@@ -7365,8 +7431,7 @@ static void mt_context_gather_numbers(const mt_context *c, double *whole, const 
 /* The call if this rank has all tokens of the sequences. */
 static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
     mt_attention whole = *call;
-    whole.q_index = whole.k_index = c->index;
-    whole.spans = c->lists[0];
+    whole.q_index = whole.k_index = c->index, whole.spans = c->lists[0];
     return whole;
 }
 
@@ -7498,7 +7563,7 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
         a.x = a.out = dx;
         m->ops->dropout_add_backward(&a, m->dtype, p->stream);
     }
-    if (m->position_bucket >= 0 && layer < 0) {
+    if (m->position_bucket >= 0 && layer < 0 && m->buckets[m->position_bucket].trained) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
         mt_embedding_args a = {p->rows, m->C, .count = m->options->max_position_embeddings};
         a.ids = p->batch->positions + p->first_row, a.dout = dx, a.dw = m->outer.position_embedding.dw;
@@ -7563,18 +7628,10 @@ const mt_loss mt_value = {.of_values = true, .host = mt_value_host, .metrics = m
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
                                             const int32_t *labels) {
-    return (mt_cross_entropy_args){.T = p->T,
-                                   .stride = m->V,
-                                   .first = m->vocab_first,
-                                   .count = m->vocab_count,
-                                   .logits = out->logits,
-                                   .labels = labels,
-                                   .stats = m->row_stats,
-                                   .entropy = out->entropy,
-                                   .lse = out->lse,
-                                   .dlogp = out->dlogp,
-                                   .dentropy = out->dentropy,
-                                   .dlogits = out->logits};
+    mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
+    a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
+    a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
+    return a;
 }
 
 /* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and a loss on the device. */
@@ -7796,8 +7853,7 @@ static void mt_mtp_roll(mt_batch *rolled) {
         memmove(rolled->tokens + first, rolled->tokens + first + 1, (size_t)rest * 4);
         memmove(rolled->labels + first, rolled->labels + first + 1, (size_t)rest * 4);
         memmove(rolled->loss_mask + first, rolled->loss_mask + first + 1, (size_t)rest * 4);
-        rolled->tokens[first + rest] = rolled->labels[first + rest] = 0;
-        rolled->loss_mask[first + rest] = 0;
+        rolled->tokens[first + rest] = rolled->labels[first + rest] = 0, rolled->loss_mask[first + rest] = 0;
     }
 }
 
@@ -7857,8 +7913,7 @@ static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, 
     mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(m, a->joined, half * m->C)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
-    norm.y_stride = norm.dy_stride = 2 * m->C;
-    norm.dy = mt_at(m, m->mtp->djoined, half * m->C);
+    norm.y_stride = norm.dy_stride = 2 * m->C, norm.dy = mt_at(m, m->mtp->djoined, half * m->C);
     norm.dx = half ? m->mtp->dhidden : m->scratch.dresidual;
     return norm;
 }
@@ -7935,16 +7990,12 @@ static int64_t mt_page_entries(const mt_model_plan *plan) {
  * training. */
 static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
     mt_batch_block block;
-    block.cache_rows = mt_arena_alloc(arena, T * 4);
-    block.logit_rows = mt_arena_alloc(arena, T * 4);
+    block.cache_rows = mt_arena_alloc(arena, T * 4), block.logit_rows = mt_arena_alloc(arena, T * 4);
     block.pages = mt_arena_alloc(arena, mt_page_entries(&m->plan) * 4);
     block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
-    block.tokens = mt_arena_alloc(arena, T * 4);
-    block.positions = mt_arena_alloc(arena, T * 4);
-    block.labels = mt_arena_alloc(arena, T * 4);
-    block.loss_mask = mt_arena_alloc(arena, T * 4);
-    block.token_index = mt_arena_alloc(arena, T * 8);
-    block.sequence = mt_arena_alloc(arena, T * 4);
+    block.tokens = mt_arena_alloc(arena, T * 4), block.positions = mt_arena_alloc(arena, T * 4);
+    block.labels = mt_arena_alloc(arena, T * 4), block.loss_mask = mt_arena_alloc(arena, T * 4);
+    block.token_index = mt_arena_alloc(arena, T * 8), block.sequence = mt_arena_alloc(arena, T * 4);
     block.mtp_tokens = mt_arena_alloc(arena, m->mtp->count * T * 4);
     block.mtp_labels = mt_arena_alloc(arena, m->mtp->count * T * 4);
     block.mtp_weights = mt_arena_alloc(arena, m->mtp->count * T * 4);
@@ -8079,9 +8130,8 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
 /* A pass over a micro-batch on the device. The caller sets training, replay, decode, halves and last. */
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
-    p.tp.T = mb->T, p.tp.rows = mb->rows;
-    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
-    p.message_rows = mb->rows;
+    p.tp.T = mb->T, p.tp.rows = mb->rows, p.tp.token_index = mb->batch.token_index;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
     p.halves = MT_BACKWARD_BOTH;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
@@ -8109,8 +8159,7 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
     mt_arena on_device = {.base = mb->device_batch, .capacity = m->batch_bytes};
     mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
-    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans);
-    mb->T = T;
+    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans), mb->T = T;
     mb->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
     MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
     mb->num_spans = num_spans;
@@ -8141,8 +8190,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = p.tp.training = training;
-    p.whole = whole;
+    p.training = p.tp.training = training, p.whole = whole;
     return p;
 }
 
@@ -8613,8 +8661,7 @@ static void mt_buckets_size(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
-        b->count = (b->count + multiple - 1) / multiple * multiple;
-        b->shard_count = b->count / shards;
+        b->count = (b->count + multiple - 1) / multiple * multiple, b->shard_count = b->count / shards;
         b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
     }
 }
@@ -8645,8 +8692,7 @@ static mt_strategy mt_strategy_of(const mt_model *m) {
 /* Kind, group, type and strategy of every bucket, before its size is known. */
 static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = m->sharding;
-    s->strategy = mt_strategy_of(m);
-    s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
+    s->strategy = mt_strategy_of(m), s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
     s->has_gradient = mt_model_calloc(m, m->num_params * (int64_t)sizeof *s->has_gradient);
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
@@ -8654,12 +8700,13 @@ static void mt_sharding_open(mt_model *m) {
         mt_bucket_kind *kind = &s->progress[param->bucket].kind;
         bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
         if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
-        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
+        if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
+        bool shards = param->unit != MT_UNIT_UNTRAINED && (param->trained || s->strategy == MT_SHARD_PARAMS);
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
-        b->trained = param->trained;
-        b->dtype = b->trained ? m->dtype : MT_F32;
+        b->trained = param->trained, b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
         b->grad_dtype = b->trained ? mt_optimizer_dtypes[m->options->main_grads_dtype] : MT_F32;
-        b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
+        b->strategy = shards && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
+        if (mt_param_is_adapter(param) && b->strategy == MT_SHARD_PARAMS) b->strategy = MT_SHARD_GRADS; // small
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
     }
 }
@@ -8672,7 +8719,7 @@ static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
         const mt_bucket *b = &m->buckets[i];
         mt_bucket_kind kind = s->progress[i].kind;
         if (b->strategy == MT_SHARD_PARAMS) params[kind] = mt_max(params[kind], b->count);
-        if (m->plan.train && mt_bucket_buffers_gradients(b)) grads[kind] = mt_max(grads[kind], b->count);
+        if (m->plan.train && b->trained && mt_bucket_buffers_gradients(b)) grads[kind] = mt_max(grads[kind], b->count);
     }
     for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
         for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
@@ -8761,8 +8808,7 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 /* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
  * router and the projection of a module of multi-token prediction. */
 static bool mt_param_takes_fp8(const mt_param *param) {
-    return param->is_linear && param->layer >= 0 && !param->continues && param->linear != MT_LINEAR_ROUTER &&
-           param->role != MT_MTP_PROJECTION;
+    return mt_param_can_adapt(param) && !param->continues;
 }
 
 /* The fp8 linear that begins with this parameter, or NULL. */
@@ -8862,16 +8908,20 @@ static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
 }
 
 /* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
- * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. */
-static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
+ * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. Adapters,
+ * the first buckets, are not acquired. */
+static int64_t mt_bucket_next(const mt_model *m, int64_t bucket) {
+    mt_sharding *s = m->sharding;
+    int64_t first = m->options->lora_rank > 0 ? m->num_trained_buckets : 0, end = m->num_buckets;
+    end -= m->params[m->num_params - 1].unit == MT_UNIT_UNTRAINED;
     int64_t distance = s->last_bucket < 0 ? 0 : bucket - s->last_bucket;
     if (distance == 1 || distance == -1) s->direction = distance;
-    if (distance == 0 && bucket == 0) s->direction = 1;
-    if (distance == 0 && bucket == num_buckets - 1) s->direction = -1;
+    if (distance == 0 && bucket == first) s->direction = 1;
+    if (distance == 0 && bucket == end - 1) s->direction = -1;
     s->last_bucket = bucket;
     int64_t next = bucket + s->direction;
     bool jumped = distance > 1 || distance < -1;
-    return jumped || s->direction == 0 || next < 0 || next >= num_buckets ? -1 : next;
+    return jumped || s->direction == 0 || next < first || next >= end ? -1 : next;
 }
 
 void mt_bucket_acquire(mt_model *m, int64_t bucket) {
@@ -8887,7 +8937,7 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
         m->buckets[bucket].params = buffer->memory;
         mt_bucket_bind(m, bucket);
     }
-    int64_t next = mt_bucket_next(s, bucket, m->num_trained_buckets);
+    int64_t next = mt_bucket_next(m, bucket);
     if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
     if (m->buckets[next].fp8_params || mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
 }
@@ -8945,8 +8995,21 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
+/* The bucket that a backward through this one trains: itself or that of its adapters; -1: none. */
+static int64_t mt_bucket_trained(const mt_model *m, int64_t bucket) {
+    const mt_param *of = &m->params[m->buckets[bucket].first_param], *param;
+    int64_t i = m->buckets[bucket].trained ? bucket : m->num_trained_buckets - 1;
+    for (; i >= 0 && i != bucket; i--) {
+        param = &m->params[m->buckets[i].first_param];
+        if (param->layer == of->layer && (param->expert < 0) == (of->expert < 0)) break;
+    }
+    return i;
+}
+
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
+    bucket = mt_bucket_trained(m, bucket);
+    if (bucket < 0) return;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
     if (progress->gradients_acquired) return;
@@ -9019,6 +9082,8 @@ static void mt_bucket_reduce_group(mt_model *m, int64_t bucket) {
 
 void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     mt_sharding *s = m->sharding;
+    bucket = mt_bucket_trained(m, bucket);
+    if (bucket < 0) return;
     mt_bucket_progress *progress = &s->progress[bucket];
     mt_bucket *b = &m->buckets[bucket];
     bool shards = b->strategy >= MT_SHARD_GRADS;
@@ -9077,7 +9142,10 @@ static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const m
 
 /* The group whose ranks hold partial sums of a parameter's gradient, or NULL. */
 static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
+    if (!param->trained) return NULL;
     if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
+    if (param->expert >= 0 && param->gradient == MT_GRADIENT_HEADS)
+        return m->grid->expert_tensor.size > 1 ? &m->grid->expert_tensor : NULL;
     bool in_parts =
         param->gradient == MT_GRADIENT_HEADS || (param->gradient == MT_GRADIENT_ROWS && m->tp.sequence_parallel);
     return in_parts && m->grid->tensor.size > 1 ? &m->grid->tensor : NULL;
@@ -9100,7 +9168,7 @@ static void mt_gradients_reduce_model(mt_model *m) {
     }
     int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
     bool has_copies = mt_options_tied(m->options) || m->options->mtp_num_layers > 0;
-    if (has_copies && m->grid->embedding.size > 1 && word >= 0)
+    if (has_copies && m->grid->embedding.size > 1 && word >= 0 && m->buckets[word].trained)
         m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
                            m->buckets[word].grad_dtype, &m->grid->embedding, m->stream);
 }
@@ -9109,12 +9177,15 @@ static void mt_gradients_reduce_model(mt_model *m) {
 static void mt_params_finish(mt_model *m) {
     mt_sharding *s = m->sharding;
     mt_params_changed(m);
-    if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
-    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].needs_gather = m->buckets[i].strategy != MT_NO_SHARD;
+    bool adapts = m->options->lora_rank > 0, now = adapts || !s->prefetches; // adapters are not acquired
+    if (s->strategy == MT_NO_SHARD || (s->strategy == MT_SHARD_PARAMS && !adapts)) return;
     mt_wait_stream(m, s->param_stream, m->stream);
-    for (int64_t i = 0; i < m->num_buckets && !s->prefetches; i++)
-        if (m->buckets[i].strategy != MT_NO_SHARD) mt_bucket_gather_products(m, i);
-    if (!s->prefetches) mt_wait_stream(m, m->stream, s->param_stream);
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_strategy strategy = m->buckets[i].strategy;
+        s->progress[i].needs_gather = strategy == MT_SHARD_OPTIM || strategy == MT_SHARD_GRADS;
+        if (s->progress[i].needs_gather && now) mt_bucket_gather_products(m, i);
+    }
+    if (now) mt_wait_stream(m, m->stream, s->param_stream);
 }
 
 /* The type of a trained parameter's state. */
@@ -9294,15 +9365,6 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
     return start + ratio * (end - start);
 }
 
-int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
-    if (options->rampup_batch_size.count == 0) return options->global_batch_size;
-    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
-    int64_t increments = (options->global_batch_size - start) / increment;
-    if (consumed_samples > samples || increments == 0) return options->global_batch_size;
-    double samples_per_increment = (double)samples / (double)increments;
-    return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
-}
-
 /* Phases of the step, for the profiler. */
 static void mt_phase_begin(mt_model *m, const char *name, int64_t micro_batch, int64_t chunk) {
     if (m->ops->phase_begin) m->ops->phase_begin(name, micro_batch, chunk, m->stream);
@@ -9348,28 +9410,19 @@ static void mt_step_check_gradients(mt_model *m) {
 
 /* The operands of a step on a bucket's shard. */
 static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
-    return (mt_adamw_args){.n = b->shard_count,
-                           .param = b->param_shard,
-                           .master = b->master,
-                           .m = b->m,
-                           .v = b->v,
-                           .grad = b->grad_shard,
-                           .scale = &m->numbers->grad_scale,
-                           .dtype = b->dtype,
-                           .master_dtype = mt_state_dtype(m, MT_STATE_MASTER),
-                           .m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG),
-                           .v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ),
-                           .grad_dtype = b->grad_dtype};
+    mt_adamw_args a = {.n = b->shard_count, .dtype = b->dtype, .grad_dtype = b->grad_dtype};
+    a.param = b->param_shard, a.master = b->master, a.m = b->m, a.v = b->v, a.grad = b->grad_shard;
+    a.scale = &m->numbers->grad_scale, a.master_dtype = mt_state_dtype(m, MT_STATE_MASTER);
+    a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
+    return a;
 }
 
 /* Elements [first, first + n) of `whole`. */
 static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, int64_t n) {
     mt_adamw_args a = *whole;
-    a.n = n;
-    a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
+    a.n = n, a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
     a.master = a.master ? (char *)a.master + first * mt_dtype_size(a.master_dtype) : NULL;
-    a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype);
-    a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
+    a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype), a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
     a.grad = (const char *)a.grad + first * mt_dtype_size(a.grad_dtype);
     return a;
 }
@@ -9409,7 +9462,7 @@ static void mt_bucket_decays(const mt_bucket *b, int64_t start[3]) {
  * of the last layers are complete first, and their parameters are needed last. */
 static void mt_host_optimizer_open(mt_model *m) {
     double all = 0, chosen = 0, fraction = m->options->optimizer_offload_fraction;
-    if (!m->plan.train || !m->options->optimizer_cpu_offload || fraction == 0) return;
+    if (!m->plan.train || !m->options->optimizer_cpu_offload || fraction == 0 || m->num_trained_buckets == 0) return;
     mt_host_optimizer *h = m->host_optimizer = mt_model_calloc(m, (int64_t)sizeof *h);
     for (int64_t i = 0; i < m->num_trained_buckets; i++) all += (double)m->buckets[i].shard_count;
     for (int64_t i = m->num_trained_buckets - 1; i >= 0 && chosen < fraction * all; i--) {
@@ -9628,7 +9681,7 @@ static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
-        if (!m->layers[i].router_bias.w) continue;
+        if (!m->layers[i].router_bias.w || m->options->lora_rank > 0) continue;
         mt_wait_reader(m);
         m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
                                  &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
@@ -9766,8 +9819,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *mb = mt_micro_batch_find(m, action);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = p.tp.training = true;
-    p.message_rows = m->max_rows;
+    p.training = p.tp.training = true, p.message_rows = m->max_rows;
     p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
     p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
@@ -10003,8 +10055,7 @@ mt_fp8_state mt_train_fp8_state(mt_model *m) {
     s = (mt_fp8_state){.num_linears = f->num_linears, .history_length = f->history_length, .keys = f->keys};
     for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
         s.largest[i] = mt_f8_largest(i == MT_FP8_DY ? f->recipe.gradient_format : f->recipe.format);
-    s.scale = mt_malloc(mt_max(n * 4, 4));
-    s.history = mt_malloc(mt_max(f->history_length * n * 4, 4));
+    s.scale = mt_malloc(mt_max(n * 4, 4)), s.history = mt_malloc(mt_max(f->history_length * n * 4, 4));
     m->ops->memory_copy(s.scale, f->scale, n * 4, m->stream);
     m->ops->memory_copy(s.history, f->history, f->history_length * n * 4, m->stream);
     m->ops->stream_synchronize(m->stream);
@@ -10020,12 +10071,6 @@ void mt_train_set_fp8_state(mt_model *m, const mt_fp8_state *s) {
     m->ops->memory_copy(f->history, s->history, s->history_length * n * 4, m->stream);
     m->ops->stream_synchronize(m->stream);
     f->recipe.version++; // weights are quantized anew
-}
-
-void mt_fp8_state_free(mt_fp8_state *s) {
-    free(s->scale);
-    free(s->history);
-    *s = (mt_fp8_state){0};
 }
 
 /* ---- re-running a bad step */
@@ -10211,19 +10256,16 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_offset_pointer(e->loads, e->num_layers * E * 4);
     e->global = mt_offset_pointer(e->loads, 2 * e->num_layers * E * 4);
-    e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
-    e->discarded = mt_arena_alloc(arena, 4);
+    e->invalid = mt_arena_alloc(arena, e->num_layers * 4), e->discarded = mt_arena_alloc(arena, 4);
     if (e->global_aux_loss) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
     if (m->options->moe_shared_expert_gate) {
-        e->gate_experts = mt_arena_alloc(arena, R * 4);
-        e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
+        e->gate_experts = mt_arena_alloc(arena, R * 4), e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
     }
     if (m->plan.train) {
-        e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4);
-        e->dlogits = mt_arena_alloc(arena, R * E * 4);
+        e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4), e->dlogits = mt_arena_alloc(arena, R * E * 4);
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
@@ -10238,8 +10280,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     }
     if (e->sinkhorn && all > R) e->all_logits = mt_arena_alloc(arena, all * E * 4);
     if (!e->has_capacity || all == R) return;
-    e->all_experts = mt_arena_alloc(arena, all * k * 4);
-    e->all_probs = mt_arena_alloc(arena, all * k * 4);
+    e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
     e->all_index = mt_arena_alloc(arena, all * 8);
 }
 
@@ -10308,17 +10349,10 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
                                             : &mt_grid_of_one.context;
         a2a = by_head ? block : &mt_grid_of_one.context, ring = by_head ? &mt_grid_of_one.context : block;
     }
-    return (mt_context_plan){.comm_type = m->options->cp_comm_type,
-                             .a2a = a2a,
-                             .ring = ring,
-                             .window = m->options->window_size,
-                             .max_tokens = m->plan.max_tokens,
-                             .num_heads = m->H,
-                             .num_groups = m->G,
-                             .head_size = m->D,
-                             .value_size = m->Dv,
-                             .dtype = m->dtype,
-                             .train = m->plan.train};
+    mt_context_plan plan = {.comm_type = m->options->cp_comm_type, .a2a = a2a, .ring = ring, .dtype = m->dtype};
+    plan.window = m->options->window_size, plan.max_tokens = m->plan.max_tokens, plan.train = m->plan.train;
+    plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
+    return plan;
 }
 
 /* Memory of an output with a head; without has_logits its logits share memory with scratch. An output and a module have
@@ -10327,8 +10361,7 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
     out->norm.y = mt_arena_alloc(arena, R * m->C * size);
     if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
-    out->norm.rstd = mt_arena_alloc(arena, R * 4);
-    out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
+    out->norm.rstd = mt_arena_alloc(arena, R * 4), out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
     out->dlogp = mt_arena_alloc(arena, m->plan.max_logits * 4);
     if (m->plan.loss->uses_entropy) {
         out->entropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
@@ -10340,10 +10373,8 @@ static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, b
 /* Saved values of one module of multi-token prediction. */
 static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
     int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
-    a->embedded = mt_arena_alloc(arena, R * m->C * size);
-    a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
-    a->embedded_rstd = mt_arena_alloc(arena, R * 4);
-    a->hidden_rstd = mt_arena_alloc(arena, R * 4);
+    a->embedded = mt_arena_alloc(arena, R * m->C * size), a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
+    a->embedded_rstd = mt_arena_alloc(arena, R * 4), a->hidden_rstd = mt_arena_alloc(arena, R * 4);
     out->hidden = mt_arena_alloc(arena, R * m->C * size);
     mt_plan_output(m, out, arena, true);
 }
@@ -10374,8 +10405,7 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
         int64_t whole = T * widest * size;
         m->tp.mailbox_bytes = m->tp.overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
         m->tp.gathered = mt_arena_alloc(arena, m->tp.mailbox_bytes);
-        m->tp.parts = mt_offset_pointer(m->tp.gathered, whole);
-        m->tp.partial = mt_arena_alloc(arena, whole);
+        m->tp.parts = mt_offset_pointer(m->tp.gathered, whole), m->tp.partial = mt_arena_alloc(arena, whole);
     }
     if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
     if (ranks > 1 && m->has_loss) {
@@ -10438,8 +10468,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
     if (m->has_loss) {
-        m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
-        m->logp = mt_arena_alloc(arena, rows * 4);
+        m->row_stats = mt_arena_alloc(arena, 4 * rows * 4), m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
     }
     if (m->mtp->count > 0) {
@@ -10448,6 +10477,11 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
     m->argmax = mt_arena_alloc(arena, rows * 4);
+    int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
+        if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
+    m->tp.adapter_rows = mt_arena_alloc(arena, 2 * T * R * size),
+    m->tp.adapter_x = mt_arena_alloc(arena, T * widest * size);
     mt_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
     int64_t context_bytes = 0;
@@ -10558,16 +10592,11 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->group = &grid->expert_exchange;
     if (o->num_experts == 0) return;
     int64_t k = o->moe_router_topk;
-    e->router = (mt_router){.num_experts = o->num_experts,
-                            .topk = k,
-                            .sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID,
-                            .pre_softmax = o->moe_router_pre_softmax,
-                            .num_groups = o->moe_router_num_groups,
-                            .group_topk = o->moe_router_group_topk,
-                            .group_best = o->moe_router_group_best,
-                            .scaling = (float)o->moe_router_topk_scaling_factor};
-    e->num_local = o->num_experts / grid->expert.size;
-    e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
+    e->router = (mt_router){.num_experts = o->num_experts, .topk = k, .pre_softmax = o->moe_router_pre_softmax};
+    e->router.sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
+    e->router.num_groups = o->moe_router_num_groups, e->router.group_topk = o->moe_router_group_topk;
+    e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
+    e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
     e->has_capacity = o->moe_expert_capacity_factor > 0;
     e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
@@ -10646,12 +10675,9 @@ static void mt_experts_close(mt_model *m) {
 static void mt_model_shape(mt_model *m, const mt_options *o) {
     int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
     m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
-    m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1);
-    m->V = o->padded_vocab_size / tp;
-    m->head_width = o->head_type == MT_HEAD_LM ? m->V : 1;
-    m->vocab_first = rank * m->V;
-    m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0);
-    m->rotary_dim = 0;
+    m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1), m->V = o->padded_vocab_size / tp;
+    m->head_width = o->head_type == MT_HEAD_LM ? m->V : 1, m->vocab_first = rank * m->V;
+    m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0), m->rotary_dim = 0;
     if (o->position_embedding_type == MT_POSITION_ROPE)
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
@@ -10669,11 +10695,9 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
         free(all);
         return -1;
     }
-    m->num_chunks = vp;
-    m->num_contexts = m->grid->context.size > 1;
+    m->num_chunks = vp, m->num_contexts = m->grid->context.size > 1;
     for (int size = m->grid->context.size; o->dynamic_context_parallel && size > 1; size /= 2) m->num_contexts++;
-    m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all);
-    m->first_local = mt_model_calloc(m, (vp + 1) * 8);
+    m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all), m->first_local = mt_model_calloc(m, (vp + 1) * 8);
     for (int64_t chunk = 0; chunk < vp; chunk++) {
         m->stages[chunk] = all[chunk * pp + rank];
         if (!m->plan.train) m->stages[chunk].num_mtp = 0;
@@ -10698,7 +10722,8 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-_Static_assert(offsetof(mt_linear, weight) == 0, "the parameter table's weight is the first member of its linear");
+_Static_assert(offsetof(mt_linear, weight) == 0 && offsetof(mt_adapter, a) == 0,
+               "the parameter table's weight is the first member of its linear, or of its adapter");
 
 /* Kinds and sizes of the linears, from the parameter table. mt_bucket_bind sets the weights. */
 static void mt_model_linears(mt_model *m) {
@@ -10707,7 +10732,7 @@ static void mt_model_linears(mt_model *m) {
         mt_param *param = &m->params[i];
         bool is_tied_head = param->unit == MT_UNIT_WORDS && param->bucket == m->head_bucket;
         param->is_linear |= is_tied_head;
-        if (!param->is_linear) continue;
+        if (!param->is_linear || mt_param_is_adapter(param)) continue;
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
@@ -10715,6 +10740,26 @@ static void mt_model_linears(mt_model *m) {
             expert = param->expert;
         }
         if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
+    }
+}
+
+/* Sizes and scales of the linears' adapters. */
+static void mt_model_adapters(mt_model *m) {
+    const mt_options *o = m->options;
+    mt_adapter *adapter = NULL;
+    for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        bool is_a = param->role == MT_LORA_A, is_b = param->role == MT_LORA_B;
+        uint64_t index = (uint64_t)param->layer * MT_NUM_ROLES + param->adapts;
+        if (is_a && !param->continues) {
+            adapter = (mt_adapter *)(void *)mt_param_weight(m, param), expert = param->expert;
+            adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
+            adapter->dropout.key = mt_random_key((uint64_t)o->seed, MT_RANDOM_ADAPTER, index);
+            adapter->dropout.p = o->lora_dropout, adapter->first_channel = param->first_col;
+        }
+        if (is_a && param->expert == expert) adapter->R += param->rows;
+        if (is_b && !param->continues) adapter->parts[adapter->num_parts++].first = param->first_output;
+        if (is_b && param->expert == expert) adapter->parts[adapter->num_parts - 1].N += param->rows;
     }
 }
 
@@ -10730,8 +10775,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     if (o->fp8_param_gather) multiple = MT_FP8_WIDTH;
     f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
     f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
-    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS;
-    f->history_length = o->fp8_amax_history_len;
+    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS, f->history_length = o->fp8_amax_history_len;
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
@@ -10744,8 +10788,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         mt_fp8_key *key = &f->keys[f->num_linears];
         key->layer = number;
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
-        l->fp8 = &f->linears[f->num_linears++];
-        l->fp8->recipe = &f->recipe;
+        l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
         if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
             return mt_error_set(error,
                                 "--fp8-format on this device needs products of multiples of %lld, and layer "
@@ -10786,15 +10829,13 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
     if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
         m->recompute_modules = o->recompute_modules;
     if (m->plan.train && o->fine_grained_activation_offloading) {
-        m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload);
-        m->offload->modules = o->offload_modules;
+        m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload), m->offload->modules = o->offload_modules;
     }
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
             bool is_module = i >= m->stages[chunk].num_layers;
-            w->index = i;
-            w->recomputed = full && (by_unit || (i < number && !is_module));
+            w->index = i, w->recomputed = full && (by_unit || (i < number && !is_module));
             w->recompute_unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
             w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
             mt_layer_slots(m, w->slots, w);
@@ -10807,8 +10848,7 @@ static void mt_model_count_live(const mt_model *m, int64_t *live) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
     if (!m->plan.train || m->grid->pipeline.size == 1) return;
     mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
-    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank);
-    int64_t *now = mt_calloc(m->num_chunks * 8);
+    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank), *now = mt_calloc(m->num_chunks * 8);
     mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
     mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);
     for (int64_t i = 0; i < count; i++) {
@@ -10922,8 +10962,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         int64_t offsets = m->experts->group->size * (m->experts->num_destinations + 1);
         m->experts->host_offsets =
             m->ops->memory_alloc_host((offsets + m->experts->group->size * m->experts->num_local) * 4);
-        m->experts->host_counts = m->experts->host_offsets + offsets;
-        m->experts->host_counts[0] = -1;
+        m->experts->host_counts = m->experts->host_offsets + offsets, m->experts->host_counts[0] = -1;
         int64_t choices = m->experts->uses_allgather ? m->max_rows * m->experts->router.topk : 0;
         m->experts->no_choices = mt_model_calloc(m, choices * 4);
         for (int64_t i = 0; i < choices; i++) m->experts->no_choices[i] = -1;
@@ -10937,8 +10976,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         }
     }
     for (int i = 0; i < 2; i++) {
-        m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes);
-        m->copied[i] = m->ops->event_create();
+        m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes), m->copied[i] = m->ops->event_create();
         m->trainer->pending[i].done = m->ops->event_create();
     }
     m->arena.base = m->ops->memory_alloc(m->arena.capacity);
@@ -10947,8 +10985,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         if (m->parts[part].capacity > 0) m->parts[part].base = m->ops->memory_alloc(m->parts[part].capacity);
     }
     if (m->host.used > 0) {
-        m->host.capacity = m->host.used, m->host.used = 0;
-        m->host.base = m->ops->memory_alloc_host(m->host.capacity);
+        m->host.capacity = m->host.used, m->host.used = 0, m->host.base = m->ops->memory_alloc_host(m->host.capacity);
     }
     mt_plan_memory(m, &m->arena);
     return 0;
@@ -11099,8 +11136,7 @@ static void mt_mtp_open(mt_model *m) {
 static int mt_model_partition(mt_model *m, mt_error *error) {
     const mt_options *o = m->options;
     const mt_grid *grid = m->grid;
-    m->experts = mt_model_calloc(m, (int64_t)sizeof *m->experts);
-    m->mtp = mt_model_calloc(m, (int64_t)sizeof *m->mtp);
+    m->experts = mt_model_calloc(m, (int64_t)sizeof *m->experts), m->mtp = mt_model_calloc(m, (int64_t)sizeof *m->mtp);
     m->sharding = mt_model_calloc(m, (int64_t)sizeof *m->sharding);
     m->links = mt_model_calloc(m, MT_NUM_LINKS * (int64_t)sizeof *m->links);
     m->trainer = mt_model_calloc(m, (int64_t)sizeof *m->trainer);
@@ -11120,6 +11156,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);
+    mt_model_adapters(m);
     if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
     mt_model_slots(m, m->options);
     mt_model_links(m);
@@ -11240,7 +11277,8 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     int64_t begin = mt_max(at, shard->first), end = mt_min(at + n, shard->first + shard->count);
     if (begin >= end) return;
     float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | (uint64_t)param->role;
+    uint64_t role = (uint64_t)param->role + (mt_param_is_adapter(param) ? 128 + (uint64_t)param->adapts : 0);
+    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
     m->ops->random_normal((char *)shard->data + (begin - shard->first) * mt_dtype_size(shard->dtype), end - begin, key,
                           first + begin - at, mean, std, shard->dtype, m->stream);
@@ -11661,8 +11699,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
         b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
         b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
-        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
-        b->logit_rows = mt_arena_alloc(&arena, slots * 4);
+        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4), b->logit_rows = mt_arena_alloc(&arena, slots * 4);
         b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
@@ -11796,8 +11833,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
-        b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at];
-        b->batch.positions[t] = (int32_t)at;
+        b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
         b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
     }
     int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
@@ -11806,8 +11842,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     s->num_cached += count, s->used = b->num_forwards;
     if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
     if (count < wanted) return;
-    b->logit_rows[b->num_logits] = (int32_t)(start + count - 1);
-    b->logit_sequences[b->num_logits++] = i;
+    b->logit_rows[b->num_logits] = (int32_t)(start + count - 1), b->logit_sequences[b->num_logits++] = i;
 }
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
@@ -11840,8 +11875,7 @@ void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
     int64_t key = b->plan.max_sequences * mt_pages_per_slot(&b->plan) * b->plan.page_rows;
     MT_CHECK(num_tokens <= b->plan.max_tokens && num_tokens - b->batch.num_tokens <= b->plan.page_rows);
     for (int64_t t = b->batch.num_tokens; t < num_tokens; t++, row++, key++) {
-        b->batch.tokens[t] = b->batch.positions[t] = 0;
-        b->cache_rows[t] = (int32_t)row;
+        b->batch.tokens[t] = b->batch.positions[t] = 0, b->cache_rows[t] = (int32_t)row;
         b->batch.spans[b->batch.num_spans++] = (mt_span){t, 1, key, 1, true};
     }
     b->batch.num_tokens = mt_max(b->batch.num_tokens, num_tokens);

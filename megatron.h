@@ -511,6 +511,10 @@ typedef struct mt_options {
     mt_tokenizer_type tokenizer_type;
     mt_dataloader_type dataloader_type;
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
+    /* adapters; lora_rank 0: none */
+    int64_t lora_rank;
+    double lora_alpha, lora_dropout;
+    mt_strings lora_target; // names of Hugging Face modules; see lora_roles
     /* fine-tuning: samples of any length */
     bool sft, sequence_packing, variable_seq_lengths;
     int64_t train_epochs, skip_bad_samples;
@@ -525,7 +529,7 @@ typedef struct mt_options {
     double beta, label_smoothing;
     char *ref_load, *chosen_key, *rejected_key;
     /* checkpoints and reports */
-    char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
+    char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
     bool print_config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
@@ -559,6 +563,7 @@ typedef struct mt_options {
     mt_head_type head_type;               // of config.json, or for the stage
     int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id;   // -1: none
+    uint64_t lora_roles;                  // the matrices with adapters, a bit 1 << mt_role each
 } mt_options;
 
 /* The row of an activation, and the activation of a model. */
@@ -594,9 +599,6 @@ mt_durations mt_options_durations(const mt_options *options);
 
 /* YaRN's g(m), from which the scale of attention follows (Peng et al., "YaRN"; DeepSeek's two factors). */
 double mt_yarn_mscale(double factor, double mscale);
-
-/* Parameters of the model. */
-int64_t mt_num_parameters(const mt_options *options);
 
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
@@ -1159,16 +1161,20 @@ typedef struct mt_dispatch {
 
 /* Linear layers of E experts: rows [offsets[e], offsets[e + 1]) with w[e]. offsets[E + 1] is on the device, ascends,
  * and offsets[E] <= M, the allocated rows. Rows of no expert are not written, and their contents do not affect results.
- */
+ * Without offsets E is 1: one weight for all M rows. */
 typedef struct mt_grouped_args {
     int64_t M, N, K, E;
     const int32_t *offsets;
-    const void *x, *w; // [M, K], [E, N, K]
-    void *y;           // [M, N]: the forward's result
-    const void *dy;    // [M, N]: gradient of y
-    void *dx;          // [M, K]: the result of backward_input
-    float *dw;         // [E, N, K]: the result of backward_weight
-    bool accumulate;   // dw +=
+    const void *x, *w;           // [M, K], [E, N, K]
+    void *y;                     // [M, N]: the forward's result
+    const void *dy;              // [M, N]: gradient of y
+    void *dx;                    // [M, K]: the result of backward_input
+    float *dw;                   // [E, N, K]: the result of backward_weight
+    bool accumulate;             // the result +=; y and dx only with strides
+    float scale;                 // of the product, for y and dx; 0: 1
+    int64_t x_stride;            // elements between rows of x and dx; 0: K
+    int64_t y_stride;            // of y and dy; 0: N
+    const int32_t *host_offsets; // offsets on the host too: one product per expert; NULL: one for all
 } mt_grouped_args;
 
 #define MT_EXPERT_OPERATIONS(OP)                                                                                       \
@@ -1773,6 +1779,10 @@ typedef struct mt_tensor_parallel {
     int32_t *part_rows;  // [max_rows, group size] the rows of `parts` that add up to each row's sum
     int64_t max_rows, mailbox_bytes;
     float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
+    /* adapters only: scratch of one product */
+    void *adapter_rows;         // [2, T, widest R]
+    void *adapter_x;            // [T, widest K]: with dropout
+    const int64_t *token_index; // [T] for dropout
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -1833,6 +1843,22 @@ typedef struct mt_fp8_linear {
     bool gathered;                 // --fp8-param-gather: w arrives in fp8, quantized with `scale`
 } mt_fp8_linear;
 
+/* Low-rank adapters of a linear with a frozen weight (Hu et al., "LoRA"): y += scale dropout(x) A^T B^T. A fused linear
+ * has several: their A are one matrix, so that one product computes h[T, R] = scale dropout(x) a^T. */
+typedef struct mt_adapter_part {
+    mt_weight b;      // [N, rank], or [num_experts, N, rank]
+    int64_t first, N; // outputs [first, first + N) of the linear; part i reads columns [i rank, (i + 1) rank) of h
+} mt_adapter_part;
+enum { MT_MAX_ADAPTER_PARTS = 3 }; // q, k and v
+typedef struct mt_adapter {
+    mt_weight a; // [R, K], or [num_experts, R, K]
+    mt_adapter_part parts[MT_MAX_ADAPTER_PARTS];
+    int64_t num_parts, rank, R;
+    float scale;           // alpha / rank
+    mt_dropout dropout;    // of x; not for experts
+    int64_t first_channel; // of x, in the whole model
+} mt_adapter;
+
 /* y = x w^T + bias. N and K are this rank's sizes. */
 typedef struct mt_linear {
     mt_weight weight, bias; // [N, K] and [N], or [num_experts, N, K] and [num_experts, N] if grouped
@@ -1840,6 +1866,7 @@ typedef struct mt_linear {
     int64_t num_experts; // grouped
     mt_linear_kind kind;
     mt_fp8_linear *fp8; // NULL: products in the type of activations
+    mt_adapter adapter; // R 0: none
 } mt_linear;
 
 /* The operands of one use of a linear; a function reads those it needs. */
@@ -1860,6 +1887,8 @@ typedef struct mt_linear_io {
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;
+    void *adapter_rows;                  // scratch [2, num_rows, R] of their adapters
+    int64_t first_row;                   // set by products on some of the T rows: the first of them
     bool omits_bias;                     // forward: y is a partial sum to which another rank adds the bias
     mt_fp8_matrix dy_fp8, dy_transposed; // set by the backward of a linear with fp8
 } mt_linear_io;
@@ -2091,6 +2120,8 @@ typedef enum mt_role {
     MT_EXPERT_DOWN_BIAS,
     MT_SCORE, // this and the next: the head of a model that computes values, instead of MT_LM_HEAD
     MT_SCORE_BIAS,
+    MT_LORA_A, // this and the next one: of the matrix of role mt_param.adapts
+    MT_LORA_B,
     MT_NUM_ROLES
 } mt_role;
 
@@ -2102,6 +2133,8 @@ typedef enum mt_unit {
     MT_UNIT_EXPERTS, // of a layer
     MT_UNIT_OUTPUT,  // final norm and an output layer that is not tied
     MT_UNIT_UNTRAINED,
+    MT_UNIT_ADAPTERS, // of a layer
+    MT_UNIT_EXPERT_ADAPTERS,
 } mt_unit;
 
 /* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
@@ -2118,6 +2151,7 @@ typedef enum mt_gradient {
 /* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */
 typedef struct mt_param {
     mt_role role;
+    mt_role adapts; // MT_LORA_A, MT_LORA_B: the role of the matrix that they add to
     mt_unit unit;
     int64_t layer;                  // number in the whole model; -1: outside the layers
     int64_t expert;                 // number in the layer; -1: none
@@ -2141,6 +2175,7 @@ typedef struct mt_param {
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
     const char *field_name; // private: its name there
+    int64_t first_output;   // private: MT_LORA_B: mt_adapter_part.first
     int shard_dim;          // dimension that tensor parallelism shards: 0 rows, 1 columns, -1 none
     mt_gradient gradient;
     bool counted; // in the global norm and in checkpoints: exactly one rank's copy of every element is
@@ -2168,7 +2203,7 @@ typedef struct mt_bucket {
     uint8_t *fp8_params;   // [count] the weights of linears in fp8, with --fp8-param-gather; else NULL
     mt_dtype grad_dtype;   // of main_grads and grad_shard: --main-grads-dtype
     bool on_host;          // master, m and v are in host memory, and AdamW runs there: --optimizer-cpu-offload
-    bool trained;          // false: no gradients, no moments, MT_F32
+    bool trained;          // false: no gradients, no moments
 } mt_bucket;
 
 /* A virtual stage: which part of the model one chunk of a pipeline rank holds. */
@@ -2191,12 +2226,17 @@ typedef struct mt_partition {
  * number. Order of buckets, as far as the partition has them: word embedding; learned positions; each layer and its
  * experts; modules of multi-token prediction likewise; the word embedding again, for these modules or a tied output
  * layer on a rank without the embedding; final norm and output layer; untrained parameters. The word embedding has a
- * bucket of its own so that its two copies are sharded alike. */
+ * bucket of its own so that its two copies are sharded alike. With adapters (options->lora_rank > 0), those of each
+ * layer and of each layer's experts have a bucket before all of these, and only adapters are trained. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
 
 /* The Hugging Face name of a parameter outside the layers; with `repeated`, that of its copies, behind the layer's
  * prefix: DeepSeek's files hold the embedding and the output layer again in every module of multi-token prediction. */
 const char *mt_role_name(const mt_options *options, mt_role role, bool repeated);
+
+/* True for MT_LORA_A and MT_LORA_B; and for a matrix that can have them: of attention, an MLP or an expert. */
+bool mt_param_is_adapter(const mt_param *param);
+bool mt_param_can_adapt(const mt_param *param);
 
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
@@ -2375,7 +2415,8 @@ typedef enum mt_plan_row {
 /* The bytes of a row. */
 int64_t mt_model_planned_bytes(const mt_model *model, mt_plan_row row);
 
-/* Draws the initial values of all parameters, or of one row of the model's table, by coordinate from options->seed. */
+/* Draws the initial values of all parameters, or of one row of the model's table, by coordinate from options->seed; A
+ * of an adapter is normal with the variance of peft's uniform distribution, 1 / (3 K). Zeros are not written. */
 void mt_model_init(mt_model *model);
 void mt_param_init(mt_model *model, const mt_param *param);
 
@@ -2578,11 +2619,6 @@ void mt_state_read(mt_model *model, const mt_param *param, mt_param_state state,
 double mt_learning_rate(const mt_options *options, int64_t consumed_samples);
 double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
 
-/* The global batch size, in sequences, of the step that begins after `consumed_samples`. It is constant, except with
- * --rampup-batch-size START INCREMENT SAMPLES: it begins at START and grows by INCREMENT in equal intervals, so that it
- * reaches --global-batch-size after SAMPLES samples. */
-int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
-
 /* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
@@ -2688,7 +2724,6 @@ typedef struct mt_fp8_state {
 } mt_fp8_state;
 mt_fp8_state mt_train_fp8_state(mt_model *model); // to free; entry 0 of the history is 0
 void mt_train_set_fp8_state(mt_model *model, const mt_fp8_state *state);
-void mt_fp8_state_free(mt_fp8_state *state);
 
 /* Mean loss of `micro_batches` micro-batches per rank, without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,

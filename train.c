@@ -184,6 +184,8 @@ static void open_model(run *r) {
         load(r);
     else
         mt_model_init(r->model);
+    if (!o->load && o->load_adapter)
+        refuse(r, mt_checkpoint_load_adapter(r->model, &r->state, o->load_adapter, false, &error), &error);
     refuse(r, mt_reference_open(&r->reference, o, &r->state, &r->grid, r->ops, &plan, &error), &error);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
     mt_batch_alloc(&r->batch, here * o->context_parallel_size);

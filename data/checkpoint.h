@@ -1,6 +1,7 @@
 /* checkpoint.h: saves and loads checkpoints. A checkpoint is a Hugging Face folder: config.json, and whole tensors in
  * safetensors under Hugging Face names; beside them the optimizer's state in the same form, and trainer.json. Any
- * layout of ranks loads a checkpoint that any other layout saved. */
+ * layout of ranks loads a checkpoint that any other layout saved. That of a run with adapters is a folder of peft in
+ * place of the model's, with adapter_config.json and adapter_model.safetensors. */
 #ifndef MT_CHECKPOINT_H
 #define MT_CHECKPOINT_H
 
@@ -28,7 +29,12 @@ int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder,
 int mt_checkpoint_load_found(mt_model *model, mt_run_state *state, const char *folder, bool own, char **found,
                              mt_error *error);
 
-/* The folder that holds config.json: `folder` itself, its latest iter_NNNNNNN, or, without
+/* Loads the adapter of a folder of peft, or of the latest checkpoint of a run with adapters, from which training
+ * continues as above; NULL: the adapter of a new run. mt_checkpoint_load does this too, with options->load_adapter,
+ * after the base weights of `folder`. `own` as above. Every rank calls it. */
+int mt_checkpoint_load_adapter(mt_model *model, mt_run_state *state, const char *folder, bool own, mt_error *error);
+
+/* The folder that holds config.json, or adapter_config.json: `folder` itself, its latest iter_NNNNNNN, or, without
  * latest_checkpointed_iteration.txt, the newest one that is whole. Returns text to free, or NULL with error. */
 char *mt_checkpoint_resolve(const char *folder, mt_error *error);
 
@@ -115,10 +121,10 @@ int mt_saver_finish(mt_saver *saver, mt_error *error);
 int64_t mt_saver_in_place(const mt_saver *saver);
 void mt_saver_close(mt_saver *saver);
 
-/* Writes the model's weights (stem "model") or its optimizer state ("optimizer": fp32 master weights of bf16 ones,
- * exp_avg and exp_avg_sq, as master.NAME, exp_avg.NAME, exp_avg_sq.NAME) into a folder: whole tensors under Hugging
- * Face names, in files of at most max_shard_bytes unless one tensor is larger, and their index. The folder must exist
- * and hold no such files. */
+/* Writes the model's weights (stem "model"), those of its adapters ("adapter_model") or its optimizer state
+ * ("optimizer": fp32 master weights of bf16 ones, exp_avg and exp_avg_sq, as master.NAME, exp_avg.NAME,
+ * exp_avg_sq.NAME) into a folder: whole tensors under Hugging Face names, in files of at most max_shard_bytes unless
+ * one tensor is larger, and their index. The folder must exist and hold no such files. */
 int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error);
 
@@ -128,6 +134,9 @@ int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *
  * of the steps since, and sets `state` back. Waits for `saver` first (NULL: none): a checkpoint that is still on its
  * way to the disk is the last one too. An error if there is no checkpoint yet. Every rank calls it. */
 int mt_checkpoint_rewind(mt_model *model, mt_run_state *state, mt_saver *saver, mt_error *error);
+
+/* Frees what mt_train_fp8_state allocated. */
+void mt_fp8_state_free(mt_fp8_state *state);
 
 #ifdef __cplusplus
 }

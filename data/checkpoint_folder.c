@@ -74,6 +74,10 @@ static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
     return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
 }
 
+bool mt_folder_has_weights(const char *folder) {
+    return mt_folder_has(folder, "config.json") || mt_folder_has(folder, "adapter_config.json");
+}
+
 bool mt_is_own_link(const char *folder, const char *name) {
     static const char start[] = "latest/";
     char target[sizeof start - 1];
@@ -124,10 +128,11 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
                      found ? "is a file, not a folder" : strerror(errno));
         return NULL;
     }
-    bool has_config = mt_folder_has(folder, "config.json");
+    bool has_config = mt_folder_has_weights(folder);
     if (!has_config && mt_megatron_refuse(folder, error) != 0) return NULL;
     if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
-        if (has_config && !mt_is_own_link(folder, "config.json")) return mt_strdup(folder);
+        bool is_link = mt_is_own_link(folder, "config.json") || mt_is_own_link(folder, "adapter_config.json");
+        if (has_config && !is_link) return mt_strdup(folder);
         mt_iterations found = mt_iterations_list(folder);
         free(found.numbers);
         int64_t newest = found.count > 0 ? mt_checkpoint_whole_before(folder, INT64_MAX, error) : -1;
@@ -143,7 +148,7 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     free(path);
     if (iteration < 0) return NULL;
     path = mt_iteration_path(folder, iteration);
-    if (mt_folder_has(path, "config.json")) return path;
+    if (mt_folder_has_weights(path)) return path;
     mt_error_set(error,
                  "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
                  "write the number of a whole iter_NNNNNNN in it",
@@ -159,7 +164,7 @@ int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error 
     for (int64_t i = 0; i < found.count && number < 0; i++) {
         if (found.numbers[i] >= before) continue;
         char *path = mt_iteration_path(folder, found.numbers[i]);
-        if (!mt_folder_has(path, "config.json") || !mt_folder_has(path, "trainer.json"))
+        if (!mt_folder_has_weights(path) || !mt_folder_has(path, "trainer.json"))
             mt_error_set(error, "%s: has no config.json or no trainer.json; take another checkpoint", path);
         else if (mt_checkpoint_verify(path, false, error) == 0)
             number = found.numbers[i];
@@ -173,7 +178,7 @@ bool mt_checkpoint_exists(const char *folder) {
     mt_iterations found = mt_iterations_list(folder);
     free(found.numbers);
     return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
-           mt_folder_has(folder, "config.json");
+           mt_folder_has_weights(folder);
 }
 
 char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {

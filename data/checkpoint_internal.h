@@ -25,6 +25,9 @@ char *mt_align_direct(char *memory);
  * -1 where the system or the file system cannot. */
 int mt_open_direct(const char *path, int flags);
 
+/* Writes generation_config.json, if the options name tokens that begin or end a text. */
+int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error);
+
 /* The prefix of a parameter's name in the name of a state's tensor: "", "master.", "exp_avg.", "exp_avg_sq.". */
 extern const char *const mt_state_prefix[MT_NUM_STATES];
 
@@ -42,6 +45,12 @@ typedef struct mt_iterations {
     int64_t *numbers, count;
 } mt_iterations;
 mt_iterations mt_iterations_list(const char *folder);
+
+/* True when a folder holds a model's config.json or an adapter's adapter_config.json. */
+bool mt_folder_has_weights(const char *folder);
+
+/* The parameters whose tensors the files of a stem hold: "model", "adapter_model", or "optimizer". */
+bool mt_stem_holds(const char *stem, const mt_param *param);
 
 /* True when folder/name is a link into the latest iteration. */
 bool mt_is_own_link(const char *folder, const char *name);

@@ -256,6 +256,11 @@ static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt
                         unused->file, unused->name);
 }
 
+bool mt_stem_holds(const char *stem, const mt_param *param) {
+    if (strcmp(stem, "optimizer") == 0) return param->trained;
+    return mt_param_is_adapter(param) == (strcmp(stem, "adapter_model") == 0);
+}
+
 /* The states in a stem's files: [*first, the result). The optimizer of an fp32 run has no master weights. */
 static int mt_stem_states(const mt_safetensors *set, bool weights, const mt_param *row, int *first) {
     *first = weights ? MT_STATE_WEIGHTS : mt_state_find(set, row, MT_STATE_MASTER) ? MT_STATE_MASTER : MT_STATE_EXP_AVG;
@@ -268,13 +273,16 @@ static bool mt_param_grows(const mt_param *param, const mt_options *options) {
 }
 
 /* Checks a stem's tensors against the whole model's table, so that every rank finds the same. */
-static int mt_stem_check(const mt_safetensors *set, bool weights, const mt_options *options, const char *folder,
+static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_options *options, const char *folder,
                          mt_error *error) {
     mt_param *rows;
-    int64_t count = mt_params_build(&rows, options, NULL);
+    int64_t count = 0, all = mt_params_build(&rows, options, NULL);
+    bool weights = strcmp(stem, "optimizer") != 0;
+    for (int64_t i = 0; i < all; i++)
+        if (mt_stem_holds(stem, &rows[i])) rows[count++] = rows[i];
     int first, end = mt_stem_states(set, weights, &rows[0], &first), status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int state = first; state < end && status == 0 && (weights || rows[i].trained); state++) {
+        for (int state = first; state < end && status == 0; state++) {
             const mt_tensor_info *tensor = mt_state_find(set, &rows[i], (mt_param_state)state);
             if (!tensor && weights && mt_param_grows(&rows[i], options)) continue;
             status = tensor ? mt_param_check(&rows[i], tensor, options, set, error)
@@ -850,15 +858,16 @@ static void mt_target_warn(const mt_model *m, const mt_target *t) {
                 (long long)t->not_finite, t->tensor->name);
 }
 
-/* Loads the weights (stem "model"), or the moments and any master weights (stem "optimizer"). A bf16 run may continue
- * in fp32, from its master weights, and an fp32 run in bf16, with its weights as master weights. */
+/* Loads the weights (stem "model", or "adapter_model"), or the moments and any master weights (stem "optimizer"). A
+ * bf16 run may continue in fp32, from its master weights, and an fp32 run in bf16, with its weights as master weights.
+ */
 static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_checksums *sums, bool *damaged,
                         mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
-    bool weights = strcmp(stem, "model") == 0;
+    bool weights = strcmp(stem, "optimizer") != 0;
     mt_safetensors *set = NULL;
     int status = mt_safetensors_open_folder(&set, folder, stem, error);
-    if (status == 0) status = mt_stem_check(set, weights, mt_model_options(m), folder, error);
+    if (status == 0) status = mt_stem_check(set, stem, mt_model_options(m), folder, error);
     status = mt_agree(world, status != 0, error);
     if (status != 0) {
         mt_safetensors_close(set);
@@ -869,7 +878,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     mt_target *targets = mt_calloc(mt_max(num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *targets);
     int first = 0, end = num_params > 0 ? mt_stem_states(set, weights, &params[0], &first) : 0;
     for (int64_t i = 0; i < num_params; i++)
-        for (int state = first; state < end && (weights || params[i].trained); state++) {
+        for (int state = first; state < end && mt_stem_holds(stem, &params[i]); state++) {
             mt_target *t = &targets[count];
             *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights};
             t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
@@ -1003,18 +1012,20 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, boo
     return status;
 }
 
-/* Loads one folder. *damaged: its files differ from the saved ones. If loading fails for another reason, such as the
- * name of a tensor, rank 0 first looks for damage in all files. */
-static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool own, bool *damaged,
-                          mt_error *error) {
+/* Loads one folder: weights of a stem, and the run's state unless they are the base of adapters. *damaged: its files
+ * differ from the saved ones. If loading fails for another reason, such as the name of a tensor, rank 0 first looks for
+ * damage in all files. */
+static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, const char *stem, bool own,
+                          bool *damaged, mt_error *error) {
+    bool is_base = mt_model_options(m)->lora_rank > 0 && strcmp(stem, "model") == 0;
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
     *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
     int status = mt_agree(world, *damaged, error);
     if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
     const mt_checksums *checked = sums.count > 0 ? &sums : NULL;
-    if (status == 0) status = mt_stem_load(m, folder, "model", checked, damaged, error);
-    if (status == 0) status = mt_run_load(m, state, folder, own, checked, damaged, error);
+    if (status == 0) status = mt_stem_load(m, folder, stem, checked, damaged, error);
+    if (status == 0 && !is_base) status = mt_run_load(m, state, folder, own, checked, damaged, error);
     if (status != 0 && checked) {
         mt_error found;
         if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
@@ -1058,25 +1069,26 @@ static int mt_checkpoint_choose(const mt_group *world, const char *folder, char 
                 "checkpoint there\n",
                 folder, (long long)*number);
     *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
-    bool sees = mt_folder_has(*path, "config.json");
+    bool sees = mt_folder_has_weights(*path);
     if (!sees)
         mt_error_set(error, "%s: rank 0 sees it, rank %d does not; on several hosts it must be a folder of all", *path,
                      world->rank);
     return mt_agree(world, !sees, error);
 }
 
-int mt_checkpoint_load_found(mt_model *m, mt_run_state *state, const char *folder, bool own, char **found,
-                             mt_error *error) {
+/* Loads the latest checkpoint of a folder; if it is damaged and the run's own, the one before. */
+static int mt_latest_load(mt_model *m, mt_run_state *state, const char *folder, const char *stem, bool own,
+                          char **found, mt_error *error) {
+    const mt_options *o = mt_model_options(m);
     const mt_group *world = &mt_model_grid(m)->world;
-    bool falls_back =
-        own || (mt_options_falls_back(mt_model_options(m)) && mt_path_same(folder, mt_model_options(m)->load));
+    bool falls_back = own || (mt_options_falls_back(o) && mt_path_same(folder, o->save));
     bool damaged = false;
     char *path;
     int64_t number;
     int status = mt_checkpoint_choose(world, folder, &path, &number, error);
     *state = (mt_run_state){0};
     if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
-    if (status == 0) status = mt_folder_load(m, state, path, own, &damaged, error);
+    if (status == 0) status = mt_folder_load(m, state, path, stem, own, &damaged, error);
     while (status != 0 && damaged && falls_back && number >= 0) {
         number = mt_checkpoint_fall_back(world, folder, number, error);
         if (number < 0) break;
@@ -1084,13 +1096,46 @@ int mt_checkpoint_load_found(mt_model *m, mt_run_state *state, const char *folde
         path = mt_iteration_path(folder, number);
         *state = (mt_run_state){0};
         mt_optimizer_zero(m);
-        status = mt_folder_load(m, state, path, own, &damaged, error);
+        status = mt_folder_load(m, state, path, stem, own, &damaged, error);
     }
     if (status == 0 && found)
         *found = path;
     else
         free(path);
     return status;
+}
+
+/* The adapters of a new run; also in place of trained ones, whose B are not zero. */
+static void mt_adapters_init(mt_model *m) {
+    int64_t num_params;
+    const mt_param *params = mt_model_params(m, &num_params);
+    for (const mt_param *param = params; param < params + num_params; param++) {
+        if (!mt_param_is_adapter(param)) continue;
+        for (int state = MT_STATE_WEIGHTS; state <= MT_STATE_MASTER; state++) {
+            mt_shard shard = mt_bucket_shard(m, param->bucket, (mt_param_state)state);
+            if (shard.data) mt_shard_write(m, &shard, param->offset, NULL, param->rows * param->cols);
+        }
+        mt_param_init(m, param);
+    }
+}
+
+int mt_checkpoint_load_adapter(mt_model *m, mt_run_state *state, const char *folder, bool own, mt_error *error) {
+    if (folder) return mt_latest_load(m, state, folder, "adapter_model", own, NULL, error);
+    mt_adapters_init(m);
+    *state = (mt_run_state){0};
+    if (!mt_model_get_plan(m)->train) return 0;
+    mt_optimizer_zero(m);
+    mt_train_set_loss_average(m, &(mt_loss_average){0});
+    return mt_fp8_load(m, "", false, error);
+}
+
+int mt_checkpoint_load_found(mt_model *m, mt_run_state *state, const char *folder, bool own, char **found,
+                             mt_error *error) {
+    const mt_options *o = mt_model_options(m);
+    bool adapts = o->lora_rank > 0;
+    if (adapts && own) return mt_checkpoint_load_adapter(m, state, folder, own, error);
+    int status = mt_latest_load(m, state, folder, "model", own, found, error);
+    return status == 0 && adapts ? mt_checkpoint_load_adapter(m, state, o->load_adapter, false, error) : status;
 }
 
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {

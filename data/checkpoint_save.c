@@ -7,6 +7,7 @@
  * ever replaces something whole. */
 #include "checkpoint_internal.h"
 
+#include "adapter.h"
 #include "watchdog.h"
 
 #include <errno.h>
@@ -61,14 +62,14 @@ static int64_t mt_params_of_tensor(const mt_param *rows, int64_t count, int64_t 
     return next;
 }
 
-/* Appends one state of every parameter of the whole model. */
+/* Appends one state of every parameter of the whole model that the set's stem holds. */
 static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_of_tensor(rows, count, i)) {
         const mt_param *param = &rows[i];
-        if (!param->trained && state != MT_STATE_WEIGHTS) continue; // such a parameter is fp32 and has no moments
+        if (!mt_stem_holds(set->stem, param)) continue;
         mt_saved_tensor *tensor = &set->tensors[set->count++];
         *tensor = (mt_saved_tensor){.state = state};
-        tensor->dtype = param->trained ? dtype : MT_F32;
+        tensor->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : dtype;
         tensor->num_dims = mt_param_shape(param, tensor->shape);
         tensor->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(tensor->dtype);
         snprintf(tensor->name, sizeof tensor->name, "%s%s", mt_state_prefix[state], param->hf_name);
@@ -130,7 +131,7 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
                           int64_t max_shard_bytes) {
     mt_param *rows;
     int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
-    bool weights = strcmp(stem, "model") == 0;
+    bool weights = strcmp(stem, "optimizer") != 0;
     *set = (mt_saved_set){.stem = stem, .num_files = 1, .first_file = first_file};
     set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
     for (int state = 0; state < MT_NUM_STATES; state++)
@@ -140,7 +141,7 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
         mt_saved_tensor *tensor = &set->tensors[i];
-        if (filled > 0 && filled + tensor->bytes > max_shard_bytes) set->num_files++, filled = 0;
+        if (filled > 0 && tensor->bytes > max_shard_bytes - filled) set->num_files++, filled = 0;
         tensor->file = set->num_files - 1, tensor->offset = filled;
         filled += tensor->bytes, set->bytes += tensor->bytes;
     }
@@ -274,7 +275,7 @@ static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alon
     int status = 0;
     for (int64_t i = 0; i < set->num_files && status == 0; i++)
         status = mt_saved_begin_file(&set->files[i], folder, alone, error);
-    if (status != 0) return status;
+    if (status != 0 || strcmp(set->stem, "adapter_model") == 0) return status; // peft reads no index
     char name[64];
     json_t *map = json_object();
     for (int64_t i = 0; i < set->count; i++)
@@ -715,7 +716,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
     return status;
 }
 
-static int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
+int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
     if (options->bos_token_id < 0 && options->eos_token_id < 0) return 0;
     json_t *json = json_object();
     if (options->bos_token_id >= 0) mt_json_set_int(json, "bos_token_id", options->bos_token_id);
@@ -728,10 +729,12 @@ static int mt_generation_config_write(const mt_options *options, const char *fol
 /* Everything that rank 0 writes besides tensors. */
 static int mt_small_files_write(const mt_model *m, const mt_run_state *state, const mt_loss_average *average,
                                 const char *folder, mt_checkpoint_extra *extra, void *context, mt_error *error) {
-    char *config = mt_options_write_hf_config(mt_model_options(m));
-    int status = mt_text_write(folder, "config.json", config, error);
+    const mt_options *o = mt_model_options(m);
+    bool adapts = o->lora_rank > 0;
+    char *config = adapts ? mt_adapter_print_config(o) : mt_options_write_hf_config(o);
+    int status = mt_text_write(folder, adapts ? "adapter_config.json" : "config.json", config, error);
     free(config);
-    if (status == 0) status = mt_generation_config_write(mt_model_options(m), folder, error);
+    if (status == 0 && !adapts) status = mt_generation_config_write(o, folder, error);
     if (status == 0) status = mt_trainer_write(m, state, average, folder, error);
     if (status == 0 && extra) status = extra(context, folder, error);
     return status;
@@ -864,9 +867,21 @@ static bool mt_saves_optimizer(const mt_model *m) {
     return mt_model_get_plan(m)->train && !mt_model_options(m)->no_save_optim;
 }
 
+/* Elements of the weights in a checkpoint: of the model, or of its adapters. */
+static int64_t mt_saved_elements(const mt_options *o) {
+    mt_param *rows;
+    int64_t total = 0, count = mt_params_build(&rows, o, NULL);
+    for (int64_t i = 0; i < count; i++)
+        if (mt_stem_holds(o->lora_rank > 0 ? "adapter_model" : "model", &rows[i]))
+            total += rows[i].rows_stored * rows[i].whole_cols;
+    free(rows);
+    return total;
+}
+
 /* Refuses a folder that is a model of its own, and one without space for a checkpoint. */
 static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_error *error) {
-    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json"};
+    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json",
+                                        "adapter_config.json", "adapter_model.safetensors"};
     struct statvfs disk;
     char target[8];
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -886,7 +901,7 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
     for (int state = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
          state < MT_NUM_STATES && mt_saves_optimizer(m); state++)
         each += (double)mt_dtype_size(mt_saved_dtype(m, (mt_param_state)state));
-    double bytes = (double)mt_num_parameters(mt_model_options(m)) * each;
+    double bytes = (double)mt_saved_elements(mt_model_options(m)) * each;
     if (room >= bytes) return 0;
     return mt_error_set(error,
                         "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "
@@ -896,7 +911,8 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
 
 bool mt_checkpoint_continues(const mt_options *o) {
     if (o->auto_resume || mt_options_falls_back(o)) return true;
-    char *parent = o->load && o->save ? mt_path_join(o->load, "..") : NULL;
+    const char *folder = o->lora_rank > 0 ? o->load_adapter : o->load;
+    char *parent = folder && o->save ? mt_path_join(folder, "..") : NULL;
     bool continues = parent && mt_path_same(parent, o->save);
     free(parent);
     return continues;
@@ -905,7 +921,8 @@ bool mt_checkpoint_continues(const mt_options *o) {
 /* The iteration at which a run that loads from its own --save starts; INT64_MAX: after the newest whole checkpoint. */
 static int64_t mt_options_start(const mt_options *o) {
     if (o->finetune) return 0;
-    char *path = o->load && !mt_options_falls_back(o) ? realpath(o->load, NULL) : NULL; // --load may be a link
+    const char *folder = o->lora_rank > 0 ? o->load_adapter : o->load;
+    char *path = folder && !mt_options_falls_back(o) ? realpath(folder, NULL) : NULL; // it may be a link
     int64_t number = path ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
     free(path);
     return number >= 0 ? number : INT64_MAX;
@@ -929,9 +946,9 @@ static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
                             o->save);
     if (latest >= 0 && is_another)
         return mt_error_set(error,
-                            "%s: holds checkpoints of another run, up to iteration %lld; continue that run by --load "
+                            "%s: holds checkpoints of another run, up to iteration %lld; continue that run by --%s "
                             "%s, replace it by --overwrite, or choose another --save",
-                            o->save, (long long)latest, o->save);
+                            o->save, (long long)latest, o->lora_rank > 0 ? "load-adapter" : "load", o->save);
     if (mt_options_start(o) < latest && !o->overwrite)
         return mt_error_set(error,
                             "%s: holds checkpoints up to iteration %lld, but this run would start at iteration %lld; "
@@ -1046,7 +1063,7 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
                                mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_save s = {0};
-    MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && mt_model_get_plan(m)->train));
+    MT_CHECK(strcmp(stem, "optimizer") != 0 || mt_model_get_plan(m)->train);
     mt_save_open(&s, m, &stem, 1, max_shard_bytes, false);
     mt_save_begin_sums(&s);
     int status = mt_agree(world, world->rank == 0 && mt_save_begin_files(&s, folder, true, error) != 0, error);
@@ -1087,8 +1104,10 @@ static const mt_group *mt_saver_world(const mt_saver *s) {
 
 void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoint_extra *extra, void *context,
                    bool async) {
-    static const char *const stems[] = {"model", "optimizer"};
-    const int64_t max_shard_bytes = 5000000000; // the default of transformers' save_pretrained before version 5
+    bool adapts = mt_model_options(m)->lora_rank > 0;
+    const char *const stems[] = {adapts ? "adapter_model" : "model", "optimizer"};
+    // the default of transformers' save_pretrained before version 5; peft reads one file
+    const int64_t max_shard_bytes = adapts ? INT64_MAX : 5000000000;
     mt_saver *s = mt_calloc(sizeof *s);
     *s = (mt_saver){.folder = folder, .extra = extra, .context = context, .async = async, .published = -1};
     mt_save_open(&s->save, m, stems, mt_saves_optimizer(m) ? 2 : 1, max_shard_bytes, async);

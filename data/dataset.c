@@ -372,6 +372,16 @@ int64_t mt_row_length(const mt_options *o) {
     return o->seq_length * (mt_trains_on_pairs(o) ? 2 : 1);
 }
 
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+    int64_t consumed = 0;
+    for (int64_t i = 0; i < iterations; i++) {
+        int64_t batch = mt_global_batch_size(options, consumed);
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
+        consumed += batch;
+    }
+    return consumed;
+}
+
 mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
     int64_t iterations = o->train_epochs > 0 ? 1 : o->num_iterations; // not known yet; rows never end
     int64_t evaluations = o->eval_interval > 0 ? iterations / o->eval_interval + 1 : 0;
@@ -484,14 +494,4 @@ void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file)
         if (!dataset && config->sizes[split] > 0) warn_omitted(data, config, split, file);
         if (dataset) warn_short(dataset, config->seq_length, split_names[split], file);
     }
-}
-
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
-    int64_t consumed = 0;
-    for (int64_t i = 0; i < iterations; i++) {
-        int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
-        consumed += batch;
-    }
-    return consumed;
 }

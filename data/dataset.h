@@ -174,6 +174,9 @@ bool mt_trains_on_pairs(const mt_options *options);
 /* Positions of a row: --seq-length, or twice that for pairs. */
 int64_t mt_row_length(const mt_options *options);
 
+/* Samples that the first `iterations` steps consume in total. */
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
+
 /* The configuration that options describe. `eod_id` is the tokenizer's end of document; -1: none. */
 mt_data_config mt_data_config_of(const mt_options *options, int64_t eod_id);
 
@@ -299,9 +302,6 @@ int mt_feed_batch(void *feed, int64_t index, mt_batch *batch, mt_error *error);
 /* After the step. Errors, the same on every rank: a rank could not read its data; a rank read other data than the first
  * rank of its model replica (the fingerprints at the start leave out parts of large files). Every rank calls it. */
 int mt_feed_check(const mt_feed *feed, const mt_grid *grid, int64_t iteration, mt_error *error);
-
-/* Samples that the first `iterations` steps consume in total. */
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
 
 #ifdef __cplusplus
 }

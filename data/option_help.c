@@ -275,3 +275,63 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
         free(text);
     }
 }
+
+/* ---- the keys of a file of roles */
+
+/* True for an entry of config_keys that is not listed: the default of an absent key, or a second entry of a key, where
+ * it has no effect. */
+static bool mt_config_key_is_spare(const mt_strings *keys, int64_t i) {
+    bool spare = *keys->items[i + 3], absent = strcmp(keys->items[i], "0") == 0;
+    for (int64_t j = i; j < i + 4 && spare && !absent; j++)
+        spare = j == i + 2 || (i > 0 && strcmp(keys->items[j], keys->items[j - 4]) == 0);
+    return spare;
+}
+
+void mt_options_print_unused(const mt_options *options, FILE *file) {
+    const mt_strings *keys = &options->config_keys;
+    int64_t used = 0;
+    for (int64_t i = 0; i < keys->count; i += 4) used += !*keys->items[i + 3];
+    fprintf(file, "%s, role %s: %lld keys set options, which --print-config shows; the others have no effect here:\n",
+            options->config, options->role, (long long)used);
+    for (int64_t i = 0; i < keys->count; i += 4) {
+        const char *reason = keys->items[i + 3];
+        bool is_first = *reason && !mt_config_key_is_spare(keys, i);
+        for (int64_t j = 0; j < i && is_first; j += 4) is_first = strcmp(keys->items[j + 3], reason) != 0;
+        if (!is_first) continue;
+        fprintf(file, "  %s", keys->items[i + 1]);
+        for (int64_t j = i + 4; j < keys->count; j += 4)
+            if (strcmp(keys->items[j + 3], reason) == 0 && !mt_config_key_is_spare(keys, j))
+                fprintf(file, ", %s", keys->items[j + 1]);
+        fprintf(file, ": %s\n", reason);
+    }
+}
+
+int64_t mt_options_printed_ranks(const mt_options *o, int64_t world_size) {
+    int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
+    const int64_t longest = 1 << 20; // sizes above it are refused later
+    if (world_size > 1 || (tp <= 1 && pp <= 1 && cp <= 1)) return world_size;
+    if (o->config_devices > 0) return o->config_devices;
+    return mt_max(mt_min(tp, longest), 1) * mt_max(mt_min(pp, longest), 1) * mt_max(mt_min(cp, longest), 1);
+}
+
+void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
+                             FILE *file) {
+    const mt_strings *keys = &options->config_keys;
+    int width = 0;
+    for (int64_t i = 0; i < keys->count; i += 4) width = (int)mt_max(width, (int64_t)strlen(keys->items[i + 1]));
+    if (options->role) fprintf(file, "%s, role %s: keys and options\n", options->config, options->role);
+    for (int64_t i = 0; i < keys->count; i += 4) {
+        if (*keys->items[i + 3]) continue;
+        const mt_option *row = mt_option_find(keys->items[i + 2], strlen(keys->items[i + 2]));
+        char *value = mt_option_text(options, row);
+        fprintf(file, "%6s  %-*s  --%s %s\n", keys->items[i], width, keys->items[i + 1], row->name, value);
+        free(value);
+    }
+    if (options->role) fprintf(file, "keys without effect here\n");
+    for (int64_t i = 0; i < keys->count; i += 4)
+        if (*keys->items[i + 3] && !mt_config_key_is_spare(keys, i))
+            fprintf(file, "%6s  %-*s  %s\n", keys->items[i], width, keys->items[i + 1], keys->items[i + 3]);
+    fprintf(file, "options on %lld rank%s\n", (long long)ranks, ranks == 1 ? "" : "s");
+    mt_options_print(options, program, file);
+    if (error) fprintf(file, "these options do not make a run yet: %s\n", error->text);
+}

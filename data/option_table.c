@@ -605,6 +605,8 @@ const mt_option mt_option_table[] = {
      "last step to trace (default: the one after the first)", .needs = "trace", .own = true},
     {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
      "load model and weights from a Hugging Face folder, a folder of --save, or ORG/NAME in the cache of Hugging Face"},
+    {"load-adapter", MT_STRING, MT_AT(load_adapter), MT_BOTH, MT_OF_RUN, NULL, "DIR",
+     "load a low-rank adapter from a folder of peft or of --save; --load names its base", .own = true},
     {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
      "take the model from a config.json, or that of ORG/NAME in the cache of Hugging Face, with random weights",
      .own = true},
@@ -645,6 +647,22 @@ const mt_option mt_option_table[] = {
      "print the keys of the file of --role with the options that they set, the keys that are not used, and all options "
      "that differ from their defaults, and exit",
      .own = true},
+
+    {.help = "low-rank adapters"},
+    {"lora-rank", MT_INT, MT_AT(lora_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,65536]",
+     "freeze the model and train adapters of this rank (LoRA); --save writes folders of peft", .needs = "lora-target",
+     .own = true},
+    {"lora-alpha", MT_REAL, MT_AT(lora_alpha), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
+     "scale adapters by this / rank (default: the rank)", .needs = "lora-rank", .own = true},
+    {"lora-target", MT_LIST, MT_AT(lora_target), MT_TRAIN, MT_OF_RUN, NULL, "NAME",
+     "matrices with adapters, by their names in Hugging Face models (q_proj,v_proj): all-linear for all of attention, "
+     "MLP and experts, without routers",
+     .needs = "lora-rank", .own = true},
+    {"lora-dropout", MT_REAL, MT_AT(lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)", "dropout of the adapters' inputs",
+     .needs = "lora-rank", .own = true},
+    {"merge-adapter", MT_STRING, MT_AT(merge_adapter), MT_INFER, MT_OF_RUN, NULL, "DIR",
+     "write the whole model with the adapter merged into this folder, and end", .needs = "load-adapter",
+     .excludes = "prompt, prompt-tokens, print-tokens, chat, score", .own = true},
 
     {.help = "generation (interactive without --prompt)"},
     {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",

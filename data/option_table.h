@@ -143,6 +143,9 @@ char *mt_layer_freq_print(const char *layers);
  * arguments. */
 void mt_options_help(mt_program program, int argc, char **argv);
 
+/* Prints how many keys of the file of --role set options, and the others by reason. */
+void mt_options_print_unused(const mt_options *options, FILE *file);
+
 /* ---- config.json (hf_config.c) */
 
 /* Copies the model of config.json into the options that were not given. With weights, a given value that they do not

@@ -4,6 +4,7 @@
 #include "megatron_names.h"
 #include "option_table.h"
 
+#include "adapter.h"
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
@@ -725,12 +726,13 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     } else if (mt_setting_is_accepted(&setting, reader->program)) {
         if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
         return mt_option_reader_take_values(reader, entry, &setting, where, error);
-    } else if (setting.row && !entry->is_implied)
+    } else if (setting.row && !entry->is_implied) {
         mt_options_note_key(reader->options, entry, "", infers ? "training (train)" : "generation (infer)");
-    else if (!setting.row && entry->is_megatron)
+    } else if (!setting.row && entry->is_megatron) {
         mt_option_reader_take_other(reader, entry, position, &setting);
-    else if (!setting.row)
+    } else if (!setting.row) {
         mt_option_reader_take_absent(reader, entry, position);
+    }
     return 0;
 }
 
@@ -761,15 +763,19 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
     return false;
 }
 
-/* True if an option of the file is for training on samples, or for a conversation, and the run does neither. */
+/* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
+    static const char *const purposes[] = {"sft", "chat", "score", "stage", "adv-estimator", "kl-in-reward"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
-    if (o->stage != MT_STAGE_PT) return false;
-    for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
-        if ((rule.other->offset == MT_AT(sft) || rule.other->offset == MT_AT(chat)) &&
-            rule.other->programs & (int)reader->program && !mt_option_has(o, rule.other, NULL))
+    for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
+        bool listed = false, samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
+        for (size_t i = 0; i < sizeof purposes / sizeof *purposes && !listed; i++)
+            listed = strcmp(rule.other->name, purposes[i]) == 0;
+        if (listed && !samples && rule.other->programs & (int)reader->program && mt_option_rule_holds(o, row, &rule) &&
+            !mt_option_has(o, rule.other, rule.choices))
             return true;
+    }
     return false;
 }
 
@@ -824,68 +830,12 @@ static void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters)
         bool lacks = mt_option_lacks_purpose(reader, row);
         const char *other = lacks ? "" : mt_option_yields_to(reader, row);
         if (!other) continue;
-        snprintf(text, sizeof text, lacks ? "this role does not need it" : "gives way to --%s", other);
+        snprintf(text, sizeof text, lacks ? "of no use in this run" : "gives way to --%s", other);
         mt_options_yield_keys(o, row, text);
         mt_option_reset(o, row);
         reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well
         row = mt_option_table;
     }
-}
-
-/* True if the entry of config_keys at `i` repeats the one before: a key without effect that had stood for two options.
- */
-static bool mt_config_key_repeats(const mt_strings *keys, int64_t i) {
-    bool same = i > 0 && *keys->items[i + 3];
-    for (int64_t j = i; j < i + 4 && same; j++) same = j == i + 2 || strcmp(keys->items[j], keys->items[j - 4]) == 0;
-    return same;
-}
-
-/* Prints how many keys of the file set options, and the others by reason. */
-static void mt_options_print_unused(const mt_options *options, FILE *file) {
-    const mt_strings *keys = &options->config_keys;
-    int64_t used = 0;
-    for (int64_t i = 0; i < keys->count; i += 4) used += !*keys->items[i + 3];
-    fprintf(file, "%s, role %s: %lld keys set options, which --print-config shows; the others have no effect here:\n",
-            options->config, options->role, (long long)used);
-    for (int64_t i = 0; i < keys->count; i += 4) {
-        const char *reason = keys->items[i + 3];
-        bool is_first = *reason;
-        for (int64_t j = 0; j < i && is_first; j += 4) is_first = strcmp(keys->items[j + 3], reason) != 0;
-        if (!is_first) continue;
-        fprintf(file, "  %s", keys->items[i + 1]);
-        for (int64_t j = i + 4; j < keys->count; j += 4)
-            if (strcmp(keys->items[j + 3], reason) == 0 && !mt_config_key_repeats(keys, j))
-                fprintf(file, ", %s", keys->items[j + 1]);
-        fprintf(file, ": %s\n", reason);
-    }
-}
-
-int64_t mt_options_printed_ranks(const mt_options *o, int64_t world_size) {
-    int64_t layout = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
-    if (world_size > 1 || layout == 1) return world_size;
-    return o->config_devices > 0 ? o->config_devices : layout;
-}
-
-void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
-                             FILE *file) {
-    const mt_strings *keys = &options->config_keys;
-    int width = 0;
-    for (int64_t i = 0; i < keys->count; i += 4) width = (int)mt_max(width, (int64_t)strlen(keys->items[i + 1]));
-    if (options->role) fprintf(file, "%s, role %s: keys and options\n", options->config, options->role);
-    for (int64_t i = 0; i < keys->count; i += 4) {
-        if (*keys->items[i + 3]) continue;
-        const mt_option *row = mt_option_find(keys->items[i + 2], strlen(keys->items[i + 2]));
-        char *value = mt_option_text(options, row);
-        fprintf(file, "%6s  %-*s  --%s %s\n", keys->items[i], width, keys->items[i + 1], row->name, value);
-        free(value);
-    }
-    if (options->role) fprintf(file, "keys without effect here\n");
-    for (int64_t i = 0; i < keys->count; i += 4)
-        if (*keys->items[i + 3] && !mt_config_key_repeats(keys, i))
-            fprintf(file, "%6s  %-*s  %s\n", keys->items[i], width, keys->items[i + 1], keys->items[i + 3]);
-    fprintf(file, "options on %lld rank%s\n", (long long)ranks, ranks == 1 ? "" : "s");
-    mt_options_print(options, program, file);
-    if (error) fprintf(file, "these options do not make a run yet: %s\n", error->text);
 }
 
 int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
@@ -912,8 +862,8 @@ int mt_options_read_role(mt_options *options, mt_program program, const char *ro
 static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     bool same = mt_options_falls_back(o);
     if (same && o->overwrite && !o->finetune)
-        return mt_error_set(error, "--load %s continues the run that --overwrite would replace; leave one out",
-                            o->load);
+        return mt_error_set(error, "--%s %s continues the run that --overwrite would replace; leave one out",
+                            mt_options_adapts(o) ? "load-adapter" : "load", *mt_options_run_folder(o));
     if (!o->save || (!same && !o->auto_resume)) return 0;
     if (mt_folder_check_lock(o->save, ".lock", "--save", error) != 0) return -1; // its checkpoints come and go
     if (mt_checkpoint_exists(o->save)) {
@@ -925,7 +875,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
             o->no_load_optim = o->no_load_rng = false;
             mt_string_set(&o->hf_config, NULL);
         }
-        mt_string_set(&o->load, o->save);
+        mt_string_set(mt_options_run_folder(o), o->save);
         return 0;
     }
     if (o->exit_on_missing_checkpoint)
@@ -934,7 +884,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
                             "--exit-on-missing-checkpoint",
                             o->save);
     if (same) {
-        mt_string_set(&o->load, NULL);
+        mt_string_set(mt_options_run_folder(o), NULL);
         o->auto_resume = true; // a start of the same run, whose metrics start anew
     }
     if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run starts from the beginning\n", o->save);
@@ -962,12 +912,14 @@ static void mt_options_take_run(mt_options *o, const char *folder) {
 }
 
 bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && mt_path_same(options->load, options->save);
+    const char *folder = mt_options_adapts(options) ? options->load_adapter : options->load;
+    return folder && options->save && mt_path_same(folder, options->save);
 }
 
 char *mt_options_load_folder(const mt_options *options, mt_error *error) {
-    return mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
-                                          : mt_checkpoint_resolve(options->load, error);
+    return mt_options_falls_back(options) && !mt_options_adapts(options)
+               ? mt_checkpoint_resolve_whole(options->load, error)
+               : mt_checkpoint_resolve(options->load, error);
 }
 
 /* Takes the model of a config.json; if the options have the model of --load already, compares the two. */
@@ -986,6 +938,7 @@ static int mt_options_read_json(mt_options *options, const char *path, bool has_
 static int mt_options_find_models(mt_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
     if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
 }
@@ -996,8 +949,15 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (options->load && !folder) return -1;
     if (folder && mt_options_converts(options)) mt_options_take_run(options, folder);
     char *path = folder ? mt_path_join(folder, "config.json") : NULL;
-    int status = path ? mt_options_read_json(options, path, true, error) : 0;
+    int status = 0;
+    if (folder && !mt_folder_has(folder, "config.json"))
+        status = mt_error_set(error,
+                              "--load %s: holds an adapter; name its base by --load and this folder by "
+                              "--load-adapter",
+                              options->load);
+    if (status == 0 && path) status = mt_options_read_json(options, path, true, error);
     if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
+    if (status == 0) status = mt_adapter_read_options(options, error);
     free(path), free(folder);
     return status;
 }
@@ -1037,6 +997,9 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     mt_option_reader_free(&reader);
     if (status) return -1;
     if (options->print_config) return 0;
+    if (program == MT_PROGRAM_TRAIN && role && strcmp(role, "critic") == 0)
+        return mt_error_set(error, "--role critic: a critic trains beside its actor; run --role actor_train, and see "
+                                   "this role with --print-config");
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
@@ -1311,6 +1274,7 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;
     mt_options_derive_family(options);
+    if (mt_options_derive_adapters(options, error)) return -1;
     if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
     return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
 }

@@ -1,14 +1,53 @@
-/* prompts.c: prompts as text, and the tokens that begin and end a model's texts. */
+/* prompts.c: prompts as tokens or text, and the tokens that begin and end a model's texts. */
 #include "prompts.h"
 
 #include "file.h"
-#include "rollout.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+/* Checks prompt `id` for a sequence of at most `context` tokens. */
+static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context, const mt_options *o,
+                           mt_error *error) {
+    long long number = id + 1;
+    if (num_prompt <= 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
+    if (num_prompt >= context)
+        return mt_error_set(error,
+                            "prompt %lld has %lld tokens, which leaves no room for a new one in a context of %lld; "
+                            "shorten it",
+                            number, (long long)num_prompt, (long long)context);
+    for (int64_t i = 0; i < num_prompt; i++)
+        if (prompt[i] < 0 || prompt[i] >= o->vocab_size)
+            return mt_error_set(error,
+                                "prompt %lld: token %d is outside the model's vocabulary of %lld; take the model's own "
+                                "tokenizer",
+                                number, prompt[i], (long long)o->vocab_size);
+    return 0;
+}
+
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *o, mt_error *error) {
+    *sequence = (mt_sequence){.slot = -1};
+    if (mt_prompt_check(id, prompt, num_prompt, context, o, error) != 0) return -1;
+    int64_t new_tokens = mt_min(o->max_new_tokens, context - num_prompt);
+    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt, .slot = -1};
+    sequence->max_tokens = num_prompt + new_tokens;
+    sequence->finish = new_tokens == 0 ? MT_FINISH_LENGTH : MT_UNFINISHED;
+    sequence->tokens = mt_malloc(sequence->max_tokens * 4);
+    sequence->logps = mt_malloc(mt_max(new_tokens, 1) * 2 * (int64_t)sizeof *sequence->logps);
+    sequence->sampled_logps = sequence->logps + new_tokens;
+    memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
+    return 0;
+}
+
+void mt_sequence_end(mt_sequence *sequence) {
+    free(sequence->tokens);
+    free(sequence->logps);
+    *sequence = (mt_sequence){.slot = -1};
+}
 
 int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
                       mt_error *error) {

@@ -1,4 +1,4 @@
-/* prompts.h: prompts as text, and the tokens that begin and end a model's texts. */
+/* prompts.h: prompts as tokens or text, and the tokens that begin and end a model's texts. */
 #ifndef MT_PROMPTS_H
 #define MT_PROMPTS_H
 
@@ -16,6 +16,14 @@ int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options
  * first of these that exists decides: add_bos_token of the folder's tokenizer_config.json; tokenizer.json's
  * post-processor; true for SentencePiece's .model. A damaged file is an error. */
 int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error);
+
+/* Begins a sequence from prompt[num_prompt], with up to options->max_new_tokens more tokens and `context` tokens in
+ * all. Errors: an empty prompt, a prompt that fills the context, a token outside the vocabulary. */
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *options, mt_error *error);
+
+/* Frees its arrays. */
+void mt_sequence_end(mt_sequence *sequence);
 
 /* mt_sequence_begin from token ids as text, such as "1,2,3"; any other text is an error. */
 int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,

@@ -60,14 +60,13 @@ static bool is_digit(const char *p, const char *end) {
  * number. At most 60 characters are read. */
 static const char *read_decimal(const char *p, const char *end, long double *value) {
     char digits[64];
-    int count = 0, run = 0; // run: digits since the start or the last comma
+    int count = 0, run = 0; // run: digits since the start or the last comma, which three follow
     const char *start = p;
-    bool grouped = false;
     for (; count < 50; p++) {
-        bool groups = p < end && *p == ',' && run > 0 && (grouped ? run == 3 : run <= 3) && is_digit(p + 1, end) &&
-                      is_digit(p + 2, end) && is_digit(p + 3, end) && !is_digit(p + 4, end);
+        bool groups = p < end && *p == ',' && run > 0 && run <= 3 && is_digit(p + 1, end) && is_digit(p + 2, end) &&
+                      is_digit(p + 3, end) && !is_digit(p + 4, end);
         if (groups)
-            grouped = true, run = 0;
+            run = 0;
         else if (is_digit(p, end))
             digits[count++] = *p, run++;
         else
@@ -402,13 +401,13 @@ static int report_surplus(const mt_reward_function *r, mt_error *error) {
         r->argument);
 }
 
-/* Takes the whole lines of `received`. */
+/* Takes the whole lines of `received`. A line for a response that is not wholly sent is no answer. */
 static int take_lines(mt_reward_function *r, batch *b, mt_error *error) {
     mt_text *text = &r->received;
-    int64_t taken = 0;
+    int64_t taken = 0, asked = b->next - (b->sent < r->request.bytes);
     for (const char *end; (end = memchr(text->data + taken, '\n', (size_t)(text->bytes - taken)));) {
         const char *line = text->data + taken;
-        if (b->answered == b->count) return report_surplus(r, error);
+        if (b->answered == asked) return report_surplus(r, error);
         if (read_score(r, line, end - line, &b->scores[b->answered], error) != 0) return -1;
         b->answered++;
         taken = end + 1 - text->data;

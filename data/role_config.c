@@ -6,7 +6,7 @@
 #include "option_table.h"
 #include "role_keys.h"
 
-#include <ctype.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef MT_HAVE_YAML
@@ -40,7 +40,8 @@ typedef struct reader {
     yaml_document_t document;
     mt_role_config *config;
     const char *path, *role;
-    const char *text; // of the file
+    const char *stage; // of the role; NULL: it does not train
+    const char *text;  // of the file
     int64_t bytes;
     bool has_role;
     char key[MAX_KEY]; // of the value at hand, with its sections
@@ -322,26 +323,41 @@ static int take_values(reader *r, const mt_role_key *row, const char *option, ya
 /* ---- values that follow from several keys --------------------------------------------------------------------------
  */
 
+/* Reads up to three numbers from 0 to a million with commas between them; returns how many, or -1. */
+static int read_numbers(const char **text, int64_t numbers[3]) {
+    for (int count = 0; count < 3;) {
+        char *end;
+        numbers[count] = strtoll(*text, &end, 10);
+        if (end == *text || numbers[count] < 0 || numbers[count] > 1000000) return -1;
+        count++;
+        *text = end + strspn(end, " ");
+        if (**text != ',') return count;
+        ++*text;
+    }
+    return -1;
+}
+
 /* The number of items of Python's list(range(a, b, c)) or [0, 1], also several with + between them; -1: neither. */
 static int64_t count_devices(const char *text) {
     int64_t count = 0;
     for (;;) {
-        long long first = 0, end = 0, step = 1;
-        int used = 0;
         text += strspn(text, " ");
         if (strncmp(text, "list(range(", 11) == 0) {
-            int read = sscanf(text + 11, " %lld , %lld , %lld", &first, &end, &step);
-            if (read == 1) end = first, first = 0;
-            const char *close = strstr(text, "))");
-            if (read < 1 || !close || step < 1 || first < 0 || end > 1000000) return -1;
-            if (end > first) count += (end - first + step - 1) / step;
-            text = close + 2;
+            int64_t range[3] = {0, 0, 1};
+            text += 11;
+            int read = read_numbers(&text, range);
+            if (read == 1) range[1] = range[0], range[0] = 0;
+            if (read < 1 || range[2] < 1 || strncmp(text, "))", 2) != 0) return -1;
+            if (range[1] > range[0]) count += (range[1] - range[0] + range[2] - 1) / range[2];
+            text += 2;
         } else if (*text == '[') {
-            for (text++; sscanf(text, " %lld%n", &first, &used) == 1; text += *text == ',') {
-                count++, text += used;
-                text += strspn(text, " ");
-            }
-            text += strspn(text, " ");
+            do {
+                char *end;
+                (void)strtoll(++text, &end, 10);
+                if (end == text) return -1;
+                count++;
+                text = end + strspn(end, " ");
+            } while (*text == ',');
             if (*text++ != ']') return -1;
         } else {
             return -1;
@@ -378,9 +394,23 @@ static bool file_exists(const char *path) {
     return file;
 }
 
-/* Files are looked up as they are named, then in dataset_dir. */
+/* Replaces "~/" by the home folder. */
+static void expand_home(mt_role_entry *entry) {
+    const char *home = getenv("HOME");
+    for (int64_t i = 0; home && i < entry->values.count; i++) {
+        if (strncmp(entry->values.items[i], "~/", 2) != 0) continue;
+        char *joined = mt_path_join(home, entry->values.items[i] + 2);
+        mt_string_set(&entry->values.items[i], joined);
+        free(joined);
+    }
+}
+
+/* Files are looked up as they are named, then in dataset_dir. Reinforcement learning has prompts, and no validation. */
 static void find_files(reader *r, const yaml_node_t *mapping, mt_role_entry *entry) {
     char *folder = sibling_text(r, mapping, "dataset_dir");
+    bool is_valid = strcmp(entry->option, "valid-data-path") == 0, is_rl = r->stage && strcmp(r->stage, "rl") == 0;
+    if (is_rl) mt_string_set(&entry->option, "data-path");
+    if (is_rl && is_valid) entry->kind = MT_ENTRY_UNUSED, mt_string_set(&entry->text, "a validation of responses");
     for (int64_t i = 0; folder && i < entry->values.count; i++) {
         char *joined = mt_path_join(folder, entry->values.items[i]);
         if (!file_exists(entry->values.items[i]) && file_exists(joined)) mt_string_set(&entry->values.items[i], joined);
@@ -453,7 +483,7 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
     } else if (row->kind == MT_KEY_LOSS_COEF && numeric) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true) set_number(entry, 0);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
-        double share = 1 / sibling_number(r, mapping, "num_return_sequences_in_group", 1);
+        double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;
         bool good = numeric && (is_low ? number >= 0 && number <= share : number <= 1 && number >= 1 - share);
         entry->kind = good ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
@@ -494,7 +524,10 @@ static int take_section(reader *r, yaml_node_t *node, const char *section, long 
 /* The section of an engine, whose name is beside it. */
 static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *mapping, yaml_node_t *node,
                          long long line) {
-    char *name = sibling_text(r, mapping, "strategy_name");
+    char *name = NULL;
+    yaml_node_t *sibling = find_key(r, mapping, "strategy_name", strlen("strategy_name"), 0);
+    if (sibling && follow(r, &sibling, 0) != 0) return -1;
+    if (sibling && !(name = expand(r, sibling, scalar_text(sibling), 0))) return -1;
     bool is_megatron = name && strncmp(name, "megatron", 8) == 0;
     int status = is_megatron ? take_section(r, node, row->text, line) : 0;
     if (!is_megatron) add_entry(r, MT_ENTRY_UNUSED, line, name ? name : "the engine without a strategy_name");
@@ -544,17 +577,28 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
             snprintf(reason, sizeof reason, "is not supported: %s", row->text);
         entry->kind = good ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
         mt_string_set(&entry->text, good ? row->text : reason);
-    } else if (entry->values.count == 0 || (!*first && !entry->is_sequence)) {
+    } else if (entry->values.count == 0 || (!*first && !entry->is_sequence) ||
+               (strncmp(scalar_text(node), "${", 2) == 0 && strcmp(first, "null") == 0)) {
         entry->kind = MT_ENTRY_FIXED; // the value that stands for the default, or an empty list
         mt_string_set(&entry->text, "the default");
     } else if (row->kind == MT_KEY_FILES) {
+        expand_home(entry);
         find_files(r, mapping, entry);
     } else if (row->kind == MT_KEY_MODEL) {
+        expand_home(entry);
         add_option(r, line, "finetune", "true")->is_implied = true;
     } else if (row->kind != MT_KEY_OPTION) {
         derive_value(r, row, mapping, entry);
     }
     return 0;
+}
+
+/* True for the section of the role itself, not for a part of another role's, or one of several roles. */
+static bool is_own_section(const mt_role_key *row, const char *role) {
+    static const char *const own[] = {"role", "verl.actor", "verl.critic"};
+    bool is_own = strcmp(row->text, "verl.rollout") == 0 && strcmp(role, "actor_infer") == 0;
+    for (size_t i = 0; i < sizeof own / sizeof *own && !is_own; i++) is_own = strcmp(row->text, own[i]) == 0;
+    return is_own;
 }
 
 /* A key: first those of the pipeline (roles: false), then the sections of roles. */
@@ -565,7 +609,7 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
     bool applies = row && mt_role_key_applies(row, name, r->role);
     if ((row && row->kind == MT_KEY_SECTION && row->roles) != roles) return 0;
-    r->has_role = r->has_role || (roles && applies);
+    r->has_role = r->has_role || (roles && applies && is_own_section(row, r->role));
     if (row && !applies) {
         add_entry(r, MT_ENTRY_UNUSED, line_of(key), "other roles");
         return 0;
@@ -683,14 +727,19 @@ static long long line_of_root_key(reader *r, const char *name) {
     return 1;
 }
 
+/* '_' equals '-'. */
+static bool names_equal(const char *a, const char *b) {
+    while (*a && (*a == '_' ? '-' : *a) == (*b == '_' ? '-' : *b)) a++, b++;
+    return *a == *b;
+}
+
 /* Adds the defaults of keys that the file does not have. */
 static void add_defaults(reader *r, const char *root) {
     for (const mt_role_default *row = mt_role_defaults; row->root; row++) {
-        bool is_set = strcmp(row->root, root) != 0;
+        bool is_set = strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0);
         for (int64_t i = 0; i < r->config->count && !is_set; i++) {
             const mt_role_entry *entry = &r->config->entries[i];
-            is_set = entry->option && mt_option_named(mt_option_find(row->option, strlen(row->option)), entry->option,
-                                                      strlen(entry->option));
+            is_set = entry->option && names_equal(entry->option, row->option);
         }
         if (is_set) continue;
         snprintf(r->key, sizeof r->key, "(absent: %s)", row->key);
@@ -699,18 +748,14 @@ static void add_defaults(reader *r, const char *root) {
     }
 }
 
-/* Adds --stage or --sft, and the defaults of a role that trains. */
-static void add_stage(reader *r, const char *root) {
-    for (const mt_role_stage *row = mt_role_stages; row->stage; row++) {
-        const char *name = row->key ? row->key : row->role;
-        if (strcmp(row->role, r->role) != 0 || (row->key && !find_root_key(r, name))) continue;
-        if (!find_root_key(r, name)) name = "actor_rollout_ref";
-        snprintf(r->key, sizeof r->key, "%s", name);
-        add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
-        *r->key = 0;
-        add_defaults(r, root);
-        return;
-    }
+/* Adds --stage and the defaults of a role that trains. */
+static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
+    const char *name = row->key ? row->key : row->role;
+    if (!find_root_key(r, name)) name = "actor_rollout_ref";
+    snprintf(r->key, sizeof r->key, "%s", name);
+    add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
+    *r->key = 0;
+    add_defaults(r, root);
 }
 
 static int read_document(reader *r) {
@@ -718,13 +763,15 @@ static int read_document(reader *r) {
     char roles[400];
     if (!root || !is_mapping(root))
         return mt_error_set(r->error, "%s: is no file of roles: it has no sections", r->path);
+    const mt_role_stage *stage = mt_role_stages;
+    while (stage->stage && (strcmp(stage->role, r->role) != 0 || (stage->key && !find_root_key(r, stage->key))))
+        stage++;
+    r->stage = stage->stage;
     list_roles(r, roles);
     const char *section = find_root_key(r, "actor_rollout_ref") ? "verl" : "roll";
     if (take_section(r, root, section, 1) != 0) return -1;
-    if (r->has_role) {
-        add_stage(r, section);
-        return 0;
-    }
+    if (r->has_role && r->stage) add_stage(r, stage, section);
+    if (r->has_role) return 0;
     if (!*roles) return mt_error_set(r->error, "--role %.80s: %s has no sections of roles", r->role, r->path);
     return mt_error_set(r->error, "--role %.80s: %s has the roles %s", r->role, r->path, roles);
 }

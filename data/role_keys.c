@@ -73,6 +73,7 @@ static const mt_role_key keys[] = {
     {"roll", "response_length", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train actor_infer"},
     {"roll", "pretrain", MT_KEY_MODEL, "load", NULL, ACTOR},
     {"roll", "reward_pretrain", MT_KEY_MODEL, "load", NULL, "critic reward rewards"},
+    {"roll", "reward_pretrain", MT_KEY_OPTION, "critic-load", NULL, "actor_train"},
     {"roll", "student_pretrain", MT_KEY_MODEL, "load", NULL, "student"},
     {"roll", "teacher_pretrain", MT_KEY_OPTION, "teacher-load", NULL, "student"},
     {"roll", "teacher_pretrain", MT_KEY_MODEL, "load", NULL, "teacher"},
@@ -118,6 +119,9 @@ static const mt_role_key keys[] = {
     {"roll", "kl_loss_coef", MT_KEY_LOSS_COEF, "kl-loss-coef", NULL, LEARNER},
     {"roll", "kl_penalty", MT_KEY_OPTION, "kl-loss-type", KL_TYPES, LEARNER},
     {"roll", "add_token_level_kl", MT_KEY_OPTION, "kl-in-reward", NULL, LEARNER},
+    {"roll", "init_kl_coef", MT_KEY_OPTION, "kl-coef", NULL, LEARNER},
+    {"roll", "target_kl", MT_KEY_REFUSED, "the weight of the divergence is constant"},
+    {"roll", "kl_horizon", MT_KEY_UNUSED, "target_kl, which is not supported"},
     {"roll", "entropy_loss_coef", MT_KEY_OPTION, "entropy-coeff", NULL, LEARNER},
     {"roll", "max_len_mask", MT_KEY_OPTION, "overlong-mask", NULL, LEARNER},
     {"roll", "difficulty_mask", MT_KEY_OPTION, "dynamic-sampling", NULL, LEARNER},
@@ -139,10 +143,24 @@ static const mt_role_key keys[] = {
     {"roll", "actor_train actor_infer reference critic reward sft_train student teacher", MT_KEY_SECTION, "role", NULL,
      "="},
     {"roll", "actor_infer", MT_KEY_SECTION, "rollouts", NULL, "actor_train"},
+    {"roll", "reference", MT_KEY_SECTION, "references", NULL, "actor_train"},
+    {"roll", "critic", MT_KEY_SECTION, "critics", NULL, "actor_train"},
     {"roll", "rewards", MT_KEY_SECTION, "rewards", NULL, "="},
     {"rewards", "*", MT_KEY_SECTION, "role", NULL, "="},
+    // the parts of other roles that the actor's run has use for
     {"rollouts", "generating_args", MT_KEY_SECTION, "generating_args"},
     {"rollouts", "*", MT_KEY_UNUSED, "the role actor_infer"},
+    {"references", "model_args", MT_KEY_SECTION, "references.model"},
+    {"references", "*", MT_KEY_UNUSED, "the role reference"},
+    {"references.model", "model_name_or_path", MT_KEY_OPTION, "ref-load"},
+    {"references.model", "*", MT_KEY_UNUSED, "the role reference"},
+    {"critics", "model_args", MT_KEY_SECTION, "critics.model"},
+    {"critics", "training_args", MT_KEY_SECTION, "critics.training"},
+    {"critics", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics.model", "model_name_or_path", MT_KEY_OPTION, "critic-load"},
+    {"critics.model", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics.training", "learning_rate", MT_KEY_OPTION, "critic-lr"},
+    {"critics.training", "*", MT_KEY_UNUSED, "the role critic"},
 
     /* ---- ROLL: a role */
     {"role", "model_args", MT_KEY_SECTION, "model_args"},
@@ -261,6 +279,15 @@ static const mt_role_key keys[] = {
     {"verl", "trainer", MT_KEY_SECTION, "verl.trainer"},
     {"verl", "actor_rollout_ref", MT_KEY_SECTION, "actor_rollout_ref"},
     {"verl", "critic", MT_KEY_SECTION, "verl.critic", NULL, "="},
+    {"verl", "critic", MT_KEY_SECTION, "verl.critics", NULL, "actor_train"},
+    {"verl.critics", "model", MT_KEY_SECTION, "verl.critics.model"},
+    {"verl.critics", "optim", MT_KEY_SECTION, "verl.critics.optim"},
+    {"verl.critics", "cliprange_value", MT_KEY_OPTION, "value-clip"},
+    {"verl.critics", "*", MT_KEY_UNUSED, "the role critic"},
+    {"verl.critics.model", "path", MT_KEY_OPTION, "critic-load"},
+    {"verl.critics.model", "*", MT_KEY_UNUSED, "the role critic"},
+    {"verl.critics.optim", "lr", MT_KEY_OPTION, "critic-lr"},
+    {"verl.critics.optim", "*", MT_KEY_UNUSED, "the role critic"},
     {"verl", "reward_model", MT_KEY_SECTION, "verl.critic", NULL, "reward"},
     {"actor_rollout_ref", "hybrid_engine nccl_timeout", MT_KEY_UNUSED, RAY},
     {"actor_rollout_ref", "model", MT_KEY_SECTION, "verl.model", NULL, "actor_train actor_infer reference"},
@@ -365,7 +392,10 @@ static const mt_role_key keys[] = {
     {"verl.algorithm", "norm_adv_by_std_in_grpo", MT_KEY_OPTION, "norm-adv-by-std", NULL, LEARNER},
     {"verl.algorithm", "use_kl_in_reward", MT_KEY_OPTION, "kl-in-reward", NULL, LEARNER},
     {"verl.algorithm", "kl_penalty", MT_KEY_OPTION, "kl-loss-type", KL_TYPES, LEARNER},
-    {"verl.algorithm", "kl_ctrl", MT_KEY_UNUSED, "the control of --kl-in-reward"},
+    {"verl.algorithm", "kl_ctrl", MT_KEY_SECTION, "verl.kl_ctrl"},
+    {"verl.kl_ctrl", "kl_coef", MT_KEY_OPTION, "kl-coef", NULL, LEARNER},
+    {"verl.kl_ctrl", "type", MT_KEY_FIXED, "the weight of the divergence is constant", "fixed"},
+    {"verl.kl_ctrl", "horizon target_kl _target_", MT_KEY_UNUSED, "the adaptive kind of kl_ctrl"},
     {"verl.algorithm", "use_pf_ppo pf_ppo rollout_correction filter_groups", MT_KEY_REFUSED,
      "rewards are weighted by their advantages alone"},
 
@@ -395,16 +425,22 @@ static const mt_role_key keys[] = {
 };
 
 const mt_role_stage mt_role_stages[] = {
-    {"sft_train", NULL, "sft"},     {"student", NULL, "kd"},
-    {"reward", NULL, "rm"},         {"actor_train", "chosen_key", "dpo"},
-    {"actor_train", "beta", "dpo"}, {"actor_train", NULL, "rl"},
-    {"critic", NULL, "rl"},         {NULL, NULL, NULL},
+    {"sft_train", NULL, "sft"},
+    {"student", NULL, "kd"},
+    {"reward", NULL, "rm"},
+    {"actor_train", "chosen_key", "dpo"},
+    {"actor_train", "beta", "dpo"},
+    {"actor_train", NULL, "rl"},
+    {NULL, NULL, NULL},
 };
 
 const mt_role_default mt_role_defaults[] = {
-    {"roll", "weight_decay", "weight-decay", "0"}, // of transformers' TrainingArguments
-    {"verl", "lr_decay_style", "lr-decay-style", "constant"},
-    {NULL, NULL, NULL, NULL},
+    {"roll", NULL, "weight_decay", "weight-decay", "0"}, // of transformers' TrainingArguments
+    {"roll", "rl", "loss_agg_mode", "loss-agg-mode", "seq-mean-token-mean"},
+    {"roll", "rl", "lambd", "lam", "0.95"},
+    {"verl", NULL, "lr_decay_style", "lr-decay-style", "constant"},
+    {"verl", "rl", "clip_ratio_c", "clip-ratio-c", "3"},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 
 enum { NUM_KEYS = sizeof keys / sizeof *keys };
@@ -463,7 +499,8 @@ bool mt_role_key_nearest(char nearest[112], const char *section, const char *nam
     *nearest = 0;
     if (length > 64) return false;
     for (const mt_role_key *row = keys; row < keys + NUM_KEYS; row++) {
-        bool is_kin = (strncmp(row->section, "verl", 4) == 0) == is_verl;
+        bool is_part = strstr(row->section, "critics") || strstr(row->section, "references"); // of another role
+        bool is_kin = (strncmp(row->section, "verl", 4) == 0) == is_verl && !is_part;
         if (!elsewhere && is_kin && is_listed(row->names, name, length)) elsewhere = row;
         if (*row->names == '*') continue;
         if (strcmp(row->section, section) != 0 && (!parent || strcmp(row->section, parent) != 0)) continue;
@@ -479,7 +516,8 @@ bool mt_role_key_nearest(char nearest[112], const char *section, const char *nam
         }
     }
     if (*nearest || !elsewhere) return *nearest;
-    snprintf(nearest, 112, "%s in %s", name, elsewhere->section);
+    snprintf(nearest, 112, "%s in %s", name,
+             elsewhere->section + (strncmp(elsewhere->section, "verl.", 5) == 0 ? 5 : 0));
     return true;
 }
 

@@ -60,7 +60,8 @@ extern const mt_role_stage mt_role_stages[]; // ends with a stage of NULL
 
 /* The value of an absent key in a training role, where this program has another default. */
 typedef struct mt_role_default {
-    const char *root, *key, *option, *value; // root: the section of the whole file
+    const char *root, *stage; // root: the section of the whole file; stage NULL: any
+    const char *key, *option, *value;
 } mt_role_default;
 extern const mt_role_default mt_role_defaults[]; // ends with a root of NULL
 

@@ -8,14 +8,6 @@
 extern "C" {
 #endif
 
-/* Begins a sequence from prompt[num_prompt], with up to options->max_new_tokens more tokens and `context` tokens in
- * all. Errors: an empty prompt, a prompt that fills the context, a token outside the vocabulary. */
-int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
-                      const mt_options *options, mt_error *error);
-
-/* Frees its arrays. */
-void mt_sequence_end(mt_sequence *sequence);
-
 /* Completes begun sequences. Every rank of the model calls it with the same ones and gets all results; data-parallel
  * ranks share them, neighbours with equal prompts on one rank. The model's plan has mt_generator_plan or
  * mt_plan_generation. An error on any rank is every rank's. */

@@ -73,7 +73,8 @@ typedef struct mt_rollouts {
     int64_t T;
     float *mask;                        // [T] 1 where the label counts
     double *token_rewards;              // [T]
-    double *inputs[MT_NUM_LOSS_INPUTS]; // [T] 0 until they are stored or computed
+    double *inputs[MT_NUM_LOSS_INPUTS]; // [T] 0 until stored or computed; without a reference model, a copy
+                                        // of MT_OLD_LOGP belongs into MT_REF_LOGP, since the loss reads it
     mt_rollout_stats stats;
 } mt_rollouts;
 

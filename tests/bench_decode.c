@@ -5,7 +5,7 @@
  *   usage: bench_decode [OPTIONS OF train, such as --bf16, --device cuda or another --hf-config]
  */
 #include "../data/options.h"
-#include "../data/rollout.h"
+#include "../data/prompts.h"
 
 #include <stdlib.h>
 #include <string.h>

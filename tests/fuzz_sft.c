@@ -1,11 +1,21 @@
-/* fuzz_sft.c: JSON Lines of arbitrary bytes -> samples. The first byte selects pairs, the loss and the treatment of
- * long samples. Bad lines are left out, so that each input reaches its last line. */
+/* fuzz_sft.c: JSON Lines of arbitrary bytes -> samples. The first byte selects pairs, the loss, the treatment of
+ * long samples, and prompts. Bad lines are left out, so that each input reaches its last line. */
 #include "data/sft.h"
 
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+/* Every prompt fits, has a text and trains on nothing. */
+static void check_prompts(const mt_samples *samples, const mt_sft_config *config) {
+    for (int64_t s = 0; s < samples->count; s++) {
+        int64_t first = samples->offsets[s], end = samples->offsets[s + 1];
+        MT_CHECK(end - first >= 1 && end - first <= config->seq_length && samples->questions[s].prompt);
+        for (int64_t t = first; t < end; t++)
+            MT_CHECK(samples->tokens[t] >= 0 && samples->tokens[t] < config->vocab_size && !samples->is_trained[t]);
+    }
+}
 
 /* Every sample fits, has a token to train on, and does not train on its first token. */
 static void check_samples(const mt_samples *samples, const mt_sft_config *config) {
@@ -35,12 +45,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                             .pairs = data[0] & 1,
                             .loss_on = (mt_loss_on)(data[0] / 2 % 3),
                             .long_samples = (mt_long_samples)(data[0] / 6 % 2),
+                            .prompts = data[0] / 12 % 4 == 3,
+                            .needs_answer = data[0] & 1,
                             .skip_bad_samples = 1 << 20};
     int file = memfd_create("fuzz", MFD_CLOEXEC);
     MT_CHECK(file >= 0 && write(file, data + 1, size - 1) == (ssize_t)size - 1);
     snprintf(path, sizeof path, "/proc/self/fd/%d", file);
     if (mt_samples_read(&samples, &config, tokenizer, &error) == 0)
-        check_samples(&samples, &config);
+        (config.prompts ? check_prompts : check_samples)(&samples, &config);
     else
         MT_CHECK(error.text[0] != '\0' && !strchr(error.text, '\n') && !samples.tokens);
     mt_samples_free(&samples);

@@ -9,7 +9,7 @@
 #include "../cuda/attention.h"
 #include "../data/checkpoint.h"
 #include "../data/options.h"
-#include "../data/rollout.h"
+#include "../data/prompts.h"
 #include "families.h"
 
 #include <jansson.h>

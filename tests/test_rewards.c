@@ -329,8 +329,11 @@ static void a_command_that_writes_no_number_is_an_error(void **state) {
     }
     expect_failure("read -r l; echo 1; echo 2; sleep 100", 1, 10, 0.5, "more lines");
     expect_failure("read -r l; printf '1\\n2'; sleep 100", 1, 10, 0.5, "more lines");
+    // a line before its response, which does not fit into the pipe
+    expect_failure("echo 1; sleep 0.3; cat >/dev/null", 2, 200000, 10, "wrote more lines than it got");
     expect_failure("yes x | tr -d '\\n'", 1, 10, 10, "wrote \"xxxx"); // a line without end
     expect_failure("yes 1", 1, 10, 10, "more lines");
+    expect_failure("read -r l; printf '1\\n2\\n'; sleep 100", 1, 10, 10, "wrote more lines than it got"); // in one read
     mt_reward_function *r = open_reward(MT_REWARD_COMMAND, "echo started; cat >/dev/null", 10);
     usleep(200000);
     mt_reward_item item = item_of("x", "1");

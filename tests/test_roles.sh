@@ -78,13 +78,31 @@ every_role_is_read() {
         unused rewards.model.strategy_args.strategy_config vllm
 }
 
+# The generator's settings; --score needs none of them.
+infer_reads_its_role() {
+    set -- --config "$roles/roll.yaml" --role actor_infer
+    "$infer" "$@" --print-config >"$work/out" 2>"$work/err" && sets actor_infer.generating_args.top_k top-k 0 &&
+        sets actor_infer.generating_args.max_new_tokens max-new-tokens 3 &&
+        unused actor_infer.infer_batch_size 'of no use in this run' || return 1
+    "$infer" "$@" --print-config --score none.i32 >"$work/out" 2>"$work/err" &&
+        unused actor_infer.generating_args.top_k 'gives way to --score' &&
+        sets actor_infer.infer_batch_size micro-batch-size 4 || return 1
+    [ -d "$shared/models/stories260K-hf" ] || return 0
+    "$infer" "$@" --load "$shared/models/stories260K-hf" --prompt 'Once upon a' --print-tokens --device cpu \
+        >"$work/out" 2>"$work/err" && [ "$(wc -w <"$work/out")" = 3 ] && says 'vllm$' "$work/err"
+}
+
 verl_is_read() {
-    prints "$roles/verl.yaml" reference && sets actor_rollout_ref.model.path load /models/small &&
+    prints "$roles/verl.yaml" reference && sets actor_rollout_ref.model.path load "$HOME/models/small" &&
         sets actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu micro-batch-size 2 &&
         sets actor_rollout_ref.ref.megatron.tensor_model_parallel_size tensor-model-parallel-size 2 &&
         sets actor_rollout_ref.ref.megatron.override_transformer_config.recompute_num_layers recompute-num-layers 1 &&
         unused actor_rollout_ref.actor 'other roles' && unused trainer.logger trackers &&
-        unused actor_rollout_ref.ref.megatron.use_mbridge 'formats of checkpoints'
+        unused actor_rollout_ref.ref.megatron.use_mbridge 'formats of checkpoints' || return 1
+    prints "$roles/verl.yaml" critic && sets critic.ppo_mini_batch_size global-batch-size 8 &&
+        sets critic.optim.lr lr 1e-05 && (export MT_TEST_SAVE=here &&
+        prints "$roles/verl.yaml" critic && sets trainer.default_local_dir save here/small) &&
+        refused 'a critic trains beside its actor' "$train" --config "$roles/verl.yaml" --role critic
 }
 
 # Keys whose options do not exist are named with them, in one error; the others are read.
@@ -130,6 +148,9 @@ values_are_checked() {
         refuses 'sft_train.model_args expects a section of keys' 'sft_train: {model_args: 3, worker_cls: a}' &&
         refuses 'bad.yaml:2: seed is given twice in this section' 'seed: 1' 'seed: 2' 'sft_train: {model_args: {}}' &&
         refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: list(8)}' &&
+        refuses 'device_mapping expects devices' \
+            'sft_train: {model_args: {}, device_mapping: "list(range(0,8,99999999999999999999))"}' &&
+        refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: "[0, 1"}' &&
         refuses 'num_labels can only be 1 here' 'sft_train: {model_args: {num_labels: 2}}' &&
         refuses 'lr_scheduler_type cannot be polynomial' \
             'sft_train: {training_args: {lr_scheduler_type: polynomial}}' &&
@@ -171,10 +192,14 @@ references_do_not_explode() {
 }
 
 roles_are_named() {
-    refused 'has the roles sft_train, reference, critic, rewards.rule, rewards.model' "$train" --config \
+    refused 'has the roles sft_train, actor_infer, reference, critic, rewards.rule, rewards.model' "$train" --config \
         "$roles/roll.yaml" --role actor_train &&
+        refused 'has the roles sft_train, .*rewards.model' "$train" --config "$roles/roll.yaml" --role rewards.x &&
         refused 'has the roles actor_train, actor_infer, reference, critic' "$train" --config "$roles/verl.yaml" \
             --role student &&
+        refused 'has the roles actor_train, reference, critic' sh -c \
+            "sed '/rollout:/,/gpu_mem/d' $roles/verl.yaml >$work/none.yaml &&
+            $train --config $work/none.yaml --role actor_infer" &&
         refused 'has the roles sft_train.*choose one with --role' "$train" --config "$roles/roll.yaml" &&
         refused 'role needs --config' "$train" --role sft_train --mock-data --num-layers 1 \
             --hidden-size 16 --num-attention-heads 2 --vocab-size 64 --seq-length 8 --lr 1 --train-iters 1
@@ -282,6 +307,7 @@ roll_dpo_trains() {
 check keys_have_options_and_references_values keys_have_options_and_references_values
 check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
 check every_role_is_read every_role_is_read
+check infer_reads_its_role infer_reads_its_role
 check verl_is_read verl_is_read
 check absent_options_are_named absent_options_are_named
 check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name

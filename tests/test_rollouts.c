@@ -246,6 +246,26 @@ static void responses_are_scored_as_text(void **state) {
     end_step(&r, &prompts);
 }
 
+/* "1<|im_end|>" is scored as "1". */
+static void special_tokens_are_not_scored(void **state) {
+    (void)state;
+    mt_rollouts r;
+    mt_error error;
+    mt_reward_function *exact;
+    const int64_t order[] = {0};
+    mt_tokenizer *chat = open_chatml();
+    mt_samples prompts = read_prompts((mt_sft_config){0}, "{\"prompt\": \"a\", \"answer\": \"1\"}");
+    const int32_t tokens[] = {mt_tokenizer_find(chat, "1", 1), mt_tokenizer_find(chat, "<|im_end|>", 10)};
+    mt_rollouts_begin(&r, &prompts, order, 1, 1);
+    mt_rollouts_set(&r, 0, tokens, 2, false);
+    assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
+    if (mt_rollouts_score(&r, exact, chat, &error) != 0) fail_msg("%s", error.text);
+    assert_true(r.scores[0] == 1);
+    mt_reward_close(exact);
+    end_step(&r, &prompts);
+    mt_tokenizer_close(chat);
+}
+
 static void groups_with_equal_rewards_are_dropped(void **state) {
     (void)state;
     mt_rollouts r;
@@ -478,6 +498,7 @@ int main(void) {
         cmocka_unit_test(the_header_of_the_response_ends_a_prompt),
         cmocka_unit_test(order_depends_on_seed_and_position_only),
         cmocka_unit_test(responses_are_scored_as_text),
+        cmocka_unit_test(special_tokens_are_not_scored),
         cmocka_unit_test(groups_with_equal_rewards_are_dropped),
         cmocka_unit_test(overlong_responses_are_masked_or_penalised),
         cmocka_unit_test(advantages_come_from_the_stored_numbers),

@@ -1,0 +1,331 @@
+/* adapter.c: adapter_config.json of peft, and which matrices have adapters. */
+#include "adapter.h"
+
+#include "checkpoint_internal.h"
+#include "option_table.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+bool mt_options_adapts(const mt_options *options) {
+    return options->lora_rank > 0 || options->load_adapter;
+}
+
+char **mt_options_run_folder(mt_options *options) {
+    return mt_options_adapts(options) ? &options->load_adapter : &options->load;
+}
+
+/* ---- targets */
+
+/* The module of a matrix: its name without ".weight". */
+static void mt_module_name(char name[160], const mt_param *param) {
+    snprintf(name, 160, "%.*s", (int)(strlen(param->hf_name) - strlen(".weight")), param->hf_name);
+}
+
+/* True if the target is a module's name, or its end behind a dot. */
+static bool mt_target_matches(const char *target, const char *module) {
+    size_t length = strlen(target), all = strlen(module);
+    if (all < length || strcmp(module + all - length, target) != 0) return false;
+    return all == length || module[all - length - 1] == '.';
+}
+
+/* The last word of a module's name. */
+static const char *mt_module_word(const char *module) {
+    const char *dot = strrchr(module, '.');
+    return dot ? dot + 1 : module;
+}
+
+/* No matrix has this name: names the nearest one and all others. */
+static int mt_target_refuse(const char *target, const mt_param *rows, int64_t count, mt_error *error) {
+    char words[512] = "", module[160], nearest[200] = "";
+    int best = 3; // edits
+    for (int64_t i = 0; i < count; i++) {
+        if (!mt_param_can_adapt(&rows[i])) continue;
+        mt_module_name(module, &rows[i]);
+        const char *word = mt_module_word(module);
+        char listed[200];
+        snprintf(listed, sizeof listed, " %s", word);
+        const char *at = strstr(words, listed);
+        if (at && (at[strlen(listed)] == 0 || at[strlen(listed)] == ',')) continue;
+        size_t used = strlen(words);
+        snprintf(words + used, sizeof words - used, "%s %s", used ? "," : "", word);
+        char dashed[160]; // mt_edit_distance compares with a dash
+        snprintf(dashed, sizeof dashed, "%s", word);
+        for (char *c = dashed; *c; c++)
+            if (*c == '_') *c = '-';
+        int edits = mt_edit_distance(target, strlen(target), dashed);
+        if (edits < best) best = edits, snprintf(nearest, sizeof nearest, "; did you mean %s?", word);
+    }
+    return mt_error_set(error,
+                        "--lora-target %s: no matrix of this model that can have an adapter has this name%s (%s)",
+                        target, nearest, words + 1);
+}
+
+static int mt_target_add(mt_options *o, const char *target, const mt_param *rows, int64_t count, mt_error *error) {
+    bool all = strcmp(target, "all-linear") == 0, found = false;
+    char module[160];
+    for (int64_t i = 0; i < count; i++) {
+        mt_module_name(module, &rows[i]);
+        if (!mt_param_can_adapt(&rows[i]) || !(all || mt_target_matches(target, module))) continue;
+        o->lora_roles |= (uint64_t)1 << rows[i].role;
+        found = true;
+    }
+    return found ? 0 : mt_target_refuse(target, rows, count, error);
+}
+
+int mt_options_derive_adapters(mt_options *o, mt_error *error) {
+    mt_param *rows;
+    int status = 0;
+    const uint64_t experts =
+        (uint64_t)1 << MT_EXPERT_GATE | (uint64_t)1 << MT_EXPERT_UP | (uint64_t)1 << MT_EXPERT_DOWN;
+    o->lora_roles = 0;
+    if (o->lora_rank == 0) return 0;
+    if (o->head_type != MT_HEAD_LM)
+        return mt_error_set(error, "--lora-rank: a value head is not trained with adapters; leave out the adapter, or "
+                                   "take a language model");
+    if (o->lora_alpha == 0) o->lora_alpha = (double)o->lora_rank;
+    int64_t count = mt_params_build(&rows, o, NULL);
+    for (int64_t i = 0; i < o->lora_target.count && status == 0; i++) {
+        char *words = mt_strdup(o->lora_target.items[i]), *rest = NULL;
+        for (char *word = strtok_r(words, ",", &rest); word && status == 0; word = strtok_r(NULL, ",", &rest))
+            status = mt_target_add(o, word, rows, count, error);
+        free(words);
+    }
+    free(rows);
+    if (status == 0 && o->lora_roles == 0)
+        status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
+    if (status == 0 && o->lora_dropout > 0 && (o->lora_roles & experts))
+        status =
+            mt_error_set(error, "--lora-dropout: adapters of experts have no dropout, as in peft; leave it out, or "
+                                "name other matrices by --lora-target");
+    return status;
+}
+
+/* ---- adapter_config.json */
+
+/* Features of peft that change what an adapter computes, and the values without them. */
+static const struct {
+    const char *key, *without, *is;
+} mt_peft_features[] = {
+    {"use_dora", "false", "DoRA"},
+    {"use_rslora", "false", "rank-stabilized LoRA"},
+    {"use_qalora", "false", "QALoRA"},
+    {"use_bdlora", "null|false", "block-diagonal LoRA"},
+    {"bias", "\"none\"", "trained biases"},
+    {"lora_bias", "false", "a bias of B"},
+    {"modules_to_save", "null|[]", "whole modules beside the adapters"},
+    {"layers_to_transform", "null|[]", "adapters of some layers only"},
+    {"layer_replication", "null|[]", "replicated layers"},
+    {"rank_pattern", "null|{}", "several ranks"},
+    {"alpha_pattern", "null|{}", "several values of alpha"},
+    {"exclude_modules", "null|[]", "excluded modules"},
+    {"target_parameters", "null|[]", "adapters of parameters without a module"},
+    {"trainable_token_indices", "null|[]", "trained tokens"},
+    {"alora_invocation_tokens", "null|[]", "activated LoRA"},
+    {"arrow_config", "null", "arrow routing"},
+    {"monteclora_config", "null", "MonteCLoRA"},
+    {"velora_config", "null", "VeLoRA"},
+    {"init_lora_weights", "true|false|\"gaussian\"|null", "an initialisation that changes the base weights"},
+};
+
+/* True if a value, printed, is one of "a|b|c". */
+static bool mt_json_is_one_of(const json_t *value, const char *choices) {
+    char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
+    bool found = mt_choice_index(choices, text) >= 0;
+    free(text);
+    return found;
+}
+
+static int mt_peft_check(const json_t *json, const char *path, mt_error *error) {
+    if (!mt_json_is_one_of(json_object_get(json, "peft_type"), "\"LORA\""))
+        return mt_error_set(error, "%s: \"peft_type\" is not \"LORA\", the only adapters of this program", path);
+    for (size_t i = 0; i < sizeof mt_peft_features / sizeof *mt_peft_features; i++) {
+        const json_t *value = json_object_get(json, mt_peft_features[i].key);
+        if (value && !mt_json_is_one_of(value, mt_peft_features[i].without))
+            return mt_error_set(error, "%s: \"%s\" asks for %s, which this program does not have", path,
+                                mt_peft_features[i].key, mt_peft_features[i].is);
+    }
+    return 0;
+}
+
+/* Sets an option from the file; one that was given must agree. */
+static int mt_peft_take(mt_options *o, size_t offset, const char *text, bool overrides, const char *path,
+                        mt_error *error) {
+    const mt_option *row = mt_option_of(offset);
+    if (mt_options_gave(o, offset)) {
+        char *given = mt_option_text(o, row);
+        mt_options other = {0};
+        int status = mt_option_set(&other, row, text, path, error);
+        char *own = status == 0 ? mt_option_text(&other, row) : NULL;
+        if (status == 0 && !overrides && strcmp(given, own) != 0)
+            status = mt_error_set(error, "--%s %s: the adapter of %s has %s; leave the option out", row->name, given,
+                                  path, own);
+        mt_option_clear(&other, row);
+        free(given), free(own);
+        return status;
+    }
+    uint64_t given[sizeof o->given / sizeof *o->given];
+    memcpy(given, o->given, sizeof given);
+    mt_option_clear(o, row);
+    int status = mt_option_set(o, row, text, path, error);
+    memcpy(o->given, given, sizeof given);
+    return status;
+}
+
+/* target_modules as a list for --lora-target: names with commas between them, sorted. To free; NULL with error. */
+static char *mt_peft_targets(const json_t *modules, const char *path, mt_error *error) {
+    if (json_is_string(modules) && strcmp(json_string_value(modules), "all-linear") == 0)
+        return mt_strdup("all-linear");
+    char *text = mt_calloc(64 * 1024);
+    for (size_t i = 0; json_is_array(modules) && i < json_array_size(modules); i++) {
+        const char *name = json_string_value(json_array_get(modules, i));
+        if (!name || strlen(text) + strlen(name) + 2 > 64 * 1024) continue;
+        if (*text) strcat(text, ",");
+        strcat(text, name);
+    }
+    if (*text) return text;
+    mt_error_set(error, "%s: \"target_modules\" must be a list of modules' names, or \"all-linear\"", path);
+    free(text);
+    return NULL;
+}
+
+static int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *error) {
+    char *path = mt_path_join(folder, "adapter_config.json"), rank[32], real[32];
+    int64_t r;
+    json_t *json = mt_json_read(path, error);
+    int status = json ? mt_peft_check(json, path, error) : -1;
+    const json_t *alpha = json_object_get(json, "lora_alpha"), *dropout = json_object_get(json, "lora_dropout");
+    if (status == 0 && (!mt_json_int(json_object_get(json, "r"), 1, 65536, &r) || !(json_number_value(alpha) > 0)))
+        status = mt_error_set(error, "%s: \"r\" and \"lora_alpha\" must be positive numbers", path);
+    char *targets = status == 0 ? mt_peft_targets(json_object_get(json, "target_modules"), path, error) : NULL;
+    if (targets) {
+        snprintf(rank, sizeof rank, "%lld", (long long)r);
+        status = mt_peft_take(o, MT_AT(lora_rank), rank, false, path, error);
+        mt_real_print(real, json_number_value(alpha));
+        if (status == 0) status = mt_peft_take(o, MT_AT(lora_alpha), real, false, path, error);
+        mt_real_print(real, json_number_value(dropout));
+        if (status == 0) status = mt_peft_take(o, MT_AT(lora_dropout), real, true, path, error);
+        if (status == 0)
+            status = mt_peft_take(o, MT_AT(lora_target), targets, true, path, error); // the loader compares tensors
+    } else {
+        status = -1;
+    }
+    free(targets), free(path);
+    json_decref(json);
+    return status;
+}
+
+int mt_adapter_read_options(mt_options *o, mt_error *error) {
+    if (!o->load_adapter) return 0;
+    char *folder = mt_options_falls_back(o) ? mt_checkpoint_resolve_whole(o->load_adapter, error)
+                                            : mt_checkpoint_resolve(o->load_adapter, error);
+    int status = folder ? mt_adapter_read_config(o, folder, error) : -1;
+    free(folder);
+    return status;
+}
+
+/* The modules with adapters by the last words of their names: each word once. */
+static json_t *mt_peft_modules(const mt_options *o) {
+    mt_param *rows;
+    char module[160];
+    json_t *modules = json_array();
+    int64_t count = mt_params_build(&rows, o, NULL);
+    for (int64_t i = 0; i < count; i++) {
+        bool listed = false;
+        mt_module_name(module, &rows[i]);
+        const char *word = mt_module_word(module);
+        if (!mt_param_can_adapt(&rows[i]) || !(o->lora_roles >> rows[i].role & 1)) continue;
+        for (size_t k = 0; k < json_array_size(modules); k++)
+            listed |= strcmp(json_string_value(json_array_get(modules, k)), word) == 0;
+        if (!listed) json_array_append_new(modules, json_string(word));
+    }
+    free(rows);
+    return modules;
+}
+
+char *mt_adapter_print_config(const mt_options *o) {
+    json_t *json = json_object();
+    mt_json_set_string(json, "peft_type", "LORA");
+    mt_json_set_string(json, "task_type", "CAUSAL_LM");
+    if (o->load)
+        mt_json_set_string(json, "base_model_name_or_path", o->load);
+    else
+        json_object_set_new(json, "base_model_name_or_path", json_null());
+    mt_json_set_int(json, "r", o->lora_rank);
+    mt_json_set_real(json, "lora_alpha", o->lora_alpha);
+    mt_json_set_real(json, "lora_dropout", o->lora_dropout);
+    json_object_set_new(json, "target_modules", mt_peft_modules(o));
+    mt_json_set_string(json, "bias", "none");
+    mt_json_set_bool(json, "fan_in_fan_out", o->hf_family == MT_HF_GPT2);
+    mt_json_set_bool(json, "inference_mode", true);
+    mt_json_set_bool(json, "init_lora_weights", true);
+    json_object_set_new(json, "modules_to_save", json_null());
+    mt_json_set_bool(json, "use_dora", false);
+    mt_json_set_bool(json, "use_rslora", false);
+    char *text = mt_json_print(json);
+    json_decref(json);
+    return text;
+}
+
+/* ---- the merged model */
+
+/* The row of this bucket with a role, an adapter's half and an expert. Matrices of one tensor share A. */
+static const mt_param *mt_bucket_find(const mt_param *params, const mt_bucket *b, mt_role role, const mt_param *of) {
+    size_t module = strlen(of->hf_name) - strlen("B.weight"); // "....lora_"
+    for (const mt_param *p = params + b->first_param; p < params + b->first_param + b->num_params; p++)
+        if (p->role == role && p->expert == of->expert &&
+            (role != MT_LORA_A || strncmp(p->hf_name, of->hf_name, module) == 0))
+            return p;
+    return NULL;
+}
+
+void mt_model_merge_adapters(mt_model *m) {
+    int64_t num_buckets, num_params;
+    const mt_options *o = mt_model_options(m);
+    const mt_ops *ops = mt_model_ops(m);
+    mt_dtype dtype = mt_model_dtype(m);
+    const mt_bucket *buckets = mt_model_buckets(m, &num_buckets);
+    const mt_param *params = mt_model_params(m, &num_params);
+    for (const mt_param *b = params; b < params + num_params; b++) {
+        if (b->role != MT_LORA_B) continue;
+        const mt_bucket *adapters = &buckets[b->bucket], *base = buckets;
+        while (params[base->first_param].layer != b->layer || mt_param_is_adapter(&params[base->first_param]) ||
+               (params[base->first_param].expert < 0) != (b->expert < 0))
+            base++;
+        const mt_param *a = mt_bucket_find(params, adapters, MT_LORA_A, b);
+        const mt_param *w = mt_bucket_find(params, base, b->adapts, b);
+        MT_CHECK(a && w && adapters->params && base->params);
+        char *b_values = (char *)adapters->params + b->offset * mt_dtype_size(dtype);
+        mt_grouped_args product = {.M = b->rows, .N = o->lora_rank, .K = w->cols, .E = 1, .accumulate = true};
+        product.dy = b_values, product.w = (char *)adapters->params + a->offset * mt_dtype_size(dtype);
+        product.dx = (char *)base->params + w->offset * mt_dtype_size(dtype);
+        product.scale = (float)(o->lora_alpha / (double)o->lora_rank);
+        ops->grouped_linear_backward_input(&product, dtype, mt_model_stream(m));
+    }
+    for (const mt_param *b = params; b < params + num_params; b++) {
+        mt_shard shard = mt_bucket_shard(m, b->bucket, MT_STATE_WEIGHTS);
+        if (b->role == MT_LORA_B) mt_shard_write(m, &shard, b->offset, NULL, b->rows * b->cols);
+    }
+}
+
+/* The small files of a whole model, on rank 0. */
+static int mt_merged_write(const mt_options *o, mt_error *error) {
+    char *config = mt_options_write_hf_config(o), *path = mt_path_join(o->merge_adapter, "config.json");
+    int status = mt_file_write(path, config, (int64_t)strlen(config), "--merge-adapter", error);
+    free(config), free(path);
+    return status == 0 ? mt_generation_config_write(o, o->merge_adapter, error) : status;
+}
+
+int mt_adapter_merge(mt_model *m, mt_error *error) {
+    const mt_options *o = mt_model_options(m);
+    const mt_group *world = &mt_model_grid(m)->world;
+    int status = 0;
+    if (world->rank == 0) status = mt_folder_create(o->merge_adapter, "--merge-adapter", error);
+    if (world->rank == 0 && status == 0 && mt_folder_has_weights(o->merge_adapter))
+        status =
+            mt_error_set(error, "--merge-adapter %s: holds a model already; name another folder", o->merge_adapter);
+    if (mt_agree(world, status != 0, error) != 0) return -1;
+    mt_model_merge_adapters(m);
+    if (mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, error) != 0) return -1;
+    return mt_agree(world, world->rank == 0 && mt_merged_write(o, error) != 0, error);
+}

@@ -1,0 +1,42 @@
+/* adapter.h: low-rank adapters as folders of peft: adapter_config.json and adapter_model.safetensors. The tensors are
+ * rows of the parameter table, so checkpoint.h loads and saves them. */
+#ifndef MT_ADAPTER_H
+#define MT_ADAPTER_H
+
+#include "../megatron.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* True if the model has adapters: --lora-rank or --load-adapter. */
+bool mt_options_adapts(const mt_options *options);
+
+/* The folder that a run continues, an option's string: --load, or with adapters --load-adapter. */
+char **mt_options_run_folder(mt_options *options);
+
+/* Takes rank, alpha, dropout and targets of the adapter_config.json in options->load_adapter (NULL: does nothing),
+ * except a dropout or targets that were given. Errors: a rank or alpha that was given and differs; a feature of peft
+ * that this program does not have. */
+int mt_adapter_read_options(mt_options *options, mt_error *error);
+
+/* adapter_config.json of finished options, to free: peft and this program load it. */
+char *mt_adapter_print_config(const mt_options *options);
+
+/* Sets lora_roles and lora_alpha. A target names the matrices whose modules have this name or end with it behind a dot,
+ * as in peft; "all-linear" all matrices of attention, MLP and experts except routers. Error: a name without a matrix,
+ * with the nearest one. */
+int mt_options_derive_adapters(mt_options *options, mt_error *error);
+
+/* Adds the product of each adapter to its matrix, in fp32 and rounded once, and clears its B: the model computes the
+ * same. Not for parameters that data-parallel ranks shard, and not between a forward and its backward. */
+void mt_model_merge_adapters(mt_model *model);
+
+/* Writes the whole model with its adapters merged, a Hugging Face folder, to options->merge_adapter, and merges them in
+ * `model` too. Every rank calls it. */
+int mt_adapter_merge(mt_model *model, mt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,503 @@
+/* test_adapters.c: low-rank adapters equal peft's: log-probabilities, gradients, five steps, files; on every family
+ * their gradients follow from those of the merged model. */
+#include "../data/adapter.h"
+#include "../data/file.h"
+#include "golden.h"
+
+#include "folder.h"
+
+#define PEFT "tests/golden/tune/lora"
+
+enum { PEFT_STEPS = 5 };
+
+static fixture open_adapted(const char *family, const char *options) {
+    more_options = options;
+    fixture f = open_family(family, 4, 1, false);
+    more_options = "";
+    return f;
+}
+
+/* A value of a state as the bucket holds it, in fp32. */
+static float *values_of(const fixture *f, const mt_param *param, bool gradient) {
+    int64_t count;
+    mt_bucket *b = &mt_model_buckets(f->model, &count)[param->bucket];
+    return (gradient ? b->grads : (float *)b->params) + param->offset;
+}
+
+static double relative_error(const float *actual, const float *expected, int64_t n, double scale) {
+    double distance = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double d = scale * (double)actual[i] - (double)expected[i];
+        distance += d * d, norm += (double)expected[i] * (double)expected[i];
+    }
+    return sqrt(distance / norm);
+}
+
+static void train_step(fixture *f, mt_run_state *run, mt_metrics *metrics) {
+    mt_error error;
+    source from = {f, run->iteration, 4, 0, 4};
+    if (mt_train_step(f->model, run, 1, next_micro_batch, &from, &f->batch, metrics, &error) != 0)
+        fail_msg("%s", error.text);
+}
+
+/* ---- golden numbers of peft */
+
+static void logprobs_equal_peft(void **state) {
+    (void)state;
+    fixture f = open_adapted("llama", " --load-adapter " PEFT);
+    create_model(&f, &mt_grid_of_one);
+    float *expected = read_file(PEFT, "logprobs.f32", TOKENS * 4), logp[TOKENS];
+    fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
+    mt_model_forward(f.model, &f.batch, false);
+    mt_model_read(f.model, logp, NULL, NULL);
+    for (int t = 0; t < TOKENS; t++) assert_true(fabsf(logp[t] - expected[t]) <= 1e-5f * fabsf(expected[t]));
+    free(expected);
+    close_family(&f);
+}
+
+static void every_gradient_equals_peft(void **state) {
+    (void)state;
+    fixture f = open_adapted("llama", " --load-adapter " PEFT);
+    mt_error error;
+    mt_safetensors *reference;
+    int64_t num_params, checked = 0;
+    create_model(&f, &mt_grid_of_one);
+    assert_int_equal(mt_safetensors_open_folder(&reference, PEFT, "grads", &error), 0);
+    fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
+    mt_model_forward(f.model, &f.batch, true);
+    mt_model_backward(f.model);
+    const mt_param *params = mt_model_params(f.model, &num_params);
+    for (int64_t i = 0; i < num_params; i++) {
+        const mt_tensor_info *tensor = mt_safetensors_find(reference, params[i].hf_name + strlen("base_model.model."));
+        assert_int_equal(params[i].trained, mt_param_is_adapter(&params[i]));
+        if (!params[i].trained) continue;
+        assert_non_null(tensor);
+        double off = relative_error(values_of(&f, &params[i], true), tensor->data, params[i].rows * params[i].cols,
+                                    1.0 / TOKENS);
+        if (!(off <= 1e-5)) fail_msg("the gradient of %s is off by %g", params[i].hf_name, off);
+        checked++;
+    }
+    assert_int_equal(checked, mt_safetensors_count(reference));
+    mt_safetensors_close(reference);
+    close_family(&f);
+}
+
+static void five_steps_equal_peft(void **state) {
+    (void)state;
+    fixture f = open_adapted("llama", " --load-adapter " PEFT);
+    mt_run_state run = {0};
+    json_t *expected = json_load_file(PEFT "/expected.json", 0, NULL);
+    assert_non_null(expected);
+    create_model(&f, &mt_grid_of_one);
+    for (size_t i = 0; i < PEFT_STEPS; i++) {
+        mt_metrics metrics;
+        train_step(&f, &run, &metrics);
+        double loss = json_real_value(json_array_get(json_object_get(expected, "losses"), i));
+        double norm = json_real_value(json_array_get(json_object_get(expected, "grad_norms"), i));
+        if (!(fabs(metrics.loss - loss) <= 1e-5 * loss) || !(fabs(metrics.grad_norm - norm) <= 1e-5 * norm))
+            fail_msg("step %d: loss %.9f, expected %.9f; norm %.9f, expected %.9f", (int)i + 1, metrics.loss, loss,
+                     metrics.grad_norm, norm);
+    }
+    json_decref(expected);
+    close_family(&f);
+}
+
+/* ---- every family: the merged model, which other suites compare with transformers, gives output and gradients */
+
+#define ALL_LINEAR " --lora-rank 3 --lora-alpha 6 --lora-target all-linear"
+
+/* Values of about `size`, a function of the parameter's number and the element's. */
+static void fill_adapters(const fixture *f, float size) {
+    int64_t num_params;
+    const mt_param *params = mt_model_params(f->model, &num_params);
+    for (int64_t i = 0; i < num_params; i++) {
+        float *values = values_of(f, &params[i], false);
+        for (int64_t k = 0; mt_param_is_adapter(&params[i]) && k < params[i].rows * params[i].cols; k++)
+            values[k] = size * sinf((float)(i * 131 + k * 7 + 1));
+    }
+}
+
+/* The row of an adapter's matrix in another table, or of its other half. */
+static const mt_param *find_param(const mt_param *params, int64_t count, const mt_param *of, mt_role role) {
+    for (int64_t i = 0; i < count; i++)
+        if (params[i].role == role && params[i].layer == of->layer && params[i].expert == of->expert &&
+            (!mt_param_is_adapter(&params[i]) || params[i].adapts == of->adapts))
+            return &params[i];
+    return NULL;
+}
+
+/* out[rows, cols] = factor a[rows, inner] b[inner, cols], either transposed. */
+static void multiply(float *out, const float *a, bool a_transposed, const float *b, int64_t rows, int64_t cols,
+                     int64_t inner, double factor) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) {
+            double sum = 0;
+            for (int64_t k = 0; k < inner; k++)
+                sum += (double)(a_transposed ? a[k * rows + r] : a[r * inner + k]) * (double)b[k * cols + c];
+            out[r * cols + c] += (float)(factor * sum);
+        }
+}
+
+/* y = x (W + s B A)^T: dB = s dW A^T and dA = s B^T dW. GPT-2's q, k and v have one A. */
+static void check_gradients(const fixture *adapted, const fixture *merged, const float *const *saved,
+                            const char *family) {
+    int64_t num_params, num_merged;
+    const mt_param *params = mt_model_params(adapted->model, &num_params);
+    const mt_param *others = mt_model_params(merged->model, &num_merged);
+    for (int64_t i = 0; i < num_params; i++) {
+        const mt_param *p = &params[i];
+        if (!mt_param_is_adapter(p)) continue;
+        float *expected = mt_calloc(p->rows * p->cols * 4);
+        for (int64_t k = 0; k < num_params; k++) { // the other half, or halves that share A
+            const mt_param *other = &params[k], *b = p->role == MT_LORA_B ? p : other;
+            if (!mt_param_is_adapter(other) || other->role == p->role || other->layer != p->layer ||
+                other->expert != p->expert)
+                continue;
+            bool shares = strncmp(other->hf_name, p->hf_name, strlen(p->hf_name) - strlen("A.weight")) == 0;
+            if (!shares) continue;
+            const float *dw = values_of(merged, find_param(others, num_merged, b, b->adapts), true);
+            if (p->role == MT_LORA_B) { // dw[rows, K], A[r, K] -> [rows, r]
+                for (int64_t r = 0; r < p->rows; r++)
+                    for (int64_t c = 0; c < p->cols; c++) {
+                        double sum = 0;
+                        for (int64_t n = 0; n < other->cols; n++)
+                            sum += (double)dw[r * other->cols + n] * (double)saved[k][c * other->cols + n];
+                        expected[r * p->cols + c] = (float)(2 * sum);
+                    }
+            } else { // B[rows, r], dw[rows, K] -> [r, K]
+                multiply(expected, saved[k], true, dw, p->rows, p->cols, other->rows, 2);
+            }
+        }
+        double off = relative_error(values_of(adapted, p, true), expected, p->rows * p->cols, 1);
+        if (!(off <= 1e-4)) fail_msg("%s: the gradient of %s is off by %g", family, p->hf_name, off);
+        free(expected);
+    }
+}
+
+static void adapters_equal_the_merged_model_on_every_family(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        fixture adapted = open_adapted(families[k], ALL_LINEAR), merged = open_adapted(families[k], "");
+        int64_t num_params, num_merged, vocabulary = adapted.options.vocab_size;
+        float *logits[2] = {mt_malloc(TOKENS * vocabulary * 4), mt_malloc(TOKENS * vocabulary * 4)};
+        create_model(&adapted, &mt_grid_of_one);
+        create_model(&merged, &mt_grid_of_one);
+        fill_adapters(&adapted, 0.2f);
+        fill_batch(&adapted, 0, 0, SEQUENCES, &adapted.batch);
+        mt_model_forward(adapted.model, &adapted.batch, false);
+        mt_model_read(adapted.model, NULL, NULL, logits[0]);
+        mt_model_forward(adapted.model, &adapted.batch, true);
+        mt_model_backward(adapted.model);
+        const mt_param *params = mt_model_params(adapted.model, &num_params);
+        const mt_param *others = mt_model_params(merged.model, &num_merged);
+        float **saved = mt_calloc(num_params * (int64_t)sizeof *saved);
+        for (int64_t i = 0; i < num_params; i++) {
+            int64_t bytes = params[i].rows * params[i].cols * 4;
+            saved[i] = memcpy(mt_malloc(bytes), values_of(&adapted, &params[i], false), (size_t)bytes);
+        }
+        mt_model_merge_adapters(adapted.model);
+        for (int64_t i = 0; i < num_params; i++) {
+            if (mt_param_is_adapter(&params[i])) continue;
+            const mt_param *to = find_param(others, num_merged, &params[i], params[i].role);
+            memcpy(values_of(&merged, to, false), values_of(&adapted, &params[i], false),
+                   (size_t)(to->rows * to->cols * 4));
+        }
+        for (int turn = 0; turn < 2; turn++) { // the merged model, and the one whose B are zero now
+            fixture *f = turn ? &adapted : &merged;
+            mt_model_forward(f->model, &adapted.batch, false);
+            mt_model_read(f->model, NULL, NULL, logits[1]);
+            double off = relative_error(logits[1], logits[0], TOKENS * vocabulary, 1);
+            if (!(off <= 1e-5)) fail_msg("%s: the merged logits are off by %g", families[k], off);
+        }
+        mt_model_forward(merged.model, &adapted.batch, true);
+        mt_model_backward(merged.model);
+        check_gradients(&adapted, &merged, (const float *const *)saved, families[k]);
+        for (int64_t i = 0; i < num_params; i++) free(saved[i]);
+        free(saved), free(logits[0]), free(logits[1]);
+        close_family(&adapted);
+        close_family(&merged);
+    }
+}
+
+/* ---- files */
+
+/* Two files hold the same tensors. */
+static void assert_same_tensors(const char *folder, const char *other, const char *stem) {
+    mt_safetensors *a, *b;
+    mt_error error;
+    assert_int_equal(mt_safetensors_open_folder(&a, folder, stem, &error), 0);
+    assert_int_equal(mt_safetensors_open_folder(&b, other, stem, &error), 0);
+    assert_int_equal(mt_safetensors_count(a), mt_safetensors_count(b));
+    for (int64_t i = 0; i < mt_safetensors_count(a); i++) {
+        const mt_tensor_info *x = mt_safetensors_get(a, i), *y = mt_safetensors_find(b, x->name);
+        if (!y || x->dtype != y->dtype || x->bytes != y->bytes || memcmp(x->data, y->data, (size_t)x->bytes) != 0)
+            fail_msg("%s of %s is another one in %s", x->name, folder, other);
+    }
+    mt_safetensors_close(a);
+    mt_safetensors_close(b);
+}
+
+static void a_checkpoint_is_a_folder_of_peft(void **state) {
+    (void)state;
+    fixture f = open_adapted("llama", " --load-adapter " PEFT);
+    mt_run_state run = {0};
+    mt_error error;
+    create_model(&f, &mt_grid_of_one);
+    if (mt_checkpoint_save(f.model, &run, at("peft"), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    assert_same_tensors(PEFT, at("peft/iter_0000000"), "adapter_model");
+    assert_false(mt_folder_has(at("peft/iter_0000000"), "model.safetensors"));
+    assert_false(mt_folder_has(at("peft/iter_0000000"), "config.json"));
+    assert_true(mt_folder_has(at("peft"), "adapter_config.json")); // a link into the latest
+    json_t *config = json_load_file(at("peft/adapter_config.json"), 0, NULL);
+    assert_string_equal(json_string_value(json_object_get(config, "peft_type")), "LORA");
+    assert_int_equal(json_integer_value(json_object_get(config, "r")), 4);
+    assert_true(json_number_value(json_object_get(config, "lora_alpha")) == 8);
+    assert_int_equal(json_array_size(json_object_get(config, "target_modules")), 7);
+    json_decref(config);
+    close_family(&f);
+}
+
+static void a_run_continues_bit_for_bit(void **state) {
+    (void)state;
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        double losses[PEFT_STEPS][2];
+        mt_error error;
+        char options[1024];
+        const char *folder = at(bf16 ? "resumed_bf16" : "resumed");
+        for (int turn = 0; turn < 2; turn++) {
+            snprintf(options, sizeof options,
+                     " --lora-rank 4 --lora-target q_proj v_proj,down_proj --lora-dropout 0.2"
+                     "%s%s%s",
+                     bf16 ? " --bf16" : "", turn ? " --load-adapter " : "", turn ? folder : "");
+            fixture f = open_adapted("llama", options);
+            mt_run_state run = {0};
+            if (mt_model_create(
+                    &f.model, &f.options, &mt_grid_of_one, backend,
+                    &(mt_model_plan){
+                        .max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true},
+                    &error) != 0 ||
+                mt_checkpoint_load(f.model, &run, f.folder, &error) != 0)
+                fail_msg("%s", error.text);
+            assert_int_equal(run.iteration, turn ? 2 : 0);
+            while (run.iteration < PEFT_STEPS) {
+                mt_metrics metrics;
+                train_step(&f, &run, &metrics);
+                losses[run.iteration - 1][turn] = metrics.loss;
+                if (turn == 0 && run.iteration == 2 &&
+                    mt_checkpoint_save(f.model, &run, folder, NULL, NULL, &error) != 0)
+                    fail_msg("%s", error.text);
+            }
+            close_family(&f);
+        }
+        for (int i = 2; i < PEFT_STEPS; i++) assert_true(losses[i][0] == losses[i][1]);
+        assert_true(losses[2][0] != losses[3][0]);
+    }
+}
+
+static void a_merged_folder_is_a_whole_model(void **state) {
+    (void)state;
+    mt_error error;
+    mt_run_state ignored;
+    fixture f = open_adapted("llama", " --load-adapter " PEFT), whole = open_adapted("llama", "");
+    float *expected = read_file(PEFT, "logprobs.f32", TOKENS * 4), logp[TOKENS];
+    create_model(&f, &mt_grid_of_one);
+    create_model(&whole, &mt_grid_of_one);
+    f.options.merge_adapter = mt_strdup(at("merged"));
+    if (mt_adapter_merge(f.model, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(mt_adapter_merge(f.model, &error), -1); // the folder holds a model now
+    if (mt_checkpoint_load(whole.model, &ignored, at("merged"), &error) != 0) fail_msg("%s", error.text);
+    fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
+    mt_model_forward(whole.model, &f.batch, false);
+    mt_model_read(whole.model, logp, NULL, NULL);
+    for (int t = 0; t < TOKENS; t++) assert_true(fabsf(logp[t] - expected[t]) <= 1e-5f * fabsf(expected[t]));
+    free(expected);
+    close_family(&f);
+    close_family(&whole);
+}
+
+/* ---- the plan, initial values */
+
+static void a_frozen_base_has_neither_gradients_nor_optimizer_state(void **state) {
+    (void)state;
+    static const char *const shards[] = {"no_shard", "optim_grads_params"};
+    for (int k = 0; k < 2; k++) {
+        char options[256];
+        int64_t num_params, adapters = 0, base = 0;
+        snprintf(options, sizeof options,
+                 " --bf16 --lora-rank 4 --lora-target q_proj,v_proj "
+                 "--data-parallel-sharding-strategy %s",
+                 shards[k]);
+        fixture f = open_adapted("llama", options);
+        create_model(&f, &mt_grid_of_one);
+        const mt_param *params = mt_model_params(f.model, &num_params);
+        for (int64_t i = 0; i < num_params; i++)
+            *(params[i].trained ? &adapters : &base) += params[i].rows * params[i].cols;
+        assert_int_equal(adapters, 4 * 4 * (32 + 32 + 32 + 16));
+        int64_t slack = 1 << 13; // alignment
+        int64_t weights = mt_model_planned_bytes(f.model, MT_PLAN_WEIGHTS);
+        int64_t gradients = mt_model_planned_bytes(f.model, MT_PLAN_GRADIENTS);
+        int64_t optimizer = mt_model_planned_bytes(f.model, MT_PLAN_OPTIMIZER);
+        assert_in_range(weights, 2 * (base + adapters), 2 * (base + adapters) + slack);
+        assert_in_range(gradients, 4 * adapters, 4 * adapters + slack);
+        assert_in_range(optimizer, 12 * adapters, 12 * adapters + slack);
+        close_family(&f);
+    }
+}
+
+static void a_new_adapter_changes_nothing_and_a_has_the_variance_of_peft(void **state) {
+    (void)state;
+    fixture f = open_adapted("llama", ALL_LINEAR);
+    int64_t num_params, count = 0;
+    double sum = 0;
+    create_model(&f, &mt_grid_of_one);
+    const mt_param *params = mt_model_params(f.model, &num_params);
+    for (int64_t i = 0; i < num_params; i++) {
+        const float *values = values_of(&f, &params[i], false);
+        for (int64_t k = 0; k < params[i].rows * params[i].cols; k++) {
+            if (params[i].role == MT_LORA_B) assert_true(values[k] == 0);
+            if (params[i].role != MT_LORA_A) continue;
+            sum += (double)values[k] * (double)values[k] * 3 * (double)params[i].whole_cols, count++;
+        }
+    }
+    assert_true(fabs(sum / (double)count - 1) < 0.1);
+    float *expected = read_file(f.folder, "logprobs.f32", TOKENS * 4), logp[TOKENS];
+    fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
+    mt_model_forward(f.model, &f.batch, false);
+    mt_model_read(f.model, logp, NULL, NULL);
+    for (int t = 0; t < TOKENS; t++) assert_true(fabsf(logp[t] - expected[t]) <= 1e-4f);
+    free(expected);
+    close_family(&f);
+}
+
+static void training_changes_adapters_only(void **state) {
+    (void)state;
+    fixture f = open_adapted("deepseek_v3", ALL_LINEAR " --moe-router-bias-update-rate 0.1");
+    int64_t num_params;
+    mt_run_state run = {0};
+    mt_metrics metrics;
+    create_model(&f, &mt_grid_of_one);
+    const mt_param *params = mt_model_params(f.model, &num_params);
+    float **before = mt_calloc(num_params * (int64_t)sizeof *before);
+    for (int64_t i = 0; i < num_params; i++) {
+        int64_t bytes = params[i].rows * params[i].cols * 4;
+        before[i] = memcpy(mt_malloc(bytes), values_of(&f, &params[i], false), (size_t)bytes);
+    }
+    for (int i = 0; i < 2; i++) train_step(&f, &run, &metrics);
+    for (int64_t i = 0; i < num_params; i++) {
+        bool same =
+            memcmp(before[i], values_of(&f, &params[i], false), (size_t)(params[i].rows * params[i].cols * 4)) == 0;
+        if (same != !mt_param_is_adapter(&params[i])) fail_msg("%s %s", params[i].hf_name, same ? "stays" : "changes");
+        free(before[i]);
+    }
+    free(before);
+    close_family(&f);
+}
+
+/* ---- refusals */
+
+static void assert_refused(const char *words, const char *part) {
+    mt_options options = {0};
+    mt_error error = {{0}};
+    char line[1024], *arguments[64];
+    int count = 0;
+    snprintf(line, sizeof line,
+             "train --load tests/golden/hf/llama --tokens-file tests/golden/hf/llama/tokens.i32 "
+             "--seq-length 32 --train-iters 1 --lr 1 --device cpu %s",
+             words);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    int status = mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error);
+    if (status == 0) status = mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error);
+    if (status == 0) fail_msg("%s is accepted", words);
+    if (!strstr(error.text, part)) fail_msg("%s: \"%s\" does not say \"%s\"", words, error.text, part);
+    mt_options_free(&options);
+}
+
+/* adapter_config.json of peft with one value changed, in a folder of its own; returns the folder. */
+static const char *write_config(const char *name, const char *key, const char *value) {
+    json_t *config = json_load_file(PEFT "/adapter_config.json", 0, NULL);
+    json_object_set_new(config, key, json_loads(value, JSON_DECODE_ANY, NULL));
+    const char *folder = at(name);
+    char path[600];
+    mkdir(folder, 0700);
+    snprintf(path, sizeof path, "%s/adapter_config.json", folder);
+    assert_int_equal(json_dump_file(config, path, 0), 0);
+    json_decref(config);
+    return folder;
+}
+
+static void what_is_not_supported_is_refused(void **state) {
+    (void)state;
+    assert_refused("--lora-rank 4", "--lora-target");
+    assert_refused("--lora-target q_proj", "--lora-rank");
+    assert_refused("--lora-rank 4 --lora-target q_porj", "did you mean q_proj?");
+    assert_refused("--lora-rank 4 --lora-target lm_head",
+                   "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj");
+    assert_refused("--load tests/golden/hf/mixtral --lora-rank 4 --lora-target all-linear --lora-dropout 0.1",
+                   "experts");
+    assert_refused("--load-adapter " PEFT " --lora-rank 8", "has 4");
+    assert_refused("--load-adapter tests/golden/hf/llama", "adapter_config.json");
+    assert_refused("--load " PEFT, "--load-adapter");
+    static const struct {
+        const char *key, *value, *part;
+    } rows[] = {
+        {"use_dora", "true", "DoRA"},
+        {"use_rslora", "true", "rank-stabilized"},
+        {"bias", "\"all\"", "biases"},
+        {"modules_to_save", "[\"lm_head\"]", "whole modules"},
+        {"rank_pattern", "{\"q_proj\": 8}", "several ranks"},
+        {"alpha_pattern", "{\"q_proj\": 8}", "alpha"},
+        {"layers_to_transform", "[0]", "some layers"},
+        {"init_lora_weights", "\"pissa\"", "base weights"},
+        {"peft_type", "\"IA3\"", "LORA"},
+        {"target_modules", "\".*proj\"", "list"},
+        {"target_modules", "[\"qkv_proj\"]", "qkv_proj"},
+        {"r", "0", "positive"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char words[600], name[32];
+        snprintf(name, sizeof name, "refused_%d", (int)i);
+        snprintf(words, sizeof words, "--load-adapter %s", write_config(name, rows[i].key, rows[i].value));
+        assert_refused(words, rows[i].part);
+    }
+}
+
+/* An adapter of another base, or with other targets than its file. */
+static void other_tensors_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *family, *options, *part;
+    } rows[] = {
+        {"qwen3", "", "base_model.model.model.layers.0"},
+        {"llama", " --lora-target q_proj", "has no place"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char options[256];
+        snprintf(options, sizeof options, " --load-adapter " PEFT "%s", rows[i].options);
+        fixture f = open_adapted(rows[i].family, options);
+        mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
+        mt_run_state run;
+        mt_error error;
+        assert_int_equal(mt_model_create(&f.model, &f.options, &mt_grid_of_one, backend, &plan, &error), 0);
+        assert_int_equal(mt_checkpoint_load(f.model, &run, f.folder, &error), -1);
+        if (!strstr(error.text, rows[i].part)) fail_msg("\"%s\" does not say \"%s\"", error.text, rows[i].part);
+        close_family(&f);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(logprobs_equal_peft),
+        cmocka_unit_test(every_gradient_equals_peft),
+        cmocka_unit_test(five_steps_equal_peft),
+        cmocka_unit_test(adapters_equal_the_merged_model_on_every_family),
+        cmocka_unit_test(a_checkpoint_is_a_folder_of_peft),
+        cmocka_unit_test(a_run_continues_bit_for_bit),
+        cmocka_unit_test(a_merged_folder_is_a_whole_model),
+        cmocka_unit_test(a_frozen_base_has_neither_gradients_nor_optimizer_state),
+        cmocka_unit_test(a_new_adapter_changes_nothing_and_a_has_the_variance_of_peft),
+        cmocka_unit_test(training_changes_adapters_only),
+        cmocka_unit_test(what_is_not_supported_is_refused),
+        cmocka_unit_test(other_tensors_are_refused),
+    };
+    return cmocka_run_group_tests(tests, make_root, remove_root);
+}
