@@ -1153,6 +1153,16 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
     if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
     if (o->score && !o->out && !o->entropy_out && !o->logits_out)
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
+    if (o->out && !o->score && !o->prompt_tokens && o->prompt.count == 0)
+        return mt_error_set(error, "--out needs --score, --prompt or --prompt-tokens");
+    if (o->num_return_sequences > 1 && !o->prompt_tokens && o->prompt.count == 0)
+        return mt_error_set(error, "--num-return-sequences needs --prompt or --prompt-tokens");
+    for (int64_t i = 0; i < o->stop.count; i++)
+        if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
+    int64_t page = o->inference_dynamic_batching_block_size;
+    if ((page & (page - 1)) != 0)
+        return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
+                            (long long)page, MT_PAGE_ROWS);
     if (MT_GIVEN(o, chat_template) && !o->chat && !o->score)
         return mt_error_set(error, "--chat-template needs --chat or --score");
     if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))

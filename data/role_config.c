@@ -733,17 +733,26 @@ static bool names_equal(const char *a, const char *b) {
     return *a == *b;
 }
 
+/* The entry that sets an option; NULL: there is none. */
+static const mt_role_entry *find_option(const reader *r, const char *option) {
+    for (int64_t i = r->config->count - 1; i >= 0; i--) {
+        const mt_role_entry *entry = &r->config->entries[i];
+        if (entry->kind == MT_ENTRY_OPTION && entry->values.count > 0 && names_equal(entry->option, option))
+            return entry;
+    }
+    return NULL;
+}
+
 /* Adds the defaults of keys that the file does not have. */
 static void add_defaults(reader *r, const char *root) {
     for (const mt_role_default *row = mt_role_defaults; row->root; row++) {
-        bool is_set = strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0);
-        for (int64_t i = 0; i < r->config->count && !is_set; i++) {
-            const mt_role_entry *entry = &r->config->entries[i];
-            is_set = entry->option && names_equal(entry->option, row->option);
-        }
-        if (is_set) continue;
+        char value[32];
+        if (strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0)) continue;
+        if (find_option(r, row->option) || (row->with && !find_option(r, row->with))) continue;
+        const mt_role_entry *rank = find_option(r, "lora-rank");
+        if (!row->value) mt_real_print(value, 2 * (rank ? strtod(rank->values.items[0], NULL) : 0));
         snprintf(r->key, sizeof r->key, "(absent: %s)", row->key);
-        add_option(r, 0, row->option, row->value)->is_implied = true;
+        add_option(r, 0, row->option, row->value ? row->value : value)->is_implied = true;
         *r->key = 0;
     }
 }
