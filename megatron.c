@@ -245,10 +245,6 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
-bool mt_options_gave(const mt_options *options, size_t offset) {
-    return options->given[offset / 64] >> offset % 64 & 1;
-}
-
 #define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
 const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
 
@@ -2985,8 +2981,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
 
 mt_grid mt_grid_new(const mt_grid *grid) {
     mt_grid further = mt_grid_of_one;
-    further.world = grid->world;
-    further.world.nccl = NULL; // mt_backend_open opens it for each grid
+    further.world = grid->world, further.world.nccl = NULL; // mt_backend_open opens one for each grid
     return further;
 }
 
@@ -11002,10 +10997,16 @@ static void mt_decode_graphs_destroy(mt_model *m) {
 
 /* ---- rest between phases */
 
-/* Sets every pointer into the parts. */
-static void mt_parts_bind(mt_model *m) {
+/* Sets every pointer into the parts. `lends`: parts that rest become their copies on the host, or rest again. */
+static void mt_parts_bind(mt_model *m, bool lends) {
     int64_t on_host = m->host.used;
-    for (int part = 0; part < MT_NUM_PARTS; part++) m->parts[part].used = 0;
+    unsigned swapped = lends ? m->resting_parts | m->lent_parts : 0; // one of them is 0
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        void *host = m->resting[part];
+        if (swapped >> part & 1) m->resting[part] = m->parts[part].base, m->parts[part].base = host;
+        m->parts[part].used = 0;
+    }
+    m->resting_parts ^= swapped, m->lent_parts ^= swapped;
     m->host.used = 0;
     mt_plan_buckets(m);
     m->host.used = on_host;
@@ -11046,7 +11047,7 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
     mt_decode_graphs_destroy(m); // they hold addresses
     m->sharding->gathered_bucket = -1;
     m->resting_parts ^= parts;
-    mt_parts_bind(m);
+    mt_parts_bind(m, false);
     return 0;
 }
 
@@ -11058,26 +11059,15 @@ int mt_model_wake(mt_model *m, unsigned parts, mt_error *error) {
     return mt_parts_move(m, parts, false, error);
 }
 
-/* The parts that rest become their copies on the host, or rest again. */
-static void mt_parts_lend(mt_model *m) {
-    unsigned parts = m->resting_parts, lent = m->lent_parts;
-    for (int part = 0; part < MT_NUM_PARTS; part++) {
-        void *host = m->resting[part];
-        if ((parts | lent) >> part & 1) m->resting[part] = m->parts[part].base, m->parts[part].base = host;
-    }
-    m->resting_parts = lent, m->lent_parts = parts;
-    if (parts | lent) mt_parts_bind(m);
-}
-
 void mt_model_lend(mt_model *m, bool writes, mt_stream *stream) {
     if (!writes && !(m->resting_parts >> MT_PART_PARAMS & 1)) mt_params_gather_all(m);
-    mt_parts_lend(m);
+    if (m->resting_parts | m->lent_parts) mt_parts_bind(m, true);
     if (writes) mt_params_changed(m);
     mt_wait_stream(m, stream, m->stream);
 }
 
 void mt_model_return(mt_model *m, mt_stream *stream) {
-    mt_parts_lend(m);
+    if (m->resting_parts | m->lent_parts) mt_parts_bind(m, true);
     mt_wait_stream(m, m->stream, stream);
     mt_wait_stream(m, m->sharding->param_stream, stream);
 }
@@ -11906,12 +11896,6 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
     plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes tokens that fill a batch up
     plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
-}
-
-mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
-    mt_model_plan plan = {.max_tokens = mt_min(prompt_tokens, MT_PREFILL_TOKENS)};
-    mt_plan_generation(&plan, count, max_tokens, 0);
-    return plan;
 }
 
 mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops) {

@@ -580,10 +580,6 @@ mt_activation mt_options_activation(const mt_options *options);
 /* True if the embedding is the head's weight too. */
 bool mt_options_tied(const mt_options *options);
 
-/* True if the user gave the option whose field begins at `offset`. */
-bool mt_options_gave(const mt_options *options, size_t offset);
-#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
-
 /* A constraint between options, and its message with a %lld for each number. The first broken one is the error. */
 typedef struct mt_constraint {
     bool broken;
@@ -2790,10 +2786,6 @@ typedef struct mt_stops {
 /* Rows of a page of the cache where a plan does not say: a tile of keys in the kernels of attention. Tokens of a
  * forward with prompts: enough for fast matrix products, little memory. */
 enum { MT_PAGE_ROWS = 128, MT_PREFILL_TOKENS = 512 };
-
-/* The memory plan of a model that generates `count` sequences of at most max_tokens tokens at once, from prompts of
- * prompt_tokens tokens in all. More sequences wait for their turn. */
-mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
 
 /* Adds to a plan, such as a training model's, a cache for `count` sequences of at most max_tokens tokens at once.
  * cache_tokens > 0: with memory for so many tokens only, at least one sequence; sequences that find no page wait. */

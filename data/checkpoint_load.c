@@ -4,6 +4,7 @@
 #include "checkpoint_internal.h"
 
 #include "prompts.h"
+#include "rollout.h"
 #include "transfer.h"
 #include "watchdog.h"
 

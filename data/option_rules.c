@@ -589,3 +589,7 @@ int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples
     double samples_per_increment = (double)samples / (double)increments;
     return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
 }
+
+bool mt_options_gave(const mt_options *options, size_t offset) {
+    return options->given[offset / 64] >> offset % 64 & 1;
+}

@@ -128,6 +128,10 @@ int64_t mt_num_parameters(const mt_options *options);
  * reaches --global-batch-size after SAMPLES samples. */
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
 
+/* True if the user gave the option whose field begins at `offset`. */
+bool mt_options_gave(const mt_options *options, size_t offset);
+#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
+
 #ifdef __cplusplus
 }
 #endif
