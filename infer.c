@@ -5,11 +5,14 @@
 #include "data/adapter.h"
 #include "data/chat.h"
 #include "data/checkpoint.h"
+#include "data/file.h"
 #include "data/host_memory.h"
 #include "data/launch.h"
 #include "data/options.h"
 #include "data/prompts.h"
 #include "data/report.h"
+#include "data/response.h"
+#include "data/rollout.h"
 #include "data/score.h"
 #include "data/tokenizer.h"
 #include "data/watchdog.h"
@@ -35,9 +38,8 @@ typedef struct run {
     int64_t context; // tokens of a sequence at most
     mt_model *model;
     mt_generator *generator;
-    mt_decoder *decoder; // of the sequence being shown
-    mt_text text;
-    mt_chat *chat; // --chat, else NULL
+    mt_responses responses; // the texts of the sequences at hand
+    mt_chat *chat;          // --chat, else NULL
     mt_conversation conversation;
 } run;
 
@@ -51,7 +53,7 @@ static void open_tokenizer(run *r) {
     mt_error error;
     bool begins;
     r->bos = -1;
-    if (o->prompt_tokens && o->print_tokens) return;
+    if (o->prompt_tokens && o->print_tokens && o->stop.count == 0) return;
     int status = o->tokenizer_type ? mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error)
                                    : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
     if (status != 0 && o->score && !o->tokenizer_type) { // the lines may be tokens
@@ -66,7 +68,6 @@ static void open_tokenizer(run *r) {
     r->tokenizer_path = o->tokenizer_model ? o->tokenizer_model : r->folder;
     check(r, mt_prompt_begins_with_bos(r->tokenizer_path, &begins, &error), &error);
     if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
-    r->decoder = mt_decoder_open(r->tokenizer);
 }
 
 static void open_model(run *r, mt_model_plan *plan) {
@@ -79,16 +80,22 @@ static void open_model(run *r, mt_model_plan *plan) {
     mt_watch_enter(MT_WATCH_STEP);
 }
 
-static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
+/* A generator for `prompts` prompts of prompt_tokens tokens in all, with sequences of at most max_tokens tokens. */
+static void open_generator(run *r, int64_t prompts, int64_t max_tokens, int64_t prompt_tokens) {
     const mt_options *o = &r->options;
     mt_sampling sampling = {.temperature = o->temperature, .top_p = o->top_p, .top_k = o->top_k};
-    mt_model_plan plan = mt_generator_plan(count, max_tokens, prompt_tokens);
+    mt_model_plan plan = {.max_tokens = mt_min(prompt_tokens, MT_PREFILL_TOKENS)};
     mt_stops stops;
     mt_error error;
-    sampling.seed = (uint64_t)o->seed;
+    int64_t replicas = r->grid.data.size, each = (prompts + replicas - 1) / replicas * o->num_return_sequences;
+    sampling.min_p = o->min_p, sampling.repetition_penalty = o->repetition_penalty;
+    sampling.seed = (uint64_t)o->seed, sampling.logprobs = o->out != NULL;
     check(r, mt_stops_read(&stops, r->folder, o, &error), &error);
     if (r->chat && stops.count < MT_MAX_STOPS) stops.ids[stops.count++] = mt_chat_end(r->chat);
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
+    if (o->stop.count > 0) stops.ends_text = mt_responses_end, stops.context = &r->responses;
+    plan.page_rows = o->inference_dynamic_batching_block_size;
+    mt_plan_generation(&plan, mt_min(each, o->inference_max_requests), max_tokens, o->kv_cache_tokens);
     open_model(r, &plan);
     if (r->is_first) mt_report_inference(r->model, r->context, stderr);
     r->generator = mt_generator_create(r->model, &sampling, &stops);
@@ -144,91 +151,119 @@ static int begin_turn(run *r, mt_sequence *sequence, int64_t id, const char *lin
     return status;
 }
 
-/* The response, without the token that ends it, becomes a message. The decoder sees the prompt too: it must know what
- * it continues. */
+/* The response becomes a message. */
 static void end_turn(run *r, const mt_sequence *sequence) {
-    mt_error error;
-    mt_text text = {0};
-    mt_decoder *decoder = mt_decoder_open(r->tokenizer);
-    mt_text_append(&text, "", 0);
-    for (int64_t i = 0; i < sequence->num_tokens; i++) {
-        int32_t token = sequence->tokens[i];
-        if (i == sequence->num_prompt) text.bytes = 0;
-        if (mt_tokenizer_is_special(r->tokenizer, token) || token == mt_chat_end(r->chat)) continue;
-        (void)mt_decode_next(decoder, token, &text, &error); // an unknown token has no text
-    }
-    if (sequence->num_tokens == sequence->num_prompt) text.bytes = 0;
-    mt_decode_end(decoder, &text);
-    mt_decoder_close(decoder);
-    mt_conversation_add(&r->conversation, "assistant", text.data, text.bytes);
-    free(text.data);
+    const mt_response *response = mt_responses_update(&r->responses, sequence);
+    mt_conversation_add(&r->conversation, "assistant", response->text.data + response->prompt_bytes,
+                        response->text.bytes - response->prompt_bytes);
 }
 
 /* ---- texts to continue */
 
-/* Shows token i as its id or its text. The decoder sees prompts too: it must know what it continues. */
-static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show) {
-    int32_t token = sequence->tokens[i];
-    mt_error error;
-    if (r->options.print_tokens) {
-        if (i >= sequence->num_prompt) printf(i > sequence->num_prompt ? " %d" : "%d", token);
-        return;
+/* The part of the output that is on the screen. */
+typedef struct screen {
+    int64_t sequence; // the sequence to be shown next
+    bool begun;
+    int64_t shown; // of its tokens, with --print-tokens, else of the bytes of its text
+} screen;
+
+/* Shows what is new of sequences, in order: a sequence as its tokens come, once all before it have ended. */
+static void show(run *r, screen *at, const mt_sequence *sequences, int64_t count, bool show_prompts) {
+    bool tokens = r->options.print_tokens;
+    for (; at->sequence < count; *at = (screen){at->sequence + 1, false, 0}) {
+        const mt_sequence *sequence = &sequences[at->sequence];
+        if (!at->begun && count > 1 && !tokens)
+            printf("%s== %lld of %lld ==\n", at->sequence ? "\n" : "", (long long)at->sequence + 1, (long long)count);
+        at->begun = true;
+        if (tokens) {
+            for (at->shown = mt_max(at->shown, sequence->num_prompt); at->shown < sequence->num_tokens; at->shown++)
+                printf(at->shown > sequence->num_prompt ? " %d" : "%d", sequence->tokens[at->shown]);
+        } else {
+            const mt_response *response = mt_responses_update(&r->responses, sequence);
+            int64_t from = mt_max(at->shown, show_prompts ? 0 : response->prompt_bytes);
+            at->shown = mt_max(from, mt_responses_settled(&r->responses, response));
+            fwrite(response->text.data + from, 1, (size_t)(at->shown - from), stdout);
+        }
+        if (sequence->finish == MT_UNFINISHED) break;
+        printf("\n");
     }
-    if (mt_tokenizer_is_special(r->tokenizer, token)) return;
-    bool known = mt_decode_next(r->decoder, token, &r->text, &error) == 0; // a model may have more tokens
-    if (show && r->text.bytes > 0) fwrite(r->text.data, 1, (size_t)r->text.bytes, stdout);
-    if (show && !known) fputs("\xEF\xBF\xBD", stdout); // U+FFFD, the replacement character
-    r->text.bytes = 0;
 }
 
-/* Generates sequences as one batch, and shows them in order: the first unfinished one as its tokens come. */
+/* Generates sequences and shows them. Data-parallel ranks share them; then they are shown at the end. */
 static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_prompts) {
     mt_error error, unwritten;
-    bool titles = count > 1 && !r->options.print_tokens;
-    int64_t s = 0, i = 0; // token i of sequence s is the next to show
-    int shown = 0;        // -1: standard output failed, on rank 0 alone
-    for (int64_t unfinished = mt_sequences_unfinished(sequences, count);;) {
-        for (; s < count && r->is_first; s++, i = 0) {
-            if (titles && i == 0) printf("%s== %lld of %lld ==\n", s ? "\n" : "", (long long)s + 1, (long long)count);
-            for (; i < sequences[s].num_tokens; i++)
-                show_token(r, &sequences[s], i, show_prompts || i >= sequences[s].num_prompt);
-            if (sequences[s].finish == MT_UNFINISHED) break;
-            if (r->decoder) mt_decode_end(r->decoder, &r->text);
-            printf("%.*s\n", (int)r->text.bytes, r->text.bytes > 0 ? r->text.data : "");
-            r->text.bytes = 0;
-        }
+    screen at = {0};
+    int shown = 0; // -1: standard output failed, on rank 0 alone
+    if (r->tokenizer) r->responses = mt_responses_open(r->tokenizer, &r->options.stop, sequences[0].id, count);
+    for (int64_t left = mt_sequences_unfinished(sequences, count);;) {
+        if (r->is_first && !r->options.out) show(r, &at, sequences, count, show_prompts);
         if (shown == 0 && (fflush(stdout) != 0 || ferror(stdout)))
             shown = mt_error_set(&unwritten, "standard output: cannot be written: %s", strerror(errno));
-        if (unfinished == 0 || r->grid.world.size == 1) check(r, shown, &unwritten); // other ranks learn it at the end
-        if (unfinished == 0) break;
-        unfinished = mt_generator_step(r->generator, sequences, count, &error);
-        if (unfinished < 0) check(r, -1, &error); // on every rank: all have the same logits
+        if (left == 0 || r->grid.world.size == 1) check(r, shown, &unwritten); // other ranks learn it at the end
+        if (left == 0) break;
+        if (r->grid.data.size > 1) {
+            check(r, mt_sequences_generate(&r->grid, r->generator, sequences, count, &error), &error);
+            left = 0;
+        } else {
+            left = mt_generator_step(r->generator, sequences, count, &error);
+            if (left < 0) check(r, -1, &error); // on every rank: all have the same logits
+        }
     }
-    for (s = 0; s < count; s++) {
+    for (int64_t s = 0; s < count; s++) {
         if (r->is_first && sequences[s].num_tokens == r->context && sequences[s].max_tokens == r->context)
-            fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n", (long long)sequences[s].id + 1,
-                    (long long)r->context);
+            fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n",
+                    (long long)(sequences[s].id / r->options.num_return_sequences) + 1, (long long)r->context);
         if (r->chat) end_turn(r, &sequences[s]);
-        mt_sequence_end(&sequences[s]);
     }
+}
+
+/* Frees the sequences that were generated, and their texts. */
+static void forget(run *r, mt_sequence *sequences, int64_t count) {
+    for (int64_t s = 0; s < count; s++) mt_sequence_end(&sequences[s]);
+    mt_responses_close(&r->responses);
+}
+
+/* Checks that --out can be written, before the work; leaves nothing behind. */
+static void check_out(run *r) {
+    mt_error error, unused;
+    mt_new_file file = {0};
+    int status = r->is_first && r->options.out ? mt_new_file_open(&file, r->options.out, "--out", &error) : 0;
+    (void)mt_new_file_close(&file, -1, &unused);
+    check(r, status, &error);
+}
+
+/* --out: a line for each sequence. */
+static void write_responses(run *r, const mt_sequence *sequences, int64_t count) {
+    mt_error error;
+    mt_new_file file = {0};
+    int status = r->is_first ? mt_new_file_open(&file, r->options.out, "--out", &error) : 0;
+    for (int64_t s = 0; s < count && status == 0 && r->is_first; s++)
+        mt_response_write(file.stream, &sequences[s],
+                          r->tokenizer ? mt_responses_update(&r->responses, &sequences[s]) : NULL,
+                          r->options.num_return_sequences);
+    check(r, mt_new_file_close(&file, status, &error), &error);
 }
 
 /* --prompt, all texts at once, or --prompt-tokens. */
 static void answer_prompts(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    int64_t count = o->prompt_tokens ? 1 : o->prompt.count, longest = 0, prompt_tokens = 0;
+    int64_t each = o->num_return_sequences, count = (o->prompt_tokens ? 1 : o->prompt.count) * each;
+    int64_t longest = 0, prompt_tokens = 0;
     mt_sequence *sequences = mt_malloc(count * (int64_t)sizeof *sequences);
     for (int64_t s = 0; s < count; s++) {
+        const char *text = o->prompt_tokens ? NULL : o->prompt.items[s / each];
         int status = o->prompt_tokens ? mt_sequence_parse(&sequences[s], s, o->prompt_tokens, r->context, o, &error)
-                                      : begin_text(r, &sequences[s], s, o->prompt.items[s],
-                                                   (int64_t)strlen(o->prompt.items[s]), &error);
+                                      : begin_text(r, &sequences[s], s, text, (int64_t)strlen(text), &error);
         check(r, status, &error);
-        if (sequences[s].max_tokens > longest) longest = sequences[s].max_tokens;
-        prompt_tokens += sequences[s].num_prompt;
+        longest = mt_max(longest, sequences[s].max_tokens);
+        prompt_tokens += s % each == 0 ? sequences[s].num_prompt : 0;
     }
-    open_generator(r, count, longest, prompt_tokens);
+    check_out(r);
+    open_generator(r, count / each, longest, prompt_tokens);
     generate(r, sequences, count, true);
+    if (o->out) write_responses(r, sequences, count);
+    forget(r, sequences, count);
     free(sequences);
 }
 
@@ -286,6 +321,7 @@ static bool answer_lines(run *r) {
                              : begin_text(r, &sequence, id, line, bytes, &error);
         if (status == 0) {
             generate(r, &sequence, 1, false);
+            forget(r, &sequence, 1);
         } else {
             if (r->is_first) fprintf(stderr, "error: %s\n", error.text);
             all = false;
@@ -295,11 +331,15 @@ static bool answer_lines(run *r) {
     return all;
 }
 
-static void print_rates(const mt_generator *generator) {
-    mt_generator_totals t = mt_generator_read_totals(generator);
-    fprintf(stderr, "read %lld tokens, %.1f tokens/s; then wrote %lld, %.1f tokens/s\n", (long long)t.prefill_tokens,
-            t.prefill_tokens ? (double)t.prefill_tokens / t.prefill_seconds : 0, (long long)t.decode_tokens,
-            t.decode_tokens ? (double)t.decode_tokens / t.decode_seconds : 0);
+/* Rates of all data-parallel ranks together. */
+static void print_rates(const run *r) {
+    mt_generator_totals t = mt_generator_read_totals(r->generator);
+    double tokens[] = {(double)t.prefill_tokens, (double)t.decode_tokens};
+    mt_all_reduce_sum(&r->grid.data, tokens, 2, MT_F64);
+    if (!r->is_first) return;
+    fprintf(stderr, "read %.0f tokens, %.1f tokens/s; then wrote %.0f, %.1f tokens/s\n", tokens[0],
+            t.prefill_tokens ? tokens[0] / t.prefill_seconds : 0, tokens[1],
+            t.decode_tokens ? tokens[1] / t.decode_seconds : 0);
 }
 
 static void score(run *r) {
@@ -378,17 +418,15 @@ int main(int argc, char **argv) {
             answer_prompts(&r);
         else
             all = answer_lines(&r);
-        if (r.is_first) print_rates(r.generator);
+        print_rates(&r);
     }
     mt_generator_destroy(r.generator);
     mt_model_destroy(r.model);
-    mt_decoder_close(r.decoder);
     mt_chat_close(r.chat);
     mt_conversation_cut(&r.conversation, 0);
     free(r.conversation.messages);
     mt_tokenizer_close(r.tokenizer);
     mt_options_free(o);
-    free(r.text.data);
     free(r.folder);
     mt_grid_stop(&r.grid);
     return all ? 0 : 1;

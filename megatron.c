@@ -8162,9 +8162,8 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
     mt_arena on_device = {.base = mb->device_batch, .capacity = m->batch_bytes};
     mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
-    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans), mb->T = T;
-    mb->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
-    MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
+    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans);
+    mb->T = mb->rows = T;
     mb->num_spans = num_spans;
     memcpy(mb->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
@@ -8177,7 +8176,9 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
 static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, bool training) {
     const mt_batch *batch = mt_shard_batch(m, mb, whole);
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
-    size_t T = (size_t)batch->num_tokens;
+    size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
+    mb->rows = (int64_t)(T / parts);
+    MT_CHECK(T % parts == 0);
     memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
     memcpy(block.tokens, batch->tokens, T * 4);
     memcpy(block.positions, batch->positions, T * 4);
@@ -10700,7 +10701,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
-    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // too few rows in generation
+    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // see mt_decode_pass
     m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
     m->max_rows = m->tp.max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
 }
@@ -11428,9 +11429,11 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
 static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
     size_t T = (size_t)batch->num_tokens;
-    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= batch->num_tokens);
+    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= mt_min(m->plan.max_logits, (int64_t)T) && (int64_t)T <= m->max_rows);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_batch_block block = mt_batch_block_open(m, mt_micro_batch_free(m, chunk), batch, 0);
+        mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
+        mb->context = NULL; // every context-parallel rank computes the whole batch
+        mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
         if (m->plan.page_rows > 0) memcpy(block.pages, batch->pages, (size_t)mt_page_entries(&m->plan) * 4);
@@ -11452,6 +11455,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
         mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
         p = mt_pass_begin(m, mb);
         p.decode = true;
+        p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0; // too few rows to divide them
         int64_t bytes = (char *)mb->batch.labels - mb->device_batch;
         m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
         mt_stage_forward(m, &p);
@@ -11748,9 +11752,9 @@ static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     int64_t slot = sequences[i].slot;
     if (b->slots[slot].num_cached < b->slots[slot].num_pages * b->plan.page_rows) return true;
     while (!mt_pages_reserve(b, 1)) {
-        int64_t last = slot;
-        for (int64_t s = 0; s < b->plan.max_sequences; s++)
-            if (b->slots[s].sequence > b->slots[last].sequence) last = s;
+        int64_t last = 0;
+        for (int64_t s = 1; s < b->plan.max_sequences; s++)
+            last = b->slots[s].sequence > b->slots[last].sequence ? s : last;
         int64_t youngest = b->slots[last].sequence;
         mt_cache_slot_cut(b, last, 0);
         b->slots[last].sequence = sequences[youngest].slot = -1;
@@ -11871,15 +11875,12 @@ void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
 
 /* ---- a generator: a batcher and a model */
 
-enum { MT_PREFILL_TOKENS = 512 }; // tokens of a prefill's forward: enough for fast matrix products, little memory
-
 struct mt_generator {
     mt_model *model;
     mt_sampling sampling;
     mt_stops stops;
     mt_batcher *batcher;
     const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
-    int64_t rank_tokens;      // a forward has a multiple of so many tokens
     float *logits;            // [max_sequences, vocab_size]; NULL if the device computes the argmax
     int32_t *argmax;          // [max_sequences] in that case, else NULL
     mt_sampled *sampled;      // [max_sequences]
@@ -11907,11 +11908,9 @@ mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, 
     int64_t most = plan->cache_sequences, together = model->grid->data.size;
     MT_CHECK(plan->page_rows > 0 && most <= plan->max_logits);
     *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
-    g->rank_tokens = model->tp.sequence_parallel ? model->grid->tensor.size : 1;
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
-    batching.max_tokens = plan->max_tokens / g->rank_tokens * g->rank_tokens;
-    batching.num_pages = plan->cache_rows / plan->page_rows - 1;
+    batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     g->batcher = mt_batcher_create(&batching);
     bool penalizes = sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1;
     if (sampling->temperature == 0 && !sampling->logprobs && !penalizes && mt_decode_is_alone(model))
@@ -11935,13 +11934,12 @@ void mt_generator_destroy(mt_generator *g) {
 /* Samples a token from each row of logits of the last forward. */
 static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences) {
     int64_t V = g->model->options->vocab_size, rows = g->batcher->num_logits;
-    const int64_t *owner = g->batcher->logit_sequences;
     for (int64_t row = 0; g->argmax && row < rows; row++) g->sampled[row] = (mt_sampled){.token = g->argmax[row]};
     if (g->argmax) return;
     mt_scratch scratch = mt_scratch_reserve(2 * V);
 #pragma omp parallel for schedule(dynamic) if (rows * V > MT_PARALLEL)
     for (int64_t row = 0; row < rows; row++)
-        g->sampled[row] = mt_sample(g->logits + row * V, V, &g->sampling, &sequences[owner[row]],
+        g->sampled[row] = mt_sample(g->logits + row * V, V, &g->sampling, &sequences[g->batcher->logit_sequences[row]],
                                     (int32_t *)mt_scratch_slice(scratch));
 }
 
@@ -11969,12 +11967,14 @@ static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, con
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
     int status = 0;
-    mt_batcher_pad(b, mt_divide_up(mt_max(b->batch.num_tokens, 1), g->rank_tokens) * g->rank_tokens);
+    int64_t rows = b->num_logits;
+    mt_batcher_pad(b, 1); // if only other replicas have tokens, or logits, for which the head's weights are gathered
+    if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     if (g->argmax)
-        mt_model_decode_argmax(g->model, &b->batch, b->cache_rows, b->logit_rows, b->num_logits, g->argmax);
+        mt_model_decode_argmax(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->argmax);
     else
-        mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, b->num_logits, g->logits);
+        mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->logits);
     mt_generator_sample(g, sequences);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
         status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
@@ -11982,14 +11982,14 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
 }
 
 int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
-    double start = mt_time(), sums[2];
+    double start = mt_time();
+    mt_generator_totals *totals = &g->totals;
     if (mt_batcher_next(g->batcher, sequences, count) == 0 && !g->together) return 0;
     int status = mt_generator_forward(g, sequences, error);
-    mt_generator_totals *totals = &g->totals;
     totals->prefill_tokens += g->batcher->num_prefill;
     totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
     *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
-    sums[0] = (double)mt_sequences_unfinished(sequences, count), sums[1] = status != 0;
+    double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
     if (sums[1] == 0) return (int64_t)sums[0];
     return g->together ? mt_agree(g->together, status != 0, error) : -1;

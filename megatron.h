@@ -543,8 +543,10 @@ typedef struct mt_options {
     char *system_prompt;
     char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
-    double temperature, top_p;
-    int64_t top_k, max_new_tokens, max_sequences;
+    double temperature, top_p, min_p, repetition_penalty;
+    int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
+    int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
+    mt_strings stop;
     uint64_t given[28];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
     mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
@@ -2770,8 +2772,9 @@ typedef struct mt_stops {
     void *context;
 } mt_stops;
 
-/* Rows of a page of the cache where a plan does not say: a tile of keys in the kernels of attention. */
-enum { MT_PAGE_ROWS = 128 };
+/* Rows of a page of the cache where a plan does not say: a tile of keys in the kernels of attention. Tokens of a
+ * forward with prompts: enough for fast matrix products, little memory. */
+enum { MT_PAGE_ROWS = 128, MT_PREFILL_TOKENS = 512 };
 
 /* The memory plan of a model that generates `count` sequences of at most max_tokens tokens at once, from prompts of
  * prompt_tokens tokens in all. More sequences wait for their turn. */

@@ -568,12 +568,6 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
                             "%lld ranks without --context-parallel-size",
                             (long long)world_size, (long long)o->tensor_model_parallel_size,
                             (long long)o->pipeline_model_parallel_size);
-    if (program == MT_PROGRAM_INFER && o->data_parallel_size > 1 && !o->score)
-        return mt_error_set(error,
-                            "infer runs one model: %lld ranks are more than --tensor-model-parallel-size %lld x "
-                            "--pipeline-model-parallel-size %lld; start fewer ranks, or raise a size",
-                            (long long)world_size, (long long)o->tensor_model_parallel_size,
-                            (long long)o->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
     return mt_options_derive_schedules(o, error);
 }

@@ -726,12 +726,13 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     } else if (mt_setting_is_accepted(&setting, reader->program)) {
         if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
         return mt_option_reader_take_values(reader, entry, &setting, where, error);
-    } else if (setting.row && !entry->is_implied)
+    } else if (setting.row && !entry->is_implied) {
         mt_options_note_key(reader->options, entry, "", infers ? "training (train)" : "generation (infer)");
-    else if (!setting.row && entry->is_megatron)
+    } else if (!setting.row && entry->is_megatron) {
         mt_option_reader_take_other(reader, entry, position, &setting);
-    else if (!setting.row)
+    } else if (!setting.row) {
         mt_option_reader_take_absent(reader, entry, position);
+    }
     return 0;
 }
 
@@ -1152,6 +1153,16 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
     if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
     if (o->score && !o->out && !o->entropy_out && !o->logits_out)
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
+    if (o->out && !o->score && !o->prompt_tokens && o->prompt.count == 0)
+        return mt_error_set(error, "--out needs --score, --prompt or --prompt-tokens");
+    if (o->num_return_sequences > 1 && !o->prompt_tokens && o->prompt.count == 0)
+        return mt_error_set(error, "--num-return-sequences needs --prompt or --prompt-tokens");
+    for (int64_t i = 0; i < o->stop.count; i++)
+        if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
+    int64_t page = o->inference_dynamic_batching_block_size;
+    if ((page & (page - 1)) != 0)
+        return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
+                            (long long)page, MT_PAGE_ROWS);
     if (MT_GIVEN(o, chat_template) && !o->chat && !o->score)
         return mt_error_set(error, "--chat-template needs --chat or --score");
     if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))

@@ -6,7 +6,7 @@
 #include "option_table.h"
 #include "role_keys.h"
 
-#include <ctype.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef MT_HAVE_YAML
@@ -323,26 +323,41 @@ static int take_values(reader *r, const mt_role_key *row, const char *option, ya
 /* ---- values that follow from several keys --------------------------------------------------------------------------
  */
 
+/* Reads up to three numbers from 0 to a million with commas between them; returns how many, or -1. */
+static int read_numbers(const char **text, int64_t numbers[3]) {
+    for (int count = 0; count < 3;) {
+        char *end;
+        numbers[count] = strtoll(*text, &end, 10);
+        if (end == *text || numbers[count] < 0 || numbers[count] > 1000000) return -1;
+        count++;
+        *text = end + strspn(end, " ");
+        if (**text != ',') return count;
+        ++*text;
+    }
+    return -1;
+}
+
 /* The number of items of Python's list(range(a, b, c)) or [0, 1], also several with + between them; -1: neither. */
 static int64_t count_devices(const char *text) {
     int64_t count = 0;
     for (;;) {
-        long long first = 0, end = 0, step = 1;
-        int used = 0;
         text += strspn(text, " ");
         if (strncmp(text, "list(range(", 11) == 0) {
-            int read = sscanf(text + 11, " %lld , %lld , %lld", &first, &end, &step);
-            if (read == 1) end = first, first = 0;
-            const char *close = strstr(text, "))");
-            if (read < 1 || !close || step < 1 || first < 0 || end > 1000000) return -1;
-            if (end > first) count += (end - first + step - 1) / step;
-            text = close + 2;
+            int64_t range[3] = {0, 0, 1};
+            text += 11;
+            int read = read_numbers(&text, range);
+            if (read == 1) range[1] = range[0], range[0] = 0;
+            if (read < 1 || range[2] < 1 || strncmp(text, "))", 2) != 0) return -1;
+            if (range[1] > range[0]) count += (range[1] - range[0] + range[2] - 1) / range[2];
+            text += 2;
         } else if (*text == '[') {
-            for (text++; sscanf(text, " %lld%n", &first, &used) == 1; text += *text == ',') {
-                count++, text += used;
-                text += strspn(text, " ");
-            }
-            text += strspn(text, " ");
+            do {
+                char *end;
+                (void)strtoll(++text, &end, 10);
+                if (end == text) return -1;
+                count++;
+                text = end + strspn(end, " ");
+            } while (*text == ',');
             if (*text++ != ']') return -1;
         } else {
             return -1;
@@ -468,7 +483,7 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
     } else if (row->kind == MT_KEY_LOSS_COEF && numeric) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true) set_number(entry, 0);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
-        double share = 1 / sibling_number(r, mapping, "num_return_sequences_in_group", 1);
+        double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;
         bool good = numeric && (is_low ? number >= 0 && number <= share : number <= 1 && number >= 1 - share);
         entry->kind = good ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
@@ -718,22 +733,31 @@ static bool names_equal(const char *a, const char *b) {
     return *a == *b;
 }
 
+/* The entry that sets an option; NULL: there is none. */
+static const mt_role_entry *find_option(const reader *r, const char *option) {
+    for (int64_t i = r->config->count - 1; i >= 0; i--) {
+        const mt_role_entry *entry = &r->config->entries[i];
+        if (entry->kind == MT_ENTRY_OPTION && entry->values.count > 0 && names_equal(entry->option, option))
+            return entry;
+    }
+    return NULL;
+}
+
 /* Adds the defaults of keys that the file does not have. */
 static void add_defaults(reader *r, const char *root) {
     for (const mt_role_default *row = mt_role_defaults; row->root; row++) {
-        bool is_set = strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0);
-        for (int64_t i = 0; i < r->config->count && !is_set; i++) {
-            const mt_role_entry *entry = &r->config->entries[i];
-            is_set = entry->option && names_equal(entry->option, row->option);
-        }
-        if (is_set) continue;
+        char value[32];
+        if (strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0)) continue;
+        if (find_option(r, row->option) || (row->with && !find_option(r, row->with))) continue;
+        const mt_role_entry *rank = find_option(r, "lora-rank");
+        if (!row->value) mt_real_print(value, 2 * (rank ? strtod(rank->values.items[0], NULL) : 0));
         snprintf(r->key, sizeof r->key, "(absent: %s)", row->key);
-        add_option(r, 0, row->option, row->value)->is_implied = true;
+        add_option(r, 0, row->option, row->value ? row->value : value)->is_implied = true;
         *r->key = 0;
     }
 }
 
-/* Adds --stage or --sft, and the defaults of a role that trains. */
+/* Adds --stage and the defaults of a role that trains. */
 static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     const char *name = row->key ? row->key : row->role;
     if (!find_root_key(r, name)) name = "actor_rollout_ref";

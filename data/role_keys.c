@@ -436,11 +436,15 @@ const mt_role_stage mt_role_stages[] = {
 
 const mt_role_default mt_role_defaults[] = {
     {"roll", NULL, "weight_decay", "weight-decay", "0"}, // of transformers' TrainingArguments
+    {"roll", NULL, "lora_rank", "lora-rank", "8", "lora-target"},
+    {"roll", NULL, "lora_alpha", "lora-alpha", NULL, "lora-target"},
     {"roll", "rl", "loss_agg_mode", "loss-agg-mode", "seq-mean-token-mean"},
     {"roll", "rl", "lambd", "lam", "0.95"},
     {"verl", NULL, "lr_decay_style", "lr-decay-style", "constant"},
+    {"verl", NULL, "target_modules", "lora-target", "all-linear", "lora-rank"},
+    {"verl", NULL, "lora_alpha", "lora-alpha", "16", "lora-rank"},
     {"verl", "rl", "clip_ratio_c", "clip-ratio-c", "3"},
-    {NULL, NULL, NULL, NULL, NULL},
+    {NULL},
 };
 
 enum { NUM_KEYS = sizeof keys / sizeof *keys };

@@ -60,8 +60,9 @@ extern const mt_role_stage mt_role_stages[]; // ends with a stage of NULL
 
 /* The value of an absent key in a training role, where this program has another default. */
 typedef struct mt_role_default {
-    const char *root, *stage; // root: the section of the whole file; stage NULL: any
-    const char *key, *option, *value;
+    const char *root, *stage;         // root: the section of the whole file; stage NULL: any
+    const char *key, *option, *value; // value NULL: twice --lora-rank
+    const char *with;                 // an option that the file must set; NULL: none
 } mt_role_default;
 extern const mt_role_default mt_role_defaults[]; // ends with a root of NULL
 

@@ -22,9 +22,8 @@ static bool prompts_equal(const mt_sequence *a, const mt_sequence *b) {
     return a->num_prompt == b->num_prompt && memcmp(a->tokens, b->tokens, (size_t)a->num_prompt * 4) == 0;
 }
 
-int mt_sequences_generate(mt_model *m, mt_sequence *sequences, int64_t count, const mt_sampling *sampling,
-                          const mt_stops *stops, mt_error *error) {
-    const mt_grid *grid = mt_model_grid(m);
+int mt_sequences_generate(const mt_grid *grid, mt_generator *generator, mt_sequence *sequences, int64_t count,
+                          mt_error *error) {
     const mt_group *data = &grid->data;
     mt_sequence *own = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *own);
     int *owner = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *owner);
@@ -34,10 +33,8 @@ int mt_sequences_generate(mt_model *m, mt_sequence *sequences, int64_t count, co
         owner[i] = (int)(prompts % data->size);
         if (owner[i] == data->rank) own[num_own++] = sequences[i];
     }
-    mt_generator *g = mt_generator_create(m, sampling, stops);
-    do left = mt_generator_step(g, own, num_own, error);
+    do left = mt_generator_step(generator, own, num_own, error);
     while (left > 0);
-    mt_generator_destroy(g);
     int status = mt_agree(&grid->world, left < 0, error);
     for (int64_t i = 0, k = 0; i < count && status == 0; i++) {
         if (owner[i] == data->rank) sequences[i] = own[k++];
@@ -65,9 +62,11 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
     for (int64_t s = 0; s < count && status == 0; s++)
         status =
             mt_sequence_begin(&sequences[s], s, tokens + s * max_tokens, num_tokens[s], max_tokens, &options, error);
-    if (status == 0)
-        status =
-            mt_sequences_generate(model, sequences, count, sampling ? sampling : &greedy, stops ? stops : &none, error);
+    if (status == 0) {
+        mt_generator *generator = mt_generator_create(model, sampling ? sampling : &greedy, stops ? stops : &none);
+        status = mt_sequences_generate(mt_model_grid(model), generator, sequences, count, error);
+        mt_generator_destroy(generator);
+    }
     for (int64_t s = 0; s < count; s++) {
         if (status == 0) memcpy(tokens + s * max_tokens, sequences[s].tokens, (size_t)sequences[s].num_tokens * 4);
         if (status == 0) num_tokens[s] = sequences[s].num_tokens;
@@ -102,7 +101,9 @@ int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_
     if (mt_model_get_plan(model)->page_rows == 0)
         return mt_error_set(error, "the model has no key/value cache; add one to its plan with mt_plan_generation");
     if (begin_samples(model, rollout, prompts, num_tokens, count, samples, error) != 0) return -1;
-    int status = mt_sequences_generate(model, samples, num_samples, &sampling, &rollout->stops, error);
+    mt_generator *generator = mt_generator_create(model, &sampling, &rollout->stops);
+    int status = mt_sequences_generate(mt_model_grid(model), generator, samples, num_samples, error);
+    mt_generator_destroy(generator);
     for (int64_t i = 0; i < num_samples && status != 0; i++) mt_sequence_end(&samples[i]);
     return status;
 }

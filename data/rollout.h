@@ -8,11 +8,11 @@
 extern "C" {
 #endif
 
-/* Completes begun sequences. Every rank of the model calls it with the same ones and gets all results; data-parallel
- * ranks share them, neighbours with equal prompts on one rank. The model's plan has mt_generator_plan or
- * mt_plan_generation. An error on any rank is every rank's. */
-int mt_sequences_generate(mt_model *model, mt_sequence *sequences, int64_t count, const mt_sampling *sampling,
-                          const mt_stops *stops, mt_error *error);
+/* Completes begun sequences. Every rank of the generator's model, whose grid is given, calls it with the same ones and
+ * gets all results; data-parallel ranks share them, neighbours with equal prompts on one rank. An error on any rank is
+ * every rank's. */
+int mt_sequences_generate(const mt_grid *grid, mt_generator *generator, mt_sequence *sequences, int64_t count,
+                          mt_error *error);
 
 /* Continues `count` >= 1 prompts until each ends at a stop token, which it includes, or at max_tokens.
  * tokens[count, max_tokens] holds prompt s in the first num_tokens[s] elements of row s; afterwards num_tokens[s]

@@ -3,6 +3,7 @@
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
+#include "../data/response.h"
 #include "../data/rollout.h"
 
 #include <jansson.h>
@@ -934,6 +935,57 @@ static void rollouts_have_the_log_probabilities_of_training(void **state) {
     }
 }
 
+/* ---- texts */
+
+/* The text of `all`, a byte a token, after `num_prompt` bytes of prompt, up to a stop string. */
+static void assert_text(const char *all, int64_t num_prompt, const mt_strings *stops, const char *expected,
+                        mt_finish finish) {
+    mt_tokenizer *tokenizer;
+    mt_error error;
+    int32_t tokens[64];
+    mt_sequence sequence = {.id = 7, .tokens = tokens, .num_prompt = num_prompt, .num_tokens = num_prompt};
+    if (mt_tokenizer_open(&tokenizer, MT_TOKENIZER_BYTE_LEVEL, NULL, &error) != 0) fail_msg("%s", error.text);
+    for (size_t i = 0; i < strlen(all); i++) tokens[i] = (uint8_t)all[i];
+    mt_responses responses = mt_responses_open(tokenizer, stops, 5, 3);
+    const mt_response *response = mt_responses_update(&responses, &sequence);
+    char shown[64] = "";
+    int64_t length = (int64_t)strlen(all), settled = response->prompt_bytes;
+    while (sequence.finish == MT_UNFINISHED) {
+        sequence.num_tokens++;
+        if (mt_responses_end(&responses, &sequence))
+            sequence.finish = MT_FINISH_STOP;
+        else if (sequence.num_tokens == length)
+            sequence.finish = MT_FINISH_LENGTH;
+        mt_responses_update(&responses, &sequence);
+        int64_t now = mt_responses_settled(&responses, response);
+        assert_true(now >= settled); // text that was shown is never cut off
+        strncat(shown, response->text.data + settled, (size_t)(now - settled));
+        settled = now;
+    }
+    assert_int_equal(sequence.finish, finish);
+    assert_string_equal(shown, expected);
+    assert_int_equal(response->text.bytes - response->prompt_bytes, strlen(expected));
+    mt_responses_close(&responses);
+    mt_tokenizer_close(tokenizer);
+}
+
+static void texts_end_before_a_stop_string(void **state) {
+    (void)state;
+    char *texts[] = {"END", "aab", "\n\n"};
+    const mt_strings stops = {.items = texts, .count = 3}, none = {.count = 0};
+    assert_text("p: one END two", 3, &stops, "one ", MT_FINISH_STOP);
+    assert_text("ENone EN", 2, &stops, "one EN", MT_FINISH_LENGTH);
+    assert_text("p: aaab", 3, &stops, "a", MT_FINISH_STOP);           // begins again within itself
+    assert_text("p\n\nEND: x\n", 8, &stops, "x\n", MT_FINISH_LENGTH); // not in the prompt
+    assert_text("EENDx", 3, &stops, "Dx", MT_FINISH_LENGTH);          // nor across its end
+    assert_text("pEND", 1, &stops, "", MT_FINISH_STOP);
+    assert_text("p\xC3\xA9"
+                "END",
+                1, &stops, "\xC3\xA9", MT_FINISH_STOP);
+    assert_text("px\xC3", 1, &stops, "x\xEF\xBF\xBD", MT_FINISH_LENGTH); // half a character
+    assert_text("p END", 1, &none, " END", MT_FINISH_LENGTH);
+}
+
 /* ---- files of a model's folder */
 
 static void write_text(const char *folder, const char *name, const char *text) {
@@ -1088,6 +1140,7 @@ int main(void) {
         cmocka_unit_test(rollouts_have_the_log_probabilities_of_training),
         cmocka_unit_test(damaged_weights_end_generation_with_a_message),
         cmocka_unit_test(prompts_that_cannot_be_continued_are_refused),
+        cmocka_unit_test(texts_end_before_a_stop_string),
         cmocka_unit_test(texts_begin_with_bos_where_hugging_face_adds_one),
         cmocka_unit_test(stop_tokens_come_from_generation_config_or_config),
         cmocka_unit_test(stories260k_gives_its_reference_logits_and_story),

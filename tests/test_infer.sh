@@ -254,6 +254,67 @@ ranks_score_as_one() {
     grep -c '^scored 7 sequences' "$work/err" | grep -qx 1 && [ "$(find "$work" -name '*.tmp*')" = '' ]
 }
 
+# list KEY FILE LINE: the numbers of a list in a line of JSON, a line each.
+list() {
+    sed -n "$3p" "$2" | sed "s/.*\"$1\":\[\([^]]*\)\].*/\1/" | tr ',' '\n'
+}
+
+# Lines of JSON hold the tokens that would be printed; log-probabilities are those of scoring the whole sequences, and
+# of a sampled distribution where nothing restricts it.
+writes_json_lines() {
+    set -- --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 9 --num-return-sequences 3
+    "$infer" "$@" >"$work/printed" 2>"$work/err" && "$infer" "$@" --out "$work/lines.jsonl" >"$work/out" \
+        2>"$work/err" && [ ! -s "$work/out" ] || return 1
+    [ "$(sed 's/.*"tokens":\[\([^]]*\)\].*/\1/' "$work/lines.jsonl" | tr , ' ')" = "$(cat "$work/printed")" ] &&
+        [ "$(grep -c '"finish_reason":"length"' "$work/lines.jsonl")" = 3 ] || return 1
+    sed 's/.*"tokens":\[\([^]]*\)\].*/{"tokens":[5,6,7,\1]}/' "$work/lines.jsonl" >"$work/whole.jsonl"
+    "$infer" --load $golden/llama --score "$work/whole.jsonl" --out "$work/scores.jsonl" 2>"$work/err" || return 1
+    for line in 1 2 3; do
+        list logprobs "$work/scores.jsonl" $line | tail -n 9 >"$work/want"
+        list logprobs "$work/lines.jsonl" $line >"$work/got"
+        list sampled_logprobs "$work/lines.jsonl" $line | paste "$work/want" "$work/got" - | awk '
+            function far(x, y) { return !(x - y <= 1e-5 && y - x <= 1e-5) }
+            NF != 3 || far($1, $2) || far($2, $3) { print; bad = 1 } END { exit NR == 9 ? bad : 1 }' || return 1
+    done
+}
+
+# A stop string spans tokens; the text is cut before it. The model of bytes writes ill-formed ones.
+ends_at_stop_strings() {
+    makes_model_of_bytes || return 1
+    three=$(printf '\357\277\275\357\277\275\357\277\275')
+    set -- --load "$work/bytes" --tokenizer-type ByteLevel --temperature 0 --max-new-tokens 30 --prompt Hi Hello
+    "$infer" "$@" --out "$work/whole.jsonl" 2>"$work/err" && grep -qv "\"text\":\"$three$three" "$work/whole.jsonl" &&
+        return 1
+    "$infer" "$@" --stop nowhere "$three" --out "$work/cut.jsonl" 2>"$work/err" || return 1
+    [ "$(grep -c '"text":"",.*"finish_reason":"stop"' "$work/cut.jsonl")" = 2 ] || return 1
+    for line in 1 2; do [ "$(list tokens "$work/cut.jsonl" $line | wc -l)" -le 4 ] || return 1; done
+    "$infer" "$@" --stop nowhere "$three" >"$work/out" 2>"$work/err" &&
+        [ "$(grep -av '^== . of 2 ==$' "$work/out" | grep -av '^$')" = "$(printf 'Hi\nHello')" ]
+}
+
+# --min-p 1 leaves the most probable token; a large penalty leaves none that was there before.
+restricts_sampling() {
+    set -- --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 40
+    "$infer" "$@" --temperature 0 >"$work/greedy" 2>"$work/err" && "$infer" "$@" --min-p 1 >"$work/out" \
+        2>"$work/err" && cmp "$work/greedy" "$work/out" || return 1
+    for seed in 1 2; do
+        "$infer" "$@" --seed $seed --repetition-penalty 1e6 --temperature 0.1 >"$work/out" 2>"$work/err" || return 1
+        { echo 5 6 7 && cat "$work/out"; } | tr ' ' '\n' >"$work/list"
+        [ "$(wc -l <"$work/list")" -gt 4 ] && [ "$(sort "$work/list" | uniq -d | wc -l)" = 0 ] || return 1
+    done
+}
+
+refuses_bad_generation() {
+    set -- --load $golden/llama --prompt-tokens 5 --print-tokens
+    refuses 'min-p' "$@" --min-p 1.5 && refuses 'repetition-penalty' "$@" --repetition-penalty 0 &&
+        refuses 'block-size 12 is not a power of two' "$@" --inference-dynamic-batching-block-size 12 &&
+        refuses 'stop and --print-tokens exclude' "$@" --stop x &&
+        refuses 'stop: a text is empty' --load $golden/llama --tokenizer-type ByteLevel --prompt a --stop '' &&
+        refuses 'out needs --score, --prompt or --prompt-tokens' --load $golden/llama --out "$work/x" &&
+        refuses 'num-return-sequences needs --prompt' --load $golden/llama --num-return-sequences 2 &&
+        refuses 'nowhere/x' "$@" --out "$work/nowhere/x"
+}
+
 # Lines reach every rank; a line that is too long is reported once.
 ranks_answer_lines() {
     long=$(printf '%070d' 0)
@@ -283,9 +344,38 @@ ranks_refuse_together() {
         shared $bad --load $golden/llama >"$work/out" 2>&1 && return 1
         [ "$(grep -c '^error: ' "$work/out")" = 1 ] || return 1
     done
-    $(mpirun_here) -np 2 "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens \
-        >"$work/out" 2>&1 && return 1
-    [ "$(grep -c 'error: infer runs one model: 2 ranks' "$work/out")" = 1 ]
+    return 0
+}
+
+# layout RANKS ARGUMENTS...: infer on so many ranks.
+layout() {
+    ranks=$1
+    shift
+    OMP_NUM_THREADS=1 $(mpirun_here) -np "$ranks" "$infer" "$@"
+}
+
+# Samples of several prompts on data-, expert-, sequence- and context-parallel ranks, fewer at once than there are, and
+# from a small cache: the tokens of one rank, in order.
+layouts_generate_as_one() {
+    set -- --device cpu --tokenizer-type ByteLevel --prompt Hello aa bbb cccc dddd --num-return-sequences 3 \
+        --max-new-tokens 9 --print-tokens
+    for family in mixtral deepseek_v3; do
+        "$infer" --load $golden/$family "$@" >"$work/alone" 2>"$work/err" || return 1
+        [ "$(sort "$work/alone" | uniq | wc -l)" = 15 ] || return 1
+        for words in '2' '3 --inference-max-requests 2' '2 --expert-model-parallel-size 2' \
+            '4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel' \
+            '4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2' '2 --context-parallel-size 2' \
+            '1 --kv-cache-tokens 40 --inference-dynamic-batching-block-size 4'; do
+            # shellcheck disable=SC2086
+            layout $words --load $golden/$family "$@" >"$work/out" 2>"$work/err" && cmp "$work/alone" "$work/out" ||
+                return 1
+        done
+    done
+    # Lines of standard input are answered too.
+    printf 'Hello\nyou\n' >"$work/lines"
+    set -- --load $golden/llama --tokenizer-type ByteLevel --print-tokens --max-new-tokens 5
+    "$infer" "$@" <"$work/lines" >"$work/alone" 2>"$work/err" && layout 2 "$@" <"$work/lines" >"$work/out" \
+        2>"$work/err" && cmp "$work/alone" "$work/out"
 }
 
 # Five layers on two pipeline stages.
@@ -305,6 +395,12 @@ generates_the_story() {
     echo 'Once upon a time' | "$infer" --load "$story" --temperature 0 --max-new-tokens 60 >"$work/line" \
         2>"$work/err" || return 1
     [ "Once upon a time$(cat "$work/line")" = "$(cat "$work/out")" ]
+}
+
+cuts_the_story() {
+    set -- --load "$story" --prompt 'Once upon a time' --temperature 0 --max-new-tokens 60
+    "$infer" "$@" --stop 'dog' 'Lily. She loved' >"$work/out" 2>"$work/err" &&
+        [ "$(cat "$work/out")" = 'Once upon a time, there was a little girl named ' ]
 }
 
 # The model has 512 tokens, the ByteLevel tokenizer 257: the others are shown as U+FFFD.
@@ -327,6 +423,10 @@ check bad_conversations_are_refused refuses_bad_conversations
 check generation_stops_at_the_context_with_a_note stops_at_the_context
 check standard_output_has_only_the_text writes_only_text_to_standard_output
 check bad_prompts_are_refused_in_one_line refuses_bad_prompts
+check json_lines_have_tokens_and_log_probabilities writes_json_lines
+check a_stop_string_ends_a_text ends_at_stop_strings
+check min_p_and_the_penalty_restrict_tokens restricts_sampling
+check bad_options_of_generation_are_refused refuses_bad_generation
 check bad_scores_are_refused_and_leave_no_files refuses_bad_scores
 check a_full_disk_is_reported_and_keeps_the_old_file reports_a_full_disk
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
@@ -337,12 +437,14 @@ if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check lines_of_standard_input_reach_every_rank ranks_answer_lines
     check ranks_hold_the_same_conversation ranks_hold_a_conversation
     check ranks_refuse_with_one_error ranks_refuse_together
+    check all_layouts_generate_as_one_rank layouts_generate_as_one
     [ -r "$story/config.json" ] && check ranks_generate_the_same_story ranks_generate_the_story
 else
     echo 'skipped: infer on several ranks, MPI is absent'
 fi
 if [ -r "$story/config.json" ]; then
     check stories260k_generates_its_story generates_the_story
+    check a_stop_string_cuts_the_story cuts_the_story
     check tokens_without_text_are_shown_as_replacements shows_tokens_that_the_tokenizer_lacks
 else
     echo "skipped: stories260k_generates_its_story, $story is absent"

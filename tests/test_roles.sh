@@ -92,6 +92,17 @@ infer_reads_its_role() {
         >"$work/out" 2>"$work/err" && [ "$(wc -w <"$work/out")" = 3 ] && says 'vllm$' "$work/err"
 }
 
+# Where a key is absent, ROLL's and verl's defaults hold.
+absent_keys_have_their_defaults() {
+    printf '%s\n' 'sft_train: {model_args: {lora_target: "q_proj,v_proj", lora_rank: 6}}' >"$work/lora.yaml"
+    prints "$work/lora.yaml" sft_train && sets sft_train.model_args.lora_target lora-target q_proj,v_proj &&
+        sets '(absent: lora_alpha)' lora-alpha 12 && sets '(absent: weight_decay)' weight-decay 0 &&
+        ! grep -q 'absent: lora_rank' "$work/out" || return 1
+    printf '%s\n' 'sft_train: {model_args: {lora_target: all}}' >"$work/lora.yaml"
+    prints "$work/lora.yaml" sft_train && sets sft_train.model_args.lora_target lora-target all-linear &&
+        sets '(absent: lora_rank)' lora-rank 8 && sets '(absent: lora_alpha)' lora-alpha 16
+}
+
 verl_is_read() {
     prints "$roles/verl.yaml" reference && sets actor_rollout_ref.model.path load "$HOME/models/small" &&
         sets actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu micro-batch-size 2 &&
@@ -148,6 +159,9 @@ values_are_checked() {
         refuses 'sft_train.model_args expects a section of keys' 'sft_train: {model_args: 3, worker_cls: a}' &&
         refuses 'bad.yaml:2: seed is given twice in this section' 'seed: 1' 'seed: 2' 'sft_train: {model_args: {}}' &&
         refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: list(8)}' &&
+        refuses 'device_mapping expects devices' \
+            'sft_train: {model_args: {}, device_mapping: "list(range(0,8,99999999999999999999))"}' &&
+        refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: "[0, 1"}' &&
         refuses 'num_labels can only be 1 here' 'sft_train: {model_args: {num_labels: 2}}' &&
         refuses 'lr_scheduler_type cannot be polynomial' \
             'sft_train: {training_args: {lr_scheduler_type: polynomial}}' &&
@@ -305,6 +319,7 @@ check keys_have_options_and_references_values keys_have_options_and_references_v
 check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
 check every_role_is_read every_role_is_read
 check infer_reads_its_role infer_reads_its_role
+check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check absent_options_are_named absent_options_are_named
 check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name
