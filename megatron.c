@@ -7406,7 +7406,7 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
 
 /* Position in the loaded micro-batch of token t of this rank. */
 static int64_t mt_context_position(const mt_context *c, int64_t t) {
-    return c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
+    return c ? c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t] : t;
 }
 
 /* True on one of the ranks that share a micro-batch. */
@@ -7502,9 +7502,10 @@ typedef struct mt_micro_batch {
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
-    mt_context *context;    // its attention with context parallelism, or NULL
-    mt_batch whole;         // context parallelism: spans and token indices of the whole micro-batch
-    mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
+    mt_context *context;        // its attention with context parallelism, or NULL
+    mt_batch whole;             // context parallelism: spans and token indices of the whole micro-batch
+    mt_teacher_logits *teacher; // of its batch
+    mt_activations *layers;     // of the chunk's layers, or one set that all share in generation; then of the modules
     mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
     mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
 } mt_micro_batch;
@@ -7599,6 +7600,7 @@ static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_
                                                   {"return", MT_VALUE_RETURNS, MT_VALUE_TOKENS},
                                                   {"clip fraction", MT_VALUE_CLIPFRAC, MT_VALUE_TOKENS},
                                                   {NULL, 0, 0}};
+static const mt_loss_metric mt_distillation_metrics[] = {{"cross-entropy", 0, -1}, {"divergence", 1, -1}, {NULL, 0, 0}};
 
 #define MT_HOST_LOSS(name)                                                                                             \
     static void name##_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {                    \
@@ -7609,6 +7611,15 @@ MT_HOST_LOSS(mt_reward)
 MT_HOST_LOSS(mt_policy)
 MT_HOST_LOSS(mt_value)
 
+static void mt_distillation_host(const void *config, const mt_loss_tokens *t, mt_loss_sums *sums) {
+    double weight = ((const mt_distillation_config *)config)->weight;
+    for (int64_t i = 0; i < t->T; i++) {
+        if (t->mask[i] == 0) continue;
+        sums->loss += weight * t->divergence[i] - (1 - weight) * t->logp[i], sums->count += 1;
+        sums->metrics[0] -= t->logp[i], sums->metrics[1] += t->divergence[i], t->dlogp[i] -= 1 - weight;
+    }
+}
+
 const mt_loss mt_preference = {.inputs = 1 << MT_REF_LOGP, .host = mt_preference_host, .metrics = mt_pair_metric_rows};
 const mt_loss mt_reward = {.of_values = true, .host = mt_reward_host, .metrics = mt_pair_metric_rows};
 const mt_loss mt_policy = {
@@ -7617,6 +7628,7 @@ const mt_loss mt_value = {.of_values = true,
                           .inputs = 1 << MT_RETURNS | 1 << MT_OLD_VALUES,
                           .host = mt_value_host,
                           .metrics = mt_value_metrics};
+const mt_loss mt_distillation = {.host = mt_distillation_host, .metrics = mt_distillation_metrics};
 
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
@@ -7652,7 +7664,7 @@ static void mt_head_values(mt_model *m, const mt_pass *p, const mt_output *out) 
  * tokens' numbers, and all compute the same. */
 
 /* Whole sequences of a micro-batch: the numbers of mt_loss_tokens, each [tokens]. */
-enum { MT_HOST_LOGP, MT_HOST_ENTROPY, MT_HOST_DLOGP, MT_HOST_DENTROPY, MT_NUM_HOST_NUMBERS };
+enum { MT_HOST_LOGP, MT_HOST_ENTROPY, MT_HOST_DLOGP, MT_HOST_DENTROPY, MT_HOST_DIVERGENCE, MT_NUM_HOST_NUMBERS };
 
 typedef struct mt_host_loss {
     double *numbers[MT_NUM_HOST_NUMBERS]; // DLOGP: of values with a value head
@@ -7662,6 +7674,13 @@ typedef struct mt_host_loss {
     mt_score_sink *sink;                  // of mt_score_tokens; NULL: a loss
     void *sink_context;
     int64_t micro_batch;
+    const mt_pass *scored;         // that the sink reads
+    int64_t capacity;              // of distillation: logits of the student at once; 0: none
+    int32_t *index, *device_index; // [capacity] their places; -1: on another rank
+    void *values, *device_values;  // [capacity] logits or gradients
+    float *floats;                 // [capacity] the same
+    double *doubles;               // [3, capacity] operands of mt_divergence
+    int64_t *tokens;               // [capacity] of each K logits
 } mt_host_loss;
 
 /* whole[n] = `local` of every rank that shares the micro-batch. */
@@ -7686,7 +7705,7 @@ static void mt_host_loss_gather(mt_model *m, const mt_pass *p, const float *entr
 static void mt_host_loss_scatter(mt_model *m, const mt_pass *p, int which, float *to) {
     const double *whole = m->host_loss->numbers[which];
     float *staged = m->host_loss->staged[which];
-    for (int64_t t = 0; t < p->T; t++) staged[t] = (float)whole[p->context ? mt_context_position(p->context, t) : t];
+    for (int64_t t = 0; t < p->T; t++) staged[t] = (float)whole[mt_context_position(p->context, t)];
     m->ops->memory_copy(to, staged, p->T * 4, p->stream);
 }
 
@@ -7706,7 +7725,7 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     }
     memset(h->numbers[MT_HOST_DLOGP], 0, (size_t)n * 8);
     memset(h->numbers[MT_HOST_DENTROPY], 0, (size_t)n * 8);
-    tokens.mask = p->whole->loss_mask;
+    tokens.mask = p->whole->loss_mask, tokens.divergence = h->numbers[MT_HOST_DIVERGENCE];
     *(has_values ? &tokens.values : &tokens.logp) = h->numbers[MT_HOST_LOGP];
     *(has_values ? &tokens.dvalues : &tokens.dlogp) = h->numbers[MT_HOST_DLOGP];
     if (uses_entropy) tokens.entropy = h->numbers[MT_HOST_ENTROPY], tokens.dentropy = h->numbers[MT_HOST_DENTROPY];
@@ -7720,6 +7739,69 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     m->ops->memory_copy(m->numbers->loss_metrics, h->sums->metrics, sizeof h->sums->metrics, p->stream);
 }
 
+/* ---- distillation: the student's logits at the teacher's ids go to the host, in pieces, and derivatives of the
+ * divergence are added to the gradients of these logits. A tensor-parallel rank has the ids of its share. */
+
+/* Lists the logits of tokens [t, end) for the teacher's rows from `row` on. Returns the number of rows. */
+static int64_t mt_distill_list(mt_model *m, const mt_pass *p, int64_t row, int64_t t, int64_t end) {
+    const mt_teacher_logits *teacher = p->mb->teacher;
+    mt_host_loss *h = m->host_loss;
+    int64_t rows = 0, K = teacher->K;
+    for (int64_t first = t; t < end && row + rows < teacher->count; t++) {
+        if (teacher->positions[row + rows] != mt_context_position(p->context, t)) continue;
+        for (int64_t k = 0; k < K; k++) {
+            int64_t id = (teacher->ids ? teacher->ids[(row + rows) * K + k] : k) - m->vocab_first;
+            h->index[rows * K + k] = id < 0 || id >= m->vocab_count ? -1 : (int32_t)((t - first) * m->V + id);
+        }
+        h->tokens[rows++] = t;
+    }
+    return rows;
+}
+
+/* Forward: the divergence of every token; its derivatives replace the teacher's logits. Backward: after that of the
+ * cross-entropy. */
+static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool backward) {
+    const mt_distillation_config *c = m->plan.loss->distillation;
+    mt_host_loss *h = m->host_loss;
+    int64_t K = p->mb->teacher->K, size = mt_dtype_size(m->dtype), row = 0, rows;
+    int64_t step = mt_max(mt_min(h->capacity / K, INT32_MAX / m->V), 1);
+    float *own = mt_row_open(h->floats, h->values, 0, m->dtype), *other = p->mb->teacher->logits;
+    if (!backward) memset(h->staged[MT_HOST_DIVERGENCE], 0, (size_t)p->T * 4);
+    for (int64_t t = 0; t < p->T; t += step, row += rows, other += rows * K) {
+        rows = mt_distill_list(m, p, row, t, mt_min(t + step, p->T));
+        int64_t n = rows * K;
+        m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
+        m->ops->gather_rows(h->device_values, mt_at(m, out->logits, t * m->V), h->device_index, n, 1, 1, 1, m->dtype,
+                            p->stream);
+        m->ops->memory_copy(h->values, h->device_values, n * size, p->stream);
+        m->ops->stream_synchronize(p->stream);
+        (void)mt_row_load(own, h->values, 0, n, m->dtype);
+        if (backward) {
+            n = 0; // those on this rank
+            for (int64_t i = 0; i < rows * K; i++)
+                if (h->index[i] >= 0) h->index[n] = h->index[i], own[n++] = own[i] + other[i];
+            mt_row_close(h->values, 0, own, n, m->dtype);
+            m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
+            m->ops->memory_copy(h->device_values, h->values, n * size, p->stream);
+            m->ops->scatter_rows(mt_at(m, out->logits, t * m->V), h->device_values, h->device_index, n, 1, 1, 1,
+                                 m->dtype, p->stream);
+            m->ops->stream_synchronize(p->stream);
+            continue;
+        }
+        mt_all_reduce_sum(&m->grid->tensor, own, n, MT_F32);
+#pragma omp parallel for
+        for (int64_t r = 0; r < rows; r++) {
+            double *student = h->doubles + 3 * r * K, *teacher = student + K, *dstudent = teacher + K;
+            for (int64_t k = 0; k < K; k++) student[k] = (double)own[r * K + k], teacher[k] = (double)other[r * K + k];
+            h->staged[MT_HOST_DIVERGENCE][h->tokens[r]] =
+                (float)mt_divergence(&c->divergence, student, teacher, K, dstudent);
+            for (int64_t k = 0; k < K; k++) other[r * K + k] = (float)(c->weight * dstudent[k]);
+        }
+    }
+    MT_CHECK(row == p->mb->teacher->count);
+    if (!backward) mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
+}
+
 /* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
 static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
@@ -7730,6 +7812,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
         m->ops->memory_copy(out->logits, out->dlogp + p->first_row, p->rows * 4, p->stream);
     else
         m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
+    if (m->plan.loss->distillation) mt_distill(m, p, out, true);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(&p->tp, &m->outer.head, &head, MT_BACKWARD_BOTH);
@@ -8212,6 +8295,9 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     else
         mt_head_values(m, p, out), entropy = NULL;
     if (m->plan.loss->host || scores) mt_host_loss_gather(m, p, entropy);
+    p->mb->teacher = p->whole->teacher;
+    if (m->plan.loss->distillation && !scores) mt_distill(m, p, out, false);
+    if (h) h->scored = p;
     if (scores)
         h->sink(h->sink_context, h->micro_batch, p->whole, h->numbers[MT_HOST_LOGP],
                 entropy ? h->numbers[MT_HOST_ENTROPY] : NULL);
@@ -10934,9 +11020,15 @@ static void mt_host_loss_open(mt_model *m) {
     double *numbers = mt_model_calloc(m, (MT_NUM_HOST_NUMBERS + MT_NUM_LOSS_INPUTS) * n * 8);
     for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++) h->numbers[i] = numbers + i * n;
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) h->inputs[i] = numbers + (MT_NUM_HOST_NUMBERS + i) * n;
-    h->sums = m->ops->memory_alloc_host((int64_t)sizeof *h->sums + MT_NUM_HOST_NUMBERS * T * 4);
+    int64_t picked = h->capacity = m->plan.loss->distillation ? mt_max(1 << 18, m->options->vocab_size) : 0;
+    h->sums = m->ops->memory_alloc_host((int64_t)sizeof *h->sums + MT_NUM_HOST_NUMBERS * T * 4 + picked * 8);
     for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++) h->staged[i] = (float *)(void *)(h->sums + 1) + i * T;
     *h->sums = (mt_loss_sums){0};
+    h->values = h->staged[0] + MT_NUM_HOST_NUMBERS * T, h->index = (int32_t *)h->values + picked;
+    h->doubles = mt_model_calloc(m, 3 * picked * 8), h->floats = mt_model_calloc(m, picked * 4);
+    h->tokens = mt_model_calloc(m, picked * 8);
+    if (picked == 0) return;
+    h->device_values = m->ops->memory_alloc(picked * 8), h->device_index = (int32_t *)h->device_values + picked;
 }
 
 static int mt_model_allocate(mt_model *m, mt_error *error) {
@@ -11225,6 +11317,7 @@ static void mt_model_free_device(mt_model *m) {
     m->ops->memory_free_host(m->staged_logits);
     m->ops->memory_free_host(m->trainer->results);
     if (m->host_loss) m->ops->memory_free_host(m->host_loss->sums);
+    if (m->host_loss) m->ops->memory_free(m->host_loss->device_values);
     for (int i = 0; i < 2; i++) {
         m->ops->memory_free_host(m->staged_batch[i]);
         m->ops->event_destroy(m->copied[i]);
@@ -11386,13 +11479,14 @@ static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_
     mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
 }
 
-/* Copies logits to the host as fp32, without the padding columns; every rank gets them. */
-static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logits, int64_t rows) {
+/* Copies logits from row `begin` on to the host as fp32, without the padding columns; `share`: to every rank. */
+static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logits, int64_t begin, int64_t rows,
+                              bool share) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
     int ranks = m->grid->tensor.size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        const void *shares = mt_at(m, mb->outputs[0].logits, first * V);
+        const void *shares = mt_at(m, mb->outputs[0].logits, (begin + first) * V);
         if (ranks > 1) {
             m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
             shares = m->gathered_logits;
@@ -11409,7 +11503,15 @@ static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logi
                     to[i] = mt_bf16_to_f32(((const uint16_t *)row)[i]);
             }
     }
-    mt_broadcast_from_last_stage(m, logits, rows * vocabulary * 4);
+    if (share) mt_broadcast_from_last_stage(m, logits, rows * vocabulary * 4);
+}
+
+bool mt_score_logits(mt_model *m, int64_t t, int64_t *position, float *logits) {
+    const mt_pass *p = m->host_loss->scored;
+    if (t >= p->T) return false;
+    *position = mt_context_position(p->context, t);
+    if (logits) mt_logits_to_host(m, p->mb, logits, t, 1, false);
+    return true;
 }
 
 void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
@@ -11422,7 +11524,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     m->ops->stream_synchronize(m->stream);
     if (logp) mt_broadcast_from_last_stage(m, logp, T * 4);
     if (entropy) mt_broadcast_from_last_stage(m, entropy, T * 4);
-    if (logits) mt_logits_to_host(m, m->last_forward.mb, logits, T);
+    if (logits) mt_logits_to_host(m, m->last_forward.mb, logits, 0, T, true);
 }
 
 /* Writes the inputs of a decode pass to the host's block 0: always the same block, because graphs keep its address. */
@@ -11516,7 +11618,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     if (num_rows == 0)
         m->ops->stream_synchronize(m->stream);
     else
-        mt_logits_to_host(m, mt_decode_output(m), logits, num_rows);
+        mt_logits_to_host(m, mt_decode_output(m), logits, 0, num_rows, true);
 }
 
 void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,

@@ -371,7 +371,8 @@ typedef enum mt_training_stage {
     MT_STAGE_SFT, // fine-tuning on conversations
     MT_STAGE_RM,  // a reward model, on pairs of responses
     MT_STAGE_DPO, // preferences, on pairs of responses
-    MT_STAGE_RL   // reinforcement learning, on the model's own responses to prompts
+    MT_STAGE_RL,  // reinforcement learning, on the model's own responses to prompts
+    MT_STAGE_KD   // distillation from a teacher, on the samples of fine-tuning
 } mt_training_stage;
 typedef enum mt_loss_on { MT_LOSS_ON_RESPONSES, MT_LOSS_ON_LAST, MT_LOSS_ON_ALL } mt_loss_on;
 typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
@@ -538,6 +539,10 @@ typedef struct mt_options {
     mt_preference_variant preference_loss;
     double beta, label_smoothing;
     char *ref_load, *chosen_key, *rejected_key;
+    char *teacher_load;
+    mt_divergence_type kd_objective;
+    int64_t logits_topk;
+    double kd_temperature, distill_loss_weight, skew_lambda, adaptive_kl_alpha;
     /* reinforcement learning */
     int64_t rollout_batch_size, ppo_epochs;
     mt_adv_estimator adv_estimator;
@@ -1947,6 +1952,7 @@ typedef struct mt_loss_tokens {
         *sequences;    // sequence s has the tokens [q_start, q_start + q_len); tokens in no sequence do not count
     const float *mask; // [T] not 0: the token's label counts (a response)
     const double *logp, *entropy, *values;                                 // [T] of the model; NULL where it has none
+    const double *divergence;                                              // [T] from the teacher; or NULL
     const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] operands; NULL where a loss has none
     double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
 } mt_loss_tokens;
@@ -2085,6 +2091,11 @@ typedef struct mt_divergence_config {
  * logit adds nothing. Not scaled by the squared temperature. */
 double mt_divergence(const mt_divergence_config *c, const double *student, const double *teacher, int64_t K,
                      double *dstudent);
+
+typedef struct mt_distillation_config {
+    mt_divergence_config divergence;
+    double weight; // of the divergence: the loss is (1 - weight) cross-entropy + weight divergence, of tokens
+} mt_distillation_config;
 
 /* ==== §8 the parameter table ====================================================================================== */
 
@@ -2273,6 +2284,15 @@ typedef enum mt_loss_input {
     MT_NUM_LOSS_INPUTS
 } mt_loss_input;
 
+/* Distillation: logits of the teacher for the tokens of a rank whose label counts. They stay in memory until the step
+ * ends. */
+typedef struct mt_teacher_logits {
+    int64_t K, count;   // K is at most the vocabulary
+    int32_t *positions; // [count] of these tokens in the batch, ascending
+    int32_t *ids;       // [count, K] places in the vocabulary, all of a token different; NULL: 0 to K - 1
+    float *logits;      // [count, K]; the student's forward replaces them by derivatives of the loss
+} mt_teacher_logits;
+
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
     int64_t num_tokens;   // T
@@ -2285,6 +2305,7 @@ typedef struct mt_batch {
     mt_span *spans;                         // room for one span a token
     int32_t *pages;                         // decoding over a cache in pages: the page table, memory of the caller
     float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
+    mt_teacher_logits *teacher;             // distillation, on the ranks with the loss; or NULL
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
 } mt_batch;
@@ -2386,8 +2407,9 @@ typedef struct mt_loss {
     unsigned inputs; // bits 1 << mt_loss_input: the arrays of mt_loss_tokens that `host` reads; the others are NULL
     void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
     void (*host)(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums);
-    const void *config;            // of `host`
-    const mt_loss_metric *metrics; // of `host`, ended by a row without a name; NULL: none
+    const void *config;                         // of `host`
+    const mt_loss_metric *metrics;              // of `host`, ended by a row without a name; NULL: none
+    const mt_distillation_config *distillation; // NULL: `host` reads no divergence
 } mt_loss;
 
 /* Pre-training: the weighted sum of negative log-probabilities. */
@@ -2398,6 +2420,7 @@ extern const mt_loss mt_preference; // mt_preference_config
 extern const mt_loss mt_reward;     // mt_reward_config
 extern const mt_loss mt_policy; // mt_policy_config; with a KL coefficient add MT_REF_LOGP, with entropy uses_entropy
 extern const mt_loss mt_value;  // mt_value_config
+extern const mt_loss mt_distillation; // mt_distillation_config, also to be set as `distillation`
 
 /* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {
@@ -2684,6 +2707,10 @@ typedef void mt_score_sink(void *context, int64_t micro_batch, const mt_batch *b
  * data-parallel ranks with the same number of micro-batches, which may be empty of unmasked tokens. */
 int mt_score_tokens(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                     mt_score_sink *sink, void *sink_context, mt_error *error);
+
+/* In a sink: *position is the place in the batch of token t, 0 and up, of this rank, and logits[vocab_size] (NULL: not
+ * wanted) are its logits. False after the last token. All ranks of the tensor group ask for the same. */
+bool mt_score_logits(mt_model *model, int64_t t, int64_t *position, float *logits);
 
 /* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule,
  * gradients summed over the data group, their norm and clipping, AdamW. Updates `state`. With metrics == NULL the host

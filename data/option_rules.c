@@ -528,6 +528,9 @@ static void mt_options_derive_timeouts(mt_options *o) {
 static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *error) {
     bool rewards = o->stage == MT_STAGE_RM, has_head = o->head_type != MT_HEAD_LM;
     if (program == MT_PROGRAM_INFER) return 0;
+    if (o->logits_topk > o->vocab_size && o->vocab_size > 0)
+        return mt_error_set(error, "--logits-topk %lld is more than the vocabulary, %lld tokens; 0 takes all of them",
+                            (long long)o->logits_topk, (long long)o->vocab_size);
     if (o->mtp_num_layers > 0 && o->stage > MT_STAGE_SFT)
         return mt_error_set(error, "--mtp-num-layers %lld is for --stage pt and sft; set it to 0",
                             (long long)o->mtp_num_layers);

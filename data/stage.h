@@ -1,4 +1,5 @@
-/* stage.h: what a run trains (--stage): its loss, and with preferences the reference model. */
+/* stage.h: what a run trains (--stage): its loss, with preferences the reference model, with distillation the teacher.
+ */
 #ifndef MT_STAGE_H
 #define MT_STAGE_H
 
@@ -15,6 +16,7 @@ typedef struct mt_stage_loss {
     mt_reward_config reward;
     mt_policy_config policy;
     mt_value_config value;
+    mt_distillation_config distillation;
 } mt_stage_loss;
 
 /* The loss of finished options, for mt_model_plan.loss; NULL: that of pre-training. */
@@ -27,8 +29,8 @@ const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_options *opti
 int mt_options_check_folder(const mt_options *options, const char *folder, const char *option, mt_head_type *head,
                             mt_error *error);
 
-/* A model that stays as it is and scores the samples of another one: its own log-probabilities go into the batches of
- * a training step or of an evaluation. */
+/* A model that stays as it is and scores the samples of another one: its own log-probabilities, or the logits of a
+ * teacher, go into the batches of a training step or of an evaluation. */
 typedef struct mt_reference mt_reference;
 
 /* Opens the reference of a stage that has one, on the grid of the trained model; else *reference is NULL. Its weights
