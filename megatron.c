@@ -8032,7 +8032,7 @@ void mt_batch_pad(mt_batch *batch, int64_t multiple) {
             batch->spans[batch->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
         mt_span *span = &batch->spans[batch->num_spans - 1];
         batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 0;
-        batch->positions[t] = (int32_t)(t - span->q_start), batch->token_index[t] = ((int64_t)1 << 49) + t;
+        batch->positions[t] = 0, batch->token_index[t] = ((int64_t)1 << 49) + t; // any position: there may be few
         span->q_len = ++span->k_len;
     }
     batch->num_tokens = end;
