@@ -1,4 +1,5 @@
 /* dataset.c: the splits of a run; mock data and token files. */
+#include "options.h"
 #include "report.h"
 #include "sft.h"
 
