@@ -11546,6 +11546,7 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
  * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // to the end: OpenMP's, in a build without OpenMP
 
 /* ---- sampling */
 
