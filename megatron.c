@@ -170,12 +170,6 @@ const char *mt_dtype_name(mt_dtype dtype) {
     return mt_dtypes[dtype].name;
 }
 
-int mt_dtype_parse(const char *name) {
-    for (int dtype = 0; dtype < MT_NUM_DTYPES; dtype++)
-        if (strcmp(name, mt_dtypes[dtype].name) == 0) return dtype;
-    return -1;
-}
-
 float mt_bf16_to_f32(uint16_t bits) {
     uint32_t word = (uint32_t)bits << 16;
     float value;
@@ -250,10 +244,6 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
  * section has what the layers ask of the struct, and the limits of backends. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
-
-bool mt_options_gave(const mt_options *options, size_t offset) {
-    return options->given[offset / 64] >> offset % 64 & 1;
-}
 
 #define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
 const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
@@ -535,6 +525,12 @@ static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_str
 #pragma omp parallel for if (bytes > 4 * piece)
     for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memcpy((char *)to + i * piece, (const char *)from + i * piece, (size_t)mt_min(piece, bytes - i * piece));
+}
+
+static void mt_cpu_memory_copy_rows(void *to, int64_t to_stride, const void *from, int64_t from_stride, int64_t rows,
+                                    int64_t bytes, mt_stream *stream) {
+    for (int64_t row = 0; row < rows; row++)
+        memcpy((char *)to + row * to_stride, (const char *)from + row * from_stride, (size_t)bytes);
 }
 
 static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
@@ -2983,6 +2979,12 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
 #endif
 }
 
+mt_grid mt_grid_new(const mt_grid *grid) {
+    mt_grid further = mt_grid_of_one;
+    further.world = grid->world, further.world.nccl = NULL; // mt_backend_open opens one for each grid
+    return further;
+}
+
 /* Makes one group. All ranks of the world call it: each is in one group of every kind. */
 static void mt_group_make(mt_group *group, const mt_group *world, const int *members, int count) {
     group->size = count, group->rank = 0, group->members = mt_malloc(count * (int64_t)sizeof(int));
@@ -3012,7 +3014,7 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
     }
     free(members);
     if (mt_watch && grid->world.size > 1) mt_watch->start(options, grid->world.rank);
-    if (mt_watch && grid->world.size == 1) mt_watch->stop();
+    if (mt_watch && grid->world.size == 1) mt_watch->stop(false);
     return 0;
 }
 
@@ -3063,7 +3065,7 @@ static void mt_grid_close_groups(mt_grid *grid) {
 
 void mt_grid_clear(mt_grid *grid) {
     mt_grid_close_groups(grid);
-    if (mt_watch) mt_watch->stop();
+    if (mt_watch) mt_watch->stop(grid->world.size > 1 && grid->tensor.members);
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
 #ifdef MT_HAVE_MPI
@@ -3072,9 +3074,7 @@ void mt_grid_clear(mt_grid *grid) {
         free(group->comm);
         free(group->members);
     }
-    mt_group world = grid->world;
-    *grid = mt_grid_of_one;
-    grid->world = world;
+    *grid = mt_grid_new(grid);
 }
 
 void mt_grid_stop(mt_grid *grid) {
@@ -5182,15 +5182,6 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     return table.count;
 }
 
-int64_t mt_num_parameters(const mt_options *options) {
-    mt_param *params;
-    int64_t count = mt_params_build(&params, options, NULL), total = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (!mt_param_is_adapter(&params[i])) total += params[i].rows_stored * params[i].whole_cols;
-    free(params);
-    return total;
-}
-
 /* ==== §9 layers =================================================================================================== */
 /* A transformer layer, forward and backward. Invariants: hidden states are [T, C] throughout; a backward is its forward
  * in reverse order; a backward overwrites gradients of activations and accumulates gradients of parameters in fp32. */
@@ -5298,6 +5289,7 @@ struct mt_model {
     mt_arena parts[MT_NUM_PARTS]; // of the device; base NULL while the part rests
     void *resting[MT_NUM_PARTS];  // its contents on the host
     unsigned resting_parts;       // bits 1 << mt_part
+    unsigned lent_parts;          // that rest, and whose copies on the host are lent
     void **host_memory;           // [num_host_memory] freed with the model
     int64_t num_host_memory;
     void *workspace; // of the stream
@@ -9369,15 +9361,6 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
     return start + ratio * (end - start);
 }
 
-int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
-    if (options->rampup_batch_size.count == 0) return options->global_batch_size;
-    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
-    int64_t increments = (options->global_batch_size - start) / increment;
-    if (consumed_samples > samples || increments == 0) return options->global_batch_size;
-    double samples_per_increment = (double)samples / (double)increments;
-    return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
-}
-
 /* Phases of the step, for the profiler. */
 static void mt_phase_begin(mt_model *m, const char *name, int64_t micro_batch, int64_t chunk) {
     if (m->ops->phase_begin) m->ops->phase_begin(name, micro_batch, chunk, m->stream);
@@ -10084,12 +10067,6 @@ void mt_train_set_fp8_state(mt_model *m, const mt_fp8_state *s) {
     m->ops->memory_copy(f->history, s->history, s->history_length * n * 4, m->stream);
     m->ops->stream_synchronize(m->stream);
     f->recipe.version++; // weights are quantized anew
-}
-
-void mt_fp8_state_free(mt_fp8_state *s) {
-    free(s->scale);
-    free(s->history);
-    *s = (mt_fp8_state){0};
 }
 
 /* ---- re-running a bad step */
@@ -11020,10 +10997,25 @@ static void mt_decode_graphs_destroy(mt_model *m) {
 
 /* ---- rest between phases */
 
+/* Sets every pointer into the parts. `lends`: parts that rest become their copies on the host, or rest again. */
+static void mt_parts_bind(mt_model *m, bool lends) {
+    int64_t on_host = m->host.used;
+    unsigned swapped = lends ? m->resting_parts | m->lent_parts : 0; // one of them is 0
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        void *host = m->resting[part];
+        if (swapped >> part & 1) m->resting[part] = m->parts[part].base, m->parts[part].base = host;
+        m->parts[part].used = 0;
+    }
+    m->resting_parts ^= swapped, m->lent_parts ^= swapped;
+    m->host.used = 0;
+    mt_plan_buckets(m);
+    m->host.used = on_host;
+    for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_bind(m, i);
+}
+
 /* Releases parts, or allocates them again, then sets every pointer into them. */
 static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error) {
     int64_t needed = 0, available = rest ? mt_cpu_ops.memory_available() : m->ops->memory_available();
-    int64_t on_host = m->host.used;
     void *released[MT_NUM_PARTS] = {NULL};
     int rank, ranks = 1;
     parts &= (rest ? ~m->resting_parts : m->resting_parts) & ((1u << MT_NUM_PARTS) - 1);
@@ -11035,6 +11027,7 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
                      rest ? "rest" : "wake", (double)needed / (1 << 30), (double)available / (1 << 30), ranks);
     if (mt_agree(&m->grid->world, needed > available, error) != 0) return -1;
     mt_wait_reader(m);
+    if (rest && parts >> MT_PART_PARAMS & 1) mt_params_gather_all(m); // lent, they could not be gathered
     mt_wait_stream(m, m->stream, m->sharding->param_stream);
     for (int part = 0; part < MT_NUM_PARTS; part++) {
         mt_arena *arena = &m->parts[part];
@@ -11054,11 +11047,7 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
     mt_decode_graphs_destroy(m); // they hold addresses
     m->sharding->gathered_bucket = -1;
     m->resting_parts ^= parts;
-    for (int part = 0; part < MT_NUM_PARTS; part++) m->parts[part].used = 0;
-    m->host.used = 0;
-    mt_plan_buckets(m);
-    m->host.used = on_host;
-    for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_bind(m, i);
+    mt_parts_bind(m, false);
     return 0;
 }
 
@@ -11068,6 +11057,19 @@ int mt_model_rest(mt_model *m, unsigned parts, mt_error *error) {
 
 int mt_model_wake(mt_model *m, unsigned parts, mt_error *error) {
     return mt_parts_move(m, parts, false, error);
+}
+
+void mt_model_lend(mt_model *m, bool writes, mt_stream *stream) {
+    if (!writes && !(m->resting_parts >> MT_PART_PARAMS & 1)) mt_params_gather_all(m);
+    if (m->resting_parts | m->lent_parts) mt_parts_bind(m, true);
+    if (writes) mt_params_changed(m);
+    mt_wait_stream(m, stream, m->stream);
+}
+
+void mt_model_return(mt_model *m, mt_stream *stream) {
+    if (m->resting_parts | m->lent_parts) mt_parts_bind(m, true);
+    mt_wait_stream(m, m->stream, stream);
+    mt_wait_stream(m, m->sharding->param_stream, stream);
 }
 
 /* The spans of a decode step's graph have the longest possible k_len, because a graph keeps its launch grids. */
@@ -11896,12 +11898,6 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
     plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes tokens that fill a batch up
     plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
-}
-
-mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
-    mt_model_plan plan = {.max_tokens = mt_min(prompt_tokens, MT_PREFILL_TOKENS)};
-    mt_plan_generation(&plan, count, max_tokens, 0);
-    return plan;
 }
 
 mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops) {

@@ -124,9 +124,8 @@ typedef enum mt_dtype {
 /* Bytes of one element. */
 int64_t mt_dtype_size(mt_dtype dtype);
 
-/* The safetensors name ("F32", "BF16", ...) and its inverse, which returns -1 for an unknown name. */
+/* The safetensors name: "F32", "BF16", ... */
 const char *mt_dtype_name(mt_dtype dtype);
-int mt_dtype_parse(const char *name);
 
 /* bf16 and fp16 to float and back, rounding to nearest even. */
 float mt_bf16_to_f32(uint16_t bits);
@@ -581,10 +580,6 @@ mt_activation mt_options_activation(const mt_options *options);
 /* True if the embedding is the head's weight too. */
 bool mt_options_tied(const mt_options *options);
 
-/* True if the user gave the option whose field begins at `offset`. */
-bool mt_options_gave(const mt_options *options, size_t offset);
-#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
-
 /* A constraint between options, and its message with a %lld for each number. The first broken one is the error. */
 typedef struct mt_constraint {
     bool broken;
@@ -602,9 +597,6 @@ mt_durations mt_options_durations(const mt_options *options);
 
 /* YaRN's g(m), from which the scale of attention follows (Peng et al., "YaRN"; DeepSeek's two factors). */
 double mt_yarn_mscale(double factor, double mscale);
-
-/* Parameters of the model. */
-int64_t mt_num_parameters(const mt_options *options);
 
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
@@ -684,6 +676,10 @@ typedef void mt_host_function(void *context);
     /* Copies between any two of host and device memory. */                                                            \
     OP(memory_copy, mt_work_bytes(2 * bytes, MT_U8), (to, from, bytes, stream), void *to, const void *from,            \
        int64_t bytes, mt_stream *stream)                                                                               \
+    /* The same for rows of `bytes`, whose strides are in bytes. */                                                    \
+    OP(memory_copy_rows, mt_work_bytes(2 * rows * bytes, MT_U8),                                                       \
+       (to, to_stride, from, from_stride, rows, bytes, stream), void *to, int64_t to_stride, const void *from,         \
+       int64_t from_stride, int64_t rows, int64_t bytes, mt_stream *stream)                                            \
     OP(memory_zero, mt_work_bytes(bytes, MT_U8), (memory, bytes, stream), void *memory, int64_t bytes,                 \
        mt_stream *stream)
 
@@ -1683,6 +1679,20 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
  * groups have one rank until mt_grid_build. */
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
 
+/* A further grid over the ranks of the job, from any of its grids: for a model on another layout. Several grids may be
+ * built at once. Each lives until its mt_grid_clear, and all end before mt_grid_stop:
+ *
+ *     mt_grid_start(&job, &argc, &argv);
+ *     mt_grid actor = mt_grid_new(&job), generator = mt_grid_new(&job);
+ *     mt_grid_build(&actor, &actor_options, &error), mt_grid_build(&generator, &generator_options, &error);
+ *     const mt_ops *ops = mt_backend_open(device, &actor, &error); // and for the generator's grid
+ *     ... models; mt_transfer_run of data/transfer.h moves weights between them
+ *     mt_grid_clear(&generator), mt_grid_clear(&actor), mt_grid_stop(&job);
+ *
+ * All ranks work on the models in the same order. On GPUs, groups with the same members share a communicator. The
+ * watchdog has the limits of the first grid's options. */
+mt_grid mt_grid_new(const mt_grid *grid);
+
 /* Makes all groups for finished options. Every rank calls it. */
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 
@@ -1723,7 +1733,7 @@ void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
  * without that companion has no watchdog, and waits for a rank that hangs until it is ended from outside. */
 typedef struct mt_watch_hooks {
     void (*start)(const mt_options *options, int rank); // mt_grid_build made the groups of several ranks
-    void (*stop)(void);                                 // mt_grid_clear, or mt_grid_build for one rank
+    void (*stop)(bool built); // mt_grid_clear; built: of such a grid. false: also mt_grid_build for one rank
     void (*begin)(const char *operation, const char *group);
     void (*end)(void);
     void (*note)(const char *operation, const char *group);
@@ -2432,6 +2442,13 @@ typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_NUM_
 int mt_model_rest(mt_model *model, unsigned parts, mt_error *error);
 int mt_model_wake(mt_model *model, unsigned parts, mt_error *error);
 
+/* Lends the parameters and the optimizer's state to `stream`, which may belong to another model, until mt_model_return:
+ * mt_bucket_shard then gives whole, current weights, or shards of optim_grads_params; of parts that rest, the copies on
+ * the host. Operations enqueued on `stream` between the two calls read them, and write them if `writes`. Every rank
+ * calls both. */
+void mt_model_lend(mt_model *model, bool writes, mt_stream *stream);
+void mt_model_return(mt_model *model, mt_stream *stream);
+
 /* Sets a stream that still reads parameters or optimizer state, such as the stream of a save's copies: the model's
  * stream waits for its present work before it changes them. NULL: nothing reads any more. */
 void mt_model_set_reader(mt_model *model, mt_stream *reader);
@@ -2600,11 +2617,6 @@ void mt_state_read(mt_model *model, const mt_param *param, mt_param_state state,
 double mt_learning_rate(const mt_options *options, int64_t consumed_samples);
 double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
 
-/* The global batch size, in sequences, of the step that begins after `consumed_samples`. It is constant, except with
- * --rampup-batch-size START INCREMENT SAMPLES: it begins at START and grows by INCREMENT in equal intervals, so that it
- * reaches --global-batch-size after SAMPLES samples. */
-int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
-
 /* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
@@ -2710,7 +2722,6 @@ typedef struct mt_fp8_state {
 } mt_fp8_state;
 mt_fp8_state mt_train_fp8_state(mt_model *model); // to free; entry 0 of the history is 0
 void mt_train_set_fp8_state(mt_model *model, const mt_fp8_state *state);
-void mt_fp8_state_free(mt_fp8_state *state);
 
 /* Mean loss of `micro_batches` micro-batches per rank, without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
@@ -2775,10 +2786,6 @@ typedef struct mt_stops {
 /* Rows of a page of the cache where a plan does not say: a tile of keys in the kernels of attention. Tokens of a
  * forward with prompts: enough for fast matrix products, little memory. */
 enum { MT_PAGE_ROWS = 128, MT_PREFILL_TOKENS = 512 };
-
-/* The memory plan of a model that generates `count` sequences of at most max_tokens tokens at once, from prompts of
- * prompt_tokens tokens in all. More sequences wait for their turn. */
-mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
 
 /* Adds to a plan, such as a training model's, a cache for `count` sequences of at most max_tokens tokens at once.
  * cache_tokens > 0: with memory for so many tokens only, at least one sequence; sequences that find no page wait. */

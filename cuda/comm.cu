@@ -20,32 +20,37 @@ static void mt_nccl_check(ncclResult_t status, const char *call, const mt_group 
 
 /* ---- communicators, and waiting for them ------------------------------------------------------------------------- */
 
-/* All communicators ever created. A closed one has group NULL and is reused for the next group with the same members,
- * because creating one takes NCCL most of a second. All its ranks open and close communicators in the same order, so
- * they agree which one to reuse; each closes independently, at any time. */
+/* All communicators ever created. Groups with the same members, of one grid or several, share one; a channel has its
+ * own. A closed one is reused for the next group or channel with the same members, because creating one takes NCCL most
+ * of a second. All its ranks open and close communicators in the same order, so they agree which one to reuse; each
+ * closes independently, at any time. */
 typedef struct mt_comm_record {
     ncclComm_t comm;
-    const mt_group *group;
+    mt_group group;     // a copy, for messages: the group may end before the others that share this
+    int users;          // 0: closed
+    bool shared;        // by groups; false: of one channel
     int *members, size; // world ranks; NULL: not reusable by another group
 } mt_comm_record;
 static mt_comm_record *mt_comms;
 static int mt_num_comms, mt_num_open;
 
-/* Reopens an idle communicator of these members for the group; NULL if there is none. */
-static ncclComm_t mt_comm_reopen(const int *members, int size, const mt_group *group) {
+/* Opens a closed or, if `shares`, a shared communicator of these members for the group; NULL if there is none. */
+static ncclComm_t mt_comm_reopen(const int *members, int size, const mt_group *group, bool shares) {
     for (int i = 0; members && i < mt_num_comms; i++) {
         mt_comm_record *record = &mt_comms[i];
-        if (record->group || record->size != size || !record->members) continue;
+        if (record->size != size || !record->members) continue;
+        if (record->users > 0 && !(shares && record->shared)) continue;
         if (memcmp(record->members, members, (size_t)size * sizeof *members) != 0) continue;
-        record->group = group;
+        if (record->users++ == 0) record->group = *group, record->shared = shares;
         mt_num_open++;
         return record->comm;
     }
     return NULL;
 }
 
-static ncclComm_t mt_comm_open(const ncclUniqueId *id, const int *members, int size, int rank, const mt_group *group) {
-    mt_comm_record record = {.group = group, .size = size};
+static ncclComm_t mt_comm_open(const ncclUniqueId *id, const int *members, int size, int rank, const mt_group *group,
+                               bool shares) {
+    mt_comm_record record = {.group = *group, .users = 1, .shared = shares, .size = size};
     mt_watch_begin("opening a communicator", group->name);
     MT_NCCL(group, ncclCommInitRank(&record.comm, size, *id, rank));
     mt_watch_end();
@@ -62,7 +67,7 @@ static ncclComm_t mt_comm_open(const ncclUniqueId *id, const int *members, int s
 static void mt_comm_close(ncclComm_t comm) {
     int i = 0;
     while (mt_comms[i].comm != comm) i++;
-    mt_comms[i].group = NULL;
+    mt_comms[i].users--;
     mt_num_open--;
 }
 
@@ -70,12 +75,12 @@ extern "C" int mt_cuda_group_open(mt_group *group, mt_error *error) {
     if (group->size == 1) return 0;
     if (!group->comm)
         return mt_error_set(error, "group %s has no MPI communicator, through which NCCL starts", group->name);
-    group->nccl = mt_comm_reopen(group->members, group->size, group);
+    group->nccl = mt_comm_reopen(group->members, group->size, group, true);
     if (group->nccl) return 0;
     ncclUniqueId id;
     if (group->rank == 0) MT_NCCL(group, ncclGetUniqueId(&id));
     mt_broadcast(group, &id, sizeof id, 0);
-    group->nccl = mt_comm_open(&id, group->members, group->size, group->rank, group);
+    group->nccl = mt_comm_open(&id, group->members, group->size, group->rank, group, true);
     return 0;
 }
 
@@ -104,8 +109,8 @@ extern "C" void mt_cuda_groups_end(void) {
 static void mt_comms_check(void) {
     for (int i = 0; i < mt_num_comms; i++) {
         ncclResult_t state = ncclSuccess;
-        const mt_group *group = mt_comms[i].group;
-        if (!group) continue;
+        const mt_group *group = &mt_comms[i].group;
+        if (mt_comms[i].users == 0) continue;
         MT_NCCL(group, ncclCommGetAsyncError(mt_comms[i].comm, &state));
         if (state != ncclInProgress) mt_nccl_check(state, "an earlier operation", group, __FILE__, __LINE__);
     }
@@ -304,7 +309,7 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
     mt_cuda_channel *channel = (mt_cuda_channel *)mt_calloc(sizeof *channel);
     channel->head = {.group = group, .from = from, .to = to, .id = id};
     const int members[] = {group->members ? group->members[from] : 0, group->members ? group->members[to] : 0};
-    channel->comm = mt_comm_reopen(group->members ? members : NULL, 2, group);
+    channel->comm = mt_comm_reopen(group->members ? members : NULL, 2, group, false);
     if (!channel->comm) {
         ncclUniqueId unique;
         if (group->rank == from) {
@@ -312,7 +317,7 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
             mt_send(group, &unique, sizeof unique, to);
         } else
             mt_receive(group, &unique, sizeof unique, from);
-        channel->comm = mt_comm_open(&unique, group->members ? members : NULL, 2, group->rank == to, group);
+        channel->comm = mt_comm_open(&unique, group->members ? members : NULL, 2, group->rank == to, group, false);
     }
     int least, greatest; // messages take precedence over queued kernels
     MT_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));

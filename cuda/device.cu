@@ -140,13 +140,25 @@ extern "C" void mt_cuda_memory_free_host(void *memory) {
     MT_CUDA(cudaFreeHost(memory));
 }
 
+/* A copy to pageable host memory blocks: waits first, where peers are watched. */
+static void wait_before_copy(const void *to, mt_stream *stream) {
+    if (!mt_cuda_comm_is_open()) return;
+    cudaPointerAttributes attributes;
+    MT_CUDA(cudaPointerGetAttributes(&attributes, to));
+    if (attributes.type == cudaMemoryTypeUnregistered) mt_cuda_comm_wait(mt_cuda_stream(stream));
+}
+
 extern "C" void mt_cuda_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    if (mt_cuda_comm_is_open()) { // a copy to pageable host memory blocks; wait where peers are watched
-        cudaPointerAttributes attributes;
-        MT_CUDA(cudaPointerGetAttributes(&attributes, to));
-        if (attributes.type == cudaMemoryTypeUnregistered) mt_cuda_comm_wait(mt_cuda_stream(stream));
-    }
+    wait_before_copy(to, stream);
     MT_CUDA(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, mt_cuda_stream(stream)));
+}
+
+extern "C" void mt_cuda_memory_copy_rows(void *to, int64_t to_stride, const void *from, int64_t from_stride,
+                                         int64_t rows, int64_t bytes, mt_stream *stream) {
+    if (rows == 0 || bytes == 0) return;
+    wait_before_copy(to, stream);
+    MT_CUDA(cudaMemcpy2DAsync(to, (size_t)to_stride, from, (size_t)from_stride, (size_t)bytes, (size_t)rows,
+                              cudaMemcpyDefault, mt_cuda_stream(stream)));
 }
 
 extern "C" void mt_cuda_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {

@@ -25,6 +25,7 @@ typedef struct product {
     int64_t a_stride, b_stride; // between columns; 0: none between two
     mt_fp8_blocks a_blocks, b_blocks;
     bool fast_sums;     // fp8: Hopper's tensor cores sum all of the inner dimension, in 14 bits of fraction
+    int64_t d_stride;   // as a_stride
     uint32_t alignment; // common to all operands, set by plan_for; a slice of a larger matrix may begin at any row
 } product;
 
@@ -35,6 +36,7 @@ typedef struct operands {
     const void *a, *b, *bias;
     void *aux;
     const float *a_scales, *b_scales;
+    float scale; // of the product; 0: 1
 } operands;
 
 /* An algorithm that was chosen for a shape. Micro-batches may have any number of tokens: where candidates are timed,
@@ -80,7 +82,8 @@ static bool same_shape(const product *a, const product *b) {
            a->epilogue == b->epilogue && a->rows == b->rows && a->cols == b->cols && a->inner == b->inner &&
            a->a_dtype == b->a_dtype && a->b_dtype == b->b_dtype && a->out_dtype == b->out_dtype &&
            a->a_stride == b->a_stride && a->b_stride == b->b_stride && a->a_blocks == b->a_blocks &&
-           a->b_blocks == b->b_blocks && a->fast_sums == b->fast_sums && a->alignment == b->alignment;
+           a->b_blocks == b->b_blocks && a->fast_sums == b->fast_sums && a->d_stride == b->d_stride &&
+           a->alignment == b->alignment;
 }
 
 /* The dimension of a product that is a number of tokens: the summed one in a weight's gradient, else the columns. */
@@ -141,7 +144,8 @@ static void describe(plan *p) {
     int64_t a_stride = s->a_stride ? s->a_stride : a_rows, b_stride = s->b_stride ? s->b_stride : b_rows;
     MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->a, cuda_type(s->a_dtype), a_rows, a_cols, a_stride));
     MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->b, cuda_type(s->b_dtype), b_rows, b_cols, b_stride));
-    MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->d, cuda_type(s->out_dtype), s->rows, s->cols, s->rows));
+    MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->d, cuda_type(s->out_dtype), s->rows, s->cols,
+                                         s->d_stride ? s->d_stride : s->rows));
     if (is_fp8(s)) describe_fp8(p);
 }
 
@@ -177,8 +181,8 @@ static void set_pointers(const plan *p, const operands *o) {
 
 static void multiply(const plan *p, void *d, const operands *o, const cublasLtMatmulAlgo_t *algorithm,
                      mt_stream *stream) {
-    const float one = 1, beta = p->shape.accumulate ? 1 : 0;
-    MT_CUBLAS(cublasLtMatmul(stream->cublas, p->operation, &one, o->a, p->a, o->b, p->b, &beta, d, p->d, d, p->d,
+    const float alpha = o->scale != 0 ? o->scale : 1, beta = p->shape.accumulate ? 1 : 0;
+    MT_CUBLAS(cublasLtMatmul(stream->cublas, p->operation, &alpha, o->a, p->a, o->b, p->b, &beta, d, p->d, d, p->d,
                              algorithm, stream->workspace, (size_t)stream->workspace_bytes, stream->stream));
 }
 
@@ -204,7 +208,8 @@ template <class Enqueue> static float measure(Enqueue enqueue, mt_stream *stream
 static int fastest(plan *p, float *milliseconds, const operands *o, const cublasLtMatmulHeuristicResult_t *candidates,
                    int count, mt_stream *stream) {
     void *scratch = NULL;
-    size_t bytes = (size_t)(p->shape.rows * p->shape.cols * mt_dtype_size(p->shape.out_dtype));
+    int64_t stride = p->shape.d_stride ? p->shape.d_stride : p->shape.rows;
+    size_t bytes = (size_t)(stride * p->shape.cols * mt_dtype_size(p->shape.out_dtype));
     if (p->shape.accumulate && cudaMallocAsync(&scratch, bytes, stream->stream) != cudaSuccess) {
         cudaGetLastError(); // no memory for the measurement: use the heuristic's first choice
         return 0;
@@ -314,9 +319,10 @@ static plan *plan_for(const product *wanted, const operands *o, bool *is_new, mt
     return p;
 }
 
-static void run(const product *shape, void *d, const void *a, const void *b, const void *bias, mt_stream *stream) {
+static void run(const product *shape, void *d, const void *a, const void *b, const void *bias, mt_stream *stream,
+                float scale = 0) {
     bool is_new;
-    operands o = {d, a, b, bias, NULL, NULL, NULL};
+    operands o = {d, a, b, bias, NULL, NULL, NULL, scale};
     plan *p = plan_for(shape, &o, &is_new, stream);
     multiply(p, d, &o, &p->chosen->algorithm, stream);
 }
@@ -372,7 +378,7 @@ extern "C" void mt_cuda_linear_gelu_forward(void *y, void *pre, const void *x, c
     if (T <= MT_GEMV_ROWS || !gelu_in_epilogue(N, K, dtype)) return unfused();
     cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     product shape = {true, false, false, epilogue, N, T, K, dtype, dtype, dtype};
-    operands o = {y, w, x, bias, pre, NULL, NULL};
+    operands o = {y, w, x, bias, pre, NULL, NULL, 0};
     run_gelu(&shape, &o, unfused, stream);
 }
 
@@ -385,7 +391,7 @@ extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const v
     };
     if (!gelu_in_epilogue(N, K, dtype)) return unfused();
     product shape = {false, false, false, CUBLASLT_EPILOGUE_DGELU, K, T, N, dtype, dtype, dtype};
-    operands o = {dpre, w, dy, NULL, (void *)pre, NULL, NULL};
+    operands o = {dpre, w, dy, NULL, (void *)pre, NULL, NULL, 0};
     run_gelu(&shape, &o, unfused, stream);
 }
 
@@ -449,6 +455,25 @@ extern "C" void mt_cuda_linear_backward_weight(float *dw, float *dbias, const vo
     if (dbias) mt_cuda_column_sums(dbias, dy, T, N, dtype, stream);
 }
 
+/* The three products with strides, for one weight. */
+extern "C" void mt_cuda_strided_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    product shape = {true, false, a->accumulate, CUBLASLT_EPILOGUE_DEFAULT, a->N, a->M, a->K, dtype, dtype, dtype};
+    shape.b_stride = a->x_stride, shape.d_stride = a->y_stride;
+    if (a->M > 0) run(&shape, a->y, a->w, a->x, NULL, stream, a->scale);
+}
+
+extern "C" void mt_cuda_strided_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    product shape = {false, false, a->accumulate, CUBLASLT_EPILOGUE_DEFAULT, a->K, a->M, a->N, dtype, dtype, dtype};
+    shape.b_stride = a->y_stride, shape.d_stride = a->x_stride;
+    if (a->M > 0) run(&shape, a->dx, a->w, a->dy, NULL, stream, a->scale);
+}
+
+extern "C" void mt_cuda_strided_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    product shape = {false, true, a->accumulate, CUBLASLT_EPILOGUE_DEFAULT, a->K, a->N, a->M, dtype, dtype, MT_F32};
+    shape.a_stride = a->x_stride, shape.b_stride = a->y_stride;
+    run(&shape, a->dw, a->x, a->dy, NULL, stream);
+}
+
 /* ---- fp8 products -------------------------------------------------------------------------------------------------
  */
 
@@ -484,8 +509,8 @@ extern "C" bool mt_fp8_cublaslt(const mt_fp8_product_args *p, mt_stream *stream)
     shape.a_stride = p->b.stride, shape.b_stride = p->a.stride;
     shape.a_blocks = p->b.blocks, shape.b_blocks = p->a.blocks;
     shape.fast_sums = p->a.blocks == MT_FP8_TENSOR && !p->exact_sums;
-    operands o = {p->out, p->b.data,           p->a.data,          fuses_bias ? p->bias : NULL,
-                  NULL,   p->b.inverse_scales, p->a.inverse_scales};
+    operands o = {p->out, p->b.data,           p->a.data,           fuses_bias ? p->bias : NULL,
+                  NULL,   p->b.inverse_scales, p->a.inverse_scales, 0};
     bool is_new;
     plan *found = plan_for(&shape, &o, &is_new, stream);
     if (found->chosen->unfused) return false;

@@ -24,6 +24,8 @@ struct group_task {
     int N, K, E;
     int rows, cols; // of the result; rows 0: the rows of each expert
     bool accumulate;
+    int a_stride, b_stride, out_stride; // elements between rows
+    float scale;
 };
 
 /* A tile: its corner (row, col) in the product of rows [first, first + count), which belong to `expert`. */
@@ -46,24 +48,25 @@ template <mt_grouped_kind KIND> __device__ static bool find_tile(const group_tas
 /* A row-major matrix [rows, cols] in memory. */
 template <class T> struct view {
     const T *data;
-    int rows, cols;
+    int rows, cols, stride;
 
     __device__ __forceinline__ bool has(int row, int col) const {
         return row < rows && col < cols;
     }
     __device__ __forceinline__ const T *at(int row, int col) const {
-        return data + (int64_t)row * cols + col;
+        return data + (int64_t)row * stride + col;
     }
 };
 template <class T, mt_grouped_kind KIND>
 __device__ __forceinline__ view<T> view_of_a(const group_task &task, const group_tile &t, const T *a) {
     const int width = KIND == MT_GROUPED_FORWARD ? task.K : task.N;
-    return {a + (int64_t)t.first * width, t.count, width};
+    return {a + (int64_t)t.first * task.a_stride, t.count, width, task.a_stride};
 }
 template <class T, mt_grouped_kind KIND>
 __device__ __forceinline__ view<T> view_of_b(const group_task &task, const group_tile &t, const T *b) {
-    if (KIND == MT_GROUPED_BACKWARD_WEIGHT) return {b + (int64_t)t.first * task.K, t.count, task.K};
-    return {b + (int64_t)t.expert * task.N * task.K, task.N, task.K};
+    if (KIND == MT_GROUPED_BACKWARD_WEIGHT)
+        return {b + (int64_t)t.first * task.b_stride, t.count, task.K, task.b_stride};
+    return {b + (int64_t)t.expert * task.N * task.K, task.N, task.K, task.K};
 }
 
 /* For this tile's expert: the length of the summed dimension, the first row of the result, and the number of its
@@ -126,8 +129,9 @@ __global__ void __launch_bounds__(THREADS) grouped_ffma(Out *out, const T *a, co
         for (int j = 0; j < SIDE; j++) {
             const int row = t.row + my_row + i, col = t.col + my_col + j;
             if (row >= rows || col >= task.cols) continue;
-            Out *to = out + (first_row_of_result<KIND>(task, t) + row) * task.cols + col;
-            *to = mt_from_float<Out>(task.accumulate ? mt_to_float(*to) + c[i][j] : c[i][j]);
+            Out *to = out + (first_row_of_result<KIND>(task, t) + row) * task.out_stride + col;
+            const float sum = task.scale * c[i][j];
+            *to = mt_from_float<Out>(task.accumulate ? mt_to_float(*to) + sum : sum);
         }
 }
 
@@ -239,12 +243,12 @@ __global__ void __launch_bounds__(THREADS) grouped_mma(Out *out, const bf16 *a, 
     for (int i = 0; i < 8; i++) {
         const int row = t.row + my_row + i * 8 + lane / 4;
         if (row >= rows) continue;
-        Out *to = out + (first_row_of_result<KIND>(task, t) + row) * task.cols;
+        Out *to = out + (first_row_of_result<KIND>(task, t) + row) * task.out_stride;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int col = t.col + my_col + j * 8 + lane % 4 * 2;
-            store_pair<Out, WIDE>(to + col, c[i / 2][j][i % 2 * 2], c[i / 2][j][i % 2 * 2 + 1], task.cols - col,
-                                  task.accumulate);
+            store_pair<Out, WIDE>(to + col, task.scale * c[i / 2][j][i % 2 * 2],
+                                  task.scale * c[i / 2][j][i % 2 * 2 + 1], task.cols - col, task.accumulate);
         }
     }
 }
@@ -253,13 +257,15 @@ __global__ void __launch_bounds__(THREADS) grouped_mma(Out *out, const bf16 *a, 
 
 static group_task task_of(const mt_grouped_call *call) {
     bool of_weight = call->kind == MT_GROUPED_BACKWARD_WEIGHT;
-    return {call->offsets,
-            (int)call->N,
-            (int)call->K,
-            (int)call->E,
-            of_weight ? (int)call->N : 0,
-            call->kind == MT_GROUPED_FORWARD ? (int)call->N : (int)call->K,
-            call->accumulate};
+    int cols = call->kind == MT_GROUPED_FORWARD ? (int)call->N : (int)call->K;
+    int width = call->kind == MT_GROUPED_FORWARD ? (int)call->K : (int)call->N; // of a
+    group_task task = {call->offsets, (int)call->N,    (int)call->K, (int)call->E, of_weight ? (int)call->N : 0,
+                       cols,          call->accumulate};
+    task.a_stride = call->a_stride ? (int)call->a_stride : width;
+    task.b_stride = call->b_stride ? (int)call->b_stride : (int)call->K;
+    task.out_stride = call->out_stride ? (int)call->out_stride : cols;
+    task.scale = call->scale != 0 ? call->scale : 1;
+    return task;
 }
 
 /* The largest possible number of tiles. */
@@ -303,7 +309,8 @@ template <bool WIDE> static bool mma(const mt_grouped_call *call) {
 extern "C" bool mt_grouped_mma(const mt_grouped_call *call) {
     if (call->dtype != MT_BF16) return false;
     uintptr_t addresses = (uintptr_t)call->out | (uintptr_t)call->a | (uintptr_t)call->b;
-    bool wide = call->N % 8 == 0 && call->K % 8 == 0 && addresses % 16 == 0;
+    int64_t strides = call->a_stride | call->b_stride | call->out_stride;
+    bool wide = call->N % 8 == 0 && call->K % 8 == 0 && strides % 8 == 0 && addresses % 16 == 0;
     return wide ? mma<true>(call) : mma<false>(call);
 }
 
@@ -320,15 +327,50 @@ static void run(const mt_grouped_call &call) {
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
+/* One product per expert, whose rows the host knows. */
+template <class Product> static void each_expert(const mt_grouped_args *a, mt_dtype dtype, Product product) {
+    const int64_t size = mt_dtype_size(dtype), weight = a->N * a->K;
+    auto at = [&](const void *base, int64_t elements) { return base ? (char *)base + elements * size : NULL; };
+    for (int64_t e = 0; e < a->E; e++) {
+        const int64_t first = a->host_offsets[e];
+        mt_grouped_args own = *a;
+        own.M = a->host_offsets[e + 1] - first;
+        own.x = at(a->x, first * a->K), own.dx = at(a->dx, first * a->K), own.w = at(a->w, e * weight);
+        own.y = at(a->y, first * a->N), own.dy = at(a->dy, first * a->N), own.dw = a->dw ? a->dw + e * weight : NULL;
+        product(own);
+    }
+}
+
 extern "C" void mt_cuda_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    run({MT_GROUPED_FORWARD, a->y, a->x, a->w, a->offsets, a->M, a->N, a->K, a->E, false, dtype, stream});
+    if (!a->offsets) return mt_cuda_strided_forward(a, dtype, stream);
+    if (a->host_offsets)
+        return each_expert(a, dtype, [&](const mt_grouped_args &own) {
+            if (own.M > 0) mt_cuda_linear_forward(own.y, own.x, own.w, NULL, own.M, own.N, own.K, dtype, stream);
+        });
+    run({MT_GROUPED_FORWARD, a->y, a->x, a->w, a->offsets, a->M, a->N, a->K, a->E, a->accumulate, dtype, stream,
+         a->x_stride, 0, a->y_stride, a->scale});
 }
 
 extern "C" void mt_cuda_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    run({MT_GROUPED_BACKWARD_INPUT, a->dx, a->dy, a->w, a->offsets, a->M, a->N, a->K, a->E, false, dtype, stream});
+    if (!a->offsets) return mt_cuda_strided_backward_input(a, dtype, stream);
+    if (a->host_offsets)
+        return each_expert(a, dtype, [&](const mt_grouped_args &own) {
+            if (own.M > 0) mt_cuda_linear_backward_input(own.dx, own.dy, own.w, own.M, own.N, own.K, dtype, stream);
+        });
+    run({MT_GROUPED_BACKWARD_INPUT, a->dx, a->dy, a->w, a->offsets, a->M, a->N, a->K, a->E, a->accumulate, dtype,
+         stream, a->y_stride, 0, a->x_stride, a->scale});
 }
 
 extern "C" void mt_cuda_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (!a->offsets) return mt_cuda_strided_backward_weight(a, dtype, stream);
+    if (a->host_offsets)
+        return each_expert(a, dtype, [&](const mt_grouped_args &own) {
+            if (own.M > 0)
+                mt_cuda_linear_backward_weight(own.dw, NULL, own.dy, own.x, own.M, own.N, own.K, own.accumulate, dtype,
+                                               stream);
+            else if (!own.accumulate)
+                mt_cuda_memory_zero(own.dw, own.N * own.K * (int64_t)sizeof *own.dw, stream);
+        });
     run({MT_GROUPED_BACKWARD_WEIGHT, a->dw, a->dy, a->x, a->offsets, a->M, a->N, a->K, a->E, a->accumulate, dtype,
-         stream});
+         stream, a->y_stride, a->x_stride, 0, a->scale});
 }

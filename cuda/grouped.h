@@ -27,9 +27,12 @@ typedef struct mt_grouped_call {
     const void *a, *b;      // forward: x, w; backward_input: dy, w; backward_weight: dy, x
     const int32_t *offsets; // [E + 1], device memory
     int64_t M, N, K, E;
-    bool accumulate; // backward_weight only: add to out
+    bool accumulate; // add to out
     mt_dtype dtype;
     mt_stream *stream;
+    int64_t a_stride, b_stride,
+        out_stride; // elements between rows, of operands that are no weight; 0: none between two
+    float scale;    // of the product; 0: 1
 } mt_grouped_call;
 
 /* Returns false and enqueues nothing if the rung does not support these operands on this GPU. */
@@ -42,6 +45,11 @@ typedef struct mt_grouped_rung {
 /* Ordered from the definition to the fastest; a call uses the last rung that supports it. */
 enum { MT_NUM_GROUPED_RUNGS = 3 };
 extern const mt_grouped_rung mt_grouped_rungs[MT_NUM_GROUPED_RUNGS];
+
+/* gemm.cu: the products of mt_grouped_args without offsets. */
+void mt_cuda_strided_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream);
+void mt_cuda_strided_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream);
+void mt_cuda_strided_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream);
 
 #ifdef __cplusplus
 }

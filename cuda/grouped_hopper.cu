@@ -230,6 +230,8 @@ template <mt_grouped_kind KIND> static void launch(const mt_grouped_call *call) 
 extern "C" bool mt_grouped_hopper(const mt_grouped_call *call) {
     uintptr_t addresses = (uintptr_t)call->out | (uintptr_t)call->a | (uintptr_t)call->b;
     if (mt_cuda_device()->major != 9 || call->dtype != MT_BF16 || addresses % 16 != 0) return false;
+    bool adds = call->accumulate && call->kind != MT_GROUPED_BACKWARD_WEIGHT;
+    if (adds || call->scale != 0 || call->a_stride || call->b_stride || call->out_stride) return false;
     if (!call->out || !call->a || !call->b || call->M == 0 || call->N == 0 || call->K == 0) return false;
     if (call->N % 8 != 0 || call->K % 8 != 0 || call->E == 0 || call->E > MAX_EXPERTS) return false;
     if (call->kind == MT_GROUPED_FORWARD) launch<MT_GROUPED_FORWARD>(call);

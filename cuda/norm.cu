@@ -611,6 +611,7 @@ __global__ void __launch_bounds__(32 * rows)
 /* With many columns, blocks with few threads per column fill the GPU. */
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
                           mt_stream *stream) {
+    if (!to) return; // a frozen weight
     const bool many = C > 4096;
     auto kernel = many ? add_partials<8> : add_partials<32>;
     mt_launch_early(kernel, dim3(mt_grid_size(C, 32), more ? 2 : 1), dim3(32, many ? 8 : 32), 0, mt_cuda_stream(stream),

@@ -135,6 +135,9 @@ int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *
  * way to the disk is the last one too. An error if there is no checkpoint yet. Every rank calls it. */
 int mt_checkpoint_rewind(mt_model *model, mt_run_state *state, mt_saver *saver, mt_error *error);
 
+/* Frees what mt_train_fp8_state allocated. */
+void mt_fp8_state_free(mt_fp8_state *state);
+
 #ifdef __cplusplus
 }
 #endif

@@ -244,3 +244,9 @@ int mt_fp8_load(mt_model *m, const char *folder, bool continues, mt_error *error
     mt_fp8_state_free(&state);
     return status;
 }
+
+void mt_fp8_state_free(mt_fp8_state *s) {
+    free(s->scale);
+    free(s->history);
+    *s = (mt_fp8_state){0};
+}

@@ -5,6 +5,8 @@
 
 #include "adapter.h"
 #include "prompts.h"
+#include "rollout.h"
+#include "transfer.h"
 #include "watchdog.h"
 
 #include <ctype.h>
@@ -658,17 +660,6 @@ static void mt_target_write_stored(mt_reader *r, mt_target *t, int64_t at, const
     }
 }
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. */
-typedef struct mt_rectangle {
-    int64_t row, rows, col, cols;
-} mt_rectangle;
-
-static mt_rectangle mt_rectangle_intersect(mt_rectangle a, mt_rectangle b) {
-    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
-    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
-    return (mt_rectangle){row, mt_max(rows, 0), col, mt_max(cols, 0)};
-}
-
 /* Rows [*first, *end) of this rank's part of a parameter that a part of the bucket touches: fewer than all where a data
  * group shards the state. */
 static void mt_target_rows(const mt_target *t, int64_t *first, int64_t *end) {
@@ -687,7 +678,8 @@ static void mt_target_rows(const mt_target *t, int64_t *first, int64_t *end) {
 /* The rows and columns of the tensor that this rank loads. */
 static mt_rectangle mt_target_rectangle(const mt_target *t) {
     const mt_param *param = t->param;
-    mt_rectangle own = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
+    mt_rectangle own = mt_param_rectangle(param);
+    own.row += param->hf_row;
     if (!param->hf_transposed) return own;
     int64_t first, end;
     mt_target_rows(t, &first, &end);
@@ -759,21 +751,18 @@ static void mt_target_load_blocks(mt_reader *r, mt_target *t, mt_rectangle given
         }
 }
 
-/* Loads this rank's part of elements [begin, end) of the tensor: the end of a row, whole rows, the start of a row. */
+/* Loads this rank's part of elements [begin, end) of the tensor. */
 static void mt_target_load_elements(mt_reader *r, mt_target *t, int64_t begin, int64_t end, const char *data) {
     const mt_param *param = t->param;
     int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
     int64_t size = mt_dtype_size(t->tensor->dtype);
-    while (begin < end) {
-        mt_rectangle given = {begin / width, (end - begin) / width, 0, width};
-        if (begin % width > 0 || given.rows == 0)
-            given = (mt_rectangle){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
+    mt_rectangle given[3];
+    int count = mt_rectangles_of_run(given, begin, end, width);
+    for (int i = 0; i < count; data += given[i].rows * given[i].cols * size, i++)
         if (t->scales)
-            mt_target_load_blocks(r, t, given, data);
+            mt_target_load_blocks(r, t, given[i], data);
         else
-            mt_target_load_rectangle(r, t, given, data, t->tensor->dtype);
-        begin += given.rows * given.cols, data += given.rows * given.cols * size;
-    }
+            mt_target_load_rectangle(r, t, given[i], data, t->tensor->dtype);
 }
 
 /* After the tensor's last segment: writes a transposed tensor, and sets padding rows to 0. */

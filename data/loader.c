@@ -2,6 +2,7 @@
  *
  * Megatron-LM, megatron/training/datasets/data_samplers.py, and _get_ltor_masks_and_position_ids in gpt_dataset.py.
  */
+#include "options.h"
 #include "timeline.h"
 #include "watchdog.h"
 

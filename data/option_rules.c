@@ -581,3 +581,25 @@ int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
     }
     return consumed;
 }
+
+int64_t mt_num_parameters(const mt_options *options) {
+    mt_param *params;
+    int64_t count = mt_params_build(&params, options, NULL), total = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (!mt_param_is_adapter(&params[i])) total += params[i].rows_stored * params[i].whole_cols;
+    free(params);
+    return total;
+}
+
+int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
+    if (options->rampup_batch_size.count == 0) return options->global_batch_size;
+    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
+    int64_t increments = (options->global_batch_size - start) / increment;
+    if (consumed_samples > samples || increments == 0) return options->global_batch_size;
+    double samples_per_increment = (double)samples / (double)increments;
+    return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
+}
+
+bool mt_options_gave(const mt_options *options, size_t offset) {
+    return options->given[offset / 64] >> offset % 64 & 1;
+}

@@ -120,6 +120,18 @@ mt_hf_family mt_hf_family_find(const char *name);
 /* The index of `text` among the choices "a|b|c", or -1. */
 int mt_choice_index(const char *choices, const char *text);
 
+/* Parameters of the model. */
+int64_t mt_num_parameters(const mt_options *options);
+
+/* The global batch size, in sequences, of the step that begins after `consumed_samples`. It is constant, except with
+ * --rampup-batch-size START INCREMENT SAMPLES: it begins at START and grows by INCREMENT in equal intervals, so that it
+ * reaches --global-batch-size after SAMPLES samples. */
+int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
+
+/* True if the user gave the option whose field begins at `offset`. */
+bool mt_options_gave(const mt_options *options, size_t offset);
+#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
+
 #ifdef __cplusplus
 }
 #endif

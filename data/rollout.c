@@ -107,3 +107,9 @@ int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_
     for (int64_t i = 0; i < num_samples && status != 0; i++) mt_sequence_end(&samples[i]);
     return status;
 }
+
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
+    mt_model_plan plan = {.max_tokens = mt_min(prompt_tokens, MT_PREFILL_TOKENS)};
+    mt_plan_generation(&plan, count, max_tokens, 0);
+    return plan;
+}

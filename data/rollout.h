@@ -8,6 +8,10 @@
 extern "C" {
 #endif
 
+/* The memory plan of a model that generates `count` sequences of at most max_tokens tokens at once, from prompts of
+ * prompt_tokens tokens in all. More sequences wait for their turn. */
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
+
 /* Completes begun sequences. Every rank of the generator's model, whose grid is given, calls it with the same ones and
  * gets all results; data-parallel ranks share them, neighbours with equal prompts on one rank. An error on any rank is
  * every rank's. */

@@ -48,6 +48,13 @@ static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) 
     return count;
 }
 
+/* The type of a name, or -1. */
+static int mt_dtype_parse(const char *name) {
+    for (int dtype = 0; dtype < MT_NUM_DTYPES; dtype++)
+        if (strcmp(name, mt_dtype_name((mt_dtype)dtype)) == 0) return dtype;
+    return -1;
+}
+
 /* Parses one entry of the header; tensor->name and ->file are set. `data` [bytes] is the data of the file. */
 static int mt_tensor_parse(mt_tensor_info *tensor, const json_t *entry, const unsigned char *data, int64_t bytes,
                            mt_error *error) {

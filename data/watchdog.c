@@ -26,6 +26,7 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t stops;
     bool running, stopping;
+    int grids; // of several ranks that are built
     int rank;
     mt_watch_phase phase;
     double limits[MT_WATCH_PHASES], since;   // seconds
@@ -152,8 +153,10 @@ static void mt_watchdog_open(const mt_options *o, int rank, mt_watch_phase phase
     if (!mt_watchdog.running) mt_die("the watchdog's thread cannot be started");
 }
 
-static void mt_watchdog_stop(void) {
-    if (!mt_watchdog.running) return;
+/* Stops the thread once no grid is left. */
+static void mt_watchdog_stop(bool built) {
+    if (built) mt_watchdog.grids--;
+    if (!mt_watchdog.running || mt_watchdog.grids > 0) return;
     pthread_mutex_lock(&mt_watchdog.lock);
     mt_watchdog.stopping = true;
     pthread_cond_signal(&mt_watchdog.stops);
@@ -162,9 +165,9 @@ static void mt_watchdog_stop(void) {
     mt_watchdog.running = false;
 }
 
-/* From mt_grid_build, with several ranks. */
+/* From mt_grid_build, with several ranks. The first grid's options set the limits. */
 static void mt_watchdog_grid(const mt_options *options, int rank) {
-    mt_watchdog_open(options, rank, MT_WATCH_STEP);
+    if (mt_watchdog.grids++ == 0) mt_watchdog_open(options, rank, MT_WATCH_STEP);
 }
 
 void mt_watch_start(const mt_options *options) {

@@ -189,13 +189,13 @@ static void bench_case(bench *b, const bench_shape *s, const char *only) {
     draw_offsets(b, s);
     ops->memory_copy(offsets, b->offsets, (s->E + 1) * 4, b->stream);
     ops->memory_zero(dw, weights * 4, b->stream);
-    const mt_grouped_call calls[] = {
-        {MT_GROUPED_FORWARD, y, x, w, offsets, s->M, s->N, s->K, s->E, false, MT_BF16, b->stream},
-        {MT_GROUPED_BACKWARD_INPUT, y, dy, w, offsets, s->M, s->N, s->K, s->E, false, MT_BF16, b->stream},
-        {MT_GROUPED_BACKWARD_WEIGHT, dw, dy, x, offsets, s->M, s->N, s->K, s->E, false, MT_BF16, b->stream},
-        {MT_GROUPED_BACKWARD_WEIGHT, dw, dy, x, offsets, s->M, s->N, s->K, s->E, true, MT_BF16, b->stream}};
+    const mt_grouped_call calls[] = {{MT_GROUPED_FORWARD, y, x, w, .accumulate = false},
+                                     {MT_GROUPED_BACKWARD_INPUT, y, dy, w, .accumulate = false},
+                                     {MT_GROUPED_BACKWARD_WEIGHT, dw, dy, x, .accumulate = false},
+                                     {MT_GROUPED_BACKWARD_WEIGHT, dw, dy, x, .accumulate = true}};
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
-        b->call = calls[i];
+        b->call = calls[i], b->call.offsets = offsets, b->call.dtype = MT_BF16, b->call.stream = b->stream;
+        b->call.M = s->M, b->call.N = s->N, b->call.K = s->K, b->call.E = s->E;
         bench_kind(b, s, only);
     }
     void *all[] = {x, dy, w, y, dw, offsets};

@@ -6,6 +6,7 @@
  */
 #include "../data/options.h"
 #include "../data/prompts.h"
+#include "../data/rollout.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -86,6 +86,14 @@ typedef enum subject {
     BLOCKWISE_EXPERTS,
     DELAYED_LATENT, // and multi-token prediction
     MXFP8_LATENT,
+    ADAPTED, // adapters of all matrices, with dropout, on a frozen base
+    ADAPTED_QWEN,
+    ADAPTED_GPT2,
+    ADAPTED_LATENT,
+    ADAPTED_EXPERTS, // without dropout; after a dense layer, with a shared expert
+    ADAPTED_UNGATED,
+    ADAPTED_SOME, // of one matrix of each fused linear
+    ADAPTED_MXFP8,
     NUM_SUBJECTS
 } subject;
 
@@ -115,6 +123,9 @@ typedef enum subject {
 /* On the CPU, which takes every width and recipe. */
 #define IN_FP8 ON_CPU " --fp8-format hybrid --fp8-recipe "
 #define SCALED IN_FP8 "delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
+
+/* A large alpha: the model learns in few steps. */
+#define ADAPTERS " --lora-rank 8 --lora-alpha 80 --lora-target "
 
 static const struct {
     const char *words;
@@ -178,6 +189,27 @@ static const struct {
     [BLOCKWISE_EXPERTS] = {EXPERTS_LIKE " --global-batch-size 8" IN_FP8 "blockwise", 1},
     [DELAYED_LATENT] = {LATENT_LIKE " --q-lora-rank 10 --mtp-num-layers 1" SCALED, 1},
     [MXFP8_LATENT] = {LATENT_LIKE " --q-lora-rank 10" IN_FP8 "mxfp8", 1},
+    [ADAPTED] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" ADAPTERS
+                            "all-linear --lora-dropout 0.1",
+                 1},
+    [ADAPTED_QWEN] = {QWEN_LIKE " --global-batch-size 8" ADAPTERS "all-linear --lora-dropout 0.1", 1},
+    [ADAPTED_GPT2] = {" --num-layers 4 --openai-gelu --kv-channels 4 --global-batch-size 8" ADAPTERS
+                      "all-linear --lora-dropout 0.1",
+                      1},
+    [ADAPTED_LATENT] = {LATENT_LIKE " --q-lora-rank 10" ADAPTERS "all-linear --lora-dropout 0.1", 1},
+    [ADAPTED_EXPERTS] = {EXPERTS_LIKE " --moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 24"
+                                      " --global-batch-size 8" ADAPTERS "all-linear",
+                         1},
+    [ADAPTED_UNGATED] = {" --openai-gelu --num-layers 4 --kv-channels 4 --num-experts 8 --moe-ffn-hidden-size 16"
+                         " --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --global-batch-size 8" ADAPTERS
+                         "all-linear",
+                         1},
+    [ADAPTED_SOME] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" ADAPTERS
+                                 "v_proj,up_proj,o_proj",
+                      1},
+    [ADAPTED_MXFP8] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" IN_FP8 "mxfp8" ADAPTERS
+                                  "all-linear",
+                       1},
 };
 
 /* One row of a table. */
@@ -451,7 +483,7 @@ static void compare(comparison *v, const char *what, int step, double actual, do
 static void compare_param(comparison *v, const mt_param *param, const float *values, const reference *r) {
     int64_t k = 0;
     while (k < r->num_params && (r->params[k].role != param->role || r->params[k].layer != param->layer ||
-                                 r->params[k].expert != param->expert))
+                                 r->params[k].expert != param->expert || r->params[k].adapts != param->adapts))
         k++;
     MT_CHECK(k < r->num_params && r->params[k].cols == param->whole_cols);
     double distance = 0, norm = 0, rate = r->options.lr;
@@ -984,7 +1016,9 @@ static int half_save(comparison *v, trainee *t, const pair *p, const reference *
 
 static int half_load(comparison *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
                      mt_error *error) {
-    if (mt_checkpoint_load(t->model, &t->state, folder, error) != 0) return -1;
+    bool adapts = t->options.lora_rank > 0; // their base has the weights of the seed
+    if (adapts && mt_checkpoint_load_adapter(t->model, &t->state, folder, false, error) != 0) return -1;
+    if (!adapts && mt_checkpoint_load(t->model, &t->state, folder, error) != 0) return -1;
     if (t->state.iteration != SAVED_AFTER) return mt_error_set(error, "the run continues at another iteration");
     return train_on(v, t, r, pair_is_of_one_layout(p) ? went_on[number] : NULL, NULL, error);
 }
@@ -1637,6 +1671,79 @@ static const pair pairs[] = {
     {MTP_LATENT, {1, SAME, true}, {1, SAME, true}},
 };
 
+/* ---- adapters: the frozen base is sharded with its parameters only */
+
+static const layout with_adapters[] = {
+    {2, ADAPTED, TP "2"},
+    {2, ADAPTED, TP "2" SP},
+    {2, ADAPTED, TP "2" STEPWISE},
+    {2, ADAPTED, PP "2" ZB},
+    {2, ADAPTED, PP "2" VP "2"},
+    {2, ADAPTED, CP "2"},
+    {2, ADAPTED, CP "2" BY "a2a" SHARD "optim_grads_params"},
+    {2, ADAPTED, ""},
+    {2, ADAPTED, SHARD "optim"},
+    {2, ADAPTED, SHARD "optim_grads" OVERLAP},
+    {2, ADAPTED, SHARD "optim_grads_params" PREFETCH},
+    {2, ADAPTED, SHARD "optim --optimizer-cpu-offload"},
+    {2, ADAPTED_QWEN, PP "2"},
+    {2, ADAPTED_GPT2, TP "2" STEPWISE},
+    {2, ADAPTED_GPT2, SHARD "optim_grads_params"},
+    {2, ADAPTED_LATENT, TP "2" SP},
+    {2, ADAPTED_SOME, TP "2" SP},
+    {2, ADAPTED_SOME, SHARD "optim" PREFETCH},
+    {2, ADAPTED_EXPERTS, EP "2"},
+    {2, ADAPTED_EXPERTS, EP "2" GATHER PLAIN},
+    {2, ADAPTED_EXPERTS, PP "2" ZB},
+    {2, ADAPTED_EXPERTS, EP "2 --no-moe-grouped-gemm" SHARD "optim_grads_params"},
+    {2, ADAPTED_EXPERTS, TP "2" SP ETP "2"},
+    {2, ADAPTED_UNGATED, EP "2" SHARD "optim"},
+    {4, ADAPTED, TP "2" SP PP "2" SHARD "optim"},
+    {4, ADAPTED_QWEN, TP "4" SP},
+    {4, ADAPTED_QWEN, TP "4"},
+    {4, ADAPTED_LATENT, TP "2" PP "2" ZB},
+    {4, ADAPTED_EXPERTS, TP "2" SP EP "2" ETP "1" SHARD "optim_grads_params" PREFETCH},
+    {4, ADAPTED_EXPERTS, EP "2" ETP "2"},
+    {4, ADAPTED_GPT2, TP "2" SP CP "2"},
+};
+
+static const layout with_adapters_in_bf16[] = {
+    {2, ADAPTED, TP "2" SP},
+    {2, ADAPTED, SHARD "optim_grads_params"},
+    {2, ADAPTED_EXPERTS, EP "2"},
+};
+
+static const layout with_adapters_in_fp8[] = {{2, ADAPTED_MXFP8, PP "2" ZB}, {2, ADAPTED_MXFP8, PP "2" VP "2"}};
+
+static const same_bits with_adapters_same[] = {
+    {{1, ADAPTED, ""}, " --recompute-granularity full --recompute-num-layers 3"},
+    {{1, ADAPTED, ""}, SELECTIVE "mlp layernorm"},
+    {{1, ADAPTED_EXPERTS, ""}, SELECTIVE "moe"},
+    {{1, ADAPTED, ""}, OFFLOAD "attn_norm qkv_linear core_attn attn_proj mlp_norm mlp"},
+    {{1, ADAPTED, ""}, " --optimizer-cpu-offload"},
+    {{1, ADAPTED_EXPERTS, ""}, " --no-moe-grouped-gemm"},
+    {{1, ADAPTED_MXFP8, ""}, NO_EVALUATIONS},
+    {{2, ADAPTED_EXPERTS, EP "2"}, " --recompute-granularity full"},
+    {{2, ADAPTED, PP "2"}, ZB},
+};
+
+static const pair of_adapters[] = {
+    {ADAPTED, {1, "", false}, {2, TP "2" SP, false}},
+    {ADAPTED, {2, PP "2" ZB, false}, {1, "", false}},
+    {ADAPTED, {2, SHARD "optim_grads_params" PREFETCH, false}, {4, TP "2" SP PP "2" SHARD "optim", false}},
+    {ADAPTED_GPT2, {4, TP "2" SP CP "2", false}, {2, SHARD "optim", false}},
+    {ADAPTED_QWEN, {4, TP "4" SP, false}, {1, "", false}},
+    {ADAPTED_EXPERTS, {2, EP "2" SHARD "optim_grads", false}, {4, TP "2" SP EP "2" ETP "1", false}},
+    {ADAPTED_EXPERTS, {4, EP "2" ETP "2", false}, {1, "", false}},
+    {ADAPTED, {1, "", true}, {2, TP "2" SP, true}},
+    // nothing changes
+    {ADAPTED, {4, PP "2" VP "2" SHARD "optim" SAME, true}, {4, PP "2" VP "2" SHARD "optim" SAME, true}},
+    {ADAPTED, {4, TP "2" SP PP "2" ZB SAME, false}, {4, TP "2" SP PP "2" ZB SAME, false}},
+    {ADAPTED_EXPERTS,
+     {2, EP "2" SHARD "optim_grads_params" PREFETCH SAME, false},
+     {2, EP "2" SHARD "optim_grads_params" PREFETCH SAME, false}},
+};
+
 /* ---- the tests --------------------------------------------------------------------------------------------------- */
 
 static void each_parallelism_alone_trains_like_one_rank(void **state) {
@@ -1833,6 +1940,23 @@ static void golden_families_train_like_pytorch_on_layouts(void **state) {
     report_finish();
 }
 
+static void adapters_train_like_one_rank_on_every_layout(void **state) {
+    (void)state;
+    RUN_ROWS(with_adapters, false, 1e-5);
+    RUN_ROWS(with_adapters_in_bf16, true, 0.02);
+    RUN_ROWS(with_adapters_in_fp8, false, 1e-5);
+}
+
+static void savings_change_no_bit_of_adapters(void **state) {
+    (void)state;
+    run_same_bits_rows(with_adapters_same, (int)(sizeof with_adapters_same / sizeof *with_adapters_same));
+}
+
+static void adapters_continue_on_any_other_layout(void **state) {
+    (void)state;
+    run_pairs(of_adapters, sizeof of_adapters / sizeof *of_adapters);
+}
+
 static int run_layout_tests(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_parallelism_alone_trains_like_one_rank),
@@ -1853,6 +1977,9 @@ static int run_layout_tests(void) {
         cmocka_unit_test(split_backwards_sharded_weights_and_evaluations_change_no_bit_in_fp8),
         cmocka_unit_test(golden_families_train_like_pytorch_on_layouts),
         cmocka_unit_test(a_run_continues_on_any_other_layout),
+        cmocka_unit_test(adapters_train_like_one_rank_on_every_layout),
+        cmocka_unit_test(savings_change_no_bit_of_adapters),
+        cmocka_unit_test(adapters_continue_on_any_other_layout),
     };
     jobs_open();
     if (getenv("LAYOUTS")) cmocka_set_test_filter(getenv("LAYOUTS")); // such as *experts*

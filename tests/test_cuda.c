@@ -430,6 +430,18 @@ static void gather_rows(run *r, const int64_t *n) {
     r->ops->gather_rows(to, from, rows, n[0], n[1], n[1] + n[2], n[1] + n[3], r->dtype, r->stream);
 }
 
+static void copy_rows(run *r, const int64_t *n) { // the first half through host memory
+    int64_t size = mt_dtype_size(r->dtype), width = n[1] * size, gap = n[3] * size;
+    void *to = output(r, n[0] * (n[1] + n[2])), *from = input(r, n[0] * (n[1] + n[3]));
+    char *host = r->ops->memory_alloc_host(n[0] * (width + gap));
+    r->ops->memory_copy_rows(host, width + gap, from, width + gap, n[0], width, r->stream);
+    r->ops->memory_copy_rows(to, (n[1] + n[2]) * size, host, width + gap, n[0] / 2, width, r->stream);
+    to = (char *)to + n[0] / 2 * (n[1] + n[2]) * size, from = (char *)from + n[0] / 2 * (width + gap);
+    r->ops->memory_copy_rows(to, (n[1] + n[2]) * size, from, width + gap, n[0] - n[0] / 2, width, r->stream);
+    r->ops->stream_synchronize(r->stream);
+    r->ops->memory_free_host(host);
+}
+
 /* ---- mixture of experts ------------------------------------------------------------------------------------------ */
 
 static int32_t *int_output(run *r, int64_t count) {
@@ -1090,6 +1102,7 @@ static operation operations[] = {
     {"scatter_add_rows", scatter_add_rows, ONCE, scatter_add_shapes, {0}},
     {"scatter_rows", scatter_rows, ONCE, row_shapes, {0}},
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
+    {"memory_copy_rows", copy_rows, ONCE, row_shapes, {0}},
     {"router_logits", router_logits, 1e-5, router_logit_shapes, {0}},
     {"route_forward", route_forward, 1e-5, router_shapes, {0}},
     {"route_sinkhorn", route_sinkhorn, 1e-5, router_shapes, {0}},

@@ -10,6 +10,7 @@
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
+#include "../data/rollout.h"
 #include "families.h"
 
 #include <jansson.h>

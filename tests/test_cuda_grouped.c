@@ -121,18 +121,9 @@ static float *run(const mt_grouped_rung *rung, const problem *p, const operands 
     char *b = floats_to_gpu(bs[kind], b_sizes[kind], p->shift, p->dtype),
          *d = floats_to_gpu(out, n, p->shift, out_dtype);
     int32_t *offsets = to_gpu(p->offsets, (p->E + 1) * 4);
-    mt_grouped_call call = {kind,
-                            d + p->shift * out_size,
-                            a + p->shift * size,
-                            b + p->shift * size,
-                            offsets,
-                            p->M,
-                            p->N,
-                            p->K,
-                            p->E,
-                            p->accumulate,
-                            p->dtype,
-                            stream};
+    mt_grouped_call call = {kind, .M = p->M, .N = p->N, .K = p->K, .E = p->E, .offsets = offsets, .stream = stream};
+    call.out = d + p->shift * out_size, call.a = a + p->shift * size, call.b = b + p->shift * size;
+    call.accumulate = p->accumulate, call.dtype = p->dtype;
     bool served = true;
     if (rung)
         served = rung->product(&call);

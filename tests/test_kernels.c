@@ -1602,6 +1602,16 @@ static void memory_is_zeroed_and_copied_whole(void **state) {
     }
 }
 
+static void rows_are_copied_between_strides(void **state) {
+    (void)state;
+    char from[4 * 7], to[4 * 9], expected[4 * 9];
+    for (int i = 0; i < 4 * 7; i++) from[i] = (char)(i + 1);
+    memset(to, 0, sizeof to), memset(expected, 0, sizeof expected);
+    ops->memory_copy_rows(to, 9, from, 7, 4, 5, NULL);
+    for (int row = 0; row < 4; row++) memcpy(expected + row * 9, from + row * 7, 5);
+    assert_memory_equal(to, expected, sizeof to);
+}
+
 /* ==== the same bits every time =================================================================================== */
 
 static uint64_t hash_bytes(uint64_t hash, const void *data, int64_t bytes) {
@@ -1842,6 +1852,7 @@ int main(void) {
         cmocka_unit_test(adamw_rounds_each_operand_to_its_type),
         cmocka_unit_test(adamw_scales_fp16_and_fp8_states),
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
+        cmocka_unit_test(rows_are_copied_between_strides),
         cmocka_unit_test(attention_over_pages_equals_attention_over_rows),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),
