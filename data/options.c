@@ -751,6 +751,11 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     static const char *const purposes[] = {"sft", "chat", "score", "stage", "adv-estimator", "kl-in-reward"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
+    if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(chat_template) && !o->chat && !o->score)
+        return true;
+    if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(num_return_sequences) && o->prompt.count == 0 &&
+        !o->prompt_tokens)
+        return true;
     for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
         bool listed = false, samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
         for (size_t i = 0; i < sizeof purposes / sizeof *purposes && !listed; i++)
