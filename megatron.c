@@ -11548,8 +11548,7 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
  * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // as in §3
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // to the end: OpenMP's, in a build without OpenMP
 
 /* ---- sampling */
 
@@ -11996,5 +11995,3 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
     return generator->totals;
 }
-
-#pragma GCC diagnostic pop

@@ -565,7 +565,8 @@ const mt_option mt_option_table[] = {
     {"value-head", MT_FLAG, MT_AT(value_head), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "a language model in --load gets a value head with random weights", .needs = "stage rm, load", .own = true},
     {"ref-load", MT_STRING, MT_AT(ref_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "the reference model (default: the model of --load before training)", .needs = "stage dpo", .own = true},
+     "the reference model (default: the model of --load before training, without adapters)", .needs = "stage dpo",
+     .own = true},
     {"preference-loss", MT_CHOICE, MT_AT(preference_loss), MT_TRAIN, MT_OF_RUN, "sigmoid", "sigmoid|ipo|hinge",
      "loss of a pair: -log sigmoid(beta h), (h - 1 / (2 beta))^2 or max(0, 1 - beta h), where h is the margin of the "
      "log-probabilities over those of the reference model",

@@ -55,7 +55,7 @@ static int check_shape(const mt_options *options, const char *folder, mt_error *
 static int load_reference(mt_reference *r, const mt_options *options, const mt_run_state *state, mt_error *error) {
     const mt_group *world = &mt_model_grid(r->model)->world;
     mt_run_state unused = {0};
-    if (!options->ref_load && state->iteration > 0)
+    if (!options->ref_load && state->iteration > 0 && options->lora_rank == 0)
         return mt_error_set(error,
                             "--stage dpo: the run resumes at iteration %lld; name the model with which it began "
                             "by --ref-load",
@@ -75,7 +75,7 @@ int mt_reference_open(mt_reference **reference, const mt_options *options, const
     if (options->stage != MT_STAGE_DPO) return 0;
     mt_reference *r = mt_calloc(sizeof *r);
     mt_model_plan scoring = *plan;
-    r->options = *options;
+    r->options = *options, r->options.lora_rank = 0; // the reference of adapters is their base
     scoring.train = false, scoring.loss = NULL;
     int status = mt_model_create(&r->model, &r->options, grid, ops, &scoring, error);
     if (status == 0) status = load_reference(r, options, state, error);
