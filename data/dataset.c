@@ -296,6 +296,7 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .prompt_key = o->prompt_key,
                            .query_key = o->query_key,
                            .response_key = o->response_key,
+                           .whole = o->stage == MT_STAGE_RM,
                            .pairs = config->pairs,
                            .chosen_key = o->chosen_key,
                            .rejected_key = o->rejected_key,

@@ -911,7 +911,7 @@ static int mt_options_read_json(mt_options *options, const char *path, bool has_
     char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int status = !json ? -1
                  : options->load && !has_weights
-                     ? mt_options_check_shape(options, json, bytes, "--hf-config", path, error)
+                     ? mt_options_check_shape(options, json, bytes, "--hf-config", path, NULL, error)
                      : mt_options_take_shape(options, json, bytes, path, has_weights, error);
     free(json);
     return status;
