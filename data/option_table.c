@@ -865,6 +865,23 @@ void mt_strings_add(mt_strings *strings, const char *text) {
     strings->items[strings->count++] = mt_strdup(text);
 }
 
+int mt_edit_distance(const char *a, size_t a_length, const char *b) {
+    enum { LONGEST = 64 };
+    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
+    for (int j = 0; j <= b_length; j++) row[j] = j;
+    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= b_length; j++) {
+            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
+            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
+            diagonal = row[j];
+            row[j] = replaced < shorter ? replaced : shorter;
+        }
+    }
+    return row[b_length];
+}
+
 void mt_string_set(char **string, const char *text) {
     char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
     free(*string);
