@@ -3,6 +3,7 @@
 ## make               build train, infer and data/preprocess (the first time: look for libraries)
 ## make deps          install the distribution's packages that it uses
 ## make demo          prepare text, train a small Llama on it, draw its loss and generate text
+## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes)
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
@@ -77,7 +78,8 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: fuzz-programs fuzz-layouts plot pictures demo deps deps-dev probe lint sizes format format-check clean FORCE
+.PHONY: fuzz-programs fuzz-layouts plot pictures demo demo-rl deps deps-dev probe lint sizes format \
+	format-check clean FORCE
 all:
 
 # Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they
@@ -279,6 +281,9 @@ pictures: $(DRAW)
 
 demo: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
+
+demo-rl: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),2,1)' data/demo-rl.sh
 
 plot:
 	@data/plot.sh "$$RUN" $${OUT:+"$$OUT"}

@@ -4292,6 +4292,7 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
     mt_policy_term term = {0};
     switch (c->variant) {
     case MT_POLICY_PPO:
+    case MT_POLICY_VANILLA:
         term = mt_clipped_surrogate(c, c->clip_ratio_c, ratio, advantage);
         if (fabs(x) > 20) term.dlogp = 0;
         break;
@@ -7589,14 +7590,6 @@ static const mt_loss_metric mt_pair_metric_rows[] = {{"accuracy", MT_PAIR_ACCURA
                                                      {"margin", MT_PAIR_MARGIN, -1},
                                                      {NULL, 0, 0}};
 
-static void mt_preference_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
-    mt_preference_loss(tokens, config, sums);
-}
-
-static void mt_reward_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
-    mt_reward_loss(tokens, config, sums);
-}
-
 static const mt_loss_metric mt_policy_metrics[] = {{"clip fraction", MT_POLICY_CLIPFRAC, MT_POLICY_TOKENS},
                                                    {"ppo kl", MT_POLICY_PPO_KL, MT_POLICY_TOKENS},
                                                    {"ref kl", MT_POLICY_REF_KL, MT_POLICY_TOKENS},
@@ -7607,18 +7600,23 @@ static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_
                                                   {"clip fraction", MT_VALUE_CLIPFRAC, MT_VALUE_TOKENS},
                                                   {NULL, 0, 0}};
 
-static void mt_policy_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
-    mt_policy_loss(tokens, config, sums);
-}
+#define MT_HOST_LOSS(name)                                                                                             \
+    static void name##_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {                    \
+        name##_loss(tokens, config, sums);                                                                             \
+    }
+MT_HOST_LOSS(mt_preference)
+MT_HOST_LOSS(mt_reward)
+MT_HOST_LOSS(mt_policy)
+MT_HOST_LOSS(mt_value)
 
-static void mt_value_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {
-    mt_value_loss(tokens, config, sums);
-}
-
-const mt_loss mt_preference = {.host = mt_preference_host, .metrics = mt_pair_metric_rows};
+const mt_loss mt_preference = {.inputs = 1 << MT_REF_LOGP, .host = mt_preference_host, .metrics = mt_pair_metric_rows};
 const mt_loss mt_reward = {.of_values = true, .host = mt_reward_host, .metrics = mt_pair_metric_rows};
-const mt_loss mt_policy = {.host = mt_policy_host, .metrics = mt_policy_metrics};
-const mt_loss mt_value = {.of_values = true, .host = mt_value_host, .metrics = mt_value_metrics};
+const mt_loss mt_policy = {
+    .inputs = 1 << MT_OLD_LOGP | 1 << MT_ADVANTAGES, .host = mt_policy_host, .metrics = mt_policy_metrics};
+const mt_loss mt_value = {.of_values = true,
+                          .inputs = 1 << MT_RETURNS | 1 << MT_OLD_VALUES,
+                          .host = mt_value_host,
+                          .metrics = mt_value_metrics};
 
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
@@ -7702,9 +7700,9 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp, &tokens.advantages,
                                                  &tokens.returns, &tokens.old_values};
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) {
-        for (int64_t t = 0; p->whole->loss_inputs[i] && t < n; t++)
-            h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
-        *inputs[i] = p->whole->loss_inputs[i] ? h->inputs[i] : NULL;
+        if (!(m->plan.loss->inputs & 1u << i)) continue;
+        for (int64_t t = 0; t < n; t++) h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
+        *inputs[i] = h->inputs[i];
     }
     memset(h->numbers[MT_HOST_DLOGP], 0, (size_t)n * 8);
     memset(h->numbers[MT_HOST_DENTROPY], 0, (size_t)n * 8);
@@ -8034,7 +8032,7 @@ void mt_batch_pad(mt_batch *batch, int64_t multiple) {
             batch->spans[batch->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
         mt_span *span = &batch->spans[batch->num_spans - 1];
         batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 0;
-        batch->positions[t] = (int32_t)(t - span->q_start), batch->token_index[t] = ((int64_t)1 << 49) + t;
+        batch->positions[t] = 0, batch->token_index[t] = ((int64_t)1 << 49) + t; // any position: there may be few
         span->q_len = ++span->k_len;
     }
     batch->num_tokens = end;
@@ -11548,6 +11546,7 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
  * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // to the end: OpenMP's, in a build without OpenMP
 
 /* ---- sampling */
 

@@ -319,11 +319,12 @@ typedef enum mt_loss_aggregation {
 } mt_loss_aggregation;
 /* Policy losses, with the ratio r = exp(logp - old_logp) and the advantage A. */
 typedef enum mt_policy_variant {
-    MT_POLICY_PPO,   // max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (arXiv 1707.06347, 1912.09729)
-    MT_POLICY_GSPO,  // the same without clip_ratio_c, and r is exp of the sequence's mean log-ratio (2507.18071)
-    MT_POLICY_CISPO, // -A logp clip(r), without a gradient by r (2506.13585)
-    MT_POLICY_GMPO,  // -A r, r the geometric mean of the sequence's clipped ratios (2507.20673); verl: geo_mean
-    MT_POLICY_GPG,   // -A logp (2504.02546)
+    MT_POLICY_PPO,     // max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (arXiv 1707.06347, 1912.09729)
+    MT_POLICY_VANILLA, // verl's name of the same
+    MT_POLICY_GSPO,    // the same without clip_ratio_c, and r is exp of the sequence's mean log-ratio (2507.18071)
+    MT_POLICY_CISPO,   // -A logp clip(r), without a gradient by r (2506.13585)
+    MT_POLICY_GMPO,    // -A r, r the geometric mean of the sequence's clipped ratios (2507.20673); verl: geo_mean
+    MT_POLICY_GPG,     // -A logp (2504.02546)
 } mt_policy_variant;
 /* Estimators of KL(policy | reference) from one sample (Schulman, "Approximating KL divergence"); x = ref_logp - logp.
  */
@@ -356,12 +357,21 @@ typedef enum mt_divergence_type {
     MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
     MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
 } mt_divergence_type;
+/* Rewards of responses: see data/rewards.h; MODEL: by a reward model. */
+typedef enum mt_reward_kind {
+    MT_REWARD_EXACT,   // 1 if the response is the answer, apart from white space around them; else 0
+    MT_REWARD_NUMBER,  // 1 if the response's number is the answer's; else 0
+    MT_REWARD_REGEX,   // 1 if a pattern matches in the response; else 0
+    MT_REWARD_COMMAND, // a program's number
+    MT_REWARD_MODEL    // the value of a reward model
+} mt_reward_kind;
 /* The stage of training (--stage). */
 typedef enum mt_training_stage {
     MT_STAGE_PT,  // pre-training
     MT_STAGE_SFT, // fine-tuning on conversations
     MT_STAGE_RM,  // a reward model, on pairs of responses
-    MT_STAGE_DPO  // preferences, on pairs of responses
+    MT_STAGE_DPO, // preferences, on pairs of responses
+    MT_STAGE_RL   // reinforcement learning, on the model's own responses to prompts
 } mt_training_stage;
 typedef enum mt_loss_on { MT_LOSS_ON_RESPONSES, MT_LOSS_ON_LAST, MT_LOSS_ON_ALL } mt_loss_on;
 typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
@@ -528,6 +538,18 @@ typedef struct mt_options {
     mt_preference_variant preference_loss;
     double beta, label_smoothing;
     char *ref_load, *chosen_key, *rejected_key;
+    /* reinforcement learning */
+    int64_t rollout_batch_size, ppo_epochs;
+    mt_adv_estimator adv_estimator;
+    bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;
+    double gamma, lam, reward_clip, advantage_clip, overlong_penalty, kl_coef;
+    mt_policy_variant pg_variant;
+    double clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, entropy_coeff, kl_loss_coef, value_clip;
+    mt_loss_aggregation loss_agg_mode;
+    mt_kl_type kl_loss_type;
+    mt_reward_kind reward;
+    char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
+    double reward_timeout_seconds, critic_lr;
     /* checkpoints and reports */
     char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
     bool print_config;
@@ -546,7 +568,7 @@ typedef struct mt_options {
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
     mt_strings stop;
-    uint64_t given[28];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    uint64_t given[36];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
     mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
     mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
@@ -2360,7 +2382,8 @@ typedef struct mt_loss_metric {
  * the model (§7b). */
 typedef struct mt_loss {
     bool uses_entropy;
-    bool of_values; // reads values; false: log-probabilities
+    bool of_values;  // reads values; false: log-probabilities
+    unsigned inputs; // bits 1 << mt_loss_input: the arrays of mt_loss_tokens that `host` reads; the others are NULL
     void (*forward)(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream);
     void (*host)(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums);
     const void *config;            // of `host`
@@ -2373,8 +2396,8 @@ extern const mt_loss mt_nll;
 /* Losses on the host; to be copied, with the config that is named here. */
 extern const mt_loss mt_preference; // mt_preference_config
 extern const mt_loss mt_reward;     // mt_reward_config
-extern const mt_loss mt_policy;     // mt_policy_config; uses_entropy where its coefficient is not 0
-extern const mt_loss mt_value;      // mt_value_config
+extern const mt_loss mt_policy; // mt_policy_config; with a KL coefficient add MT_REF_LOGP, with entropy uses_entropy
+extern const mt_loss mt_value;  // mt_value_config
 
 /* The sizes from which a model's memory is planned, and its loss. */
 typedef struct mt_model_plan {

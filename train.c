@@ -9,6 +9,7 @@
 #include "data/options.h"
 #include "data/profile.h"
 #include "data/report.h"
+#include "data/rl.h"
 #include "data/stage.h"
 #include "data/timeline.h"
 #include "data/tokenizer.h"
@@ -30,6 +31,7 @@ typedef struct run {
     mt_stage_loss loss;
     mt_model *model;
     mt_reference *reference; // NULL: the stage has none
+    mt_rl *rl;               // NULL: not --stage rl
     mt_saver *saver;
     mt_batch batch;
     mt_run_state state;
@@ -167,6 +169,15 @@ static void print_opening(const run *r) {
     if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, stdout);
 }
 
+/* The models beside an actor, and its prompts. */
+static void open_rl(run *r, const mt_model_plan *plan) {
+    mt_error error;
+    mt_rl_config config = {&r->options, &r->grid, r->ops, r->tokenizer, .extra = save_tokenizer, .context = r};
+    config.tokenizer_path = r->options.tokenizer_type ? r->options.tokenizer_model : r->tokenizer_folder;
+    config.log = r->grid.world.rank == 0 ? stdout : NULL;
+    refuse(r, mt_rl_open(&r->rl, &config, r->model, plan, &r->state, &error), &error);
+}
+
 static void open_model(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
@@ -175,6 +186,7 @@ static void open_model(run *r) {
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     plan.loss = mt_stage_loss_of(&r->loss, o);
     plan.host_memory = mt_host_memory_available("");
+    if (o->stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
     refuse(r, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
     int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;
@@ -187,6 +199,7 @@ static void open_model(run *r) {
     if (!o->load && o->load_adapter)
         refuse(r, mt_checkpoint_load_adapter(r->model, &r->state, o->load_adapter, false, &error), &error);
     refuse(r, mt_reference_open(&r->reference, o, &r->state, &r->grid, r->ops, &plan, &error), &error);
+    if (o->stage == MT_STAGE_RL) open_rl(r, &plan);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
     mt_batch_alloc(&r->batch, here * o->context_parallel_size);
 }
@@ -197,6 +210,7 @@ static bool save(run *r) {
     if (!r->options.save) return true;
     check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return false;
+    if (r->rl) check(r, mt_rl_save(r->rl, &r->state, &error), &error);
     check(r, mt_saver_save(r->saver, &r->state, &error), &error);
     report_saved(r);
     return true;
@@ -251,6 +265,17 @@ static void write_trace(run *r) {
     mt_report_line(&r->report, "wrote the trace to %s", r->options.trace);
 }
 
+/* One iteration of reinforcement learning. */
+static bool rl_step(run *r) {
+    mt_error error;
+    mt_metrics metrics;
+    bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
+    check(r, mt_rl_step(r->rl, &r->state, &r->batch, due ? &metrics : NULL, &error), &error);
+    r->report.numbers = mt_rl_numbers(r->rl, &r->report.num_numbers);
+    if (due) mt_report_iteration(&r->report, &r->state, &metrics);
+    return true;
+}
+
 /* One step; false if the run went back to a checkpoint instead. */
 static bool step(run *r) {
     const mt_options *o = &r->options;
@@ -292,7 +317,7 @@ static void train(run *r) {
     while ((r->state.iteration < o->num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
         check(r, mt_saver_poll(r->saver, &error), &error);
         report_saved(r);
-        if (!step(r)) continue;
+        if (!(r->rl ? rl_step(r) : step(r))) continue;
         stop = should_stop(r);
         // Saved before the evaluation, which may fail; a run that resumes goes on with the samples after it.
         int64_t iteration = r->state.iteration, first = r->state.consumed_valid_samples;
@@ -398,13 +423,14 @@ int main(int argc, char **argv) {
     refuse(&r, mt_checkpoint_claim(&r.options, &r.grid.world, &error), &error);
     r.ops = mt_backend_open(r.options.device, &r.grid, &error);
     refuse(&r, r.ops ? 0 : -1, &error);
-    if (r.options.num_iterations > 0) open_data(&r);
+    if (r.options.num_iterations > 0 && r.options.stage != MT_STAGE_RL) open_data(&r);
     print_opening(&r);
     open_model(&r);
     refuse(&r, mt_report_open(&r.report, r.model, &r.state, &error), &error);
     status = r.options.trace ? mt_trace_open(&r.options, &r.grid, &r.state, &error) : 0;
     refuse(&r, status, &error);
     train(&r);
+    if (r.rl) check(&r, mt_rl_finish(r.rl, &error), &error);
     check(&r, mt_saver_finish(r.saver, &error), &error);
     report_saved(&r);
     mt_report_close(&r.report);
@@ -412,6 +438,7 @@ int main(int argc, char **argv) {
     mt_data_close(r.data);
     mt_batch_free(&r.batch);
     mt_saver_close(r.saver);
+    mt_rl_close(r.rl);
     mt_reference_close(r.reference);
     mt_model_destroy(r.model);
     print_profile(&r);

@@ -3,6 +3,7 @@
  * is refused unless it is known to hold no weights. */
 #include "checkpoint_internal.h"
 
+#include "adapter.h"
 #include "prompts.h"
 #include "rollout.h"
 #include "transfer.h"
@@ -925,7 +926,7 @@ static int mt_trainer_agrees(const char *path, const char *option, int64_t then,
 static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
                            mt_error *error) {
     const mt_options *o = mt_model_options(m);
-    int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing;
+    int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stage;
     json_t *json = mt_json_read(path, error);
     int status = json ? mt_trainer_int(json, "version", INT64_MAX, path, &version, error) : -1;
 #define MT_READ_STATE(field)                                                                                           \
@@ -936,6 +937,8 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
         average->mean = json_number_value(json_object_get(json, "loss_average"));
         status = mt_trainer_int(json, "loss_average_steps", MT_MOST_COUNTED, path, &average->steps, error);
     }
+    if (status == 0 && json_object_get(json, "stage"))
+        status = mt_trainer_int(json, "stage", MT_STAGE_RL, path, &stage, error);
     if (status == 0) status = mt_trainer_int(json, "seed", INT64_MAX, path, &seed, error);
     if (status == 0) status = mt_trainer_int(json, "seq_length", INT64_MAX, path, &seq_length, error);
     if (status == 0 && json_object_get(json, "sft")) { // older files lack these
@@ -949,6 +952,9 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
                             (long long)version);
     if (state->iteration == 0) return 0; // converted weights: the order of samples begins here
     if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
+    if (stage != (int64_t)o->stage && (stage > MT_STAGE_SFT || o->stage > MT_STAGE_SFT))
+        return mt_error_set(error, "%s: the run was begun with another --stage; give that, or begin anew by --finetune",
+                            path);
     if (mt_trainer_agrees(path, "--sft", sft, o->sft, error) != 0) return -1;
     if (mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);

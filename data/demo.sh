@@ -16,34 +16,7 @@ corpus=$model/data/corpus
 tokenizer=data/demo-tokenizer.json
 log=$model/demo.log
 
-# in_place: on a terminal shows the last line about the loss, in place.
-in_place() {
-    if [ -t 1 ]; then
-        awk '/ [0-9]+%  loss / { printf "\r\033[K%s", substr($0, 1, 79); fflush() } END { printf "\r\033[K" }'
-    else
-        cat >/dev/null
-    fi
-}
-
-# run COMMAND...: runs a command whose output goes to the log; if it fails, prints the end of the log and exits.
-run() {
-    printf '\n$ %s\n' "$*" >>"$log"
-    {
-        status=0
-        "$@" 2>&1 || status=$?
-        echo $status >"$model/status"
-    } | tee -a "$log" | in_place
-    status=$(cat "$model/status")
-    rm -f "$model/status"
-    [ "$status" = 0 ] && return
-    tail -n 20 "$log" >&2
-    exit "$status"
-}
-
-# value FILE NAME: the last number of this name in a file of metrics.
-value() {
-    sed -n "s/.*\"$2\": \([-+.0-9e]*\).*/\1/p" "$1" | tail -n 1
-}
+. data/demo-steps.sh
 
 # 1. Text: notes, and the comments of the code without their stars. A blank line ends a document.
 mkdir -p "$model/data"
@@ -73,14 +46,8 @@ echo "2. tokens: $(sed -n 's/.*: \([0-9]* documents, [0-9]* tokens\) .*/\1/p' "$
 # 3. Training, on four ranks of one thread if mpirun is there.
 launch='' layout='' ranks='one rank'
 if [ "${DEMO_RANKS:-1}" = 4 ] && command -v mpirun >/dev/null; then
-    launch='env OMP_NUM_THREADS=1 mpirun -np 4' ranks='four ranks, TP 2 x PP 2'
+    launch=$(mpirun_command 4) ranks='four ranks, TP 2 x PP 2'
     layout='--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2'
-    if mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte'; then
-        launch='env OMP_NUM_THREADS=1 mpirun --oversubscribe -np 4'
-        # With fewer cores than ranks, a waiting rank yields its core.
-        export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
-        if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
-    fi
 fi
 began=$(date +%s)
 # shellcheck disable=SC2086

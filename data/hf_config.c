@@ -649,7 +649,7 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
 }
 
 int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
-                           const char *path, mt_error *error) {
+                           const char *path, mt_head_type *head, mt_error *error) {
     mt_options shape;
     mt_options_default(&shape);
     int status = mt_config_read(&shape, json, bytes, path, error);
@@ -667,6 +667,7 @@ int mt_options_check_shape(const mt_options *options, const char *json, int64_t 
                               option, path, row->name, ours, options->load, theirs, option);
         free(ours), free(theirs);
     }
+    if (head) *head = shape.head_type;
     mt_options_free(&shape);
     return status;
 }

@@ -544,6 +544,35 @@ static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *e
     return 0;
 }
 
+/* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
+static int mt_options_derive_rl(mt_options *o, mt_error *error) {
+    if (o->stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
+    int64_t responses = o->rollout_batch_size * o->num_return_sequences;
+    bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO;
+    if (o->stage != MT_STAGE_RL) return 0;
+    if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;
+    if (o->clip_ratio_high == 0) o->clip_ratio_high = o->clip_ratio;
+    if (o->critic_lr == 0) o->critic_lr = o->lr;
+    if (o->global_batch_size == 0) o->global_batch_size = responses;
+    const mt_constraint rules[] = {
+        {groups && o->num_return_sequences == 1,
+         "--adv-estimator grpo and rloo compare the responses to a prompt: --num-return-sequences must be 2 or more"},
+        {o->dynamic_sampling && o->num_return_sequences == 1,
+         "--dynamic-sampling compares the responses to a prompt: --num-return-sequences must be 2 or more"},
+        {o->max_new_tokens >= o->seq_length,
+         "--max-new-tokens %lld leaves no room for a prompt in --seq-length %lld",
+         {o->max_new_tokens, o->seq_length}},
+        {o->data_path.count == 0 || o->mock_data, "--stage rl needs --data-path: JSON Lines with prompts"},
+        {!o->tokenizer_type && !o->load, "--stage rl needs a tokenizer: --tokenizer-type, or --load a model with one"},
+        {o->bad_step_policy == MT_BAD_STEP_REWIND, "--bad-step-policy rewind is not for --stage rl: take stop or skip"},
+        {o->dynamic_context_parallel, "--dynamic-context-parallel is not for --stage rl"},
+        {o->rampup_batch_size.count > 0, "--rampup-batch-size is not for --stage rl"},
+        {o->train_epochs > 0 || o->train_samples > 0, "--stage rl takes --train-iters, its iterations"},
+        {o->temperature == 0, "--temperature 0 gives a prompt one response only; --stage rl needs several"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
     if (o->num_layers == 0)
@@ -555,7 +584,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (o->print_schedule && world_size == 1) // the ranks are imagined
         world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
-    if (mt_options_derive_head(o, program, error)) return -1;
+    if (mt_options_derive_head(o, program, error) || mt_options_derive_rl(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
@@ -570,6 +599,16 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
                             (long long)o->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
     return mt_options_derive_schedules(o, error);
+}
+
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+    int64_t consumed = 0;
+    for (int64_t i = 0; i < iterations; i++) {
+        int64_t batch = mt_global_batch_size(options, consumed);
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
+        consumed += batch;
+    }
+    return consumed;
 }
 
 int64_t mt_num_parameters(const mt_options *options) {

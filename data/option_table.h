@@ -153,10 +153,11 @@ void mt_options_print_unused(const mt_options *options, FILE *file);
 int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
                           mt_error *error);
 
-/* Compares the model of --hf-config with that of the loaded weights, which the options have: every option that was not
- * given must have the same value in both, after derived sizes are filled in. */
+/* Compares the model of a config.json at `path`, which `option` names, with that of the loaded weights, which the
+ * options have: every option that was not given must have the same value in both, after derived sizes are filled in.
+ * *head (NULL: not wanted) is that model's head. */
 int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
-                           const char *path, mt_error *error);
+                           const char *path, mt_head_type *head, mt_error *error);
 
 /* Keeps the family of config.json if it computes this model, otherwise takes the first family that does. */
 void mt_options_derive_family(mt_options *options);

@@ -24,23 +24,6 @@ enum { MT_CONFIG_BYTES = 1 << 22 }; // limit of config.json and of a YAML file
 
 /* ---- names of options that resemble a typed one */
 
-int mt_edit_distance(const char *a, size_t a_length, const char *b) {
-    enum { LONGEST = 64 };
-    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
-    for (int j = 0; j <= b_length; j++) row[j] = j;
-    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= b_length; j++) {
-            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
-            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
-            diagonal = row[j];
-            row[j] = replaced < shorter ? replaced : shorter;
-        }
-    }
-    return row[b_length];
-}
-
 /* The program's option with the nearest name; NULL when none is near. */
 static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
     const mt_option *nearest = NULL;
@@ -768,6 +751,11 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     static const char *const purposes[] = {"sft", "chat", "score", "stage", "adv-estimator", "kl-in-reward"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
+    if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(chat_template) && !o->chat && !o->score)
+        return true;
+    if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(num_return_sequences) && o->prompt.count == 0 &&
+        !o->prompt_tokens)
+        return true;
     for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
         bool listed = false, samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
         for (size_t i = 0; i < sizeof purposes / sizeof *purposes && !listed; i++)
@@ -911,11 +899,6 @@ static void mt_options_take_run(mt_options *o, const char *folder) {
     free(path);
 }
 
-bool mt_options_falls_back(const mt_options *options) {
-    const char *folder = mt_options_adapts(options) ? options->load_adapter : options->load;
-    return folder && options->save && mt_path_same(folder, options->save);
-}
-
 char *mt_options_load_folder(const mt_options *options, mt_error *error) {
     return mt_options_falls_back(options) && !mt_options_adapts(options)
                ? mt_checkpoint_resolve_whole(options->load, error)
@@ -928,7 +911,7 @@ static int mt_options_read_json(mt_options *options, const char *path, bool has_
     char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int status = !json ? -1
                  : options->load && !has_weights
-                     ? mt_options_check_shape(options, json, bytes, "--hf-config", path, error)
+                     ? mt_options_check_shape(options, json, bytes, "--hf-config", path, NULL, error)
                      : mt_options_take_shape(options, json, bytes, path, has_weights, error);
     free(json);
     return status;

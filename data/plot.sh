@@ -18,8 +18,9 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# columns FILE: iteration, loss, validation loss, gradient norm, learning rate, tokens/s, memory in GiB, skipped steps;
-# NaN for a missing value. An iteration has two lines if the run went back to a checkpoint; the later line counts.
+# columns FILE: iteration, loss, validation loss, gradient norm, learning rate, tokens/s, memory in GiB, skipped steps,
+# reward; NaN for a missing value. An iteration has two lines if the run went back to a checkpoint; the later line
+# counts.
 columns() {
     awk '
     function value(key) {
@@ -33,7 +34,7 @@ columns() {
       if (iteration == "NaN" || kind == "o") next
       line[iteration kind] = iteration " " value("lm_loss") " " validation " " value("grad_norm") " " \
           value("learning_rate") " " value("tokens_per_second") " " (bytes == "NaN" ? bytes : bytes / 1073741824) " " \
-          value("skipped_iterations") }
+          value("skipped_iterations") " " value("reward") }
     END { for (key in line) print line[key] }' <"$1" | sort -s -n -k 1,1
 }
 
@@ -71,6 +72,18 @@ for run in $runs; do
     printf '%s' "$(basename -- "$run" .jsonl)" | tr '\001-\037\177' '?' | sed "s/'/''/g" >"$work/$number.title"
 done
 
+# Reinforcement learning has rewards, which are drawn in place of skipped steps.
+last="set title 'steps skipped so far'
+plot $(curve 8)"
+shown="set title 'loss'
+plot $(curve 2 validation)"
+if awk '$9 != "NaN" { found = 1 } END { exit !found }' "$work/1"; then
+    last="set title 'reward'
+set format y '%.1f'
+plot $(curve 9)"
+    shown=$last
+fi
+
 terminal="svg size 1200,1000 dynamic background 'white' font 'sans,13'"
 case $output in *.png) terminal="pngcairo size 1200,1000 font 'sans,11'" ;; esac
 cat >"$work/plot" <<GNUPLOT
@@ -97,10 +110,9 @@ set yrange [*:*]
 set title 'learning rate'
 set format y '%.1e'
 plot $(curve 5)
-set title 'steps skipped so far'
 set format y '%.0f'
 set yrange [0:*]
-plot $(curve 8)
+$last
 unset multiplot
 unset output
 GNUPLOT
@@ -113,8 +125,7 @@ set datafile missing 'NaN'
 set key noenhanced
 set terminal dumb noenhanced size 100,26
 set xlabel 'iteration'
-set title 'loss'
-plot $(curve 2 validation)
+$shown
 GNUPLOT
 (cd "$work" && gnuplot terminal)
 echo "curves: $output"

@@ -30,7 +30,7 @@ typedef struct scalar {
 } scalar;
 
 typedef struct scalar_list {
-    scalar items[15 + MT_MAX_MTP_LAYERS + MT_MAX_LOSS_METRICS];
+    scalar items[15 + MT_MAX_MTP_LAYERS + MT_MAX_LOSS_METRICS + MT_MAX_REPORT_NUMBERS];
     int64_t count;
 } scalar_list;
 
@@ -359,6 +359,8 @@ static double loss_metric(const mt_loss_metric *row, const mt_metrics *metrics) 
  * the auxiliary losses that are on, the balance of the loads, and the dropped tokens. */
 static void append_parts(line *to, const mt_report *report, const mt_metrics *metrics) {
     const mt_options *o = report->options;
+    for (int64_t i = 0; i < report->num_numbers; i++)
+        if (report->numbers[i].on_line) append(to, "  %s %.4g", report->numbers[i].name, report->numbers[i].value);
     for (const mt_loss_metric *row = report->loss_metrics; row && row->name; row++)
         append(to, "  %s %.4g", row->name, loss_metric(row, metrics));
     if (o->mtp_num_layers > 0) append(to, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
@@ -367,6 +369,14 @@ static void append_parts(line *to, const mt_report *report, const mt_metrics *me
     if (o->moe_z_loss_coeff > 0) append(to, "  z loss %.3g", metrics->z_loss);
     append(to, "  load %.2f (worst %.2f)", metrics->imbalance, metrics->worst_imbalance);
     if (o->moe_expert_capacity_factor > 0) append(to, "  dropped %.1f%%", 100 * metrics->dropped);
+}
+
+/* Its key has underscores for blanks. */
+static void add_named(scalar_list *list, const char *name, double value) {
+    char key[40];
+    snprintf(key, sizeof key, "%s", name);
+    for (char *c = key; *c; c++) *c = *c == ' ' ? '_' : *c;
+    add_scalar(list, name, key, value);
 }
 
 /* Peak memory of this process, in bytes. */
@@ -388,12 +398,9 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
         snprintf(key, sizeof key, "mtp_%lld_loss", (long long)k);
         add_scalar(all, tag, key, metrics->mtp_losses[k - 1]);
     }
-    for (const mt_loss_metric *row = report->loss_metrics; row && row->name; row++) {
-        char key[40];
-        snprintf(key, sizeof key, "%s", row->name);
-        for (char *c = key; *c; c++) *c = *c == ' ' ? '_' : *c;
-        add_scalar(all, row->name, key, loss_metric(row, metrics));
-    }
+    for (int64_t i = 0; i < report->num_numbers; i++) add_named(all, report->numbers[i].name, report->numbers[i].value);
+    for (const mt_loss_metric *row = report->loss_metrics; row && row->name; row++)
+        add_named(all, row->name, loss_metric(row, metrics));
     add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
     add_scalar(all, "weight-decay", "weight_decay", metrics->weight_decay);

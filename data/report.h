@@ -16,6 +16,14 @@ typedef struct mt_report_file {
     char path[4096];
 } mt_report_file;
 
+/* A further number of an iteration. */
+enum { MT_MAX_REPORT_NUMBERS = 16 };
+typedef struct mt_report_number {
+    const char *name; // of a few words
+    double value;
+    bool on_line; // also on the terminal; false: in files only
+} mt_report_number;
+
 /* Rank 0 reports: one line per reported iteration on standard output; with --metrics one JSON object per line in a
  * file; with --tensorboard-dir events in a TensorBoard file. */
 typedef struct mt_report {
@@ -26,6 +34,8 @@ typedef struct mt_report {
     int64_t first_iteration;
     int64_t device_bytes; // GPU memory that the model holds; 0 on the CPU, which reports the peak of the process
     double step_flops;    // of the samples of the last step; 0: those of mt_flops for sequences of --seq-length
+    const mt_report_number *numbers; // [num_numbers] set by the caller; of each iteration
+    int64_t num_numbers;
     const mt_loss_metric *loss_metrics; // of the model's loss; NULL: none
     double peak_flops;                  // of the device for the model's type, as its maker states; 0: unknown
     double start;

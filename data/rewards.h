@@ -9,13 +9,6 @@
 extern "C" {
 #endif
 
-typedef enum mt_reward_kind {
-    MT_REWARD_EXACT,  // 1 if the response is the answer, apart from white space around them; else 0
-    MT_REWARD_NUMBER, // 1 if the response's number is the answer's; else 0
-    MT_REWARD_REGEX,  // 1 if a pattern matches in the response; else 0
-    MT_REWARD_COMMAND // a program's number
-} mt_reward_kind;
-
 /* The names of mt_reward_kind, in its order. */
 #define MT_REWARDS "exact|number|regex|command"
 

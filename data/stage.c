@@ -11,7 +11,17 @@
 /* ---- losses */
 
 const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *o) {
+    mt_aggregation mean = {.mode = o->loss_agg_mode, .norm_length = (double)o->max_new_tokens};
     *stage = (mt_stage_loss){.preference = {o->preference_loss, o->beta, o->label_smoothing}};
+    stage->policy = (mt_policy_config){.variant = o->pg_variant,
+                                       .aggregation = mean,
+                                       .clip_ratio_low = o->clip_ratio_low,
+                                       .clip_ratio_high = o->clip_ratio_high,
+                                       .clip_ratio_c = o->clip_ratio_c,
+                                       .kl_coef = o->kl_loss_coef,
+                                       .entropy_coef = o->entropy_coeff,
+                                       .kl_type = o->kl_loss_type};
+    stage->value = (mt_value_config){.aggregation = mean, .clip = o->value_clip};
     switch (o->stage) {
     case MT_STAGE_PT:
     case MT_STAGE_SFT:
@@ -22,8 +32,29 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *o) {
     case MT_STAGE_DPO:
         stage->loss = mt_preference, stage->loss.config = &stage->preference;
         break;
+    case MT_STAGE_RL:
+        stage->loss = mt_policy, stage->loss.config = &stage->policy;
+        stage->loss.uses_entropy = o->entropy_coeff > 0;
+        if (o->kl_loss_coef > 0) stage->loss.inputs |= 1 << MT_REF_LOGP;
+        break;
     }
     return &stage->loss;
+}
+
+const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_options *o) {
+    (void)mt_stage_loss_of(stage, o);
+    stage->loss = mt_value, stage->loss.config = &stage->value;
+    return &stage->loss;
+}
+
+int mt_options_check_folder(const mt_options *options, const char *folder, const char *option, mt_head_type *head,
+                            mt_error *error) {
+    char *found = mt_checkpoint_resolve(folder, error), *path = found ? mt_path_join(found, "config.json") : NULL;
+    int64_t bytes;
+    char *json = path ? mt_file_read(path, 1 << 22, &bytes, error) : NULL;
+    int status = json ? mt_options_check_shape(options, json, bytes, option, path, head, error) : -1;
+    free(found), free(path), free(json);
+    return status;
 }
 
 /* ---- the reference model */
@@ -42,20 +73,10 @@ struct mt_reference {
     int64_t capacity;
 };
 
-/* The folder's model must have the shape of the trained one. */
-static int check_shape(const mt_options *options, const char *folder, mt_error *error) {
-    char *found = mt_checkpoint_resolve(folder, error), *path = found ? mt_path_join(found, "config.json") : NULL;
-    int64_t bytes;
-    char *json = path ? mt_file_read(path, 1 << 22, &bytes, error) : NULL;
-    int status = json ? mt_options_check_shape(options, json, bytes, "--ref-load", path, error) : -1;
-    free(found), free(path), free(json);
-    return status;
-}
-
 static int load_reference(mt_reference *r, const mt_options *options, const mt_run_state *state, mt_error *error) {
     const mt_group *world = &mt_model_grid(r->model)->world;
     mt_run_state unused = {0};
-    if (!options->ref_load && state->iteration > 0)
+    if (!options->ref_load && state->iteration > 0 && options->lora_rank == 0)
         return mt_error_set(error,
                             "--stage dpo: the run resumes at iteration %lld; name the model with which it began "
                             "by --ref-load",
@@ -64,8 +85,10 @@ static int load_reference(mt_reference *r, const mt_options *options, const mt_r
         mt_model_init(r->model);
         return 0;
     }
-    if (options->ref_load && mt_agree(world, check_shape(options, options->ref_load, error) != 0, error) != 0)
-        return -1;
+    mt_head_type head;
+    int checked =
+        options->ref_load ? mt_options_check_folder(options, options->ref_load, "--ref-load", &head, error) : 0;
+    if (mt_agree(world, checked != 0, error) != 0) return -1;
     return mt_checkpoint_load(r->model, &unused, options->ref_load ? options->ref_load : options->load, error);
 }
 
@@ -75,7 +98,7 @@ int mt_reference_open(mt_reference **reference, const mt_options *options, const
     if (options->stage != MT_STAGE_DPO) return 0;
     mt_reference *r = mt_calloc(sizeof *r);
     mt_model_plan scoring = *plan;
-    r->options = *options;
+    r->options = *options, r->options.lora_rank = 0; // the reference of adapters is their base
     scoring.train = false, scoring.loss = NULL;
     int status = mt_model_create(&r->model, &r->options, grid, ops, &scoring, error);
     if (status == 0) status = load_reference(r, options, state, error);

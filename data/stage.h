@@ -13,10 +13,19 @@ typedef struct mt_stage_loss {
     mt_loss loss;
     mt_preference_config preference;
     mt_reward_config reward;
+    mt_policy_config policy;
+    mt_value_config value;
 } mt_stage_loss;
 
 /* The loss of finished options, for mt_model_plan.loss; NULL: that of pre-training. */
 const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *options);
+
+/* The loss of the critic beside an actor. */
+const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_options *options);
+
+/* Checks that the model of a folder, which `option` names, has the shape of a finished one; *head is its head. */
+int mt_options_check_folder(const mt_options *options, const char *folder, const char *option, mt_head_type *head,
+                            mt_error *error);
 
 /* A model that stays as it is and scores the samples of another one: its own log-probabilities go into the batches of
  * a training step or of an evaluation. */

@@ -107,7 +107,8 @@ static mt_loss loss_of(const char *name) {
     mt_loss loss = mt_nll;
     if (strcmp(name, "preference") == 0) loss = mt_preference, loss.config = &sigmoid;
     if (strcmp(name, "reward") == 0) loss = mt_reward, loss.config = &rewards;
-    if (strcmp(name, "ppo") == 0) loss = mt_policy, loss.config = &ppo, loss.uses_entropy = true;
+    if (strcmp(name, "ppo") == 0)
+        loss = mt_policy, loss.config = &ppo, loss.uses_entropy = true, loss.inputs |= 1 << MT_REF_LOGP;
     if (strcmp(name, "gspo") == 0) loss = mt_policy, loss.config = &gspo;
     if (strcmp(name, "value") == 0) loss = mt_value, loss.config = &value;
     return loss;

@@ -83,13 +83,15 @@ infer_reads_its_role() {
     set -- --config "$roles/roll.yaml" --role actor_infer
     "$infer" "$@" --print-config >"$work/out" 2>"$work/err" && sets actor_infer.generating_args.top_k top-k 0 &&
         sets actor_infer.generating_args.max_new_tokens max-new-tokens 3 &&
+        unused actor_infer.data_args.template 'of no use in this run' &&
+        unused actor_infer.generating_args.num_return_sequences 'of no use in this run' &&
         unused actor_infer.infer_batch_size 'of no use in this run' || return 1
     "$infer" "$@" --print-config --score none.i32 >"$work/out" 2>"$work/err" &&
         unused actor_infer.generating_args.top_k 'gives way to --score' &&
         sets actor_infer.infer_batch_size micro-batch-size 4 || return 1
     [ -d "$shared/models/stories260K-hf" ] || return 0
     "$infer" "$@" --load "$shared/models/stories260K-hf" --prompt 'Once upon a' --print-tokens --device cpu \
-        >"$work/out" 2>"$work/err" && [ "$(wc -w <"$work/out")" = 3 ] && says 'vllm$' "$work/err"
+        >"$work/out" 2>"$work/err" && [ "$(wc -w <"$work/out")" = 6 ] && says 'vllm$' "$work/err"
 }
 
 # Where a key is absent, ROLL's and verl's defaults hold.

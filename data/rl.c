@@ -1,0 +1,473 @@
+/* rl.c: an iteration of reinforcement learning. All ranks hold all responses and their numbers in host memory, so that
+ * each computes the same advantages; models score and train micro-batches that are dealt to data-parallel ranks.
+ *
+ *   generate  responses of the actor             rollout.c
+ *   reward    scores of the responses            rewards.c, or a reward model
+ *   score     log-probabilities of the actor and of the reference, values of the critic
+ *   train     ppo_epochs x mini-batches: steps of the actor and of the critic
+ */
+#include "rl.h"
+
+#include "chat.h"
+#include "file.h"
+#include "options.h"
+#include "prompts.h"
+#include "rollout.h"
+#include "rollouts.h"
+#include "stage.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* A model beside the actor. */
+typedef struct partner {
+    mt_options options; // the actor's, with other folders and its own head; shares their strings
+    char *folder;       // NULL: the actor's options->load
+    mt_stage_loss loss;
+    mt_model *model; // NULL: there is none
+} partner;
+
+enum {
+    SCORE,
+    SCORE_DEVIATION,
+    TOKENS,
+    OVERLONG,
+    DROPPED,
+    LOGP_GAP,
+    VALUE_LOSS,
+    GENERATION,
+    REWARDS,
+    SCORING,
+    TRAINING
+};
+
+static const char *const number_names[] = {[SCORE] = "reward",
+                                           [SCORE_DEVIATION] = "reward deviation",
+                                           [TOKENS] = "response tokens",
+                                           [OVERLONG] = "overlong",
+                                           [DROPPED] = "groups dropped",
+                                           [LOGP_GAP] = "generation gap",
+                                           [VALUE_LOSS] = "value loss",
+                                           [GENERATION] = "generation seconds",
+                                           [REWARDS] = "reward seconds",
+                                           [SCORING] = "scoring seconds",
+                                           [TRAINING] = "training seconds"};
+enum { NUM_NUMBERS = sizeof number_names / sizeof *number_names };
+
+struct mt_rl {
+    mt_rl_config config;
+    mt_model *actor;
+    partner reference, critic, reward_model;
+    mt_saver *critic_saver;
+    char *critic_folder;  // that it saves to
+    int64_t critic_steps; // AdamW steps of the critic
+    mt_samples prompts;
+    mt_reward_function *reward; // of rank 0; NULL: a model's, or another rank
+    mt_rollouts rollouts;
+    mt_rollout_config rollout_config;
+    mt_plan_shape shape;
+    mt_report_number numbers[NUM_NUMBERS];
+    /* the micro-batches at hand */
+    mt_step_plan plan;
+    mt_loss_input stored; // by the sink
+};
+
+/* ---- models */
+
+void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
+    int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->data_parallel_size);
+    plan->page_rows = o->inference_dynamic_batching_block_size;
+    mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->seq_length, o->kv_cache_tokens);
+}
+
+/* Creates and loads a model for scoring, or with a loss for training. */
+static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, const mt_loss *loss,
+                        mt_run_state *state, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_model_plan plan = *actor_plan;
+    plan.cache_rows = plan.page_rows = plan.cache_sequences = 0;
+    plan.train = loss != NULL, plan.loss = loss;
+    const char *folder = p->folder ? p->folder : p->options.load;
+    if (mt_model_create(&p->model, &p->options, c->grid, c->ops, &plan, error) != 0) return -1;
+    if (folder) return mt_checkpoint_load(p->model, state, folder, error);
+    mt_model_init(p->model);
+    return 0;
+}
+
+/* The folder of a partner, whose model must have the actor's shape; its head is what the folder has. */
+static int choose_folder(mt_rl *rl, partner *p, const char *folder, const char *option, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    p->options = *o, p->options.lora_rank = 0; // only the actor has adapters
+    if (!folder) return 0;
+    p->folder = mt_strdup(folder);
+    int status = mt_options_check_folder(o, folder, option, &p->options.head_type, error);
+    return mt_agree(&rl->config.grid->world, status != 0, error);
+}
+
+static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    mt_run_state unused = {0};
+    if (o->kl_loss_coef == 0 && !o->kl_in_reward) {
+        if (!o->ref_load) return 0;
+        return mt_error_set(error, "--ref-load has no effect without --kl-loss-coef or --kl-in-reward; leave it out");
+    }
+    if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
+        return mt_error_set(error,
+                            "the run resumes at iteration %lld; name the model with which it began by --ref-load",
+                            (long long)state->iteration);
+    if (choose_folder(rl, &rl->reference, o->ref_load, "--ref-load", error) != 0) return -1;
+    return open_partner(rl, &rl->reference, plan, NULL, &unused, error);
+}
+
+/* The critic of a run that resumes is the one that was saved with the actor. */
+static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    partner *p = &rl->critic;
+    mt_run_state own = {0};
+    char name[64];
+    if (o->adv_estimator != MT_ADV_GAE) return 0;
+    char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL, *saved = NULL;
+    snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
+    if (state->iteration > 0 && folder) saved = mt_path_join(folder, name);
+    int status = choose_folder(rl, p, saved ? saved : o->critic_load, saved ? "--save" : "--critic-load", error);
+    p->options.value_head = p->options.head_type == MT_HEAD_LM;
+    p->options.head_type = MT_HEAD_TOKEN;
+    p->options.lr = o->critic_lr, p->options.min_lr = fmin(o->min_lr, o->critic_lr);
+    if (status == 0) status = open_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), &own, error);
+    rl->critic_steps = own.optimizer_step;
+    if (status == 0 && o->save && rl->config.grid->world.rank == 0)
+        status = mt_checkpoint_prepare(p->model, folder, error);
+    status = mt_agree(&rl->config.grid->world, status != 0, error);
+    if (status == 0 && o->save)
+        mt_saver_open(&rl->critic_saver, p->model, folder, rl->config.extra, rl->config.context, false);
+    free(saved);
+    return status;
+}
+
+static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const mt_group *world = &rl->config.grid->world;
+    mt_run_state unused = {0};
+    int status = 0;
+    if (o->reward == MT_REWARD_MODEL) {
+        if (choose_folder(rl, &rl->reward_model, o->reward_load, "--reward-load", error) != 0) return -1;
+        if (rl->reward_model.options.head_type == MT_HEAD_LM)
+            return mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
+                                o->reward_load);
+        return open_partner(rl, &rl->reward_model, plan, NULL, &unused, error);
+    }
+    const char *argument = o->reward == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
+    if (world->rank == 0) status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);
+    return mt_agree(world, status != 0, error);
+}
+
+/* ---- opening */
+
+static int read_prompts(mt_rl *rl, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    mt_sft_config files = {.paths = o->data_path,
+                           .tokenizer_path = rl->config.tokenizer_path,
+                           .vocab_size = o->vocab_size,
+                           .seq_length = o->seq_length - o->max_new_tokens,
+                           .chat_template = o->chat_template,
+                           .skip_bad_samples = o->skip_bad_samples,
+                           .messages_key = o->messages_key,
+                           .prompt_key = o->prompt_key,
+                           .query_key = o->query_key,
+                           .prompts = true,
+                           .answer_key = o->answer_key,
+                           .needs_answer = o->reward == MT_REWARD_EXACT || o->reward == MT_REWARD_NUMBER,
+                           .log = rl->config.log};
+    const mt_group *world = &rl->config.grid->world;
+    const char *name = "prompts";
+    int status = mt_samples_read(&rl->prompts, &files, rl->config.tokenizer, error);
+    if (mt_agree(world, status != 0, error) != 0) return -1;
+    uint64_t print = mt_samples_fingerprint(&rl->prompts);
+    return mt_fingerprints_agree(&print, &name, 1, world, error);
+}
+
+static void configure_rollouts(mt_rl *rl) {
+    const mt_options *o = rl->config.options;
+    rl->rollout_config = (mt_rollout_config){.overlong = o->overlong_penalty > 0 ? MT_OVERLONG_PENALTY
+                                                         : o->overlong_mask      ? MT_OVERLONG_MASK
+                                                                                 : MT_OVERLONG_KEEP,
+                                             .overlong_penalty = o->overlong_penalty,
+                                             .max_new_tokens = o->max_new_tokens,
+                                             .reward_clip = o->reward_clip,
+                                             .dynamic_sampling = o->dynamic_sampling,
+                                             .kl_type = o->kl_loss_type,
+                                             .kl_in_reward = o->kl_in_reward ? o->kl_coef : 0,
+                                             .advantage = {.estimator = o->adv_estimator,
+                                                           .gamma = o->gamma,
+                                                           .lambda = o->lam,
+                                                           .norm_by_std = o->norm_adv_by_std,
+                                                           .whiten = o->whiten_advantages,
+                                                           .advantage_clip = o->advantage_clip}};
+    rl->shape = (mt_plan_shape){.num_ranks = rl->config.grid->data.size,
+                                .micro_batch_size = o->micro_batch_size,
+                                .row_length = o->seq_length,
+                                .regroups = true,
+                                .work = mt_token_work_of(o),
+                                .slot_group = o->microbatch_group_size_per_virtual_pipeline_stage,
+                                .slot_rest = o->pipeline_model_parallel_size};
+}
+
+int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan,
+               const mt_run_state *state, mt_error *error) {
+    mt_rl *rl = mt_calloc(sizeof *rl);
+    rl->config = *config, rl->actor = actor;
+    configure_rollouts(rl);
+    int status = read_prompts(rl, error);
+    if (status == 0) status = open_reference(rl, plan, state, error);
+    if (status == 0) status = open_critic(rl, plan, state, error);
+    if (status == 0) status = open_reward(rl, plan, error);
+    *out = status == 0 ? rl : NULL;
+    if (status != 0) mt_rl_close(rl);
+    return status;
+}
+
+static void close_partner(partner *p) {
+    mt_model_destroy(p->model);
+    free(p->folder);
+}
+
+void mt_rl_close(mt_rl *rl) {
+    if (!rl) return;
+    mt_saver_close(rl->critic_saver);
+    free(rl->critic_folder);
+    mt_reward_close(rl->reward);
+    close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
+    mt_rollouts_free(&rl->rollouts);
+    mt_samples_free(&rl->prompts);
+    free(rl);
+}
+
+int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
+    if (!rl->critic_saver) return 0;
+    mt_run_state own = *state;
+    own.optimizer_step = rl->critic_steps;
+    if (mt_train_finish(rl->critic.model, error) != 0) return -1;
+    return mt_saver_save(rl->critic_saver, &own, error);
+}
+
+int mt_rl_finish(mt_rl *rl, mt_error *error) {
+    return mt_saver_finish(rl->critic_saver, error);
+}
+
+const mt_report_number *mt_rl_numbers(const mt_rl *rl, int64_t *count) {
+    *count = NUM_NUMBERS;
+    return rl->numbers;
+}
+
+/* ---- generation and rewards */
+
+/* The tokens that end a response: of the tokenizer, and of the chat template. */
+static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_chat *chat;
+    *stops = (mt_stops){.count = 0};
+    if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
+    const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), mt_chat_end(chat)};
+    for (int i = 0; i < 2; i++)
+        if (ends[i] >= 0 && (i == 0 || ends[1] != ends[0])) stops->ids[stops->count++] = ends[i];
+    mt_chat_close(chat);
+    return 0;
+}
+
+/* Responses to the prompts of an iteration. generated: the generator's log-probabilities of all their tokens, one
+ * response after another, to free. */
+static int generate(mt_rl *rl, int64_t iteration, float **generated, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences, count = prompts * group, tokens = 0;
+    int64_t *order = mt_malloc(prompts * 8), *lengths = mt_malloc(prompts * 8);
+    const int32_t **texts = mt_malloc(prompts * (int64_t)sizeof *texts);
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
+    mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
+    rollout.first_id = iteration * count;
+    rollout.sampling = (mt_sampling){.temperature = o->temperature, .top_p = o->top_p, .top_k = o->top_k};
+    rollout.sampling.min_p = o->min_p, rollout.sampling.repetition_penalty = o->repetition_penalty;
+    rollout.sampling.seed = (uint64_t)o->seed, rollout.sampling.logprobs = true;
+    int status = find_stops(rl, &rollout.stops, error);
+    mt_prompts_order(rl->prompts.count, o->seed, iteration * prompts, prompts, order);
+    for (int64_t i = 0; i < prompts; i++) {
+        texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
+        lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
+    }
+    if (status == 0) status = mt_rollout_generate(rl->actor, &rollout, texts, lengths, prompts, sequences, error);
+    if (status == 0) {
+        mt_rollouts_free(&rl->rollouts);
+        mt_rollouts_begin(&rl->rollouts, &rl->prompts, order, prompts, group);
+        for (int64_t s = 0; s < count; s++) tokens += sequences[s].num_tokens - sequences[s].num_prompt;
+        float *to = *generated = mt_malloc(mt_max(tokens, 1) * 4);
+        for (int64_t s = 0; s < count; s++) {
+            const mt_sequence *q = &sequences[s];
+            int64_t written = q->num_tokens - q->num_prompt;
+            mt_rollouts_set(&rl->rollouts, s, q->tokens + q->num_prompt, written, q->finish == MT_FINISH_LENGTH);
+            memcpy(to, q->logps, (size_t)written * 4), to += written;
+            mt_sequence_end(&sequences[s]);
+        }
+    }
+    free(order), free(lengths), free(texts), free(sequences);
+    return status;
+}
+
+/* ---- micro-batches */
+
+static void plan_batches(mt_rl *rl, const int64_t *sequences, int64_t count) {
+    mt_step_plan_free(&rl->plan);
+    mt_rollouts_plan(&rl->plan, &rl->rollouts, sequences, count, true, &rl->shape);
+}
+
+/* The source of scoring and of training. */
+static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    const mt_rl *rl = context;
+    (void)error;
+    mt_step_plan_fill(&rl->plan, index, rl->config.grid->data.rank, &rl->rollouts.samples, 0, batch);
+    mt_rollouts_load(&rl->rollouts, batch);
+    return 0;
+}
+
+/* The sink of scoring, on the ranks with the loss: one of each replica keeps the numbers. */
+static void store(void *context, int64_t micro_batch, const mt_batch *batch, const double *numbers,
+                  const double *entropy) {
+    mt_rl *rl = context;
+    const mt_grid *grid = rl->config.grid;
+    (void)micro_batch, (void)entropy;
+    if (grid->tensor.rank == 0 && grid->context.rank == 0) mt_rollouts_store(&rl->rollouts, rl->stored, batch, numbers);
+}
+
+/* Scores the planned micro-batches by a model; afterwards all ranks have the numbers of all sequences. */
+static int score(mt_rl *rl, mt_model *model, mt_loss_input input, mt_batch *batch, mt_error *error) {
+    rl->stored = input;
+    if (!model) return 0;
+    if (mt_score_tokens(model, rl->plan.num_slots, fill_batch, rl, batch, store, rl, error) != 0) return -1;
+    mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.inputs[input], rl->rollouts.T, MT_F64);
+    return 0;
+}
+
+static int64_t *all_sequences(const mt_rl *rl) {
+    int64_t *sequences = mt_malloc(mt_max(rl->rollouts.samples.count, 1) * 8);
+    for (int64_t i = 0; i < rl->rollouts.samples.count; i++) sequences[i] = i;
+    return sequences;
+}
+
+/* The reward model's value of each response, at its last token. */
+static int score_by_model(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    mt_rollouts *r = &rl->rollouts;
+    mt_rollout_config all = {.max_new_tokens = rl->config.options->max_new_tokens, .whole = true};
+    mt_rollouts_select(r, &all);
+    int64_t *sequences = all_sequences(rl);
+    plan_batches(rl, sequences, r->samples.count);
+    int status = score(rl, rl->reward_model.model, MT_OLD_VALUES, batch, error);
+    for (int64_t s = 0; s < r->samples.count && status == 0; s++)
+        r->scores[r->response_of[s]] = r->inputs[MT_OLD_VALUES][r->spans[s].q_start + r->spans[s].q_len - 1];
+    free(sequences);
+    return status;
+}
+
+static int score_responses(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    mt_rollouts *r = &rl->rollouts;
+    const mt_group *world = &rl->config.grid->world;
+    int status = 0;
+    if (rl->reward_model.model) {
+        status = score_by_model(rl, batch, error);
+    } else {
+        if (world->rank == 0) status = mt_rollouts_score(r, rl->reward, rl->config.tokenizer, error);
+        status = mt_agree(world, status != 0, error);
+        if (status == 0) mt_broadcast(world, r->scores, r->count * 8, 0);
+    }
+    if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
+    return status;
+}
+
+/* ---- an iteration */
+
+/* The largest difference between the log-probabilities of the generator and of training. */
+static double generation_gap(const mt_rl *rl, const float *generated) {
+    const mt_rollouts *r = &rl->rollouts;
+    int64_t *first = mt_malloc((r->count + 1) * 8);
+    double gap = 0;
+    first[0] = 0;
+    for (int64_t s = 0; s < r->count; s++) first[s + 1] = first[s] + r->response_tokens[s];
+    for (int64_t k = 0; k < r->samples.count; k++) {
+        int64_t response = r->response_of[k], n = r->response_tokens[response];
+        int64_t end = r->spans[k].q_start + r->spans[k].q_len;
+        for (int64_t i = 0; i < n; i++)
+            if (r->mask[end - n + i] != 0)
+                gap = fmax(gap, fabs((double)generated[first[response] + i] - r->inputs[MT_OLD_LOGP][end - n + i]));
+    }
+    free(first);
+    return gap;
+}
+
+/* A step of a model on the planned micro-batches. */
+static int train_step(mt_rl *rl, mt_model *model, const mt_run_state *state, int64_t *optimizer_step, mt_batch *batch,
+                      mt_metrics *metrics, mt_error *error) {
+    mt_run_state inner = *state;
+    inner.optimizer_step = *optimizer_step;
+    int status = mt_train_step(model, &inner, rl->plan.num_slots, fill_batch, rl, batch, metrics, error);
+    *optimizer_step = inner.optimizer_step;
+    return status;
+}
+
+static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const mt_rollouts *r = &rl->rollouts;
+    int64_t mini_batches = mt_divide_up(r->samples.count, o->global_batch_size), *sequences = all_sequences(rl);
+    mt_metrics of_critic = {0};
+    int status = 0;
+    for (int64_t i = 0; i < o->ppo_epochs * mini_batches && status == 0; i++) {
+        bool last = i + 1 == o->ppo_epochs * mini_batches;
+        int64_t count = mt_rollouts_mini_batch(r, o->seed, state->iteration, i / mini_batches, i % mini_batches,
+                                               mini_batches, sequences);
+        plan_batches(rl, sequences, count);
+        status = train_step(rl, rl->actor, state, &state->optimizer_step, batch, last ? metrics : NULL, error);
+        if (status == 0 && rl->critic.model)
+            status = train_step(rl, rl->critic.model, state, &rl->critic_steps, batch,
+                                last && metrics ? &of_critic : NULL, error);
+    }
+    rl->numbers[VALUE_LOSS].value = of_critic.loss;
+    free(sequences);
+    return status;
+}
+
+/* Seconds since *then, which becomes now. */
+static double lap(double *then) {
+    double now = mt_time(), seconds = now - *then;
+    *then = now;
+    return seconds;
+}
+
+int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    mt_report_number *n = rl->numbers;
+    mt_rollouts *r = &rl->rollouts;
+    float *generated = NULL;
+    double then = mt_time();
+    if (metrics) *metrics = (mt_metrics){.loss = NAN, .seconds = 1};
+    for (int i = 0; i < NUM_NUMBERS; i++) n[i] = (mt_report_number){number_names[i], 0, i < GENERATION};
+    int status = generate(rl, state->iteration, &generated, error);
+    n[GENERATION].value = lap(&then);
+    if (status == 0) status = score_responses(rl, batch, error);
+    n[REWARDS].value = lap(&then);
+    if (status == 0 && r->samples.count > 0) {
+        int64_t *sequences = all_sequences(rl);
+        plan_batches(rl, sequences, r->samples.count);
+        free(sequences);
+        status = score(rl, rl->actor, MT_OLD_LOGP, batch, error);
+        if (status == 0) status = score(rl, rl->reference.model, MT_REF_LOGP, batch, error);
+        if (status == 0) status = score(rl, rl->critic.model, MT_OLD_VALUES, batch, error);
+        if (status == 0) mt_rollouts_advantages(r, &rl->rollout_config);
+        if (status == 0) n[LOGP_GAP].value = generation_gap(rl, generated);
+        n[SCORING].value = lap(&then);
+        if (status == 0) status = train(rl, state, batch, metrics, error);
+        n[TRAINING].value = lap(&then);
+    }
+    n[SCORE].value = r->stats.score, n[SCORE_DEVIATION].value = r->stats.score_deviation;
+    n[TOKENS].value = r->stats.response_tokens, n[OVERLONG].value = r->stats.overlong;
+    n[DROPPED].value = (double)r->stats.groups_dropped;
+    free(generated);
+    state->iteration++;
+    state->consumed_train_samples += rl->config.options->global_batch_size;
+    return status;
+}

@@ -1,0 +1,220 @@
+#!/bin/sh
+# Reinforcement learning: it learns, every layout does the same, a resumed run goes on as if it had not stopped.
+set -u
+. tests/suite.sh
+export OMP_NUM_THREADS=1
+
+# Prompts of two digits; a response is right if it has them in ascending order. The model learns to write the two in
+# either order.
+write_data() {
+    awk -v sft="$work/sft.jsonl" -v rl="$work/rl.jsonl" 'BEGIN {
+        for (i = 0; i < 600; i++) {
+            a = i * 7 % 10; b = (int(i / 10) * 3 + i) % 10
+            low = a < b ? a : b; high = a < b ? b : a
+            swapped = int(i / 3) % 2
+            printf "{\"prompt\": \"%d%d>\", \"response\": \"%d%d\"}\n", a, b, swapped ? b : a, swapped ? a : b > sft
+            printf "{\"prompt\": \"%d%d>\", \"answer\": \"%d%d\"}\n", a, b, low, high > rl
+        }
+    }'
+}
+
+model="--num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm
+    --position-embedding-type rope --disable-bias-linear --seq-length 16"
+common="--chat-template plain --hidden-dropout 0 --attention-dropout 0 --device cpu --lr-decay-style constant
+    --eval-iters 0"
+
+learn_format() {
+    # shellcheck disable=SC2086
+    "$train" --stage sft --data-path "$work/sft.jsonl" --tokenizer-type ByteLevel $model $common \
+        --variable-seq-lengths --micro-batch-size 64 --train-iters 300 --lr 5e-3 --save "$work/base" \
+        --log-interval 50 >"$work/out" 2>"$work/err"
+}
+
+# learn RANKS METRICS ARGUMENTS...
+learn() {
+    ranks=$1 metrics=$2
+    shift 2
+    set -- --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
+        --micro-batch-size 4 --log-interval 1 --metrics "$metrics" --overwrite "$@"
+    if [ "$ranks" = 1 ]; then
+        # shellcheck disable=SC2086
+        "$train" "$@" $common >"$work/out" 2>"$work/err"
+    else
+        # shellcheck disable=SC2086
+        $(mpirun_here) -np "$ranks" "$train" "$@" $common >"$work/out" 2>"$work/err"
+    fi
+}
+
+# series KEY FILE: the key's numbers.
+series() {
+    sed -n "s/.*\"$1\": \([-0-9.e+]*\).*/\1/p" "$2"
+}
+
+# same A B KEY TOLERANCE: two metrics files agree.
+same() {
+    series "$3" "$1" >"$work/a"
+    series "$3" "$2" >"$work/b"
+    [ -s "$work/a" ] && [ "$(wc -l <"$work/a")" = "$(wc -l <"$work/b")" ] || {
+        echo "$1 and $2: other numbers of $3"
+        return 1
+    }
+    paste "$work/a" "$work/b" | awk -v t="$4" -v key="$3" '
+        { d = $1 - $2; if (d < 0) d = -d; s = $1 < 0 ? -$1 : $1; if (d > t * (1 + s)) { print key ": " $0; exit 1 } }'
+}
+
+mean() {
+    awk '{ sum += $1 } END { print sum / NR }'
+}
+
+# gains METRICS: the mean reward of the first three iterations is below 0.8, that of the last three above 0.92.
+gains() {
+    first=$(series reward "$1" | head -n 3 | mean) last=$(series reward "$1" | tail -n 3 | mean)
+    awk -v a="$first" -v b="$last" 'BEGIN { exit !(a < 0.8 && b > 0.92) }' || {
+        echo "reward from $first to $last"
+        return 1
+    }
+}
+
+grpo_learns() {
+    learn 1 "$work/grpo" --rollout-batch-size 16 --num-return-sequences 8 --train-iters 60 --lr 2e-3 \
+        --reward number && gains "$work/grpo"
+}
+
+ppo_with_a_critic_learns() {
+    learn 1 "$work/ppo" --rollout-batch-size 128 --num-return-sequences 1 --train-iters 40 --lr 2e-3 \
+        --adv-estimator gae --whiten-advantages --critic-lr 5e-3 --ppo-epochs 2 --global-batch-size 64 \
+        --kl-loss-coef 0.001 --value-clip 0.5 && gains "$work/ppo" &&
+        series value_loss "$work/ppo" | awk 'NR == 1 { first = $1 } END { exit !($1 < first) }'
+}
+
+every_layout_does_the_same() {
+    for method in "--adv-estimator grpo --dynamic-sampling" \
+        "--adv-estimator gae --whiten-advantages --kl-in-reward --kl-coef 0.01 --entropy-coeff 0.01" \
+        "--adv-estimator rloo --pg-variant gspo --kl-loss-coef 0.01 --loss-agg-mode seq-mean-token-mean"; do
+        set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
+            --global-batch-size 8
+        # shellcheck disable=SC2086
+        learn 1 "$work/one" "$@" $method || return 1
+        while read -r ranks layout; do
+            # shellcheck disable=SC2086
+            learn "$ranks" "$work/other" "$@" $method $layout || return 1
+            for key in reward response_tokens lm_loss grad_norm; do
+                same "$work/one" "$work/other" $key 1e-4 || {
+                    echo "$method: $ranks ranks, $layout"
+                    return 1
+                }
+            done
+            series generation_gap "$work/other" | awk '$1 > 1e-4 { exit 1 }' || return 1
+        done <<EOF
+2
+2 --data-parallel-sharding-strategy optim_grads_params
+4 --tensor-model-parallel-size 2 --use-distributed-optimizer
+2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
+2 --context-parallel-size 2
+4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
+EOF
+    done
+}
+
+a_resumed_run_goes_on_as_before() {
+    for method in grpo gae; do
+        set -- --rollout-batch-size 6 --num-return-sequences 4 --lr 1e-3 --adv-estimator $method --ppo-epochs 2 \
+            --global-batch-size 8
+        learn 1 "$work/whole" "$@" --train-iters 4 || return 1
+        learn 1 "$work/parts" "$@" --train-iters 2 --save "$work/run.$method" || return 1
+        # shellcheck disable=SC2086
+        "$train" --stage rl --load "$work/run.$method" --save "$work/run.$method" --data-path "$work/rl.jsonl" \
+            --seq-length 16 --max-new-tokens 4 --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common \
+            "$@" --train-iters 4 >"$work/out" 2>"$work/err" || return 1
+        for key in reward lm_loss grad_norm value_loss; do same "$work/whole" "$work/parts" $key 0 || return 1; done
+    done
+}
+
+# Pairs: the digits in ascending order are preferred.
+write_pairs() {
+    sed 's/"answer": "\([0-9]\)\([0-9]\)"/"chosen": "\1\2", "rejected": "\2\1"/' "$work/rl.jsonl" |
+        grep -v '"chosen": "\([0-9]\)\1"' >"$work/pairs.jsonl"
+}
+
+# learn_pairs STAGE METRICS ARGUMENTS...
+learn_pairs() {
+    stage=$1 metrics=$2
+    shift 2
+    # shellcheck disable=SC2086
+    "$train" --stage "$stage" --load "$work/base" --finetune --data-path "$work/pairs.jsonl" --seq-length 16 \
+        --variable-seq-lengths --micro-batch-size 16 --global-batch-size 32 --train-iters 60 --lr 1e-3 \
+        --log-interval 1 --metrics "$metrics" --overwrite $common "$@" >"$work/out" 2>"$work/err"
+}
+
+dpo_learns() {
+    write_pairs
+    learn_pairs dpo "$work/dpo" --save "$work/dpo.model" || return 1
+    series accuracy "$work/dpo" | tail -n 5 | mean | awk '{ exit !($1 > 0.9) }' || return 1
+    "$infer" --load "$work/dpo.model" --prompt '52>' --max-new-tokens 4 --temperature 0 --device cpu >"$work/out" \
+        2>"$work/err" && says '^52>25$' "$work/out"
+}
+
+# The reward model prefers ascending digits; an actor that it rewards learns to write them.
+a_reward_model_rewards() {
+    learn_pairs rm "$work/rm" --value-head --save "$work/rm.model" --lr 3e-3 || return 1
+    series accuracy "$work/rm" | tail -n 5 | mean | awk '{ exit !($1 > 0.9) }' || return 1
+    set -- --rollout-batch-size 16 --num-return-sequences 8 --train-iters 20 --lr 2e-3 --reward model \
+        --reward-load "$work/rm.model"
+    learn 1 "$work/by_model" "$@" || return 1
+    first=$(series reward "$work/by_model" | head -n 3 | mean) last=$(series reward "$work/by_model" | tail -n 3 | mean)
+    awk -v a="$first" -v b="$last" 'BEGIN { exit !(b > a + 0.5) }' || {
+        echo "reward from $first to $last"
+        return 1
+    }
+    [ "${HAVE_MPI:-}" ] || return 0
+    learn 2 "$work/by_model.2" "$@" --train-iters 3 || return 1
+    for file in by_model by_model.2; do series reward "$work/$file" | head -n 3 >"$work/$file.first"; done
+    paste "$work/by_model.first" "$work/by_model.2.first" |
+        awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4) exit 1 }'
+}
+
+adapters_learn() {
+    learn 1 "$work/lora" --rollout-batch-size 8 --num-return-sequences 8 --train-iters 10 --lr 5e-3 --lora-rank 8 \
+        --lora-target all-linear --kl-loss-coef 0.001 --save "$work/lora.run" &&
+        [ -s "$work/lora.run/adapter_model.safetensors" ] &&
+        series generation_gap "$work/lora" | awk '$1 > 1e-4 { exit 1 }' &&
+        series ref_kl "$work/lora" | awk 'NR == 1 && $1 > 1e-6 { exit 1 } { last = $1 } END { exit !(last > 0) }'
+}
+
+a_command_rewards() {
+    cat >"$work/reward.sh" <<'EOF'
+while read -r line; do
+    case $line in *'"response": "'[0-9]*) echo 1 ;; *) echo 0 ;; esac
+done
+EOF
+    learn 2 "$work/command" --rollout-batch-size 4 --num-return-sequences 2 --train-iters 2 --lr 1e-3 \
+        --reward command --reward-command "sh $work/reward.sh" && series reward "$work/command" | grep -qx 1 || return 1
+    learn 2 "$work/command" --rollout-batch-size 4 --num-return-sequences 2 --train-iters 2 --lr 1e-3 \
+        --reward command --reward-command "exit 3" && return 1
+    [ "$(grep -c '^error: ' "$work/err")" = 1 ] && grep -q 'exit 3' "$work/err"
+}
+
+contradictions_are_refused() {
+    set -- "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 \
+        --max-new-tokens 4 --train-iters 1 --lr 1e-3 --chat-template plain
+    refused 'num-return-sequences must be 2 or more' "$@" --num-return-sequences 1 || return 1
+    refused 'reward regex needs --reward-pattern' "$@" --reward regex || return 1
+    refused 'leaves no room for a prompt' "$@" --max-new-tokens 16 || return 1
+    refused 'another --stage' "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 \
+        --max-new-tokens 4 --train-iters 1 --lr 1e-3 || return 1
+    refused 'ref-load has no effect' "$@" --ref-load "$work/base" || return 1
+    refused 'is a language model' "$@" --reward model --reward-load "$work/base"
+}
+
+write_data
+check the_format_is_learned learn_format
+check grpo_learns_to_sort grpo_learns
+check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
+[ "${HAVE_MPI:-}" ] && check every_layout_does_the_same every_layout_does_the_same
+check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
+[ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards
+check dpo_learns_an_order dpo_learns
+check a_reward_model_rewards a_reward_model_rewards
+check adapters_learn_with_their_base_as_reference adapters_learn
+check contradictions_are_refused contradictions_are_refused
+exit $failed
