@@ -329,7 +329,7 @@ static void a_transfer_equals_a_checkpoint_on_every_pair_of_layouts(void **state
         mt_transfer_run(t);
         assert_as_by_checkpoint(&other, &actor, p, what);
         step(&actor);
-        score(&other, ignored); // what it gathers is stale after the transfer
+        score(&other, ignored); // gathers parameters, which are stale after the transfer
         run_while_they_rest(t, &other, &actor, (unsigned)(2 * i + 1) % 8);
         assert_as_by_checkpoint(&other, &actor, p, what);
         if (one_type && mt_model_dtype(actor.model) == MT_F32) assert_same_scores(&other, &actor, what);
