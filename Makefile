@@ -78,7 +78,8 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: fuzz-programs fuzz-layouts plot pictures demo demo-rl deps deps-dev probe lint sizes format format-check clean FORCE
+.PHONY: fuzz-programs fuzz-layouts plot pictures demo demo-rl deps deps-dev probe lint sizes format \
+	format-check clean FORCE
 all:
 
 # Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they

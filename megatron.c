@@ -7770,9 +7770,9 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
     for (int64_t t = 0; t < p->T; t += step, row += rows, other += rows * K) {
         rows = mt_distill_list(m, p, row, t, mt_min(t + step, p->T));
         int64_t n = rows * K;
+        void *at = mt_at(m, out->logits, t * m->V);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
-        m->ops->gather_rows(h->device_values, mt_at(m, out->logits, t * m->V), h->device_index, n, 1, 1, 1, m->dtype,
-                            p->stream);
+        m->ops->gather_rows(h->device_values, at, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
         m->ops->memory_copy(h->values, h->device_values, n * size, p->stream);
         m->ops->stream_synchronize(p->stream);
         (void)mt_row_load(own, h->values, 0, n, m->dtype);
@@ -7783,8 +7783,7 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
             mt_row_close(h->values, 0, own, n, m->dtype);
             m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
             m->ops->memory_copy(h->device_values, h->values, n * size, p->stream);
-            m->ops->scatter_rows(mt_at(m, out->logits, t * m->V), h->device_values, h->device_index, n, 1, 1, 1,
-                                 m->dtype, p->stream);
+            m->ops->scatter_rows(at, h->device_values, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
             m->ops->stream_synchronize(p->stream);
             continue;
         }
@@ -8115,7 +8114,7 @@ void mt_batch_pad(mt_batch *batch, int64_t multiple) {
             batch->spans[batch->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
         mt_span *span = &batch->spans[batch->num_spans - 1];
         batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 0;
-        batch->positions[t] = (int32_t)(t - span->q_start), batch->token_index[t] = ((int64_t)1 << 49) + t;
+        batch->positions[t] = 0, batch->token_index[t] = ((int64_t)1 << 49) + t; // any position: there may be few
         span->q_len = ++span->k_len;
     }
     batch->num_tokens = end;
@@ -8297,7 +8296,6 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     if (m->plan.loss->host || scores) mt_host_loss_gather(m, p, entropy);
     p->mb->teacher = p->whole->teacher;
     if (m->plan.loss->distillation && !scores) mt_distill(m, p, out, false);
-    if (h) h->scored = p;
     if (scores)
         h->sink(h->sink_context, h->micro_batch, p->whole, h->numbers[MT_HOST_LOGP],
                 entropy ? h->numbers[MT_HOST_ENTROPY] : NULL);
@@ -9887,7 +9885,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
         return mt_error_set(error, "micro-batch %lld: %s", (long long)action->micro_batch, cause.text);
     mt_pass p = mt_load_batch(m, mb, from->batch, from->training);
     p.message_rows = m->max_rows;
-    if (m->host_loss) m->host_loss->micro_batch = action->micro_batch;
+    if (m->host_loss) m->host_loss->micro_batch = action->micro_batch, m->host_loss->scored = &p;
     if (p.training) mb->index = action->micro_batch;
     mt_stage_forward(m, &p);
     if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
@@ -11018,16 +11016,15 @@ static void mt_host_loss_open(mt_model *m) {
     int64_t T = m->plan.max_tokens, n = T * m->grid->context.size;
     mt_host_loss *h = m->host_loss = mt_model_calloc(m, (int64_t)sizeof *h);
     double *numbers = mt_model_calloc(m, (MT_NUM_HOST_NUMBERS + MT_NUM_LOSS_INPUTS) * n * 8);
-    for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++) h->numbers[i] = numbers + i * n;
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) h->inputs[i] = numbers + (MT_NUM_HOST_NUMBERS + i) * n;
     int64_t picked = h->capacity = m->plan.loss->distillation ? mt_max(1 << 18, m->options->vocab_size) : 0;
     h->sums = m->ops->memory_alloc_host((int64_t)sizeof *h->sums + MT_NUM_HOST_NUMBERS * T * 4 + picked * 8);
-    for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++) h->staged[i] = (float *)(void *)(h->sums + 1) + i * T;
+    for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++)
+        h->numbers[i] = numbers + i * n, h->staged[i] = (float *)(void *)(h->sums + 1) + i * T;
     *h->sums = (mt_loss_sums){0};
     h->values = h->staged[0] + MT_NUM_HOST_NUMBERS * T, h->index = (int32_t *)h->values + picked;
     h->doubles = mt_model_calloc(m, 3 * picked * 8), h->floats = mt_model_calloc(m, picked * 4);
     h->tokens = mt_model_calloc(m, picked * 8);
-    if (picked == 0) return;
     h->device_values = m->ops->memory_alloc(picked * 8), h->device_index = (int32_t *)h->device_values + picked;
 }
 
@@ -11648,6 +11645,7 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
  * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // to the end: OpenMP's, in a build without OpenMP
 
 /* ---- sampling */
 

@@ -3,6 +3,7 @@
  * is refused unless it is known to hold no weights. */
 #include "checkpoint_internal.h"
 
+#include "adapter.h"
 #include "prompts.h"
 #include "rollout.h"
 #include "transfer.h"

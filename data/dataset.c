@@ -296,6 +296,7 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .prompt_key = o->prompt_key,
                            .query_key = o->query_key,
                            .response_key = o->response_key,
+                           .whole = o->stage == MT_STAGE_RM,
                            .pairs = config->pairs,
                            .chosen_key = o->chosen_key,
                            .rejected_key = o->rejected_key,
@@ -371,16 +372,6 @@ bool mt_trains_on_pairs(const mt_options *o) {
 
 int64_t mt_row_length(const mt_options *o) {
     return o->seq_length * (mt_trains_on_pairs(o) ? 2 : 1);
-}
-
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
-    int64_t consumed = 0;
-    for (int64_t i = 0; i < iterations; i++) {
-        int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
-        consumed += batch;
-    }
-    return consumed;
 }
 
 mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {

@@ -174,9 +174,6 @@ bool mt_trains_on_pairs(const mt_options *options);
 /* Positions of a row: --seq-length, or twice that for pairs. */
 int64_t mt_row_length(const mt_options *options);
 
-/* Samples that the first `iterations` steps consume in total. */
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
-
 /* The configuration that options describe. `eod_id` is the tokenizer's end of document; -1: none. */
 mt_data_config mt_data_config_of(const mt_options *options, int64_t eod_id);
 

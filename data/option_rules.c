@@ -604,6 +604,16 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     return mt_options_derive_schedules(o, error);
 }
 
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+    int64_t consumed = 0;
+    for (int64_t i = 0; i < iterations; i++) {
+        int64_t batch = mt_global_batch_size(options, consumed);
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
+        consumed += batch;
+    }
+    return consumed;
+}
+
 int64_t mt_num_parameters(const mt_options *options) {
     mt_param *params;
     int64_t count = mt_params_build(&params, options, NULL), total = 0;

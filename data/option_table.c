@@ -566,7 +566,8 @@ const mt_option mt_option_table[] = {
     {"value-head", MT_FLAG, MT_AT(value_head), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "a language model in --load gets a value head with random weights", .needs = "stage rm, load", .own = true},
     {"ref-load", MT_STRING, MT_AT(ref_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "the reference model (default: the model of --load before training)", .needs = "stage dpo|rl", .own = true},
+     "the reference model (default: the model of --load before training, without adapters)", .needs = "stage dpo|rl",
+     .own = true},
     {"preference-loss", MT_CHOICE, MT_AT(preference_loss), MT_TRAIN, MT_OF_RUN, "sigmoid", "sigmoid|ipo|hinge",
      "loss of a pair: -log sigmoid(beta h), (h - 1 / (2 beta))^2 or max(0, 1 - beta h), where h is the margin of the "
      "log-probabilities over those of the reference model",
@@ -880,6 +881,23 @@ void mt_option_clear(mt_options *options, const mt_option *row) {
 void mt_strings_add(mt_strings *strings, const char *text) {
     strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
     strings->items[strings->count++] = mt_strdup(text);
+}
+
+int mt_edit_distance(const char *a, size_t a_length, const char *b) {
+    enum { LONGEST = 64 };
+    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
+    for (int j = 0; j <= b_length; j++) row[j] = j;
+    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= b_length; j++) {
+            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
+            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
+            diagonal = row[j];
+            row[j] = replaced < shorter ? replaced : shorter;
+        }
+    }
+    return row[b_length];
 }
 
 void mt_string_set(char **string, const char *text) {

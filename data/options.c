@@ -24,23 +24,6 @@ enum { MT_CONFIG_BYTES = 1 << 22 }; // limit of config.json and of a YAML file
 
 /* ---- names of options that resemble a typed one */
 
-int mt_edit_distance(const char *a, size_t a_length, const char *b) {
-    enum { LONGEST = 64 };
-    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
-    for (int j = 0; j <= b_length; j++) row[j] = j;
-    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= b_length; j++) {
-            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
-            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
-            diagonal = row[j];
-            row[j] = replaced < shorter ? replaced : shorter;
-        }
-    }
-    return row[b_length];
-}
-
 /* The program's option with the nearest name; NULL when none is near. */
 static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
     const mt_option *nearest = NULL;
@@ -915,11 +898,6 @@ static void mt_options_take_run(mt_options *o, const char *folder) {
     }
     json_decref(json);
     free(path);
-}
-
-bool mt_options_falls_back(const mt_options *options) {
-    const char *folder = mt_options_adapts(options) ? options->load_adapter : options->load;
-    return folder && options->save && mt_path_same(folder, options->save);
 }
 
 char *mt_options_load_folder(const mt_options *options, mt_error *error) {

@@ -42,6 +42,9 @@ void mt_options_derive_biases(mt_options *options);
 /* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
 bool mt_options_converts(const mt_options *options);
 
+/* Samples that the first `iterations` steps consume in total. */
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
+
 /* Sets one option by its name ("lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the same
  * messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
  * blanks between them, or "true" or "false" for a flag. */
@@ -109,9 +112,6 @@ void mt_options_name_typed(const mt_options *options, mt_error *error);
 /* If the options of a rank differ from rank 0's, all ranks return an error with that rank and option. Every rank calls
  * it, after mt_options_finish. */
 int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);
-
-/* True for a run that loads from its own --save: it continues from an older checkpoint if the last one is damaged. */
-bool mt_options_falls_back(const mt_options *options);
 
 /* The "model_type" of a family; and the family of a name, or MT_HF_UNKNOWN. */
 const char *mt_hf_family_name(mt_hf_family family);

@@ -19,7 +19,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 # columns FILE: iteration, loss, validation loss, gradient norm, learning rate, tokens/s, memory in GiB, skipped steps,
-# reward; NaN for a missing value. An iteration has two lines if the run went back to a checkpoint; the later line counts.
+# reward; NaN for a missing value. An iteration has two lines if the run went back to a checkpoint; the later line
+# counts.
 columns() {
     awk '
     function value(key) {

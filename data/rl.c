@@ -98,7 +98,7 @@ static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, 
 /* The folder of a partner, whose model must have the actor's shape; its head is what the folder has. */
 static int choose_folder(mt_rl *rl, partner *p, const char *folder, const char *option, mt_error *error) {
     const mt_options *o = rl->config.options;
-    p->options = *o;
+    p->options = *o, p->options.lora_rank = 0; // only the actor has adapters
     if (!folder) return 0;
     p->folder = mt_strdup(folder);
     int status = mt_options_check_folder(o, folder, option, &p->options.head_type, error);
@@ -112,7 +112,7 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
         if (!o->ref_load) return 0;
         return mt_error_set(error, "--ref-load has no effect without --kl-loss-coef or --kl-in-reward; leave it out");
     }
-    if (!o->ref_load && state->iteration > 0)
+    if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
         return mt_error_set(error,
                             "the run resumes at iteration %lld; name the model with which it began by --ref-load",
                             (long long)state->iteration);
@@ -355,7 +355,7 @@ static int64_t *all_sequences(const mt_rl *rl) {
 /* The reward model's value of each response, at its last token. */
 static int score_by_model(mt_rl *rl, mt_batch *batch, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
-    mt_rollout_config all = {.max_new_tokens = rl->config.options->max_new_tokens};
+    mt_rollout_config all = {.max_new_tokens = rl->config.options->max_new_tokens, .whole = true};
     mt_rollouts_select(r, &all);
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, r->samples.count);

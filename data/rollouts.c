@@ -48,12 +48,18 @@ void mt_rollouts_begin(mt_rollouts *r, const mt_samples *prompts, const int64_t 
     for (int64_t s = 0; s < count; s++) r->prompt_of[s] = order[s / group_size];
 }
 
-void mt_rollouts_free(mt_rollouts *r) {
-    for (int64_t s = 0; s < r->count; s++) free(r->responses[s]);
-    free(r->prompt_of), free(r->responses), free(r->response_tokens), free(r->overlong), free(r->scores);
+/* Frees the sequences of mt_rollouts_select. */
+static void free_sequences(mt_rollouts *r) {
     mt_samples_free(&r->samples);
     free(r->response_of), free(r->groups), free(r->rewards), free(r->spans), free(r->mask), free(r->token_rewards);
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) free(r->inputs[i]);
+    r->T = 0;
+}
+
+void mt_rollouts_free(mt_rollouts *r) {
+    for (int64_t s = 0; s < r->count; s++) free(r->responses[s]);
+    free(r->prompt_of), free(r->responses), free(r->response_tokens), free(r->overlong), free(r->scores);
+    free_sequences(r);
     *r = (mt_rollouts){0};
 }
 
@@ -128,6 +134,7 @@ static void append_sequence(mt_rollouts *r, const mt_rollout_config *c, int64_t 
     memcpy(to->tokens + first, prompts->tokens + prompt, (size_t)prompt_tokens * 4);
     memcpy(to->tokens + end, r->responses[s], (size_t)r->response_tokens[s] * 4);
     end += r->response_tokens[s];
+    if (c->whole) to->tokens[end++] = 0;
     bool counts = !(r->overlong[s] && c->overlong == MT_OVERLONG_MASK);
     for (int64_t i = first; i < end; i++) to->is_trained[i] = counts && i >= first + prompt_tokens;
     for (int64_t i = first; i + 1 < end; i++) r->mask[r->T + i - first] = to->is_trained[i + 1];
@@ -154,13 +161,13 @@ static void count_responses(mt_rollouts *r) {
 void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *c) {
     int64_t tokens = 0;
     double *rewards = mt_malloc(r->count * 8);
-    MT_CHECK(!r->spans);
+    free_sequences(r);
     count_responses(r);
     for (int64_t s = 0; s < r->count; s++) {
         MT_CHECK(r->responses[s]);
         rewards[s] = reward_of(r, c, s);
-        tokens +=
-            r->response_tokens[s] + r->prompts->offsets[r->prompt_of[s] + 1] - r->prompts->offsets[r->prompt_of[s]];
+        tokens += c->whole + r->response_tokens[s] + r->prompts->offsets[r->prompt_of[s] + 1] -
+                  r->prompts->offsets[r->prompt_of[s]];
     }
     r->samples = (mt_samples){
         .offsets = mt_calloc((r->count + 1) * 8), .tokens = mt_malloc(tokens * 4), .is_trained = mt_malloc(tokens)};

@@ -38,6 +38,7 @@ typedef struct mt_rollout_config {
     double overlong_penalty;
     int64_t overlong_buffer, max_new_tokens;
     double reward_clip;    // of scores, after the penalty, to +-; 0: none
+    bool whole;            // the last token is an input too, as a reward model needs: a counted token 0 follows it
     bool dynamic_sampling; // groups of several responses whose rewards are all alike are dropped
     mt_kl_type kl_type;    // of the KL penalty in the reward
     double kl_in_reward;   // its coefficient; 0: none
@@ -95,7 +96,8 @@ void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t c
 /* Writes `scores` of all responses. Texts are without special tokens. */
 int mt_rollouts_score(mt_rollouts *r, mt_reward_function *reward, const mt_tokenizer *tokenizer, mt_error *error);
 
-/* From scores: rewards, and the sequences that remain; possibly none, then the step has nothing to train on. */
+/* From scores: rewards, and the sequences that remain; possibly none, then the step has nothing to train on. May be
+ * called again. */
 void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *config);
 
 /* From token rewards, and what was stored: old_logp and ref_logp with kl_in_reward, old_values with GAE; writes

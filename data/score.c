@@ -54,7 +54,7 @@ static int open_samples(mt_scoring *s, const mt_tokenizer *tokenizer, const char
     char *path = o->score;
     mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = tokenizer_path, .vocab_size = o->vocab_size};
     config.seq_length = o->seq_length > 0 ? o->seq_length : o->max_position_embeddings;
-    config.chat_template = o->chat_template;
+    config.chat_template = o->chat_template, config.whole = o->head_type != MT_HEAD_LM;
     if (o->entropy_out || o->logits_out)
         return mt_error_set(error,
                             "--score %s: --out gets a line of JSON for each sequence, with its entropies; leave "
@@ -194,7 +194,8 @@ static int write_line(mt_scoring *s, int64_t sequence, const float *scores, mt_e
     int64_t first = samples->offsets[sequence], count = mt_sample_length(samples, sequence), responses = 0;
     double logp = 0;
     json_t *line = json_object(), *tokens = json_array();
-    for (int64_t i = 0; i <= count; i++) json_array_append_new(tokens, json_integer(samples->tokens[first + i]));
+    for (int64_t i = 0; i < count + (head == MT_HEAD_LM); i++) // a value head has one position for each token
+        json_array_append_new(tokens, json_integer(samples->tokens[first + i]));
     json_object_set_new(line, "tokens", tokens);
     for (int64_t i = 0; i < count; i++)
         if (samples->is_trained[first + i + 1]) logp += (double)scores[i * NUM_SCORES + RESULT], responses++;

@@ -120,7 +120,8 @@ static int encode_sample(reader *r, mt_error *error) {
 
 /* Takes the encoded sample: whole, truncated, or not at all if it is too long. */
 static int take_sample(reader *r, mt_error *error) {
-    int64_t count = mt_min(r->ids.count, r->config->seq_length + 1);
+    bool whole = r->config->whole;
+    int64_t count = mt_min(r->ids.count, r->config->seq_length + !whole);
     bool is_long = r->ids.count > count;
     if (mark_trained(r, r->ids.count) == 0)
         return mt_error_set(error, "has no token to train on: no response; --loss-on all trains on the whole text");
@@ -129,6 +130,11 @@ static int take_sample(reader *r, mt_error *error) {
     bool drops = is_long && (r->config->long_samples == MT_LONG_DROP || trained == 0);
     r->dropped += drops;
     r->truncated += is_long && !drops;
+    if (!drops && whole) {
+        r->ids.count = r->turns.count = count++;
+        mt_ids_push(&r->ids, 0);
+        mt_ids_push(&r->turns, 0);
+    }
     if (!drops) add_sample(r, count);
     return 0;
 }

@@ -176,7 +176,7 @@ struct mt_reference {
 static int load_reference(mt_reference *r, const mt_options *options, const mt_run_state *state, mt_error *error) {
     const mt_group *world = &mt_model_grid(r->model)->world;
     mt_run_state unused = {0};
-    if (!options->ref_load && state->iteration > 0)
+    if (!options->ref_load && state->iteration > 0 && options->lora_rank == 0)
         return mt_error_set(error,
                             "--stage dpo: the run resumes at iteration %lld; name the model with which it began "
                             "by --ref-load",
@@ -210,7 +210,7 @@ int mt_reference_open(mt_reference **reference, const mt_options *options, const
     if (r->is_teacher)
         status = mt_agree(&grid->world, teacher_options(&r->options, options, grid, error) != 0, error);
     else
-        r->options = *options;
+        r->options = *options, r->options.lora_rank = 0; // the reference of adapters is their base
     if (status == 0) status = mt_model_create(&r->model, &r->options, grid, ops, &scoring, error);
     if (status == 0) status = r->is_teacher ? load_teacher(r, error) : load_reference(r, options, state, error);
     if (status == 0)

@@ -18,7 +18,7 @@ write_data() {
     }'
 }
 
-model="--num-layers 1 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm
+model="--num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm
     --position-embedding-type rope --disable-bias-linear --seq-length 16"
 common="--chat-template plain --hidden-dropout 0 --attention-dropout 0 --device cpu --lr-decay-style constant
     --eval-iters 0"
@@ -76,7 +76,7 @@ gains() {
 }
 
 grpo_learns() {
-    learn 1 "$work/grpo" --rollout-batch-size 16 --num-return-sequences 8 --train-iters 40 --lr 2e-3 \
+    learn 1 "$work/grpo" --rollout-batch-size 16 --num-return-sequences 8 --train-iters 60 --lr 2e-3 \
         --reward number && gains "$work/grpo"
 }
 
@@ -109,7 +109,9 @@ every_layout_does_the_same() {
 2
 2 --data-parallel-sharding-strategy optim_grads_params
 4 --tensor-model-parallel-size 2 --use-distributed-optimizer
-2 --pipeline-model-parallel-size 1 --tensor-model-parallel-size 2
+2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
+2 --context-parallel-size 2
+4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
 EOF
     done
 }
@@ -126,6 +128,57 @@ a_resumed_run_goes_on_as_before() {
             "$@" --train-iters 4 >"$work/out" 2>"$work/err" || return 1
         for key in reward lm_loss grad_norm value_loss; do same "$work/whole" "$work/parts" $key 0 || return 1; done
     done
+}
+
+# Pairs: the digits in ascending order are preferred.
+write_pairs() {
+    sed 's/"answer": "\([0-9]\)\([0-9]\)"/"chosen": "\1\2", "rejected": "\2\1"/' "$work/rl.jsonl" |
+        grep -v '"chosen": "\([0-9]\)\1"' >"$work/pairs.jsonl"
+}
+
+# learn_pairs STAGE METRICS ARGUMENTS...
+learn_pairs() {
+    stage=$1 metrics=$2
+    shift 2
+    # shellcheck disable=SC2086
+    "$train" --stage "$stage" --load "$work/base" --finetune --data-path "$work/pairs.jsonl" --seq-length 16 \
+        --variable-seq-lengths --micro-batch-size 16 --global-batch-size 32 --train-iters 60 --lr 1e-3 \
+        --log-interval 1 --metrics "$metrics" --overwrite $common "$@" >"$work/out" 2>"$work/err"
+}
+
+dpo_learns() {
+    write_pairs
+    learn_pairs dpo "$work/dpo" --save "$work/dpo.model" || return 1
+    series accuracy "$work/dpo" | tail -n 5 | mean | awk '{ exit !($1 > 0.9) }' || return 1
+    "$infer" --load "$work/dpo.model" --prompt '52>' --max-new-tokens 4 --temperature 0 --device cpu >"$work/out" \
+        2>"$work/err" && says '^52>25$' "$work/out"
+}
+
+# The reward model prefers ascending digits; an actor that it rewards learns to write them.
+a_reward_model_rewards() {
+    learn_pairs rm "$work/rm" --value-head --save "$work/rm.model" --lr 3e-3 || return 1
+    series accuracy "$work/rm" | tail -n 5 | mean | awk '{ exit !($1 > 0.9) }' || return 1
+    set -- --rollout-batch-size 16 --num-return-sequences 8 --train-iters 20 --lr 2e-3 --reward model \
+        --reward-load "$work/rm.model"
+    learn 1 "$work/by_model" "$@" || return 1
+    first=$(series reward "$work/by_model" | head -n 3 | mean) last=$(series reward "$work/by_model" | tail -n 3 | mean)
+    awk -v a="$first" -v b="$last" 'BEGIN { exit !(b > a + 0.5) }' || {
+        echo "reward from $first to $last"
+        return 1
+    }
+    [ "${HAVE_MPI:-}" ] || return 0
+    learn 2 "$work/by_model.2" "$@" --train-iters 3 || return 1
+    for file in by_model by_model.2; do series reward "$work/$file" | head -n 3 >"$work/$file.first"; done
+    paste "$work/by_model.first" "$work/by_model.2.first" |
+        awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4) exit 1 }'
+}
+
+adapters_learn() {
+    learn 1 "$work/lora" --rollout-batch-size 8 --num-return-sequences 8 --train-iters 10 --lr 5e-3 --lora-rank 8 \
+        --lora-target all-linear --kl-loss-coef 0.001 --save "$work/lora.run" &&
+        [ -s "$work/lora.run/adapter_model.safetensors" ] &&
+        series generation_gap "$work/lora" | awk '$1 > 1e-4 { exit 1 }' &&
+        series ref_kl "$work/lora" | awk 'NR == 1 && $1 > 1e-6 { exit 1 } { last = $1 } END { exit !(last > 0) }'
 }
 
 a_command_rewards() {
@@ -160,5 +213,8 @@ check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 [ "${HAVE_MPI:-}" ] && check every_layout_does_the_same every_layout_does_the_same
 check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 [ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards
+check dpo_learns_an_order dpo_learns
+check a_reward_model_rewards a_reward_model_rewards
+check adapters_learn_with_their_base_as_reference adapters_learn
 check contradictions_are_refused contradictions_are_refused
 exit $failed

@@ -91,7 +91,7 @@ rewards_equal_transformers() {
         n = NR == 2 ? 27 : 32
         printf "{\"tokens\": ["
         for (i = 1; i <= n; i++) printf "%s%d", (i > 1 ? ", " : ""), $i
-        print ", 0]}" # the last one is a label only
+        print "]}"
     }' >"$work/reward.jsonl"
     od -An -v -tf4 -w4 $golden/tune/reward/logits.f32 | tr -d ' ' >"$work/expected"
     for ranks in 1 2; do
