@@ -938,7 +938,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
         status = mt_trainer_int(json, "loss_average_steps", MT_MOST_COUNTED, path, &average->steps, error);
     }
     if (status == 0 && json_object_get(json, "stage"))
-        status = mt_trainer_int(json, "stage", MT_STAGE_RL, path, &stage, error);
+        status = mt_trainer_int(json, "stage", MT_STAGE_KD, path, &stage, error);
     if (status == 0) status = mt_trainer_int(json, "seed", INT64_MAX, path, &seed, error);
     if (status == 0) status = mt_trainer_int(json, "seq_length", INT64_MAX, path, &seq_length, error);
     if (status == 0 && json_object_get(json, "sft")) { // older files lack these

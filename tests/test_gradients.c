@@ -13,6 +13,41 @@
 
 enum { TOKENS = 32, VOCABULARY = 64 };
 
+/* ---- a teacher: logits of the tokens whose label counts */
+
+typedef struct teacher {
+    mt_distillation_config config;
+    mt_loss loss;
+    int64_t K;
+    bool knows_labels; // gives each label a probability of nearly 1
+    mt_teacher_logits logits;
+    int32_t positions[TOKENS], ids[TOKENS * VOCABULARY];
+    float values[TOKENS * VOCABULARY];
+} teacher;
+
+static teacher *the_teacher; // of batches; NULL: none
+
+/* The student's forward overwrites the logits, so every batch gets them anew. 5 and the vocabulary have no common
+ * factor: the ids of a token are different. */
+static void teach(teacher *from, mt_batch *batch) {
+    from->logits = (mt_teacher_logits){from->K, 0, from->positions, from->ids, from->values};
+    if (from->K == VOCABULARY) from->logits.ids = NULL;
+    for (int64_t t = 0; t < TOKENS; t++) {
+        batch->loss_mask[t] = t % 5 != 3;
+        if (t % 5 == 3) continue;
+        int64_t row = from->logits.count++;
+        from->positions[row] = (int32_t)t;
+        for (int64_t k = 0; k < from->K; k++) {
+            int64_t at = row * from->K + k, id = from->logits.ids ? (t * 11 + k * 5) % VOCABULARY : k;
+            from->ids[at] = (int32_t)id, from->values[at] = 2 * sinf((float)(t * 17 + id * 5));
+            if (from->knows_labels) from->values[at] = id == batch->labels[t] ? 60 : 0;
+        }
+    }
+    batch->teacher = &from->logits;
+}
+
+/* ---- models */
+
 static int fill(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     (void)context, (void)index, (void)error;
     batch->num_tokens = TOKENS, batch->num_spans = 2;
@@ -21,6 +56,7 @@ static int fill(void *context, int64_t index, mt_batch *batch, mt_error *error) 
         batch->tokens[t] = (int32_t)(t * t * 7 % 61), batch->labels[t] = (int32_t)(t * 13 % VOCABULARY);
         batch->positions[t] = (int32_t)(t % 16), batch->loss_mask[t] = 1, batch->token_index[t] = t;
     }
+    if (the_teacher) teach(the_teacher, batch);
     return 0;
 }
 
@@ -110,14 +146,16 @@ static void move(const subject *s, mt_role role, double step) {
     }
 }
 
-/* The sum of the tokens' losses with a role's values `step` further along its gradient. */
+/* The sum of the counted tokens' losses with a role's values `step` further along its gradient. */
 static double loss_at(subject *s, mt_role role, double step) {
     double loss;
     mt_error error;
     move(s, role, step);
     if (mt_evaluate(s->model, 1, fill, NULL, &s->batch, &loss, &error) != 0) fail_msg("%s", error.text);
     move(s, role, -step);
-    return loss * TOKENS;
+    double counted = 0;
+    for (int64_t t = 0; t < TOKENS; t++) counted += (double)s->batch.loss_mask[t];
+    return loss * counted;
 }
 
 /* Along its own gradient, the loss must rise by the gradient's norm. Returns false for a role that the model lacks. */
@@ -184,6 +222,75 @@ static void gradients_of_a_loss_with_entropy_are_its_slopes(void **state) {
         assert_true(roles >= 10);
         subject_close(&s), subject_close(&plain);
     }
+}
+
+/* The loss of a forward, from its logits. */
+static double distilled(subject *s, const teacher *from) {
+    static float logits[TOKENS * VOCABULARY], logp[TOKENS];
+    double sum = 0, student[VOCABULARY], other[VOCABULARY], unused[VOCABULARY];
+    mt_model_forward(s->model, &s->batch, false);
+    mt_model_read(s->model, logp, NULL, logits);
+    fill(NULL, 0, &s->batch, NULL);
+    for (int64_t row = 0; row < from->logits.count; row++) {
+        int64_t t = from->positions[row];
+        for (int64_t k = 0; k < from->K; k++) {
+            student[k] = (double)logits[t * VOCABULARY + from->ids[row * from->K + k]];
+            other[k] = (double)from->values[row * from->K + k];
+        }
+        sum += from->config.weight * mt_divergence(&from->config.divergence, student, other, from->K, unused) -
+               (1 - from->config.weight) * (double)logp[t];
+    }
+    return sum;
+}
+
+static void subject_open_distilled(subject *s, teacher *from, const char *words) {
+    from->loss = mt_distillation, from->loss.config = from->loss.distillation = &from->config;
+    the_teacher = from, the_loss = &from->loss;
+    subject_open(s, words);
+}
+
+/* The share of adaptive KL is a constant of its gradient, so that its slope is another one. */
+static void gradients_of_distillation_are_slopes_of_its_loss(void **state) {
+    (void)state;
+    static teacher from;
+    for (int type = MT_FORWARD_KL; type <= MT_JS_DIVERGENCE; type++) {
+        char words[200];
+        subject s;
+        int roles = 0;
+        from = (teacher){.config = {{(mt_divergence_type)type, 1.5, 0.2, 0.5}, 0.8}, .K = type % 2 ? 7 : VOCABULARY};
+        snprintf(words, sizeof words, "--num-layers 2 --untie-embeddings-and-output-weights");
+        subject_open_distilled(&s, &from, words);
+        fill(NULL, 0, &s.batch, NULL);
+        double want = distilled(&s, &from), got = loss_at(&s, MT_NUM_ROLES, 0);
+        if (!(fabs(got - want) <= 1e-6 * fabs(want))) fail_msg("divergence %d: loss %.9g, not %.9g", type, got, want);
+        for (int role = 0; role < MT_NUM_ROLES && type != MT_ADAPTIVE_KL; role++)
+            roles += expect_slope(&s, (mt_role)role, words);
+        assert_true(type == MT_ADAPTIVE_KL || roles >= 10);
+        subject_close(&s);
+    }
+    the_teacher = NULL, the_loss = NULL;
+}
+
+/* Forward KL from a teacher that is sure of the labels is the cross-entropy. */
+static void a_teacher_that_is_sure_gives_the_gradients_of_labels(void **state) {
+    (void)state;
+    static teacher from;
+    subject plain, s;
+    from = (teacher){.config = {{MT_FORWARD_KL, 1, 0, 0}, 0.6}, .K = VOCABULARY, .knows_labels = true};
+    subject_open_distilled(&s, &from, "--num-layers 2");
+    the_loss = NULL; // the same batch
+    subject_open(&plain, "--num-layers 2");
+    for (int64_t i = 0; i < s.num_params; i++) {
+        double difference = 0, norm = 0;
+        for (int64_t k = 0; k < s.params[i].rows * s.params[i].cols; k++) {
+            double want = (double)plain.gradients[i][k];
+            difference += pow((double)s.gradients[i][k] - want, 2), norm += want * want;
+        }
+        if (!(sqrt(difference) <= 1e-5 * sqrt(norm) + 1e-6))
+            fail_msg("role %d: %g from a gradient of norm %g", (int)s.params[i].role, sqrt(difference), sqrt(norm));
+    }
+    the_teacher = NULL;
+    subject_close(&plain), subject_close(&s);
 }
 
 /* Experts choose, drop and pad; their own parameters are behind the choice of their layer. */
@@ -254,6 +361,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_gradient_is_the_slope_of_the_loss),
         cmocka_unit_test(gradients_of_a_loss_with_entropy_are_its_slopes),
+        cmocka_unit_test(gradients_of_distillation_are_slopes_of_its_loss),
+        cmocka_unit_test(a_teacher_that_is_sure_gives_the_gradients_of_labels),
         cmocka_unit_test(equal_experts_compute_the_mlp_that_each_of_them_is),
         cmocka_unit_test(gradients_of_chosen_experts_are_slopes_of_the_loss),
     };
