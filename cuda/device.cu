@@ -156,6 +156,10 @@ extern "C" void mt_cuda_memory_copy(void *to, const void *from, int64_t bytes, m
 extern "C" void mt_cuda_memory_copy_rows(void *to, int64_t to_stride, const void *from, int64_t from_stride,
                                          int64_t rows, int64_t bytes, mt_stream *stream) {
     if (rows == 0 || bytes == 0) return;
+    if (rows == 1) {
+        mt_cuda_memory_copy(to, from, bytes, stream);
+        return;
+    }
     wait_before_copy(to, stream);
     MT_CUDA(cudaMemcpy2DAsync(to, (size_t)to_stride, from, (size_t)from_stride, (size_t)bytes, (size_t)rows,
                               cudaMemcpyDefault, mt_cuda_stream(stream)));

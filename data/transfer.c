@@ -35,7 +35,7 @@ int mt_rectangles_of_run(mt_rectangle out[3], int64_t begin, int64_t end, int64_
 
 /* The elements of one state of a parameter that a rank has. */
 typedef struct mt_holding {
-    int64_t key;                    // role, layer and expert
+    int64_t key;                    // layer, expert and role; of an adapter also the role that it adapts
     int64_t whole_rows, whole_cols; // of the parameter, without the vocabulary's padding
     mt_rectangle part;              // of the parameter; elements [begin, end) of the part, row after row
     int64_t begin, end;
@@ -69,7 +69,8 @@ static bool mt_holding_of(mt_holding *h, mt_model *m, const mt_param *param, mt_
     if (state == MT_STATE_MASTER && !has_master) return false;
     mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     *h = (mt_holding){.whole_rows = param->rows_stored, .whole_cols = param->whole_cols, .state = state};
-    h->key = (param->layer + 1) << 40 | (param->expert + 1) << 8 | param->role;
+    int64_t adapts = mt_param_is_adapter(param) ? (int64_t)param->adapts + 1 : 0;
+    h->key = (param->layer + 1) << 40 | (param->expert + 1) << 16 | adapts << 8 | param->role;
     h->part = mt_param_rectangle(param);
     mt_param_part(param, &shard, &h->begin, &h->end);
     h->end = mt_min(h->end, h->part.rows * h->part.cols);
@@ -78,14 +79,15 @@ static bool mt_holding_of(mt_holding *h, mt_model *m, const mt_param *param, mt_
     return h->begin < h->end;
 }
 
-/* Collects the weights and master weights of all ranks. */
-static mt_holdings mt_holdings_collect(mt_model *m, const mt_group *world) {
+/* Collects the weights and master weights of all ranks, or those of adapters. */
+static mt_holdings mt_holdings_collect(mt_model *m, const mt_group *world, bool adapters_only) {
     mt_holdings all = {0};
     int64_t num_params, count = 0;
     const mt_param *params = mt_model_params(m, &num_params);
     mt_holding *own = mt_calloc(mt_max(2 * num_params, 1) * (int64_t)sizeof *own);
     mt_model_lend(m, false, mt_model_stream(m)); // a part may rest
     for (int64_t i = 0; i < 2 * num_params; i++) {
+        if (adapters_only && !mt_param_is_adapter(&params[i / 2])) continue;
         if (!mt_holding_of(&own[count], m, &params[i / 2], i % 2 ? MT_STATE_MASTER : MT_STATE_WEIGHTS)) continue;
         own[count].rank = world->rank, own[count++].index = i / 2;
     }
@@ -273,7 +275,8 @@ static void mt_transfer_allocate(mt_transfer *t) {
     t->converted = t->receive_memory + t->receives.largest;
 }
 
-int mt_transfer_open(mt_transfer **out, mt_model *to, mt_model *from, int64_t scratch_bytes, mt_error *error) {
+int mt_transfer_open(mt_transfer **out, mt_model *to, mt_model *from, bool adapters_only, int64_t scratch_bytes,
+                     mt_error *error) {
     const mt_group *world = &mt_model_grid(to)->world;
     int size = world->size;
     MT_CHECK(to != from && mt_model_grid(from)->world.size == size);
@@ -284,7 +287,8 @@ int mt_transfer_open(mt_transfer **out, mt_model *to, mt_model *from, int64_t sc
     int64_t *numbers = t->loads = mt_calloc(5 * size * (int64_t)sizeof *numbers);
     t->sends.rounds = numbers + size, t->sends.filled = numbers + 2 * size;
     t->receives.rounds = numbers + 3 * size, t->receives.filled = numbers + 4 * size;
-    mt_holdings targets = mt_holdings_collect(to, world), sources = mt_holdings_collect(from, world);
+    mt_holdings targets = mt_holdings_collect(to, world, adapters_only);
+    mt_holdings sources = mt_holdings_collect(from, world, adapters_only);
     int status = mt_transfer_plan(t, &targets, &sources, error); // the same on every rank
     t->counts.sent = t->loads[world->rank];
     free(numbers);

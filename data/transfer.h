@@ -31,14 +31,16 @@ int mt_rectangles_of_run(mt_rectangle out[3], int64_t begin, int64_t end, int64_
 /* The weights of `to` become those of `from`, bit for bit as by a checkpoint: models of one shape on different layouts
  * of the same ranks. Weights of another type, and master weights, come from the master weights of `from`, or from its
  * weights if it has none. Moments stay as they were. Modules of multi-token prediction that `to` does not have are left
- * out; any other difference is an error, the same on every rank.
+ * out; any other difference is an error, the same on every rank. Models with adapters both have them; adapters_only
+ * leaves out the base, which training does not change after a first transfer.
  *
  * The plan is made once for a pair of models and used again. Each element reaches a rank once, from one of the ranks
  * that have it; elements that the rank has itself stay on it. Device memory for messages: at most scratch_bytes (0:
  * MT_TRANSFER_BYTES), or a row of a parameter for each message if that is more. Every rank calls the functions. */
 typedef struct mt_transfer mt_transfer;
 enum { MT_TRANSFER_BYTES = 256 << 20 };
-int mt_transfer_open(mt_transfer **transfer, mt_model *to, mt_model *from, int64_t scratch_bytes, mt_error *error);
+int mt_transfer_open(mt_transfer **transfer, mt_model *to, mt_model *from, bool adapters_only, int64_t scratch_bytes,
+                     mt_error *error);
 void mt_transfer_close(mt_transfer *transfer);
 
 /* Enqueues a transfer on `to`'s stream; `from`'s stream waits for it. Parts of either model may rest: their copies on

@@ -44,6 +44,8 @@ static char folder[256]; // of checkpoints; the same on all ranks
            " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-layer-freq ([0]*1+[1]*3)"        \
            " --moe-shared-expert-intermediate-size 24"
 
+#define LORA " --lora-rank 4 --lora-alpha 32 --lora-target all-linear"
+
 /* ---- models ------------------------------------------------------------------------------------------------------ */
 
 /* A model of the job on a layout. */
@@ -242,6 +244,8 @@ static const struct pair {
     {LLAMA, TP "2" PP "2" SHARD "optim", TP "4" SHARD "optim" BF16, true, 0, false},
     {QWEN, TP "2" PP "2" SHARD "optim", TP "8", false, 0, false},
     {QWEN, TP "8", "", false, 0, false},
+    {QWEN, PP "4" SHARD "optim", SHARD "optim_grads_params --overlap-grad-reduce --overlap-param-gather", true, 0,
+     false},
     {QWEN, TP "4" PP "2" SHARD "optim_grads_params" BF16, SHARD "optim_grads_params" BF16, true, 0, false},
     {QWEN " --mtp-num-layers 1", TP "2" PP "4" BF16, TP "4" BF16, false, 0, false},
     {GPT2, TP "2" PP "4" BF16, TP "8" BF16, true, 0, false},
@@ -254,10 +258,11 @@ static const struct pair {
     {LATENT, TP "8" BF16, PP "4" SHARD "optim" BF16, true, 0, false},
 };
 
-static mt_transfer *transfer_open(role *to, role *from, int64_t scratch, const char *what) {
+static mt_transfer *transfer_open(role *to, role *from, bool adapters_only, int64_t scratch, const char *what) {
     mt_transfer *t;
     mt_error error;
-    if (mt_transfer_open(&t, to->model, from->model, scratch, &error) != 0) fail_msg("%s: %s", what, error.text);
+    if (mt_transfer_open(&t, to->model, from->model, adapters_only, scratch, &error) != 0)
+        fail_msg("%s: %s", what, error.text);
     return t;
 }
 
@@ -289,10 +294,10 @@ static void assert_back(role *to, role *from, const struct pair *p, const char *
     mt_transfer *t;
     role_open(&again, p->shape, p->source, true, 3);
     if (strstr(p->shape, "mtp") && !p->train) {
-        assert_int_equal(mt_transfer_open(&t, again.model, to->model, 0, &error), -1);
+        assert_int_equal(mt_transfer_open(&t, again.model, to->model, false, 0, &error), -1);
         assert_non_null(strstr(error.text, "is not in the source"));
     } else {
-        t = transfer_open(&again, to, p->scratch, what);
+        t = transfer_open(&again, to, false, p->scratch, what);
         mt_transfer_run(t);
         mt_transfer_close(t);
         assert_same(&again, from, p->train && mt_model_dtype(to->model) == MT_BF16, what);
@@ -306,12 +311,13 @@ static void a_transfer_equals_a_checkpoint_on_every_pair_of_layouts(void **state
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
         const struct pair *p = &pairs[i];
         char what[500];
+        float ignored[ROW_LENGTH];
         role actor, other;
         snprintf(what, sizeof what, "row %d, '%s' to '%s'", (int)i, p->source, p->target);
         role_open(&actor, p->shape, p->source, true, 1);
         role_open(&other, p->shape, p->target, p->train, 2);
         bool one_type = mt_model_dtype(actor.model) == mt_model_dtype(other.model);
-        mt_transfer *t = transfer_open(&other, &actor, p->scratch, what);
+        mt_transfer *t = transfer_open(&other, &actor, false, p->scratch, what);
         mt_transfer_counts counts = mt_transfer_get_counts(t);
         assert_true((counts.rounds > 1) == (p->scratch > 0));
         if (p->scratch > 4000) assert_true(counts.scratch <= p->scratch);
@@ -319,10 +325,12 @@ static void a_transfer_equals_a_checkpoint_on_every_pair_of_layouts(void **state
         mt_transfer_run(t);
         assert_as_by_checkpoint(&other, &actor, p, what);
         step(&actor);
+        if (p->train) step(&other); // its weights are replaced
         mt_transfer_run(t);
         assert_as_by_checkpoint(&other, &actor, p, what);
         step(&actor);
-        run_while_they_rest(t, &other, &actor, (unsigned)(i + 1) % 8);
+        score(&other, ignored); // gathers parameters, which are stale after the transfer
+        run_while_they_rest(t, &other, &actor, (unsigned)(2 * i + 1) % 8);
         assert_as_by_checkpoint(&other, &actor, p, what);
         if (one_type && mt_model_dtype(actor.model) == MT_F32) assert_same_scores(&other, &actor, what);
         if (one_type) assert_back(&other, &actor, p, what);
@@ -330,6 +338,38 @@ static void a_transfer_equals_a_checkpoint_on_every_pair_of_layouts(void **state
         if (p->train) step(&other);
         role_close(&other);
         role_close(&actor);
+    }
+}
+
+/* The base moves once, adapters after each step. */
+static void adapters_move_without_their_base(void **state) {
+    (void)state;
+    static const struct {
+        const char *shape, *source, *target;
+    } rows[] = {
+        {LLAMA LORA, TP "2" PP "2" SHARD "optim", ""},
+        {GPT2 LORA, PP "2" SHARD "optim_grads_params", TP "4"},
+        {EXPERTS LORA, TP "2" SP PP "2" EP "2" SHARD "optim_grads", EP "4"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        role actor, other, again;
+        role_open(&actor, rows[i].shape, rows[i].source, true, 1);
+        role_open(&other, rows[i].shape, rows[i].target, false, 2);
+        role_open(&again, rows[i].shape, rows[i].source, true, 3);
+        mt_transfer *all = transfer_open(&other, &actor, false, 0, rows[i].source);
+        mt_transfer *adapters = transfer_open(&other, &actor, true, 0, rows[i].source);
+        mt_transfer *back = transfer_open(&again, &other, false, 0, rows[i].target);
+        assert_true(2 * mt_transfer_get_counts(adapters).received < mt_transfer_get_counts(all).received);
+        mt_transfer_run(all);
+        for (int times = 0; times < 2; times++) {
+            assert_same_scores(&other, &actor, rows[i].source);
+            step(&actor);
+            mt_transfer_run(adapters);
+        }
+        mt_transfer_run(back);
+        assert_same(&again, &actor, false, rows[i].target);
+        mt_transfer_close(back), mt_transfer_close(adapters), mt_transfer_close(all);
+        role_close(&again), role_close(&other), role_close(&actor);
     }
 }
 
@@ -381,6 +421,7 @@ static void models_of_different_shapes_are_refused(void **state) {
         {LLAMA " --num-layers 8", LLAMA, TP "2", PP "4", "is not in the target"},
         {LLAMA, LLAMA " --ffn-hidden-size 64", TP "2", TP "4", "target, 64 x 32, is not in the source"},
         {LLAMA, QWEN, PP "2", TP "8", "is not in the"},
+        {LLAMA LORA, LLAMA, PP "2", TP "4", "lora_A.weight of the source"},
         {LLAMA, LLAMA, TP "2" BF16 SHARD "optim --use-precision-aware-optimizer --main-params-dtype fp16", TP "2",
          "needs master weights without a scale"},
     };
@@ -390,7 +431,7 @@ static void models_of_different_shapes_are_refused(void **state) {
         mt_transfer *t;
         role_open(&from, rows[i].from, rows[i].from_layout, true, 1);
         role_open(&to, rows[i].to, rows[i].to_layout, false, 1);
-        assert_int_equal(mt_transfer_open(&t, to.model, from.model, 0, &error), -1);
+        assert_int_equal(mt_transfer_open(&t, to.model, from.model, false, 0, &error), -1);
         if (t || !strstr(error.text, rows[i].error)) fail_msg("row %d: %s", (int)i, error.text);
         role_close(&to);
         role_close(&from);
@@ -406,6 +447,7 @@ int main(int argc, char **argv) {
     strcat(folder, "/run");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_transfer_equals_a_checkpoint_on_every_pair_of_layouts),
+        cmocka_unit_test(adapters_move_without_their_base),
         cmocka_unit_test(models_on_several_grids_do_not_disturb_each_other),
         cmocka_unit_test(models_of_different_shapes_are_refused),
     };
