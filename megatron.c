@@ -7383,7 +7383,7 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
 
 /* Position in the loaded micro-batch of token t of this rank. */
 static int64_t mt_context_position(const mt_context *c, int64_t t) {
-    return c ? c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t] : t;
+    return c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
 }
 
 /* True on one of the ranks that share a micro-batch. */
@@ -7657,7 +7657,6 @@ typedef struct mt_host_loss {
     void *values, *device_values;  // [capacity] logits or gradients
     float *floats;                 // [capacity] the same
     double *doubles;               // [3, capacity] operands of mt_divergence
-    int64_t *tokens;               // [capacity] of each K logits
 } mt_host_loss;
 
 /* whole[n] = `local` of every rank that shares the micro-batch. */
@@ -7682,7 +7681,7 @@ static void mt_host_loss_gather(mt_model *m, const mt_pass *p, const float *entr
 static void mt_host_loss_scatter(mt_model *m, const mt_pass *p, int which, float *to) {
     const double *whole = m->host_loss->numbers[which];
     float *staged = m->host_loss->staged[which];
-    for (int64_t t = 0; t < p->T; t++) staged[t] = (float)whole[mt_context_position(p->context, t)];
+    for (int64_t t = 0; t < p->T; t++) staged[t] = (float)whole[p->context ? mt_context_position(p->context, t) : t];
     m->ops->memory_copy(to, staged, p->T * 4, p->stream);
 }
 
@@ -7719,35 +7718,25 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
 /* ---- distillation: the student's logits at the teacher's ids go to the host, in pieces, and derivatives of the
  * divergence are added to the gradients of these logits. A tensor-parallel rank has the ids of its share. */
 
-/* Lists the logits of tokens [t, end) for the teacher's rows from `row` on. Returns the number of rows. */
-static int64_t mt_distill_list(mt_model *m, const mt_pass *p, int64_t row, int64_t t, int64_t end) {
-    const mt_teacher_logits *teacher = p->mb->teacher;
-    mt_host_loss *h = m->host_loss;
-    int64_t rows = 0, K = teacher->K;
-    for (int64_t first = t; t < end && row + rows < teacher->count; t++) {
-        if (teacher->positions[row + rows] != mt_context_position(p->context, t)) continue;
-        for (int64_t k = 0; k < K; k++) {
-            int64_t id = (teacher->ids ? teacher->ids[(row + rows) * K + k] : k) - m->vocab_first;
-            h->index[rows * K + k] = id < 0 || id >= m->vocab_count ? -1 : (int32_t)((t - first) * m->V + id);
-        }
-        h->tokens[rows++] = t;
-    }
-    return rows;
-}
-
 /* Forward: the divergence of every token; its derivatives replace the teacher's logits. Backward: after that of the
  * cross-entropy. */
 static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool backward) {
     const mt_distillation_config *c = m->plan.loss->distillation;
+    const mt_teacher_logits *teacher = p->mb->teacher;
     mt_host_loss *h = m->host_loss;
-    int64_t K = p->mb->teacher->K, size = mt_dtype_size(m->dtype), row = 0, rows;
-    int64_t step = mt_max(mt_min(h->capacity / K, INT32_MAX / m->V), 1);
-    float *own = mt_row_open(h->floats, h->values, 0, m->dtype), *other = p->mb->teacher->logits;
+    int64_t K = teacher->K, size = mt_dtype_size(m->dtype), rows;
+    float *own = mt_row_open(h->floats, h->values, 0, m->dtype), *other = teacher->logits;
     if (!backward) memset(h->staged[MT_HOST_DIVERGENCE], 0, (size_t)p->T * 4);
-    for (int64_t t = 0; t < p->T; t += step, row += rows, other += rows * K) {
-        rows = mt_distill_list(m, p, row, t, mt_min(t + step, p->T));
+    for (const int32_t *t = teacher->tokens, *end = t + teacher->count; t < end; t += rows, other += rows * K) {
+        for (rows = 0; t + rows < end && (rows + 1) * K <= h->capacity && (t[rows] - t[0] + 1) * m->V < INT32_MAX;
+             rows++)
+            for (int64_t k = 0; k < K; k++) {
+                int64_t id = (teacher->ids ? teacher->ids[(t - teacher->tokens + rows) * K + k] : k) - m->vocab_first;
+                bool here = id >= 0 && id < m->vocab_count;
+                h->index[rows * K + k] = here ? (int32_t)((t[rows] - t[0]) * m->V + id) : -1;
+            }
         int64_t n = rows * K;
-        void *at = mt_at(m, out->logits, t * m->V);
+        void *at = mt_at(m, out->logits, t[0] * m->V);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
         m->ops->gather_rows(h->device_values, at, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
         m->ops->memory_copy(h->values, h->device_values, n * size, p->stream);
@@ -7767,14 +7756,12 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
         mt_all_reduce_sum(&m->grid->tensor, own, n, MT_F32);
 #pragma omp parallel for
         for (int64_t r = 0; r < rows; r++) {
-            double *student = h->doubles + 3 * r * K, *teacher = student + K, *dstudent = teacher + K;
-            for (int64_t k = 0; k < K; k++) student[k] = (double)own[r * K + k], teacher[k] = (double)other[r * K + k];
-            h->staged[MT_HOST_DIVERGENCE][h->tokens[r]] =
-                (float)mt_divergence(&c->divergence, student, teacher, K, dstudent);
+            double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K;
+            for (int64_t k = 0; k < K; k++) student[k] = (double)own[r * K + k], taught[k] = (double)other[r * K + k];
+            h->staged[MT_HOST_DIVERGENCE][t[r]] = (float)mt_divergence(&c->divergence, student, taught, K, dstudent);
             for (int64_t k = 0; k < K; k++) other[r * K + k] = (float)(c->weight * dstudent[k]);
         }
     }
-    MT_CHECK(row == p->mb->teacher->count);
     if (!backward) mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
 }
 
@@ -10969,7 +10956,6 @@ static void mt_host_loss_open(mt_model *m) {
     *h->sums = (mt_loss_sums){0};
     h->values = h->staged[0] + MT_NUM_HOST_NUMBERS * T, h->index = (int32_t *)h->values + picked;
     h->doubles = mt_model_calloc(m, 3 * picked * 8), h->floats = mt_model_calloc(m, picked * 4);
-    h->tokens = mt_model_calloc(m, picked * 8);
     h->device_values = m->ops->memory_alloc(picked * 8), h->device_index = (int32_t *)h->device_values + picked;
 }
 
@@ -11421,14 +11407,13 @@ static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_
     mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
 }
 
-/* Copies logits from row `begin` on to the host as fp32, without the padding columns; `share`: to every rank. */
-static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logits, int64_t begin, int64_t rows,
-                              bool share) {
+/* Copies rows of logits to the host as fp32, without the padding columns; `share`: every rank gets them. */
+static void mt_logits_to_host(mt_model *m, void *from, float *logits, int64_t rows, bool share) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
     int ranks = m->grid->tensor.size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        const void *shares = mt_at(m, mb->outputs[0].logits, (begin + first) * V);
+        const void *shares = mt_at(m, from, first * V);
         if (ranks > 1) {
             m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
             shares = m->gathered_logits;
@@ -11450,8 +11435,8 @@ static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logi
 bool mt_score_logits(mt_model *m, int64_t t, int64_t *position, float *logits) {
     const mt_pass *p = m->host_loss->scored;
     if (t >= p->T) return false;
-    *position = mt_context_position(p->context, t);
-    if (logits) mt_logits_to_host(m, p->mb, logits, t, 1, false);
+    *position = p->context ? mt_context_position(p->context, t) : t;
+    if (logits) mt_logits_to_host(m, mt_at(m, p->mb->outputs[0].logits, t * m->V), logits, 1, false);
     return true;
 }
 
@@ -11465,7 +11450,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     m->ops->stream_synchronize(m->stream);
     if (logp) mt_broadcast_from_last_stage(m, logp, T * 4);
     if (entropy) mt_broadcast_from_last_stage(m, entropy, T * 4);
-    if (logits) mt_logits_to_host(m, m->last_forward.mb, logits, 0, T, true);
+    if (logits) mt_logits_to_host(m, m->last_forward.mb->outputs[0].logits, logits, T, true);
 }
 
 /* Writes the inputs of a decode pass to the host's block 0: always the same block, because graphs keep its address. */
@@ -11556,7 +11541,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     if (num_rows == 0)
         m->ops->stream_synchronize(m->stream);
     else
-        mt_logits_to_host(m, mt_decode_output(m), logits, 0, num_rows, true);
+        mt_logits_to_host(m, mt_decode_output(m)->outputs[0].logits, logits, num_rows, true);
 }
 
 void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,

@@ -2287,10 +2287,10 @@ typedef enum mt_loss_input {
 /* Distillation: logits of the teacher for the tokens of a rank whose label counts. They stay in memory until the step
  * ends. */
 typedef struct mt_teacher_logits {
-    int64_t K, count;   // K is at most the vocabulary
-    int32_t *positions; // [count] of these tokens in the batch, ascending
-    int32_t *ids;       // [count, K] places in the vocabulary, all of a token different; NULL: 0 to K - 1
-    float *logits;      // [count, K]; the student's forward replaces them by derivatives of the loss
+    int64_t K, count; // K is at most the vocabulary
+    int32_t *tokens;  // [count] numbers of these tokens among those of this rank, ascending
+    int32_t *ids;     // [count, K] places in the vocabulary, all of a token different; NULL: 0 to K - 1
+    float *logits;    // [count, K]; the student's forward replaces them by derivatives of the loss
 } mt_teacher_logits;
 
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */

@@ -223,7 +223,7 @@ int mt_reference_open(mt_reference **reference, const mt_options *options, const
 static void clear_scores(mt_reference *r) {
     for (int64_t i = 0; i < r->capacity; i++) {
         mt_teacher_logits *teacher = &r->scores[i].teacher;
-        free(r->scores[i].logp), free(teacher->positions), free(teacher->ids), free(teacher->logits);
+        free(r->scores[i].logp), free(teacher->tokens), free(teacher->ids), free(teacher->logits);
         r->scores[i] = (scores){0};
     }
 }
@@ -256,7 +256,7 @@ static void keep_logits(void *context, int64_t micro_batch, const mt_batch *batc
     kept->K = K;
     for (int64_t t = 0; mt_score_logits(r->model, t, &position, NULL); t++)
         kept->count += batch->loss_mask[position] != 0;
-    kept->positions = mt_malloc(kept->count * 4), kept->logits = mt_malloc(kept->count * K * 4);
+    kept->tokens = mt_malloc(kept->count * 4), kept->logits = mt_malloc(kept->count * K * 4);
     if (K < V) kept->ids = mt_malloc(kept->count * K * 4);
     float *logits = K < V ? mt_malloc(V * 4) : NULL;
     label *heap = K < V ? mt_malloc(K * (int64_t)sizeof *heap) : NULL;
@@ -264,7 +264,7 @@ static void keep_logits(void *context, int64_t micro_batch, const mt_batch *batc
         if (batch->loss_mask[position] == 0) continue;
         (void)mt_score_logits(r->model, t, &position, K < V ? logits : kept->logits + row * K);
         if (K < V) take_greatest(kept->ids + row * K, kept->logits + row * K, logits, V, K, heap);
-        kept->positions[row++] = (int32_t)position;
+        kept->tokens[row++] = (int32_t)t;
     }
     free(logits);
     free(heap);

@@ -21,7 +21,7 @@ typedef struct teacher {
     int64_t K;
     bool knows_labels; // gives each label a probability of nearly 1
     mt_teacher_logits logits;
-    int32_t positions[TOKENS], ids[TOKENS * VOCABULARY];
+    int32_t tokens[TOKENS], ids[TOKENS * VOCABULARY];
     float values[TOKENS * VOCABULARY];
 } teacher;
 
@@ -30,13 +30,13 @@ static teacher *the_teacher; // of batches; NULL: none
 /* The student's forward overwrites the logits, so every batch gets them anew. 5 and the vocabulary have no common
  * factor: the ids of a token are different. */
 static void teach(teacher *from, mt_batch *batch) {
-    from->logits = (mt_teacher_logits){from->K, 0, from->positions, from->ids, from->values};
+    from->logits = (mt_teacher_logits){from->K, 0, from->tokens, from->ids, from->values};
     if (from->K == VOCABULARY) from->logits.ids = NULL;
     for (int64_t t = 0; t < TOKENS; t++) {
         batch->loss_mask[t] = t % 5 != 3;
         if (t % 5 == 3) continue;
         int64_t row = from->logits.count++;
-        from->positions[row] = (int32_t)t;
+        from->tokens[row] = (int32_t)t;
         for (int64_t k = 0; k < from->K; k++) {
             int64_t at = row * from->K + k, id = from->logits.ids ? (t * 11 + k * 5) % VOCABULARY : k;
             from->ids[at] = (int32_t)id, from->values[at] = 2 * sinf((float)(t * 17 + id * 5));
@@ -232,7 +232,7 @@ static double distilled(subject *s, const teacher *from) {
     mt_model_read(s->model, logp, NULL, logits);
     fill(NULL, 0, &s->batch, NULL);
     for (int64_t row = 0; row < from->logits.count; row++) {
-        int64_t t = from->positions[row];
+        int64_t t = from->tokens[row];
         for (int64_t k = 0; k < from->K; k++) {
             student[k] = (double)logits[t * VOCABULARY + from->ids[row * from->K + k]];
             other[k] = (double)from->values[row * from->K + k];

@@ -317,6 +317,23 @@ roll_dpo_trains() {
         says '^     2/2 .* loss 0\.69' "$work/out" && says '^  stage  *dpo$' "$work/out"
 }
 
+# roll-distill.yaml as it stands, likewise: the student, with a teacher of another shape.
+roll_distill_trains() {
+    mkdir -p "$work/distill/data" && cp "$shared/yaml/roll-distill.yaml" "$work/distill" || return 1
+    for i in 1 2 3 4 5 6 7 8 9; do
+        printf '{"question_zh": "Say %d", "answer_zh": "%d"}\n' $i $i
+    done >"$work/distill/data/GSM8K_zh.json"
+    # shellcheck disable=SC2086
+    "$train" --sft --prompt-key question_zh --response-key answer_zh --data-path "$work/distill/data/GSM8K_zh.json" \
+        $small --num-layers 4 --hidden-size 32 --seq-length 64 --train-iters 1 --lr 1e-3 --eval-iters 0 \
+        --split 1,0,0 --save "$work/distill/teacher" >"$work/out" 2>"$work/err" || return 1
+    # shellcheck disable=SC2046,SC2086
+    (cd "$work/distill" && $(mpirun_here) -np 8 "$train" --config roll-distill.yaml --role student $small \
+        --teacher-load teacher --train-iters 2 --seq-length 64 --eval-iters 1) >"$work/out" 2>"$work/err" &&
+        says '^     2/2 .* divergence [0-9]' "$work/out" && says 'validation loss [0-9]' "$work/out" &&
+        says '^  stage  *kd$' "$work/out" && says '^  logits-topk  *64$' "$work/out"
+}
+
 check keys_have_options_and_references_values keys_have_options_and_references_values
 check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
 check every_role_is_read every_role_is_read
@@ -338,6 +355,7 @@ if [ -d "$shared/yaml" ]; then
     check shared_files_are_read shared_files_are_read
     [ -z "${HAVE_MPI:-}" ] || check roll_sft_trains roll_sft_trains
     check roll_dpo_trains roll_dpo_trains
+    [ -z "${HAVE_MPI:-}" ] || check roll_distill_trains roll_distill_trains
 else
     echo "skipped: ../shared/yaml is absent"
 fi
