@@ -4598,6 +4598,16 @@ double mt_divergence(const mt_divergence_config *c, const double *student, const
     return value;
 }
 
+void mt_distillation_loss(const mt_loss_tokens *t, const mt_distillation_config *c, mt_loss_sums *sums) {
+    for (int64_t i = 0; i < t->T; i++) {
+        if (t->mask[i] == 0) continue;
+        sums->loss += c->weight * t->divergence[i] - (1 - c->weight) * t->logp[i], sums->count += 1;
+        sums->metrics[MT_DISTILLATION_CROSS_ENTROPY] -= t->logp[i];
+        sums->metrics[MT_DISTILLATION_DIVERGENCE] += t->divergence[i];
+        t->dlogp[i] -= 1 - c->weight;
+    }
+}
+
 /* ==== §8 the parameter table ===================================================================================== */
 /* One row per role of a parameter: shape, sharding, gradient, initial values, conditions, names, and the field of the
  * model's code. mt_params_build expands these rows into a table of parameters. To add a role: append it to mt_role and
@@ -7577,35 +7587,20 @@ static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_
                                                   {"return", MT_VALUE_RETURNS, MT_VALUE_TOKENS},
                                                   {"clip fraction", MT_VALUE_CLIPFRAC, MT_VALUE_TOKENS},
                                                   {NULL, 0, 0}};
-static const mt_loss_metric mt_distillation_metrics[] = {{"cross-entropy", 0, -1}, {"divergence", 1, -1}, {NULL, 0, 0}};
+static const mt_loss_metric mt_distillation_metrics[] = {
+    {"cross-entropy", MT_DISTILLATION_CROSS_ENTROPY, -1}, {"divergence", MT_DISTILLATION_DIVERGENCE, -1}, {NULL, 0, 0}};
 
-#define MT_HOST_LOSS(name)                                                                                             \
+/* A loss on the host, whose function has the loss's name and _loss. */
+#define MT_HOST_LOSS(name, ...)                                                                                        \
     static void name##_host(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums) {                    \
         name##_loss(tokens, config, sums);                                                                             \
-    }
-MT_HOST_LOSS(mt_preference)
-MT_HOST_LOSS(mt_reward)
-MT_HOST_LOSS(mt_policy)
-MT_HOST_LOSS(mt_value)
-
-static void mt_distillation_host(const void *config, const mt_loss_tokens *t, mt_loss_sums *sums) {
-    double weight = ((const mt_distillation_config *)config)->weight;
-    for (int64_t i = 0; i < t->T; i++) {
-        if (t->mask[i] == 0) continue;
-        sums->loss += weight * t->divergence[i] - (1 - weight) * t->logp[i], sums->count += 1;
-        sums->metrics[0] -= t->logp[i], sums->metrics[1] += t->divergence[i], t->dlogp[i] -= 1 - weight;
-    }
-}
-
-const mt_loss mt_preference = {.inputs = 1 << MT_REF_LOGP, .host = mt_preference_host, .metrics = mt_pair_metric_rows};
-const mt_loss mt_reward = {.of_values = true, .host = mt_reward_host, .metrics = mt_pair_metric_rows};
-const mt_loss mt_policy = {
-    .inputs = 1 << MT_OLD_LOGP | 1 << MT_ADVANTAGES, .host = mt_policy_host, .metrics = mt_policy_metrics};
-const mt_loss mt_value = {.of_values = true,
-                          .inputs = 1 << MT_RETURNS | 1 << MT_OLD_VALUES,
-                          .host = mt_value_host,
-                          .metrics = mt_value_metrics};
-const mt_loss mt_distillation = {.host = mt_distillation_host, .metrics = mt_distillation_metrics};
+    }                                                                                                                  \
+    const mt_loss name = {.host = name##_host, __VA_ARGS__};
+MT_HOST_LOSS(mt_preference, .inputs = 1 << MT_REF_LOGP, .metrics = mt_pair_metric_rows)
+MT_HOST_LOSS(mt_reward, .of_values = true, .metrics = mt_pair_metric_rows)
+MT_HOST_LOSS(mt_policy, .inputs = 1 << MT_OLD_LOGP | 1 << MT_ADVANTAGES, .metrics = mt_policy_metrics)
+MT_HOST_LOSS(mt_value, .of_values = true, .inputs = 1 << MT_RETURNS | 1 << MT_OLD_VALUES, .metrics = mt_value_metrics)
+MT_HOST_LOSS(mt_distillation, .metrics = mt_distillation_metrics)
 
 /* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
 static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
@@ -11432,12 +11427,11 @@ static void mt_logits_to_host(mt_model *m, void *from, float *logits, int64_t ro
     if (share) mt_broadcast_from_last_stage(m, logits, rows * vocabulary * 4);
 }
 
-bool mt_score_logits(mt_model *m, int64_t t, int64_t *position, float *logits) {
+int64_t mt_score_logits(mt_model *m, int64_t t, float *logits) {
     const mt_pass *p = m->host_loss->scored;
-    if (t >= p->T) return false;
-    *position = p->context ? mt_context_position(p->context, t) : t;
+    if (t >= p->T) return -1;
     if (logits) mt_logits_to_host(m, mt_at(m, p->mb->outputs[0].logits, t * m->V), logits, 1, false);
-    return true;
+    return p->context ? mt_context_position(p->context, t) : t;
 }
 
 void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {

@@ -2092,10 +2092,18 @@ typedef struct mt_divergence_config {
 double mt_divergence(const mt_divergence_config *c, const double *student, const double *teacher, int64_t K,
                      double *dstudent);
 
+/* (1 - weight) cross-entropy + weight divergence. */
 typedef struct mt_distillation_config {
     mt_divergence_config divergence;
-    double weight; // of the divergence: the loss is (1 - weight) cross-entropy + weight divergence, of tokens
+    double weight;
 } mt_distillation_config;
+
+/* Metrics of mt_distillation_loss; divisor: the count. */
+enum { MT_DISTILLATION_CROSS_ENTROPY, MT_DISTILLATION_DIVERGENCE };
+
+/* The mean over counted tokens. Adds to sums and to t->dlogp; the derivative by a divergence is c->weight. Reads logp
+ * and divergence. */
+void mt_distillation_loss(const mt_loss_tokens *t, const mt_distillation_config *c, mt_loss_sums *sums);
 
 /* ==== §8 the parameter table ====================================================================================== */
 
@@ -2708,9 +2716,9 @@ typedef void mt_score_sink(void *context, int64_t micro_batch, const mt_batch *b
 int mt_score_tokens(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                     mt_score_sink *sink, void *sink_context, mt_error *error);
 
-/* In a sink: *position is the place in the batch of token t, 0 and up, of this rank, and logits[vocab_size] (NULL: not
- * wanted) are its logits. False after the last token. All ranks of the tensor group ask for the same. */
-bool mt_score_logits(mt_model *model, int64_t t, int64_t *position, float *logits);
+/* In a sink: the place in the batch of token t of this rank, counted from 0; -1 after the last one. logits[vocab_size]
+ * (NULL: not wanted) become its logits. All ranks of a tensor group ask for the same. */
+int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
 
 /* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule,
  * gradients summed over the data group, their norm and clipping, AdamW. Updates `state`. With metrics == NULL the host

@@ -254,15 +254,15 @@ static void keep_logits(void *context, int64_t micro_batch, const mt_batch *batc
     int64_t V = r->options.vocab_size, K = r->logits_topk > 0 ? r->logits_topk : V, position;
     (void)logp, (void)entropy;
     kept->K = K;
-    for (int64_t t = 0; mt_score_logits(r->model, t, &position, NULL); t++)
+    for (int64_t t = 0; (position = mt_score_logits(r->model, t, NULL)) >= 0; t++)
         kept->count += batch->loss_mask[position] != 0;
     kept->tokens = mt_malloc(kept->count * 4), kept->logits = mt_malloc(kept->count * K * 4);
     if (K < V) kept->ids = mt_malloc(kept->count * K * 4);
     float *logits = K < V ? mt_malloc(V * 4) : NULL;
     label *heap = K < V ? mt_malloc(K * (int64_t)sizeof *heap) : NULL;
-    for (int64_t t = 0, row = 0; mt_score_logits(r->model, t, &position, NULL); t++) {
+    for (int64_t t = 0, row = 0; (position = mt_score_logits(r->model, t, NULL)) >= 0; t++) {
         if (batch->loss_mask[position] == 0) continue;
-        (void)mt_score_logits(r->model, t, &position, K < V ? logits : kept->logits + row * K);
+        (void)mt_score_logits(r->model, t, K < V ? logits : kept->logits + row * K);
         if (K < V) take_greatest(kept->ids + row * K, kept->logits + row * K, logits, V, K, heap);
         kept->tokens[row++] = (int32_t)t;
     }
