@@ -7719,6 +7719,7 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
     const mt_distillation_config *c = m->plan.loss->distillation;
     const mt_teacher_logits *teacher = p->mb->teacher;
     mt_host_loss *h = m->host_loss;
+    MT_CHECK(teacher && teacher->K <= h->capacity && !p->replay);
     int64_t K = teacher->K, size = mt_dtype_size(m->dtype), rows;
     float *own = mt_row_open(h->floats, h->values, 0, m->dtype), *other = teacher->logits;
     if (!backward) memset(h->staged[MT_HOST_DIVERGENCE], 0, (size_t)p->T * 4);

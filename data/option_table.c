@@ -584,7 +584,8 @@ const mt_option mt_option_table[] = {
     {"rejected-key", MT_STRING, MT_AT(rejected_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
      "field with the rejected response (default: rejected)", .needs = "stage rm|dpo", .own = true},
     {"teacher-load", MT_STRING, MT_AT(teacher_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "the teacher: a language model of any shape with the student's vocabulary", .needs = "stage kd", .own = true},
+     "the teacher: a language model of any shape with the student's vocabulary", .needs = "stage kd",
+     .excludes = "rerun-mode validate_results", .own = true}, // a step that is repeated needs the logits again
     {"kd-objective", MT_CHOICE, MT_AT(kd_objective), MT_TRAIN, MT_OF_RUN, "forward_kl",
      "forward_kl|reverse_kl|adaptive_kl|skewed_forward_kl|skewed_reverse_kl|js_divergence",
      "divergence of the student from the teacher", .needs = "stage kd", .own = true},

@@ -177,6 +177,7 @@ others_are_refused() {
             --mtp-num-layers 1 &&
         refuses 'teacher-load .*tests/golden/tune/reward: has a value head' $small \
             --teacher-load tests/golden/tune/reward &&
+        refuses 'rerun-mode' $small --teacher-load "$work/teacher" --rerun-mode validate_results &&
         refuses 'skew-lambda .*needs --kd-objective' $small --teacher-load "$work/teacher" --skew-lambda 0.3 &&
         refused 'teacher-load .*needs --stage kd' "$train" --sft $data $small --train-iters 1 \
             --teacher-load "$work/teacher" || return 1
