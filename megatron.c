@@ -125,9 +125,7 @@ void mt_die(const char *format, ...) {
 }
 
 void *mt_malloc(int64_t bytes) {
-    void *memory = malloc(bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
-    return memory;
+    return mt_realloc(NULL, bytes);
 }
 
 void *mt_calloc(int64_t bytes) {
@@ -1423,38 +1421,35 @@ static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
     return extent;
 }
 
-/* Blocks of q, dout, k and v of a task's head, as floats. */
-static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
+/* Queries [i0, i0 + rows) and keys [j0, j0 + columns) of a task's head, as floats; dout in the backward. */
+typedef struct mt_attention_block {
+    int64_t i0, j0, rows, columns;
+    mt_matrix q, k, v, dout;
+} mt_attention_block;
+
+/* Loads q, and in the backward dout behind it. */
+static void mt_attention_load_queries(mt_attention_block *b, const mt_attention_task *task, bool backward,
+                                      float *scratch) {
     const mt_attention *call = task->call;
-    int64_t offset = (task->span->q_start + i0) * call->q_stride + task->head * call->head_size;
-    return mt_matrix_load(scratch, call->q, offset, rows, call->head_size, call->q_stride, task->dtype);
+    int64_t D = call->head_size, Dv = call->value_size, row = task->span->q_start + b->i0;
+    b->q = mt_matrix_load(scratch, call->q, row * call->q_stride + task->head * D, b->rows, D, call->q_stride,
+                          task->dtype);
+    if (backward)
+        b->dout = mt_matrix_load(scratch + MT_QUERIES * D, call->dout, row * call->out_stride + task->head * Dv,
+                                 b->rows, Dv, call->out_stride, task->dtype);
 }
 
-static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
+/* Loads k, and v behind it. */
+static void mt_attention_load_keys(mt_attention_block *b, const mt_attention_task *task, float *scratch) {
     const mt_attention *call = task->call;
-    int64_t offset = (task->span->q_start + i0) * call->out_stride + task->head * call->value_size;
-    return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
-}
-
-/* Row of the task's key j in k and v. */
-static int64_t mt_attention_key_row(const mt_attention_task *task, int64_t j) {
-    const mt_pages *pages = &task->call->pages;
-    int64_t row = task->span->k_start + j;
-    return pages->table ? pages->table[row / pages->rows] * pages->rows + row % pages->rows : row;
-}
-
-static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *call = task->call;
+    const mt_pages *pages = &call->pages;
+    int64_t D = call->head_size, Dv = call->value_size, row = task->span->k_start + b->j0;
     int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = mt_attention_key_row(task, j0) * call->k_stride + group * call->head_size;
-    return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
-}
-
-static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *call = task->call;
-    int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = mt_attention_key_row(task, j0) * call->v_stride + group * call->value_size;
-    return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
+    if (pages->table) row = pages->table[row / pages->rows] * pages->rows + row % pages->rows;
+    b->k =
+        mt_matrix_load(scratch, call->k, row * call->k_stride + group * D, b->columns, D, call->k_stride, task->dtype);
+    b->v = mt_matrix_load(scratch + MT_KEYS * D, call->v, row * call->v_stride + group * Dv, b->columns, Dv,
+                          call->v_stride, task->dtype);
 }
 
 /* A step of the online softmax over a query's scores p[columns], [begin, end) of them visible: raises the running max,
@@ -1488,10 +1483,10 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float max[MT_QUERIES], sum[MT_QUERIES];
     float *sums = scratch, *p = sums + MT_QUERIES * Dv, *q_scratch = p + MT_QUERIES * MT_KEYS;
-    float *k_scratch = q_scratch + MT_QUERIES * D, *v_scratch = k_scratch + MT_KEYS * D;
     for (int64_t i = 0; i < rows; i++) max[i] = -INFINITY, sum[i] = 0;
     memset(sums, 0, (size_t)(rows * Dv) * sizeof *sums);
-    mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
+    mt_attention_block b = {.i0 = i0, .rows = rows};
+    mt_attention_load_queries(&b, task, false, q_scratch);
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
@@ -1499,9 +1494,9 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
         columns = mt_min(MT_KEYS, last - j0);
         if (call->pages.table) // a block lies in one page
             columns = mt_min(columns, call->pages.rows - (span->k_start + j0) % call->pages.rows);
-        mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
-        mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
-        mt_matmul(p, columns, q, mt_transposed(k), rows, columns, D, false);
+        b.j0 = j0, b.columns = columns;
+        mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * D);
+        mt_matmul(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
         for (int64_t i = 0; i < rows; i++) {
             mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
@@ -1509,7 +1504,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
         if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
-        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, v, rows, Dv, columns, true);
+        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, b.v, rows, Dv, columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
@@ -1520,27 +1515,26 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     }
 }
 
-static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+/* Runs `run` on every block of queries of every head and span. */
+static void mt_attention_each_block(const mt_attention *a, mt_dtype dtype, mt_scratch scratch,
+                                    void (*run)(const mt_attention_task *task, int64_t i0, float *scratch)) {
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
-    mt_scratch scratch =
-        mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
-#pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
+    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES), heads = a->num_heads;
+#pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * a->head_size > MT_PARALLEL)
     for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
                 mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
                 if (block * MT_QUERIES >= task.span->q_len) continue;
-                mt_attention_forward_block(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                run(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 }
 
-/* Queries [i0, i0 + rows) and keys [j0, j0 + columns) of a task's head in the backward. */
-typedef struct mt_attention_block {
-    int64_t i0, j0, rows, columns;
-    mt_matrix q, k, v, dout;
-} mt_attention_block;
+static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t widths = a->head_size + a->value_size;
+    int64_t floats = (MT_QUERIES + MT_KEYS) * widths + MT_QUERIES * mt_max(MT_KEYS, a->value_size);
+    mt_attention_each_block(a, dtype, mt_scratch_reserve(floats), mt_attention_forward_block);
+}
 
 /* For a block: ds[rows, columns], scale times the gradient of scale q k^T, and p[rows, columns], the probabilities
  * after dropout, the factors of v. */
@@ -1590,18 +1584,17 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     const mt_span *span = task->span;
     int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
-    float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
-    float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
-    mt_attention_block b = {.i0 = i0, .rows = rows, .q = mt_attention_load_q(q_scratch, task, i0, rows)};
-    b.dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
-    mt_attention_row_dot(task, b.dout, i0, rows, v_scratch);
+    float *q_scratch = ds + MT_QUERIES * MT_KEYS, *k_scratch = q_scratch + MT_QUERIES * (D + Dv);
+    mt_attention_block b = {.i0 = i0, .rows = rows};
+    mt_attention_load_queries(&b, task, true, q_scratch);
+    mt_attention_row_dot(task, b.dout, i0, rows, k_scratch);
     memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
     int64_t first, last, ignored;
     mt_span_keys(span, call->window, i0, &first, &ignored);
     mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
     for (b.j0 = first; b.j0 < last; b.j0 += MT_KEYS) {
-        b.columns = mt_min(MT_KEYS, last - b.j0), b.k = mt_attention_load_k(k_scratch, task, b.j0, b.columns);
-        b.v = mt_attention_load_v(v_scratch, task, b.j0, b.columns);
+        b.columns = mt_min(MT_KEYS, last - b.j0);
+        mt_attention_load_keys(&b, task, k_scratch);
         mt_attention_backward_scores(p, ds, task, &b);
         mt_matmul(sums, D, (mt_matrix){.data = ds, .stride = b.columns}, b.k, rows, D, b.columns, true);
     }
@@ -1620,14 +1613,13 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     const mt_attention *call = task->call;
     int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
-    float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
     const mt_matrix p_columns = {p, columns, true}, ds_columns = {ds, columns, true};
-    mt_attention_block b = {.j0 = j0, .columns = columns, .k = mt_attention_load_k(k_scratch, task, j0, columns)};
-    b.v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
+    mt_attention_block b = {.j0 = j0, .columns = columns};
+    mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * (D + Dv));
     mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
     for (b.i0 = begin; b.i0 < end; b.i0 += MT_QUERIES) {
-        b.rows = mt_min(MT_QUERIES, end - b.i0), b.q = mt_attention_load_q(q_scratch, task, b.i0, b.rows);
-        b.dout = mt_attention_load_dout(dout_scratch, task, b.i0, b.rows);
+        b.rows = mt_min(MT_QUERIES, end - b.i0);
+        mt_attention_load_queries(&b, task, true, q_scratch);
         mt_attention_backward_scores(p, ds, task, &b);
         mt_matmul(dv_sums, Dv, p_columns, b.dout, columns, Dv, b.rows, true);
         mt_matmul(dk_sums, D, ds_columns, b.q, columns, D, b.rows, true);
@@ -1666,16 +1658,8 @@ static void mt_attention_backward_group(mt_attention_task *task, int64_t group, 
 static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
-#pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < a->spans.count; s++)
-        for (int64_t head = 0; head < heads; head++)
-            for (int64_t block = 0; block < blocks; block++) {
-                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
-                if (block * MT_QUERIES >= task.span->q_len) continue;
-                mt_attention_backward_queries(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
-            }
+    mt_attention_each_block(a, dtype, scratch, mt_attention_backward_queries);
 #pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
         for (int64_t group = 0; group < a->num_groups; group++) {
@@ -2904,15 +2888,7 @@ static int mt_grid_keep_ends(int *members, int count, int rank) {
     return 2;
 }
 
-/* Keeps the ranks of a tensor group that hold the same key and value head; they are adjacent. */
-static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_groups, int rank) {
-    int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, index = 0;
-    while (members[index] != rank) index++;
-    memmove(members, members + index / copies * copies, (size_t)copies * sizeof(int));
-    return copies;
-}
-
-/* Splits a context group into runs of `neighbours` ranks. Keeps the run of `rank`, or one rank of every run: the one
+/* Splits a group into runs of `neighbours` ranks. Keeps the run of `rank`, or one rank of every run: the one
  * with its index. */
 static int mt_grid_keep_level(int *members, int count, int neighbours, bool within_run, int rank) {
     int index = 0, kept = within_run ? neighbours : count / neighbours;
@@ -2934,8 +2910,9 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
         int block = 2 << (kind - MT_GROUP_CONTEXT_2);
         return mt_grid_keep_level(members, count, s->context_blocks && block < count ? block : 1, true, rank);
     }
-    if (kind == MT_GROUP_KV_REPLICAS) return mt_grid_keep_replicas(members, count, s->num_query_groups, rank);
-    return count;
+    int64_t groups = s->num_query_groups, copies = groups > 0 && groups < count ? count / groups : 1;
+    // ranks that hold the same key and value head are adjacent
+    return kind == MT_GROUP_KV_REPLICAS ? mt_grid_keep_level(members, count, (int)copies, true, rank) : count;
 }
 
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
@@ -6551,9 +6528,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
     if (e->uses_allgather) {
         mt_gather_choices(m, p, r);
-        dispatch =
-            (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->num_local, .count = e->num_local, .copies = 1};
-        dispatch.num_local = e->num_local;
+        dispatch.first = m->grid->expert.rank * e->num_local, dispatch.count = e->num_local, dispatch.copies = 1;
     }
     int64_t num_destinations = dispatch.count * dispatch.copies;
     int64_t P = dispatch.capacity > 0 ? num_destinations * dispatch.capacity : N * k * dispatch.copies;
@@ -9163,29 +9138,23 @@ static void mt_plan_buckets(mt_model *m) {
         if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
         b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_offset_pointer(b->params, b->shard_first * size)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
-    }
-    m->bytes[MT_PLAN_WEIGHTS] = arena->used;
-    if (!m->plan.train) return;
-    for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
-        if (!b->trained) continue;
-        int64_t size = mt_dtype_size(b->grad_dtype);
+        if (!m->plan.train || !b->trained) continue;
+        size = mt_dtype_size(b->grad_dtype);
         if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(grads, b->count * size);
         if (!mt_bucket_buffers_gradients(b)) b->grads = b->main_grads;
         b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->main_grads, b->shard_first * size)
                                                      : mt_arena_alloc(grads, b->shard_count * size);
-    }
-    m->bytes[MT_PLAN_GRADIENTS] = grads->used;
-    for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
-        if (!b->trained) continue;
         mt_arena *from = b->on_host ? &m->host : optimizer;
         if (m->dtype != MT_F32)
             b->master = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_MASTER)));
         b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
         b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
-    if (o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
-        o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16)
+    bool has_scales = o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
+                      o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16;
+    if (m->plan.train && has_scales)
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
+    m->bytes[MT_PLAN_WEIGHTS] = arena->used, m->bytes[MT_PLAN_GRADIENTS] = grads->used;
     m->bytes[MT_PLAN_OPTIMIZER] = optimizer->used;
 }
 
@@ -10651,14 +10620,12 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     free(all);
     m->layers = mt_model_calloc(m, m->num_layers * (int64_t)sizeof(mt_layer));
     for (int64_t chunk = 0; chunk < vp; chunk++)
-        for (int64_t i = 0; i < m->first_local[chunk + 1] - m->first_local[chunk]; i++)
-            m->layers[m->first_local[chunk] + i].number = m->stages[chunk].first_layer + i;
-    for (mt_layer *layer = m->layers; layer < m->layers + m->num_layers; layer++) {
-        bool has_experts = mt_layer_has_experts(o, layer->number);
-        layer->F = (has_experts ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size) / m->grid->tensor.size;
-        layer->expert_bucket = -1;
-        m->F = mt_max(m->F, layer->F);
-    }
+        for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
+            mt_layer *w = &m->layers[i];
+            w->index = i - m->first_local[chunk], w->number = m->stages[chunk].first_layer + w->index;
+            w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
+            w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
+        }
     return 0;
 }
 
@@ -10774,7 +10741,7 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
         for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
             bool is_module = i >= m->stages[chunk].num_layers;
-            w->index = i, w->recomputed = full && (by_unit || (i < number && !is_module));
+            w->recomputed = full && (by_unit || (i < number && !is_module));
             w->recompute_unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
             w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
             mt_layer_slots(m, w->slots, w);
