@@ -1656,11 +1656,11 @@ static void mt_attention_backward_group(mt_attention_task *task, int64_t group, 
 }
 
 static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    int64_t D = a->head_size, Dv = a->value_size;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
     mt_attention_each_block(a, dtype, scratch, mt_attention_backward_queries);
-#pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * a->num_heads * D > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
         for (int64_t group = 0; group < a->num_groups; group++) {
             mt_attention_task task = {.call = a, .dtype = dtype};
