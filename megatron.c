@@ -246,15 +246,12 @@ _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given
 #define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
 const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
 
-/* True if the option of an activation is set. */
-static bool mt_options_selects(const mt_options *o, int activation) {
-    size_t field = mt_activation_rows[activation].field;
-    return field > 0 && *(const bool *)((const char *)o + field);
-}
-
 mt_activation mt_options_activation(const mt_options *o) {
     int activation = MT_NUM_ACTIVATIONS - 1;
-    while (activation > 0 && !mt_options_selects(o, activation)) activation--;
+    for (; activation > 0; activation--) {
+        size_t field = mt_activation_rows[activation].field; // of its option
+        if (field > 0 && *(const bool *)((const char *)o + field)) break;
+    }
     return (mt_activation)activation;
 }
 
@@ -427,6 +424,12 @@ static inline void mt_row_close(void *y, int64_t offset, const float *row, int64
     uint16_t *bits = (uint16_t *)y + offset;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_bf16(row[i]);
+}
+
+/* Stores a row that was computed in scratch. */
+static inline void mt_row_store(void *y, int64_t offset, const float *row, int64_t n, mt_dtype dtype) {
+    if (dtype == MT_F32) memcpy((float *)y + offset, row, (size_t)n * sizeof *row);
+    mt_row_close(y, offset, row, n, dtype);
 }
 
 /* The maximum of x[n], -inf when n == 0. In lanes: compilers do not vectorize a maximum that may meet a NaN. */
@@ -788,8 +791,7 @@ static void mt_matrix_store(void *y, int64_t offset, float *block, int64_t rows,
         float *row = block + r * columns, old;
         for (int64_t i = 0; i < columns && a && (a->scale != 0 || a->accumulate); i++)
             row[i] = scale * row[i] + (a->accumulate ? *mt_row_load(&old, y, offset + r * stride + i, 1, dtype) : 0);
-        if (dtype == MT_F32) memcpy((float *)y + offset + r * stride, row, (size_t)columns * sizeof *row);
-        mt_row_close(y, offset + r * stride, row, columns, dtype);
+        mt_row_store(y, offset + r * stride, row, columns, dtype);
     }
 }
 
@@ -1352,9 +1354,7 @@ static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype
             const float *part = mt_row_load(slice, a->dk, r * (N + R) + N, R, dtype);
             for (int64_t i = 0; i < R; i++) sum[i] += part[i];
         }
-        float *out = mt_row_open(sum, a->dk_rope, t * R, dtype);
-        if (out != sum) memcpy(out, sum, (size_t)R * 4);
-        mt_row_close(a->dk_rope, t * R, out, R, dtype);
+        mt_row_store(a->dk_rope, t * R, sum, R, dtype);
     }
 }
 
@@ -1600,9 +1600,7 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t offset = (span->q_start + i0 + i) * call->q_stride + task->head * D;
-        float *row = mt_row_open(sums + i * D, call->dq, offset, task->dtype);
-        if (task->dtype == MT_F32) memcpy(row, sums + i * D, (size_t)D * sizeof *row);
-        mt_row_close(call->dq, offset, row, D, task->dtype);
+        mt_row_store(call->dq, offset, sums + i * D, D, task->dtype);
     }
 }
 
@@ -1645,13 +1643,8 @@ static void mt_attention_backward_group(mt_attention_task *task, int64_t group, 
     }
     for (int64_t j = 0; j < MT_KEYS; j++) {
         if (!covered[j]) continue;
-        int64_t k_offset = (k0 + j) * call->k_stride + group * D, v_offset = (k0 + j) * call->v_stride + group * Dv;
-        if (task->dtype == MT_F32) {
-            memcpy((float *)call->dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
-            memcpy((float *)call->dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
-        }
-        mt_row_close(call->dk, k_offset, dk_sums + j * D, D, task->dtype);
-        mt_row_close(call->dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
+        mt_row_store(call->dk, (k0 + j) * call->k_stride + group * D, dk_sums + j * D, D, task->dtype);
+        mt_row_store(call->dv, (k0 + j) * call->v_stride + group * Dv, dv_sums + j * Dv, Dv, task->dtype);
     }
 }
 
@@ -2644,8 +2637,7 @@ static void mt_state_load(float *row, const void *x, int64_t first, int64_t n, m
 
 static void mt_state_store(void *x, int64_t first, const float *row, int64_t n, mt_dtype dtype, float amax) {
     float scale = mt_state_scale(amax, dtype);
-    if (dtype == MT_F32) memcpy((float *)x + first, row, (size_t)n * sizeof *row);
-    if (dtype == MT_BF16) mt_row_close(x, first, row, n, dtype);
+    if (dtype == MT_F32 || dtype == MT_BF16) mt_row_store(x, first, row, n, dtype);
     for (int64_t i = 0; i < n && mt_state_has_scale(dtype); i++) {
         float code = scale == 0 ? 0 : row[i] / scale;
         if (dtype == MT_F16) ((uint16_t *)x)[first + i] = mt_f32_to_f16(code);
@@ -2731,8 +2723,7 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
         float scratch[MT_BLOCK];
         int64_t count = mt_min(MT_BLOCK, n - block);
         const float *row = mt_row_load(scratch, from, block, count, from_dtype);
-        if (to_dtype == MT_F32) memcpy((float *)to + block, row, (size_t)count * sizeof *row);
-        mt_row_close(to, block, row, count, to_dtype);
+        mt_row_store(to, block, row, count, to_dtype);
     }
 }
 
@@ -3192,8 +3183,7 @@ static void mt_reduce_rows(void *out, const void *rows, int size, int64_t stride
             else
                 for (int64_t i = 0; i < count; i++) sums[i] = x[i] > sums[i] ? x[i] : sums[i];
         }
-        if (dtype == MT_F32) memcpy((float *)out + block, sums, (size_t)count * sizeof(float));
-        mt_row_close(out, block, sums, count, dtype);
+        mt_row_store(out, block, sums, count, dtype);
     }
 }
 
@@ -6144,6 +6134,7 @@ typedef struct mt_experts {
     const mt_group *group;    // ranks that exchange tokens
     mt_stream *comm;          // stream of the exchange
     bool uses_allgather;      // --moe-token-dispatcher-type allgather
+    bool exchanges;           // rows with other ranks, one by one: the alltoall dispatcher
     bool has_capacity, pads_to_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
     bool scales_output;                  // by the probabilities; else they scale the activation
     bool sinkhorn;                       // training routes by Sinkhorn's iteration
@@ -6209,7 +6200,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
     if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
-    if (e->group->size > 1 && !e->uses_allgather) {
+    if (e->exchanges) {
         mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
@@ -6225,7 +6216,7 @@ static int64_t mt_expert_rows_received(const mt_experts *e) {
 /* The slots of a layer's mt_routing. */
 static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_experts *e = m->experts;
-    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk;
     s->count = 0;
     MT_ROUTING_SLOT(s, logits, R, E, MT_F32);
     MT_ROUTING_SLOT(s, probs, N, k, MT_F32);
@@ -6240,7 +6231,7 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     MT_ROUTING_SLOT(s, choice, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, token, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, offsets, e->num_destinations + 1, 1, MT_I32);
-    if (size > 1 && !e->uses_allgather) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
+    if (e->exchanges) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules = MT_MODULE_MOE;
     if (mt_expert_rows_fixed(m))
         mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false);
@@ -6254,7 +6245,7 @@ static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residen
     mt_routing_slots(m, &slots, w);
     mt_slots_allocate(&slots, residency, r, arena);
     if (!m->experts->has_capacity) r->kept = r->experts;
-    if (m->experts->group->size == 1 || m->experts->uses_allgather) r->expert_offsets = r->offsets;
+    if (!m->experts->exchanges) r->expert_offsets = r->offsets;
     if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
 }
 
@@ -6545,7 +6536,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     int64_t M = mt_max(r->num_rows, e->uses_allgather ? 0 : P);
     mt_expert_rows_reserve(m, &e->rows, (mt_expert_rows_plan){.M = M});
     mt_layer_rows_reserve(m, w, r);
-    if (e->group->size == 1 || e->uses_allgather) return;
+    if (!e->exchanges) return;
     mt_expert_rows_reserve(m, &e->dispatched, (mt_expert_rows_plan){.M = M, .dispatched = true});
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
                            e->num_local, r->num_rows, p->stream);
@@ -6601,24 +6592,22 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
 static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
                                     const void *x, const float *probs) {
     mt_experts *e = m->experts;
-    bool exchanged = e->group->size > 1 && !e->uses_allgather;
     if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
     if (e->uses_allgather) x = e->gathered;
-    if (exchanged) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
-    mt_gather_rows(m, p, rows, x, exchanged ? r->rows.to_expert : r->token, r->num_rows);
-    if (probs) mt_gather_weights(m, p, weights, probs, exchanged ? r->rows.to_expert : r->choice, r->num_rows);
+    if (e->exchanges) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
+    mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);
+    if (probs) mt_gather_weights(m, p, weights, probs, e->exchanges ? r->rows.to_expert : r->choice, r->num_rows);
 }
 
 /* [M, C] buffer for the experts' results, which the combine reads. */
 static void *mt_expert_output(const mt_model *m) {
-    bool exchanged = m->experts->group->size > 1 && !m->experts->uses_allgather;
-    return exchanged ? m->experts->dispatched.input : m->experts->rows.input;
+    return m->experts->exchanges ? m->experts->dispatched.input : m->experts->rows.input;
 }
 
 /* Combine, preprocess and exchange: starts to send the results back. */
 static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = m->experts;
-    if (e->group->size == 1 || e->uses_allgather) return;
+    if (!e->exchanges) return;
     mt_gather_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
     mt_wait_stream(m, e->comm, p->stream);
     mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
@@ -6646,7 +6635,7 @@ static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routi
     mt_experts *e = m->experts;
     int64_t R = mt_dispatched_rows(m, p);
     void *sum = base && (e->uses_allgather || !e->permute_fusion) ? e->scattered : out;
-    if (e->group->size > 1 && !e->uses_allgather) mt_wait_stream(m, p->stream, e->comm);
+    if (e->exchanges) mt_wait_stream(m, p->stream, e->comm);
     mt_combine_results(m, p, r, e->uses_allgather ? e->gathered : sum, e->uses_allgather ? NULL : base,
                        e->uses_allgather ? e->group->size * R : R);
     if (e->uses_allgather) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
@@ -6982,17 +6971,13 @@ static void *mt_context_at(const mt_context *c, const void *base, int64_t elemen
     return (char *)base + elements * mt_dtype_size(c->plan.dtype);
 }
 
-/* Elements of a packed row of keys and values. */
-static int64_t mt_context_kv_width(const mt_context_plan *plan) {
-    return plan->num_groups / plan->a2a->size * (plan->head_size + plan->value_size);
-}
-
 /* ---- memory */
 
 static void mt_context_plan_ring(mt_context *c, mt_arena *arena) {
     const mt_context_plan *p = &c->plan;
     int64_t size = mt_dtype_size(p->dtype), heads = p->num_heads / p->a2a->size, M = c->M;
-    int64_t kv = mt_context_kv_width(p), widest = heads * mt_max(p->head_size, p->value_size);
+    int64_t kv = p->num_groups / p->a2a->size * (p->head_size + p->value_size); // a packed row
+    int64_t widest = heads * mt_max(p->head_size, p->value_size);
     c->kv[0] = mt_arena_alloc(arena, M * kv * size);
     if (p->comm_type == MT_CP_ALL_GATHER) {
         c->gathered = mt_arena_alloc(arena, c->N * kv * size), c->ordered = mt_arena_alloc(arena, c->N * kv * size);
@@ -7361,11 +7346,6 @@ static int64_t mt_context_position(const mt_context *c, int64_t t) {
     return c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
 }
 
-/* True on one of the ranks that share a micro-batch. */
-static bool mt_context_is_first(const mt_context *c) {
-    return c->plan.ring->rank == 0 && c->plan.a2a->rank == 0;
-}
-
 /* whole[N] = local[T] of every rank. */
 static void mt_context_gather_numbers(const mt_context *c, double *whole, const float *local) {
     memset(whole, 0, (size_t)c->N * 8);
@@ -7402,13 +7382,10 @@ static void mt_context_backward(mt_context *c, const mt_attention *call, mt_stre
 }
 
 void mt_context_attention_forward(mt_context *c, const mt_attention *a, mt_stream *stream) {
-    if (c->plan.a2a->size == 1) {
-        mt_context_forward(c, a, stream);
-        return;
-    }
-    mt_attention inner = mt_a2a_begin(c, a, stream);
+    bool exchanges = c->plan.a2a->size > 1;
+    mt_attention inner = exchanges ? mt_a2a_begin(c, a, stream) : *a;
     mt_context_forward(c, &inner, stream);
-    mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
+    if (exchanges) mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
 }
 
 void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stream *stream) {
@@ -7665,7 +7642,7 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     m->plan.loss->host(m->plan.loss->config, &tokens, &sums);
     mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
     if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
-    if (p->replay || (p->context && !mt_context_is_first(p->context))) return;
+    if (p->replay || (p->context && p->context->plan.ring->rank + p->context->plan.a2a->rank > 0)) return;
     h->sums->loss += sums.loss, h->sums->count += sums.count;
     for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) h->sums->metrics[i] += sums.metrics[i];
     m->ops->memory_copy(m->numbers->sums, &h->sums->loss, 2 * 8, p->stream);
@@ -8293,12 +8270,12 @@ static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
 }
 
-/* A free micro-batch of a chunk. */
-static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == chunk && m->micro_batches[i].index < 0) return &m->micro_batches[i];
-    MT_CHECK(!"there is room for every live micro-batch");
-    return NULL;
+/* The live micro-batch `index` of a chunk, or with index -1 a free one. */
+static mt_micro_batch *mt_micro_batch_find(mt_model *m, int64_t chunk, int64_t index) {
+    mt_micro_batch *mb = m->micro_batches, *end = mb + m->num_micro_batches;
+    while (mb < end && (mb->chunk != chunk || mb->index != index)) mb++;
+    MT_CHECK(mb < end); // a backward follows its forward, and there is room for every live micro-batch
+    return mb;
 }
 
 /* A zero-bubble schedule splits the backward into the input's and the weights' half. */
@@ -9706,17 +9683,8 @@ static void mt_batch_pad_for_ranks(const mt_model *m, mt_batch *batch) {
         mt_batch_pad(batch, multiple);
 }
 
-/* The live micro-batch of an action. */
-static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == action->chunk && m->micro_batches[i].index == action->micro_batch)
-            return &m->micro_batches[i];
-    MT_CHECK(!"a backward follows its forward");
-    return NULL;
-}
-
 static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
-    mt_micro_batch *mb = mt_micro_batch_free(m, action->chunk);
+    mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, -1);
     mt_error cause;
     double begin = mt_time();
     if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
@@ -9737,7 +9705,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
 
 /* remaining[num_chunks]: micro-batches of this step that have not run this kind of backward yet. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
-    mt_micro_batch *mb = mt_micro_batch_find(m, action);
+    mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, action->micro_batch);
     mt_pass p = mt_pass_begin(m, mb);
     p.training = p.tp.training = true, p.message_rows = m->max_rows;
     p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
@@ -9991,12 +9959,6 @@ void mt_train_set_fp8_state(mt_model *m, const mt_fp8_state *s) {
 
 /* ---- re-running a bad step */
 
-static mt_step_numbers mt_step_numbers_read(mt_model *m) {
-    mt_step_numbers result;
-    mt_copy_wait(m, &result, m->numbers, (int64_t)sizeof result);
-    return result;
-}
-
 /* Writes "rank 2" or "ranks 0 1 4 ...", the ranks with a flag > 0; returns their number. */
 static int mt_ranks_print(char text[160], const double *flags, int count) {
     int found = 0, length = 0;
@@ -10054,13 +10016,14 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_check_gradients(m);
     if (!m->reruns) return 0;
-    mt_step_numbers first = mt_step_numbers_read(m), second;
+    mt_step_numbers first, second;
+    mt_copy_wait(m, &first, m->numbers, (int64_t)sizeof first);
     if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
     *tokens = 0;
     mt_fp8_discard_step(m);
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_check_gradients(m);
-    second = mt_step_numbers_read(m);
+    mt_copy_wait(m, &second, m->numbers, (int64_t)sizeof second);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;
 }
@@ -10508,7 +10471,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
-    e->has_capacity = o->moe_expert_capacity_factor > 0;
+    e->exchanges = e->group->size > 1 && !e->uses_allgather, e->has_capacity = o->moe_expert_capacity_factor > 0;
     e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
     e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
     e->scales_output = !e->permute_fusion || o->mlp_bias;
@@ -11274,7 +11237,7 @@ int64_t mt_model_bytes(const mt_model *m) {
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     MT_CHECK(!training || m->grid->pipeline.size == 1);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        m->last_forward = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
+        m->last_forward = mt_load_batch(m, mt_micro_batch_find(m, chunk, -1), batch, training);
         mt_stage_forward(m, &m->last_forward);
         if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_forward);
     }
@@ -11342,7 +11305,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     size_t T = (size_t)batch->num_tokens;
     MT_CHECK(m->plan.cache_rows > 0 && num_rows <= mt_min(m->plan.max_logits, (int64_t)T) && (int64_t)T <= m->max_rows);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
+        mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
         mb->context = NULL; // every context-parallel rank computes the whole batch
         mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
@@ -11353,14 +11316,14 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
 
 /* The micro-batch of the last chunk in a decode pass. */
 static mt_micro_batch *mt_decode_output(mt_model *m) {
-    return mt_micro_batch_free(m, m->num_chunks - 1);
+    return mt_micro_batch_find(m, m->num_chunks - 1, -1);
 }
 
 /* Computes `rows` rows of logits from the host's block: the operations of a decode graph. */
 static void mt_decode_pass(mt_model *m, int64_t rows) {
     mt_pass p;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
+        mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
         p = mt_pass_begin(m, mb);
         p.decode = true;
         p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0; // too few rows to divide them
