@@ -4202,9 +4202,8 @@ static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double cli
     double clipped = -advantage * mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
     mt_policy_term term = {.loss = plain, .dlogp = plain};
     if (clipped > plain) term = (mt_policy_term){.loss = clipped, .clipped = true};
-    if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound) {
+    if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound)
         term.loss = bound, term.dlogp = 0, term.clipped_lower = true;
-    }
     return term;
 }
 
@@ -6553,9 +6552,7 @@ static void mt_exchange_rows(mt_model *m, const mt_routing *r, void *to, const v
                              mt_dtype dtype, bool back) {
     mt_experts *e = m->experts;
     const int64_t *out = back ? r->sent : r->received, *in = back ? r->received : r->sent;
-    for (int i = 0; i < e->group->size; i++) {
-        e->out_counts[i] = out[i] * width, e->in_counts[i] = in[i] * width;
-    }
+    for (int i = 0; i < e->group->size; i++) e->out_counts[i] = out[i] * width, e->in_counts[i] = in[i] * width;
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
 
@@ -8284,7 +8281,6 @@ static bool mt_splits_backward(const mt_model *m) {
 }
 
 /* ==== §11 schedules =============================================================================================== */
-
 /* The layers of each rank, and the order of its actions. Invariants: everything here is a pure function of options and
  * rank; a list has one forward and, except in evaluation, one backward per micro-batch and chunk; the lists of all
  * ranks run without deadlock; time and memory are computed from the lists. */
@@ -8315,28 +8311,19 @@ static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micr
     *chunk = index / size;
 }
 
-static void mt_list_forward(mt_action_list *list, int64_t index) {
+/* A forward, or a backward, after the receive of its input and before the send of its result. */
+static void mt_list_compute(mt_action_list *list, mt_action_kind kind, int64_t index) {
     const mt_schedule *s = list->schedule;
-    int64_t micro_batch, chunk, stage;
+    bool forward = kind == MT_ACTION_FORWARD;
+    int64_t micro_batch, chunk, before = (list->rank + s->pp - 1) % s->pp, after = (list->rank + 1) % s->pp;
     mt_schedule_order(s, index, &micro_batch, &chunk);
-    stage = chunk * s->pp + list->rank;
-    if (stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
-    mt_list_add(list, MT_ACTION_FORWARD, micro_batch, chunk, -1);
-    if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
-}
-
-/* `kind` is MT_ACTION_BACKWARD or MT_ACTION_BACKWARD_INPUT. */
-static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t index) {
-    const mt_schedule *s = list->schedule;
-    int64_t micro_batch, chunk, stage;
-    mt_schedule_order(s, index, &micro_batch, &chunk);
-    chunk = s->vp - 1 - chunk;
-    stage = chunk * s->pp + list->rank;
-    if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+    if (!forward) chunk = s->vp - 1 - chunk;
+    int64_t stage = chunk * s->pp + list->rank, last = s->pp * s->vp - 1;
+    if (forward && stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, before);
+    if (!forward && stage < last) mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, after);
     mt_list_add(list, kind, micro_batch, chunk, -1);
-    if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    if (forward && stage < last) mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, after);
+    if (!forward && stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, before);
 }
 
 /* Number of warm-up forwards: those before the first 1F1B pair. */
@@ -8359,11 +8346,11 @@ int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t ra
     mt_action_list list = {.schedule = s, .rank = rank, .actions = actions};
     int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
     bool splits = s->kind == MT_SCHEDULE_ZB_H1;
-    while (forward < warmup) mt_list_forward(&list, forward++);
+    while (forward < warmup) mt_list_compute(&list, MT_ACTION_FORWARD, forward++);
     if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
     for (int64_t backward = 0; backward < total; backward++) {
-        if (forward < total) mt_list_forward(&list, forward++);
-        mt_list_backward(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
+        if (forward < total) mt_list_compute(&list, MT_ACTION_FORWARD, forward++);
+        mt_list_compute(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
         if (splits && backward >= rank) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     }
     while (splits && weight < total) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
@@ -10138,9 +10125,8 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
-    if (m->options->moe_shared_expert_gate) {
+    if (m->options->moe_shared_expert_gate)
         e->gate_experts = mt_arena_alloc(arena, R * 4), e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
-    }
     if (m->plan.train) {
         e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4), e->dlogits = mt_arena_alloc(arena, R * E * 4);
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
@@ -10697,9 +10683,8 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
         m->recompute_buffers[i].rows = mt_model_calloc(m, (int64_t)sizeof(mt_expert_rows));
     if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
         m->recompute_modules = o->recompute_modules;
-    if (m->plan.train && o->fine_grained_activation_offloading) {
+    if (m->plan.train && o->fine_grained_activation_offloading)
         m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload), m->offload->modules = o->offload_modules;
-    }
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
@@ -10853,9 +10838,8 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         m->parts[part].used = 0;
         if (m->parts[part].capacity > 0) m->parts[part].base = m->ops->memory_alloc(m->parts[part].capacity);
     }
-    if (m->host.used > 0) {
+    if (m->host.used > 0)
         m->host.capacity = m->host.used, m->host.used = 0, m->host.base = m->ops->memory_alloc_host(m->host.capacity);
-    }
     mt_plan_memory(m, &m->arena);
     return 0;
 }
