@@ -847,7 +847,7 @@ static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w
 }
 
 /* out[C] += column sums of x[T, C], each in token order. */
-static void mt_column_sums(float *out, const void *x, int64_t T, int64_t C, mt_dtype dtype) {
+static void mt_cpu_column_sums(float *out, const void *x, int64_t T, int64_t C, mt_dtype dtype, mt_stream *stream) {
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float scratch[MT_COLUMNS], sums[MT_COLUMNS] = {0};
@@ -865,7 +865,7 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
                                           int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
     const mt_grouped_args a = {T, N, K, .x = x, .dy = dy, .dw = dw, .accumulate = accumulate};
     mt_linear_product(&a, MT_LINEAR_DW, NULL, dtype);
-    if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
+    if (dbias) mt_cpu_column_sums(dbias, dy, T, N, dtype, stream);
 }
 
 /* ---- fp8: operands are rounded to the grid of e4m3 or e5m2, and their products summed in fp32 */
@@ -906,11 +906,7 @@ float mt_f8_to_f32(uint8_t bits, mt_dtype format) {
     return bits & 0x80 ? -value : value;
 }
 
-/* Rows and columns of the elements that share a scale. A whole matrix counts as its rows, which have equal scales. */
-static int64_t mt_fp8_block_rows(mt_fp8_blocks blocks) {
-    return blocks == MT_FP8_BLOCK_128 ? 128 : 1;
-}
-
+/* Columns of the elements that share a scale. A whole matrix counts as its rows, which have equal scales. */
 static int64_t mt_fp8_block_columns(mt_fp8_blocks blocks) {
     return blocks == MT_FP8_TENSOR ? INT64_MAX : blocks == MT_FP8_VECTOR_32 ? 32 : 128;
 }
@@ -968,7 +964,7 @@ static float mt_amax_merge(float a, float b) {
 /* Quantizes rows [begin, end) of x[R, C], which are `stride` apart; scale NULL: of each block. */
 static void mt_quantize_matrix(const mt_fp8_matrix *to, const float *x, int64_t R, int64_t begin, int64_t end,
                                int64_t C, int64_t stride, const float *scale) {
-    int64_t rows = mt_fp8_block_rows(to->blocks), columns = mt_fp8_block_columns(to->blocks);
+    int64_t rows = to->blocks == MT_FP8_BLOCK_128 ? 128 : 1, columns = mt_fp8_block_columns(to->blocks);
     bool e4m3 = to->format == MT_F8_E4M3;
     if (to->blocks == MT_FP8_TENSOR) to->inverse_scales[0] = 1.0f / *scale;
 #pragma omp parallel for if (R * C > MT_PARALLEL)
@@ -1099,10 +1095,6 @@ static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) 
         if (count > 0) mt_fp8_multiply(p, &b, out, 0, p->M, k, count);
         k += mt_divide_up(count, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
     }
-}
-
-static void mt_cpu_column_sums(float *sums, const void *x, int64_t R, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    mt_column_sums(sums, x, R, C, dtype);
 }
 
 static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
@@ -1423,8 +1415,7 @@ typedef struct mt_spans_extent {
 
 static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
     mt_spans_extent extent = {0};
-    for (int64_t s = 0; s < spans->count; s++) {
-        const mt_span *span = &spans->host[s];
+    for (const mt_span *span = spans->host; span < spans->host + spans->count; span++) {
         extent.max_queries = mt_max(extent.max_queries, span->q_len);
         extent.key_rows = mt_max(extent.key_rows, span->k_start + span->k_len);
         extent.products += span->q_len * span->k_len;
@@ -1710,8 +1701,7 @@ static float mt_merge_head(float *out, const float *part, float lse, float part_
 static void mt_cpu_attention_merge(const mt_merge_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t H = a->H, Dv = a->Dv;
     mt_scratch scratch = mt_scratch_reserve(Dv);
-    for (int64_t s = 0; s < a->spans->count; s++) {
-        const mt_span *span = &a->spans->host[s];
+    for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++) {
 #pragma omp parallel for if (span->q_len * H * Dv > MT_PARALLEL)
         for (int64_t i = span->q_start * H; i < (span->q_start + span->q_len) * H; i++) {
             const float *row = mt_row_load(mt_scratch_slice(scratch), a->part, i * Dv, Dv, dtype);
@@ -1724,8 +1714,7 @@ static void mt_cpu_accumulate_rows(const mt_accumulate_args *a, mt_dtype dtype, 
     int64_t width = a->width;
     bool first = a->first;
     mt_scratch scratch = mt_scratch_reserve(width);
-    for (int64_t s = 0; s < a->spans->count; s++) {
-        const mt_span *span = &a->spans->host[s];
+    for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++) {
         int64_t start = a->of_keys ? span->k_start : span->q_start, length = a->of_keys ? span->k_len : span->q_len;
 #pragma omp parallel for if (length * width > MT_PARALLEL)
         for (int64_t t = start; t < start + length; t++) {
@@ -2525,7 +2514,7 @@ static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int
                                          int64_t E, mt_dtype dtype, mt_stream *stream) {
     for (int64_t e = 0; e < E; e++) {
         int64_t rows = offsets[e + 1] - offsets[e];
-        if (rows > 0) mt_column_sums(dbias + e * N, mt_rows_from(dy, offsets[e], N, dtype), rows, N, dtype);
+        if (rows > 0) mt_cpu_column_sums(dbias + e * N, mt_rows_from(dy, offsets[e], N, dtype), rows, N, dtype, stream);
     }
 }
 
@@ -2933,12 +2922,6 @@ static int mt_grid_keep_level(int *members, int count, int neighbours, bool with
     return kept;
 }
 
-/* Dynamic context parallelism: keeps the block of `size` ranks of a context group. Blocks of one rank and of the whole
- * group need no group of their own. */
-static int mt_grid_keep_block(int *members, int count, int size, const mt_grid_shape *shape, int rank) {
-    return mt_grid_keep_level(members, count, shape->context_blocks && size < count ? size : 1, true, rank);
-}
-
 int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, int rank) {
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
@@ -2947,8 +2930,10 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
     if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
         return mt_grid_keep_level(members, count, (int)mt_max(1, s->context_a2a), kind == MT_GROUP_CONTEXT_A2A, rank);
-    if (kind >= MT_GROUP_CONTEXT_2)
-        return mt_grid_keep_block(members, count, 2 << (kind - MT_GROUP_CONTEXT_2), s, rank);
+    if (kind >= MT_GROUP_CONTEXT_2) { // blocks of one rank and of the whole group need no group of their own
+        int block = 2 << (kind - MT_GROUP_CONTEXT_2);
+        return mt_grid_keep_level(members, count, s->context_blocks && block < count ? block : 1, true, rank);
+    }
     if (kind == MT_GROUP_KV_REPLICAS) return mt_grid_keep_replicas(members, count, s->num_query_groups, rank);
     return count;
 }
@@ -4361,8 +4346,7 @@ void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_
     mt_aggregation aggregation = c->aggregation;
     if (by_sequence) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
     MT_CHECK((t->ref_logp || c->kl_coef == 0) && (t->entropy || c->entropy_coef == 0));
-    for (int64_t s = 0; s < t->num_sequences; s++) {
-        const mt_span *span = &t->sequences[s];
+    for (const mt_span *span = t->sequences; span < t->sequences + t->num_sequences; span++) {
         int64_t end, counted = mt_counted_tokens(span, t->mask);
         double weight = mt_loss_weight(&aggregation, counted, sums);
         mt_policy_sequence sequence = {0};
@@ -4375,8 +4359,7 @@ void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_
 /* ---- critics */
 
 void mt_value_loss(const mt_loss_tokens *t, const mt_value_config *c, mt_loss_sums *sums) {
-    for (int64_t s = 0; s < t->num_sequences; s++) {
-        const mt_span *span = &t->sequences[s];
+    for (const mt_span *span = t->sequences; span < t->sequences + t->num_sequences; span++) {
         int64_t end, counted = mt_counted_tokens(span, t->mask);
         double weight = mt_loss_weight(&c->aggregation, counted, sums);
         for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++) {
@@ -5344,6 +5327,12 @@ static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *othe
     if (stream != other) m->ops->stream_wait_stream(stream, other);
 }
 
+/* A copy whose result the host reads, or whose source it frees, at once. */
+static void mt_copy_wait(const mt_model *m, void *to, const void *from, int64_t bytes) {
+    m->ops->memory_copy(to, from, bytes, m->stream);
+    m->ops->stream_synchronize(m->stream);
+}
+
 /* Zeroed host memory that lives as long as the model. */
 static void *mt_model_calloc(mt_model *m, int64_t bytes) {
     m->host_memory = mt_realloc(m->host_memory, (m->num_host_memory + 1) * (int64_t)sizeof(void *));
@@ -5379,16 +5368,12 @@ static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     return frequency;
 }
 
-/* YaRN also scales cos and sin, which makes attention slightly sharper. */
-static double mt_rope_amplitude(const mt_options *o) {
-    return o->rope_scaling_type == MT_ROPE_SCALING_YARN ? o->yarn_attention_factor : 1;
-}
-
 /* Computes the tables in double on the host, then copies them to the device. */
 static void mt_rope_tables(mt_model *model) {
     int64_t R = model->rotary_dim, half = R / 2, count = model->plan.max_position * half;
     float *cosines = mt_malloc(count * 4), *sines = mt_malloc(count * 4);
-    double amplitude = mt_rope_amplitude(model->options);
+    bool yarn = model->options->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    double amplitude = yarn ? model->options->yarn_attention_factor : 1; // makes attention slightly sharper
     for (int64_t i = 0; i < half; i++) {
         double frequency = mt_rope_frequency(model->options, i, R);
         for (int64_t position = 0; position < model->plan.max_position; position++) {
@@ -5514,10 +5499,6 @@ typedef struct mt_offload {
     mt_offload_buffer buffers[MT_OFFLOAD_BUFFERS];
 } mt_offload;
 
-static unsigned mt_offload_modules(const mt_model *m) {
-    return m->offload ? m->offload->modules : 0;
-}
-
 static mt_offload_buffer *mt_offload_buffer_of(const mt_model *m, const mt_layer *w) {
     return &m->offload->buffers[w->offload_buffer];
 }
@@ -5561,7 +5542,7 @@ static void mt_offload_load(const mt_model *m, const mt_pass *p, const mt_layer 
 static void mt_slots_place(const mt_model *m, mt_slots *list, const mt_layer *w) {
     for (mt_slot *slot = list->slots; w && slot < list->slots + list->count; slot++) {
         bool recompute = w->recomputed || (slot->modules & m->recompute_modules);
-        bool offload = slot->input & mt_offload_modules(m);
+        bool offload = m->offload && (slot->input & m->offload->modules);
         slot->residency = recompute && !slot->once ? MT_RECOMPUTE : offload ? MT_OFFLOAD : MT_KEEP;
     }
 }
@@ -5632,8 +5613,7 @@ static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const 
 
 /* The weights' half of a split backward. */
 static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
-    for (int64_t i = 0; i < a->num_deferred; i++) {
-        const mt_deferred *d = &a->deferred[i];
+    for (const mt_deferred *d = a->deferred; d < a->deferred + a->num_deferred; d++) {
         mt_linear_backward_weight(&p->tp, d->linear, &(mt_linear_io){.x = d->x, .dy = d->dy});
     }
     a->num_deferred = 0;
@@ -5816,10 +5796,6 @@ static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, 
     return (mt_qkv_view){q, kv, mt_at(m, kv, p->T * m->H * m->D), m->H * m->D, m->H * m->Dv};
 }
 
-static mt_qkv_view mt_saved_view(const mt_model *m, const mt_pass *p, const mt_activations *a) {
-    return m->options->multi_latent_attention ? mt_latent_view(m, p, a->q, a->kv) : mt_fused_view(m, a->qkv, a->qk);
-}
-
 static mt_qkv_view mt_gradient_view(const mt_model *m, const mt_pass *p) {
     const mt_layer_scratch *s = &m->scratch;
     if (!m->options->multi_latent_attention) return mt_fused_view(m, s->dqkv, s->dqk);
@@ -5841,7 +5817,8 @@ static float mt_attention_scale(const mt_options *o) {
 
 /* The attention call of a layer, with the operands of the forward; the backward adds its own. */
 static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    mt_qkv_view view = mt_saved_view(m, p, a);
+    bool latent = m->options->multi_latent_attention;
+    mt_qkv_view view = latent ? mt_latent_view(m, p, a->q, a->kv) : mt_fused_view(m, a->qkv, a->qk);
     mt_attention call = {.num_heads = m->H, .num_groups = m->G, .head_size = m->D, .value_size = m->Dv};
     call.q = view.q, call.k = view.k, call.v = view.v, call.out = a->attended, call.lse = a->lse;
     call.q_stride = call.k_stride = view.qk_stride, call.v_stride = view.v_stride, call.out_stride = m->H * m->Dv;
@@ -8146,7 +8123,8 @@ static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_
     return &m->local_batch;
 }
 
-/* Assigns a batch's arrays on the device; returns those in host block `staged`, for the caller to fill. */
+/* Assigns a batch's arrays on the device; returns those in host block `staged` with spans, tokens and
+ * positions. */
 static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
@@ -8158,7 +8136,11 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     memcpy(mb->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
     m->ops->event_synchronize(m->copied[staged]); // until the block's previous contents are copied
-    return mt_batch_block_at(m, &on_host, T, num_spans);
+    mt_batch_block block = mt_batch_block_at(m, &on_host, T, num_spans);
+    memcpy(block.spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
+    memcpy(block.tokens, batch->tokens, (size_t)T * 4);
+    memcpy(block.positions, batch->positions, (size_t)T * 4);
+    return block;
 }
 
 /* Enqueues the copy of a micro-batch to the device and starts a pass over it. The caller may refill `whole` at once,
@@ -8169,9 +8151,6 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
     mb->rows = (int64_t)(T / parts);
     MT_CHECK(T % parts == 0);
-    memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
-    memcpy(block.tokens, batch->tokens, T * 4);
-    memcpy(block.positions, batch->positions, T * 4);
     memcpy(block.labels, batch->labels, T * 4);
     memcpy(block.loss_mask, batch->loss_mask, T * 4);
     memcpy(block.token_index, batch->token_index, T * 8);
@@ -8652,8 +8631,7 @@ static void mt_buckets_size(mt_model *m) {
         b->count = mt_align(param->offset + param->rows * param->cols);
         if (param->weight_decay) b->decay_count = b->count;
     }
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
+    for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
         b->count = (b->count + multiple - 1) / multiple * multiple, b->shard_count = b->count / shards;
         b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
@@ -8678,18 +8656,13 @@ static void mt_buckets_find(mt_model *m) {
 
 /* ==== §12a gather and reduce ====================================================================================== */
 
-/* The strategy of the options; generation shards nothing. */
-static mt_strategy mt_strategy_of(const mt_model *m) {
-    return m->plan.train ? m->options->data_parallel_sharding_strategy : MT_NO_SHARD;
-}
-
 /* Kind, group, type and strategy of every bucket, before its size is known. */
 static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = m->sharding;
-    s->strategy = mt_strategy_of(m), s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
+    s->strategy = m->plan.train ? m->options->data_parallel_sharding_strategy : MT_NO_SHARD; // generation: none
+    s->progress = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof *s->progress);
     s->has_gradient = mt_model_calloc(m, m->num_params * (int64_t)sizeof *s->has_gradient);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
         mt_bucket *b = &m->buckets[param->bucket];
         mt_bucket_kind *kind = &s->progress[param->bucket].kind;
         bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
@@ -8766,12 +8739,6 @@ static void mt_sharding_start(mt_model *m) {
     }
     int64_t amax_bytes = 2 * m->num_params * (int64_t)sizeof *m->state_amax;
     if (m->state_amax) m->ops->memory_zero(m->state_amax, amax_bytes, m->stream);
-}
-
-static void mt_sharding_close(mt_model *m) {
-    mt_sharding *s = m->sharding;
-    if (s->grad_stream != m->stream) m->ops->stream_destroy(s->grad_stream);
-    if (s->param_stream != m->stream) m->ops->stream_destroy(s->param_stream);
 }
 
 /* The buffer that holds a bucket, or NULL. */
@@ -9054,21 +9021,17 @@ static void mt_bucket_reduce(mt_model *m, int64_t first, int64_t end) {
     if (!in_place) mt_gradients_add(m, b, b->grad_shard, sum, b->shard_count, adds, s->grad_stream);
 }
 
-static const void *mt_gradients_end(const mt_bucket *b) {
-    return (const char *)b->main_grads + b->count * mt_dtype_size(b->grad_dtype);
-}
-
 /* Starts the reduction of all buckets that are reduced together with this one, once all are complete. */
 static void mt_bucket_reduce_group(mt_model *m, int64_t bucket) {
     const mt_bucket_progress *progress = m->sharding->progress;
-    int64_t group = progress[bucket].reduction;
+    int64_t group = progress[bucket].reduction, size = mt_dtype_size(m->buckets[bucket].grad_dtype);
     for (int64_t i = 0; i <= group; i++)
         if (progress[i].reduction == group && !progress[i].complete) return;
     for (int64_t i = 0, end; i <= group; i = end) {
         end = i + 1;
         if (progress[i].reduction != group) continue;
         while (end <= group && progress[end].reduction == group && m->buckets[i].strategy == MT_NO_SHARD &&
-               m->buckets[end].main_grads == mt_gradients_end(&m->buckets[end - 1]))
+               m->buckets[end].main_grads == (char *)m->buckets[end - 1].main_grads + m->buckets[end - 1].count * size)
             end++;
         mt_bucket_reduce(m, i, end);
     }
@@ -9195,8 +9158,7 @@ static void mt_plan_buckets(mt_model *m) {
     const mt_options *o = m->options;
     mt_arena *arena = &m->parts[MT_PART_PARAMS], *grads = &m->parts[MT_PART_GRADS];
     mt_arena *optimizer = &m->parts[MT_PART_OPTIMIZER];
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
+    for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t size = mt_dtype_size(b->dtype);
         if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
         b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_offset_pointer(b->params, b->shard_first * size)
@@ -9204,8 +9166,7 @@ static void mt_plan_buckets(mt_model *m) {
     }
     m->bytes[MT_PLAN_WEIGHTS] = arena->used;
     if (!m->plan.train) return;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
+    for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         if (!b->trained) continue;
         int64_t size = mt_dtype_size(b->grad_dtype);
         if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(grads, b->count * size);
@@ -9214,8 +9175,7 @@ static void mt_plan_buckets(mt_model *m) {
                                                      : mt_arena_alloc(grads, b->shard_count * size);
     }
     m->bytes[MT_PLAN_GRADIENTS] = grads->used;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
+    for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         if (!b->trained) continue;
         mt_arena *from = b->on_host ? &m->host : optimizer;
         if (m->dtype != MT_F32)
@@ -9271,8 +9231,7 @@ void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, co
     void *codes = mt_malloc((end - begin) * mt_dtype_size(shard.dtype));
     mt_state_store(codes, 0, values, end - begin, shard.dtype, amax);
     mt_shard_write(m, &shard, param->offset + begin, codes, end - begin);
-    m->ops->memory_copy(&m->state_amax[param - m->params][state - MT_STATE_MASTER], &amax, sizeof amax, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, &m->state_amax[param - m->params][state - MT_STATE_MASTER], &amax, sizeof amax);
     free(codes);
 }
 
@@ -9281,10 +9240,9 @@ void mt_state_read(mt_model *m, const mt_param *param, mt_param_state state, int
     int64_t size = mt_dtype_size(shard.dtype), first = param->offset + at - shard.first;
     float amax = 0, (*all)[3] = m->state_amax + (param - m->params);
     void *codes = mt_malloc(n * size);
-    m->ops->memory_copy(codes, (const char *)shard.data + first * size, n * size, m->stream);
     if (mt_state_has_scale(shard.dtype))
         m->ops->memory_copy(&amax, &(*all)[state - MT_STATE_MASTER], sizeof amax, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, codes, (const char *)shard.data + first * size, n * size);
     mt_state_load(values, codes, 0, n, shard.dtype, amax);
     free(codes);
 }
@@ -9745,8 +9703,7 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
     const mt_group *world = &m->grid->world;
     double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
     if (m->options->num_experts == 0) return;
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        const mt_layer *w = &m->layers[i];
+    for (const mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
         double key = (double)(w->number * world->size + world->rank);
         if (w->expert_bucket < 0 || result->invalid[w->moe_index] == 0 || key >= mine) continue;
         mine = key, count = (double)result->invalid[w->moe_index];
@@ -10030,15 +9987,13 @@ void mt_train_rewound(mt_model *m) {
 
 mt_loss_average mt_train_loss_average(mt_model *m) {
     double guard[MT_GUARD_NUMBERS];
-    m->ops->memory_copy(guard, m->numbers->guard, sizeof guard, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, guard, m->numbers->guard, sizeof guard);
     return (mt_loss_average){guard[MT_GUARD_AVERAGE], (int64_t)guard[MT_GUARD_STEPS]};
 }
 
 void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
     double guard[MT_GUARD_NUMBERS] = {[MT_GUARD_AVERAGE] = average->mean, [MT_GUARD_STEPS] = (double)average->steps};
-    m->ops->memory_copy(m->numbers->guard, guard, sizeof guard, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, m->numbers->guard, guard, sizeof guard);
 }
 
 mt_fp8_state mt_train_fp8_state(mt_model *m) {
@@ -10051,8 +10006,7 @@ mt_fp8_state mt_train_fp8_state(mt_model *m) {
         s.largest[i] = mt_f8_largest(i == MT_FP8_DY ? f->recipe.gradient_format : f->recipe.format);
     s.scale = mt_malloc(mt_max(n * 4, 4)), s.history = mt_malloc(mt_max(f->history_length * n * 4, 4));
     m->ops->memory_copy(s.scale, f->scale, n * 4, m->stream);
-    m->ops->memory_copy(s.history, f->history, f->history_length * n * 4, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, s.history, f->history, f->history_length * n * 4);
     memset(s.history, 0, (size_t)n * 4); // an evaluation may have quantized weights since the last step
     return s;
 }
@@ -10062,8 +10016,7 @@ void mt_train_set_fp8_state(mt_model *m, const mt_fp8_state *s) {
     int64_t n = s->num_linears * MT_NUM_FP8_OPERANDS;
     MT_CHECK(f && s->num_linears == f->num_linears && s->history_length == f->history_length);
     m->ops->memory_copy(f->scale, s->scale, n * 4, m->stream);
-    m->ops->memory_copy(f->history, s->history, s->history_length * n * 4, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, f->history, s->history, s->history_length * n * 4);
     f->recipe.version++; // weights are quantized anew
 }
 
@@ -10071,8 +10024,7 @@ void mt_train_set_fp8_state(mt_model *m, const mt_fp8_state *s) {
 
 static mt_step_numbers mt_step_numbers_read(mt_model *m) {
     mt_step_numbers result;
-    m->ops->memory_copy(&result, m->numbers, (int64_t)sizeof result, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, &result, m->numbers, (int64_t)sizeof result);
     return result;
 }
 
@@ -10196,8 +10148,7 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     mt_source from = {.read = source, .context = context, .batch = batch};
     if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
     mt_sums_finish(m, false);
-    m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, sums, m->numbers->sums, 2 * 8);
     *loss = mt_mean_loss(sums);
     return 0;
 }
@@ -10551,13 +10502,10 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     if (m->fp8) mt_plan_fp8(m, arena);
 }
 
-/* Bytes outside the arena: what may grow with the rows of experts. */
-static int64_t mt_model_bytes_apart(const mt_model *m) {
-    return m->bytes[MT_PLAN_EXPERTS] + (m->fp8 ? m->fp8->recipe.scratch.capacity : 0);
-}
-
 int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
-    if (row == MT_PLAN_TOTAL) return mt_model_bytes(m) + mt_model_bytes_apart(m);
+    int64_t apart =
+        m->bytes[MT_PLAN_EXPERTS] + (m->fp8 ? m->fp8->recipe.scratch.capacity : 0); // grows with expert rows
+    if (row == MT_PLAN_TOTAL) return mt_model_bytes(m) + apart;
     return row == MT_PLAN_HOST ? m->host.used : m->bytes[row];
 }
 
@@ -10574,8 +10522,7 @@ static void mt_experts_fill_data_ranks(mt_model *m) {
     if (!m->experts->data_ranks) return;
     int32_t *numbers = mt_malloc(count * 4);
     for (int64_t i = 0; i < count; i++) numbers[i] = (int32_t)i;
-    m->ops->memory_copy(m->experts->data_ranks, numbers, count * 4, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, m->experts->data_ranks, numbers, count * 4);
     free(numbers);
 }
 
@@ -10706,8 +10653,7 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     for (int64_t chunk = 0; chunk < vp; chunk++)
         for (int64_t i = 0; i < m->first_local[chunk + 1] - m->first_local[chunk]; i++)
             m->layers[m->first_local[chunk] + i].number = m->stages[chunk].first_layer + i;
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        mt_layer *layer = &m->layers[i];
+    for (mt_layer *layer = m->layers; layer < m->layers + m->num_layers; layer++) {
         bool has_experts = mt_layer_has_experts(o, layer->number);
         layer->F = (has_experts ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size) / m->grid->tensor.size;
         layer->expert_bucket = -1;
@@ -10774,8 +10720,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
     f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
         int64_t number = param->layer;
         if (!mt_param_takes_fp8(param) || number < first || number >= end) continue;
         mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
@@ -11106,8 +11051,7 @@ static int mt_tensor_open(mt_model *m, mt_error *error) {
     for (int64_t row = 0; row < tp->max_rows; row++)
         for (int64_t r = 0; r < ranks; r++)
             part_rows[row * ranks + r] = r == own ? -1 : (int32_t)(r * tp->max_rows + row); // own part: in `partial`
-    m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, tp->part_rows, part_rows, tp->max_rows * ranks * 4);
     free(part_rows);
     return 0;
 }
@@ -11217,7 +11161,8 @@ static void mt_model_free_device(mt_model *m) {
         m->ops->stream_destroy(m->offload->stream);
     }
     mt_experts_close(m);
-    mt_sharding_close(m);
+    if (m->sharding->grad_stream != m->stream) m->ops->stream_destroy(m->sharding->grad_stream);
+    if (m->sharding->param_stream != m->stream) m->ops->stream_destroy(m->sharding->param_stream);
     mt_host_optimizer_close(m);
     if (m->fp8 && m->fp8->recipe.scratch.base) m->ops->memory_free(m->fp8->recipe.scratch.base);
     m->ops->stream_destroy(m->stream);
@@ -11397,8 +11342,7 @@ static void mt_logits_to_host(mt_model *m, const mt_micro_batch *mb, float *logi
             m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
             shares = m->gathered_logits;
         }
-        m->ops->memory_copy(m->staged_logits, shares, ranks * count * V * size, m->stream);
-        m->ops->stream_synchronize(m->stream);
+        mt_copy_wait(m, m->staged_logits, shares, ranks * count * V * size);
         for (int64_t t = 0; t < count; t++)
             for (int64_t rank = 0; rank < ranks; rank++) {
                 const char *row = (const char *)m->staged_logits + (rank * count + t) * V * size;
@@ -11437,9 +11381,6 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
         if (m->plan.page_rows > 0) memcpy(block.pages, batch->pages, (size_t)mt_page_entries(&m->plan) * 4);
-        memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
-        memcpy(block.tokens, batch->tokens, T * 4);
-        memcpy(block.positions, batch->positions, T * 4);
     }
 }
 
@@ -11526,8 +11467,7 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     mt_decode_enqueue(m, batch, num_rows);
     const void *logits = mt_decode_output(m)->outputs[0].logits;
     m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
-    m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    mt_copy_wait(m, m->staged_logits, m->argmax, num_rows * 4);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 

@@ -728,7 +728,7 @@ static void large_ratios_stay_finite(void **state) {
         mt_loss_sums sums = {0};
         dlogp[0] = 0, t.dlogp = dlogp;
         mt_policy_loss(&t, &c, &sums);
-        assert_true(fabs(sums.loss / exp(variant == MT_POLICY_PPO ? 20 : 10) - 1) < 1e-7 && dlogp[0] == 0);
+        assert_true(fabs(sums.loss / exp(variant == MT_POLICY_GSPO ? 10 : 20) - 1) < 1e-7 && dlogp[0] == 0);
     }
 }
 
