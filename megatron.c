@@ -125,9 +125,7 @@ void mt_die(const char *format, ...) {
 }
 
 void *mt_malloc(int64_t bytes) {
-    void *memory = malloc(bytes > 0 ? (size_t)bytes : 1);
-    if (!memory) mt_die("out of memory: cannot allocate %lld bytes", (long long)bytes);
-    return memory;
+    return mt_realloc(NULL, bytes);
 }
 
 void *mt_calloc(int64_t bytes) {
@@ -248,15 +246,12 @@ _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given
 #define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
 const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
 
-/* True if the option of an activation is set. */
-static bool mt_options_selects(const mt_options *o, int activation) {
-    size_t field = mt_activation_rows[activation].field;
-    return field > 0 && *(const bool *)((const char *)o + field);
-}
-
 mt_activation mt_options_activation(const mt_options *o) {
     int activation = MT_NUM_ACTIVATIONS - 1;
-    while (activation > 0 && !mt_options_selects(o, activation)) activation--;
+    for (; activation > 0; activation--) {
+        size_t field = mt_activation_rows[activation].field; // of its option
+        if (field > 0 && *(const bool *)((const char *)o + field)) break;
+    }
     return (mt_activation)activation;
 }
 
@@ -429,6 +424,12 @@ static inline void mt_row_close(void *y, int64_t offset, const float *row, int64
     uint16_t *bits = (uint16_t *)y + offset;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_bf16(row[i]);
+}
+
+/* Stores a row that was computed in scratch. */
+static inline void mt_row_store(void *y, int64_t offset, const float *row, int64_t n, mt_dtype dtype) {
+    if (dtype == MT_F32) memcpy((float *)y + offset, row, (size_t)n * sizeof *row);
+    mt_row_close(y, offset, row, n, dtype);
 }
 
 /* The maximum of x[n], -inf when n == 0. In lanes: compilers do not vectorize a maximum that may meet a NaN. */
@@ -790,8 +791,7 @@ static void mt_matrix_store(void *y, int64_t offset, float *block, int64_t rows,
         float *row = block + r * columns, old;
         for (int64_t i = 0; i < columns && a && (a->scale != 0 || a->accumulate); i++)
             row[i] = scale * row[i] + (a->accumulate ? *mt_row_load(&old, y, offset + r * stride + i, 1, dtype) : 0);
-        if (dtype == MT_F32) memcpy((float *)y + offset + r * stride, row, (size_t)columns * sizeof *row);
-        mt_row_close(y, offset + r * stride, row, columns, dtype);
+        mt_row_store(y, offset + r * stride, row, columns, dtype);
     }
 }
 
@@ -1354,9 +1354,7 @@ static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype
             const float *part = mt_row_load(slice, a->dk, r * (N + R) + N, R, dtype);
             for (int64_t i = 0; i < R; i++) sum[i] += part[i];
         }
-        float *out = mt_row_open(sum, a->dk_rope, t * R, dtype);
-        if (out != sum) memcpy(out, sum, (size_t)R * 4);
-        mt_row_close(a->dk_rope, t * R, out, R, dtype);
+        mt_row_store(a->dk_rope, t * R, sum, R, dtype);
     }
 }
 
@@ -1423,38 +1421,35 @@ static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
     return extent;
 }
 
-/* Blocks of q, dout, k and v of a task's head, as floats. */
-static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
+/* Queries [i0, i0 + rows) and keys [j0, j0 + columns) of a task's head, as floats; dout in the backward. */
+typedef struct mt_attention_block {
+    int64_t i0, j0, rows, columns;
+    mt_matrix q, k, v, dout;
+} mt_attention_block;
+
+/* Loads q, and in the backward dout behind it. */
+static void mt_attention_load_queries(mt_attention_block *b, const mt_attention_task *task, bool backward,
+                                      float *scratch) {
     const mt_attention *call = task->call;
-    int64_t offset = (task->span->q_start + i0) * call->q_stride + task->head * call->head_size;
-    return mt_matrix_load(scratch, call->q, offset, rows, call->head_size, call->q_stride, task->dtype);
+    int64_t D = call->head_size, Dv = call->value_size, row = task->span->q_start + b->i0;
+    b->q = mt_matrix_load(scratch, call->q, row * call->q_stride + task->head * D, b->rows, D, call->q_stride,
+                          task->dtype);
+    if (backward)
+        b->dout = mt_matrix_load(scratch + MT_QUERIES * D, call->dout, row * call->out_stride + task->head * Dv,
+                                 b->rows, Dv, call->out_stride, task->dtype);
 }
 
-static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
+/* Loads k, and v behind it. */
+static void mt_attention_load_keys(mt_attention_block *b, const mt_attention_task *task, float *scratch) {
     const mt_attention *call = task->call;
-    int64_t offset = (task->span->q_start + i0) * call->out_stride + task->head * call->value_size;
-    return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
-}
-
-/* Row of the task's key j in k and v. */
-static int64_t mt_attention_key_row(const mt_attention_task *task, int64_t j) {
-    const mt_pages *pages = &task->call->pages;
-    int64_t row = task->span->k_start + j;
-    return pages->table ? pages->table[row / pages->rows] * pages->rows + row % pages->rows : row;
-}
-
-static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *call = task->call;
+    const mt_pages *pages = &call->pages;
+    int64_t D = call->head_size, Dv = call->value_size, row = task->span->k_start + b->j0;
     int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = mt_attention_key_row(task, j0) * call->k_stride + group * call->head_size;
-    return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
-}
-
-static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *call = task->call;
-    int64_t group = task->head / (call->num_heads / call->num_groups);
-    int64_t offset = mt_attention_key_row(task, j0) * call->v_stride + group * call->value_size;
-    return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
+    if (pages->table) row = pages->table[row / pages->rows] * pages->rows + row % pages->rows;
+    b->k =
+        mt_matrix_load(scratch, call->k, row * call->k_stride + group * D, b->columns, D, call->k_stride, task->dtype);
+    b->v = mt_matrix_load(scratch + MT_KEYS * D, call->v, row * call->v_stride + group * Dv, b->columns, Dv,
+                          call->v_stride, task->dtype);
 }
 
 /* A step of the online softmax over a query's scores p[columns], [begin, end) of them visible: raises the running max,
@@ -1488,10 +1483,10 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float max[MT_QUERIES], sum[MT_QUERIES];
     float *sums = scratch, *p = sums + MT_QUERIES * Dv, *q_scratch = p + MT_QUERIES * MT_KEYS;
-    float *k_scratch = q_scratch + MT_QUERIES * D, *v_scratch = k_scratch + MT_KEYS * D;
     for (int64_t i = 0; i < rows; i++) max[i] = -INFINITY, sum[i] = 0;
     memset(sums, 0, (size_t)(rows * Dv) * sizeof *sums);
-    mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
+    mt_attention_block b = {.i0 = i0, .rows = rows};
+    mt_attention_load_queries(&b, task, false, q_scratch);
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
@@ -1499,9 +1494,9 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
         columns = mt_min(MT_KEYS, last - j0);
         if (call->pages.table) // a block lies in one page
             columns = mt_min(columns, call->pages.rows - (span->k_start + j0) % call->pages.rows);
-        mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
-        mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
-        mt_matmul(p, columns, q, mt_transposed(k), rows, columns, D, false);
+        b.j0 = j0, b.columns = columns;
+        mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * D);
+        mt_matmul(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
         for (int64_t i = 0; i < rows; i++) {
             mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
@@ -1509,7 +1504,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
         if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
-        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, v, rows, Dv, columns, true);
+        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, b.v, rows, Dv, columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
@@ -1520,27 +1515,26 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     }
 }
 
-static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+/* Runs `run` on every block of queries of every head and span. */
+static void mt_attention_each_block(const mt_attention *a, mt_dtype dtype, mt_scratch scratch,
+                                    void (*run)(const mt_attention_task *task, int64_t i0, float *scratch)) {
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
-    mt_scratch scratch =
-        mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
-#pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
+    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES), heads = a->num_heads;
+#pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * a->head_size > MT_PARALLEL)
     for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
                 mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
                 if (block * MT_QUERIES >= task.span->q_len) continue;
-                mt_attention_forward_block(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                run(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 }
 
-/* Queries [i0, i0 + rows) and keys [j0, j0 + columns) of a task's head in the backward. */
-typedef struct mt_attention_block {
-    int64_t i0, j0, rows, columns;
-    mt_matrix q, k, v, dout;
-} mt_attention_block;
+static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t widths = a->head_size + a->value_size;
+    int64_t floats = (MT_QUERIES + MT_KEYS) * widths + MT_QUERIES * mt_max(MT_KEYS, a->value_size);
+    mt_attention_each_block(a, dtype, mt_scratch_reserve(floats), mt_attention_forward_block);
+}
 
 /* For a block: ds[rows, columns], scale times the gradient of scale q k^T, and p[rows, columns], the probabilities
  * after dropout, the factors of v. */
@@ -1590,26 +1584,23 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     const mt_span *span = task->span;
     int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
-    float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
-    float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
-    mt_attention_block b = {.i0 = i0, .rows = rows, .q = mt_attention_load_q(q_scratch, task, i0, rows)};
-    b.dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
-    mt_attention_row_dot(task, b.dout, i0, rows, v_scratch);
+    float *q_scratch = ds + MT_QUERIES * MT_KEYS, *k_scratch = q_scratch + MT_QUERIES * (D + Dv);
+    mt_attention_block b = {.i0 = i0, .rows = rows};
+    mt_attention_load_queries(&b, task, true, q_scratch);
+    mt_attention_row_dot(task, b.dout, i0, rows, k_scratch);
     memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
     int64_t first, last, ignored;
     mt_span_keys(span, call->window, i0, &first, &ignored);
     mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
     for (b.j0 = first; b.j0 < last; b.j0 += MT_KEYS) {
-        b.columns = mt_min(MT_KEYS, last - b.j0), b.k = mt_attention_load_k(k_scratch, task, b.j0, b.columns);
-        b.v = mt_attention_load_v(v_scratch, task, b.j0, b.columns);
+        b.columns = mt_min(MT_KEYS, last - b.j0);
+        mt_attention_load_keys(&b, task, k_scratch);
         mt_attention_backward_scores(p, ds, task, &b);
         mt_matmul(sums, D, (mt_matrix){.data = ds, .stride = b.columns}, b.k, rows, D, b.columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t offset = (span->q_start + i0 + i) * call->q_stride + task->head * D;
-        float *row = mt_row_open(sums + i * D, call->dq, offset, task->dtype);
-        if (task->dtype == MT_F32) memcpy(row, sums + i * D, (size_t)D * sizeof *row);
-        mt_row_close(call->dq, offset, row, D, task->dtype);
+        mt_row_store(call->dq, offset, sums + i * D, D, task->dtype);
     }
 }
 
@@ -1620,14 +1611,13 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     const mt_attention *call = task->call;
     int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
-    float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
     const mt_matrix p_columns = {p, columns, true}, ds_columns = {ds, columns, true};
-    mt_attention_block b = {.j0 = j0, .columns = columns, .k = mt_attention_load_k(k_scratch, task, j0, columns)};
-    b.v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
+    mt_attention_block b = {.j0 = j0, .columns = columns};
+    mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * (D + Dv));
     mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
     for (b.i0 = begin; b.i0 < end; b.i0 += MT_QUERIES) {
-        b.rows = mt_min(MT_QUERIES, end - b.i0), b.q = mt_attention_load_q(q_scratch, task, b.i0, b.rows);
-        b.dout = mt_attention_load_dout(dout_scratch, task, b.i0, b.rows);
+        b.rows = mt_min(MT_QUERIES, end - b.i0);
+        mt_attention_load_queries(&b, task, true, q_scratch);
         mt_attention_backward_scores(p, ds, task, &b);
         mt_matmul(dv_sums, Dv, p_columns, b.dout, columns, Dv, b.rows, true);
         mt_matmul(dk_sums, D, ds_columns, b.q, columns, D, b.rows, true);
@@ -1653,30 +1643,17 @@ static void mt_attention_backward_group(mt_attention_task *task, int64_t group, 
     }
     for (int64_t j = 0; j < MT_KEYS; j++) {
         if (!covered[j]) continue;
-        int64_t k_offset = (k0 + j) * call->k_stride + group * D, v_offset = (k0 + j) * call->v_stride + group * Dv;
-        if (task->dtype == MT_F32) {
-            memcpy((float *)call->dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
-            memcpy((float *)call->dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
-        }
-        mt_row_close(call->dk, k_offset, dk_sums + j * D, D, task->dtype);
-        mt_row_close(call->dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
+        mt_row_store(call->dk, (k0 + j) * call->k_stride + group * D, dk_sums + j * D, D, task->dtype);
+        mt_row_store(call->dv, (k0 + j) * call->v_stride + group * Dv, dv_sums + j * Dv, Dv, task->dtype);
     }
 }
 
 static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    int64_t D = a->head_size, Dv = a->value_size;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    int64_t blocks = mt_divide_up(extent.max_queries, MT_QUERIES);
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
-#pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < a->spans.count; s++)
-        for (int64_t head = 0; head < heads; head++)
-            for (int64_t block = 0; block < blocks; block++) {
-                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
-                if (block * MT_QUERIES >= task.span->q_len) continue;
-                mt_attention_backward_queries(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
-            }
-#pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
+    mt_attention_each_block(a, dtype, scratch, mt_attention_backward_queries);
+#pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * a->num_heads * D > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
         for (int64_t group = 0; group < a->num_groups; group++) {
             mt_attention_task task = {.call = a, .dtype = dtype};
@@ -2660,8 +2637,7 @@ static void mt_state_load(float *row, const void *x, int64_t first, int64_t n, m
 
 static void mt_state_store(void *x, int64_t first, const float *row, int64_t n, mt_dtype dtype, float amax) {
     float scale = mt_state_scale(amax, dtype);
-    if (dtype == MT_F32) memcpy((float *)x + first, row, (size_t)n * sizeof *row);
-    if (dtype == MT_BF16) mt_row_close(x, first, row, n, dtype);
+    if (dtype == MT_F32 || dtype == MT_BF16) mt_row_store(x, first, row, n, dtype);
     for (int64_t i = 0; i < n && mt_state_has_scale(dtype); i++) {
         float code = scale == 0 ? 0 : row[i] / scale;
         if (dtype == MT_F16) ((uint16_t *)x)[first + i] = mt_f32_to_f16(code);
@@ -2747,8 +2723,7 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
         float scratch[MT_BLOCK];
         int64_t count = mt_min(MT_BLOCK, n - block);
         const float *row = mt_row_load(scratch, from, block, count, from_dtype);
-        if (to_dtype == MT_F32) memcpy((float *)to + block, row, (size_t)count * sizeof *row);
-        mt_row_close(to, block, row, count, to_dtype);
+        mt_row_store(to, block, row, count, to_dtype);
     }
 }
 
@@ -2904,15 +2879,7 @@ static int mt_grid_keep_ends(int *members, int count, int rank) {
     return 2;
 }
 
-/* Keeps the ranks of a tensor group that hold the same key and value head; they are adjacent. */
-static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_groups, int rank) {
-    int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, index = 0;
-    while (members[index] != rank) index++;
-    memmove(members, members + index / copies * copies, (size_t)copies * sizeof(int));
-    return copies;
-}
-
-/* Splits a context group into runs of `neighbours` ranks. Keeps the run of `rank`, or one rank of every run: the one
+/* Splits a group into runs of `neighbours` ranks. Keeps the run of `rank`, or one rank of every run: the one
  * with its index. */
 static int mt_grid_keep_level(int *members, int count, int neighbours, bool within_run, int rank) {
     int index = 0, kept = within_run ? neighbours : count / neighbours;
@@ -2934,8 +2901,9 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
         int block = 2 << (kind - MT_GROUP_CONTEXT_2);
         return mt_grid_keep_level(members, count, s->context_blocks && block < count ? block : 1, true, rank);
     }
-    if (kind == MT_GROUP_KV_REPLICAS) return mt_grid_keep_replicas(members, count, s->num_query_groups, rank);
-    return count;
+    int64_t groups = s->num_query_groups, copies = groups > 0 && groups < count ? count / groups : 1;
+    // ranks that hold the same key and value head are adjacent
+    return kind == MT_GROUP_KV_REPLICAS ? mt_grid_keep_level(members, count, (int)copies, true, rank) : count;
 }
 
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
@@ -3215,8 +3183,7 @@ static void mt_reduce_rows(void *out, const void *rows, int size, int64_t stride
             else
                 for (int64_t i = 0; i < count; i++) sums[i] = x[i] > sums[i] ? x[i] : sums[i];
         }
-        if (dtype == MT_F32) memcpy((float *)out + block, sums, (size_t)count * sizeof(float));
-        mt_row_close(out, block, sums, count, dtype);
+        mt_row_store(out, block, sums, count, dtype);
     }
 }
 
@@ -4235,9 +4202,8 @@ static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double cli
     double clipped = -advantage * mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
     mt_policy_term term = {.loss = plain, .dlogp = plain};
     if (clipped > plain) term = (mt_policy_term){.loss = clipped, .clipped = true};
-    if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound) {
+    if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound)
         term.loss = bound, term.dlogp = 0, term.clipped_lower = true;
-    }
     return term;
 }
 
@@ -6177,6 +6143,7 @@ typedef struct mt_experts {
     const mt_group *group;    // ranks that exchange tokens
     mt_stream *comm;          // stream of the exchange
     bool uses_allgather;      // --moe-token-dispatcher-type allgather
+    bool exchanges;           // rows with other ranks, one by one: the alltoall dispatcher
     bool has_capacity, pads_to_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
     bool scales_output;                  // by the probabilities; else they scale the activation
     bool sinkhorn;                       // training routes by Sinkhorn's iteration
@@ -6242,7 +6209,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
     if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
-    if (e->group->size > 1 && !e->uses_allgather) {
+    if (e->exchanges) {
         mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
@@ -6258,7 +6225,7 @@ static int64_t mt_expert_rows_received(const mt_experts *e) {
 /* The slots of a layer's mt_routing. */
 static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_experts *e = m->experts;
-    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk;
     s->count = 0;
     MT_ROUTING_SLOT(s, logits, R, E, MT_F32);
     MT_ROUTING_SLOT(s, probs, N, k, MT_F32);
@@ -6273,7 +6240,7 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     MT_ROUTING_SLOT(s, choice, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, token, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, offsets, e->num_destinations + 1, 1, MT_I32);
-    if (size > 1 && !e->uses_allgather) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
+    if (e->exchanges) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules = MT_MODULE_MOE;
     if (mt_expert_rows_fixed(m))
         mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false);
@@ -6287,7 +6254,7 @@ static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residen
     mt_routing_slots(m, &slots, w);
     mt_slots_allocate(&slots, residency, r, arena);
     if (!m->experts->has_capacity) r->kept = r->experts;
-    if (m->experts->group->size == 1 || m->experts->uses_allgather) r->expert_offsets = r->offsets;
+    if (!m->experts->exchanges) r->expert_offsets = r->offsets;
     if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
 }
 
@@ -6561,9 +6528,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
     if (e->uses_allgather) {
         mt_gather_choices(m, p, r);
-        dispatch =
-            (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->num_local, .count = e->num_local, .copies = 1};
-        dispatch.num_local = e->num_local;
+        dispatch.first = m->grid->expert.rank * e->num_local, dispatch.count = e->num_local, dispatch.copies = 1;
     }
     int64_t num_destinations = dispatch.count * dispatch.copies;
     int64_t P = dispatch.capacity > 0 ? num_destinations * dispatch.capacity : N * k * dispatch.copies;
@@ -6580,7 +6545,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     int64_t M = mt_max(r->num_rows, e->uses_allgather ? 0 : P);
     mt_expert_rows_reserve(m, &e->rows, (mt_expert_rows_plan){.M = M});
     mt_layer_rows_reserve(m, w, r);
-    if (e->group->size == 1 || e->uses_allgather) return;
+    if (!e->exchanges) return;
     mt_expert_rows_reserve(m, &e->dispatched, (mt_expert_rows_plan){.M = M, .dispatched = true});
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
                            e->num_local, r->num_rows, p->stream);
@@ -6597,9 +6562,7 @@ static void mt_exchange_rows(mt_model *m, const mt_routing *r, void *to, const v
                              mt_dtype dtype, bool back) {
     mt_experts *e = m->experts;
     const int64_t *out = back ? r->sent : r->received, *in = back ? r->received : r->sent;
-    for (int i = 0; i < e->group->size; i++) {
-        e->out_counts[i] = out[i] * width, e->in_counts[i] = in[i] * width;
-    }
+    for (int i = 0; i < e->group->size; i++) e->out_counts[i] = out[i] * width, e->in_counts[i] = in[i] * width;
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
 
@@ -6636,24 +6599,22 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
 static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
                                     const void *x, const float *probs) {
     mt_experts *e = m->experts;
-    bool exchanged = e->group->size > 1 && !e->uses_allgather;
     if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
     if (e->uses_allgather) x = e->gathered;
-    if (exchanged) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
-    mt_gather_rows(m, p, rows, x, exchanged ? r->rows.to_expert : r->token, r->num_rows);
-    if (probs) mt_gather_weights(m, p, weights, probs, exchanged ? r->rows.to_expert : r->choice, r->num_rows);
+    if (e->exchanges) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
+    mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);
+    if (probs) mt_gather_weights(m, p, weights, probs, e->exchanges ? r->rows.to_expert : r->choice, r->num_rows);
 }
 
 /* [M, C] buffer for the experts' results, which the combine reads. */
 static void *mt_expert_output(const mt_model *m) {
-    bool exchanged = m->experts->group->size > 1 && !m->experts->uses_allgather;
-    return exchanged ? m->experts->dispatched.input : m->experts->rows.input;
+    return m->experts->exchanges ? m->experts->dispatched.input : m->experts->rows.input;
 }
 
 /* Combine, preprocess and exchange: starts to send the results back. */
 static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = m->experts;
-    if (e->group->size == 1 || e->uses_allgather) return;
+    if (!e->exchanges) return;
     mt_gather_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
     mt_wait_stream(m, e->comm, p->stream);
     mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
@@ -6681,7 +6642,7 @@ static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routi
     mt_experts *e = m->experts;
     int64_t R = mt_dispatched_rows(m, p);
     void *sum = base && (e->uses_allgather || !e->permute_fusion) ? e->scattered : out;
-    if (e->group->size > 1 && !e->uses_allgather) mt_wait_stream(m, p->stream, e->comm);
+    if (e->exchanges) mt_wait_stream(m, p->stream, e->comm);
     mt_combine_results(m, p, r, e->uses_allgather ? e->gathered : sum, e->uses_allgather ? NULL : base,
                        e->uses_allgather ? e->group->size * R : R);
     if (e->uses_allgather) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
@@ -7017,17 +6978,13 @@ static void *mt_context_at(const mt_context *c, const void *base, int64_t elemen
     return (char *)base + elements * mt_dtype_size(c->plan.dtype);
 }
 
-/* Elements of a packed row of keys and values. */
-static int64_t mt_context_kv_width(const mt_context_plan *plan) {
-    return plan->num_groups / plan->a2a->size * (plan->head_size + plan->value_size);
-}
-
 /* ---- memory */
 
 static void mt_context_plan_ring(mt_context *c, mt_arena *arena) {
     const mt_context_plan *p = &c->plan;
     int64_t size = mt_dtype_size(p->dtype), heads = p->num_heads / p->a2a->size, M = c->M;
-    int64_t kv = mt_context_kv_width(p), widest = heads * mt_max(p->head_size, p->value_size);
+    int64_t kv = p->num_groups / p->a2a->size * (p->head_size + p->value_size); // a packed row
+    int64_t widest = heads * mt_max(p->head_size, p->value_size);
     c->kv[0] = mt_arena_alloc(arena, M * kv * size);
     if (p->comm_type == MT_CP_ALL_GATHER) {
         c->gathered = mt_arena_alloc(arena, c->N * kv * size), c->ordered = mt_arena_alloc(arena, c->N * kv * size);
@@ -7396,11 +7353,6 @@ static int64_t mt_context_position(const mt_context *c, int64_t t) {
     return c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
 }
 
-/* True on one of the ranks that share a micro-batch. */
-static bool mt_context_is_first(const mt_context *c) {
-    return c->plan.ring->rank == 0 && c->plan.a2a->rank == 0;
-}
-
 /* whole[N] = local[T] of every rank. */
 static void mt_context_gather_numbers(const mt_context *c, double *whole, const float *local) {
     memset(whole, 0, (size_t)c->N * 8);
@@ -7437,13 +7389,10 @@ static void mt_context_backward(mt_context *c, const mt_attention *call, mt_stre
 }
 
 void mt_context_attention_forward(mt_context *c, const mt_attention *a, mt_stream *stream) {
-    if (c->plan.a2a->size == 1) {
-        mt_context_forward(c, a, stream);
-        return;
-    }
-    mt_attention inner = mt_a2a_begin(c, a, stream);
+    bool exchanges = c->plan.a2a->size > 1;
+    mt_attention inner = exchanges ? mt_a2a_begin(c, a, stream) : *a;
     mt_context_forward(c, &inner, stream);
-    mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
+    if (exchanges) mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
 }
 
 void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stream *stream) {
@@ -7703,7 +7652,7 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     m->plan.loss->host(m->plan.loss->config, &tokens, &sums);
     mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
     if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
-    if (p->replay || (p->context && !mt_context_is_first(p->context))) return;
+    if (p->replay || (p->context && p->context->plan.ring->rank + p->context->plan.a2a->rank > 0)) return;
     h->sums->loss += sums.loss, h->sums->count += sums.count;
     for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) h->sums->metrics[i] += sums.metrics[i];
     m->ops->memory_copy(m->numbers->sums, &h->sums->loss, 2 * 8, p->stream);
@@ -8385,12 +8334,12 @@ static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
 }
 
-/* A free micro-batch of a chunk. */
-static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == chunk && m->micro_batches[i].index < 0) return &m->micro_batches[i];
-    MT_CHECK(!"there is room for every live micro-batch");
-    return NULL;
+/* The live micro-batch `index` of a chunk, or with index -1 a free one. */
+static mt_micro_batch *mt_micro_batch_find(mt_model *m, int64_t chunk, int64_t index) {
+    mt_micro_batch *mb = m->micro_batches, *end = mb + m->num_micro_batches;
+    while (mb < end && (mb->chunk != chunk || mb->index != index)) mb++;
+    MT_CHECK(mb < end); // a backward follows its forward, and there is room for every live micro-batch
+    return mb;
 }
 
 /* A zero-bubble schedule splits the backward into the input's and the weights' half. */
@@ -8399,7 +8348,6 @@ static bool mt_splits_backward(const mt_model *m) {
 }
 
 /* ==== §11 schedules =============================================================================================== */
-
 /* The layers of each rank, and the order of its actions. Invariants: everything here is a pure function of options and
  * rank; a list has one forward and, except in evaluation, one backward per micro-batch and chunk; the lists of all
  * ranks run without deadlock; time and memory are computed from the lists. */
@@ -8430,28 +8378,19 @@ static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micr
     *chunk = index / size;
 }
 
-static void mt_list_forward(mt_action_list *list, int64_t index) {
+/* A forward, or a backward, after the receive of its input and before the send of its result. */
+static void mt_list_compute(mt_action_list *list, mt_action_kind kind, int64_t index) {
     const mt_schedule *s = list->schedule;
-    int64_t micro_batch, chunk, stage;
+    bool forward = kind == MT_ACTION_FORWARD;
+    int64_t micro_batch, chunk, before = (list->rank + s->pp - 1) % s->pp, after = (list->rank + 1) % s->pp;
     mt_schedule_order(s, index, &micro_batch, &chunk);
-    stage = chunk * s->pp + list->rank;
-    if (stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
-    mt_list_add(list, MT_ACTION_FORWARD, micro_batch, chunk, -1);
-    if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
-}
-
-/* `kind` is MT_ACTION_BACKWARD or MT_ACTION_BACKWARD_INPUT. */
-static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t index) {
-    const mt_schedule *s = list->schedule;
-    int64_t micro_batch, chunk, stage;
-    mt_schedule_order(s, index, &micro_batch, &chunk);
-    chunk = s->vp - 1 - chunk;
-    stage = chunk * s->pp + list->rank;
-    if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+    if (!forward) chunk = s->vp - 1 - chunk;
+    int64_t stage = chunk * s->pp + list->rank, last = s->pp * s->vp - 1;
+    if (forward && stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, before);
+    if (!forward && stage < last) mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, after);
     mt_list_add(list, kind, micro_batch, chunk, -1);
-    if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    if (forward && stage < last) mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, after);
+    if (!forward && stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, before);
 }
 
 /* Number of warm-up forwards: those before the first 1F1B pair. */
@@ -8474,11 +8413,11 @@ int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t ra
     mt_action_list list = {.schedule = s, .rank = rank, .actions = actions};
     int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
     bool splits = s->kind == MT_SCHEDULE_ZB_H1;
-    while (forward < warmup) mt_list_forward(&list, forward++);
+    while (forward < warmup) mt_list_compute(&list, MT_ACTION_FORWARD, forward++);
     if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
     for (int64_t backward = 0; backward < total; backward++) {
-        if (forward < total) mt_list_forward(&list, forward++);
-        mt_list_backward(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
+        if (forward < total) mt_list_compute(&list, MT_ACTION_FORWARD, forward++);
+        mt_list_compute(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
         if (splits && backward >= rank) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     }
     while (splits && weight < total) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
@@ -9230,29 +9169,23 @@ static void mt_plan_buckets(mt_model *m) {
         if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
         b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_offset_pointer(b->params, b->shard_first * size)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
-    }
-    m->bytes[MT_PLAN_WEIGHTS] = arena->used;
-    if (!m->plan.train) return;
-    for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
-        if (!b->trained) continue;
-        int64_t size = mt_dtype_size(b->grad_dtype);
+        if (!m->plan.train || !b->trained) continue;
+        size = mt_dtype_size(b->grad_dtype);
         if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(grads, b->count * size);
         if (!mt_bucket_buffers_gradients(b)) b->grads = b->main_grads;
         b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->main_grads, b->shard_first * size)
                                                      : mt_arena_alloc(grads, b->shard_count * size);
-    }
-    m->bytes[MT_PLAN_GRADIENTS] = grads->used;
-    for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
-        if (!b->trained) continue;
         mt_arena *from = b->on_host ? &m->host : optimizer;
         if (m->dtype != MT_F32)
             b->master = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_MASTER)));
         b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
         b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
-    if (o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
-        o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16)
+    bool has_scales = o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
+                      o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16;
+    if (m->plan.train && has_scales)
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
+    m->bytes[MT_PLAN_WEIGHTS] = arena->used, m->bytes[MT_PLAN_GRADIENTS] = grads->used;
     m->bytes[MT_PLAN_OPTIMIZER] = optimizer->used;
 }
 
@@ -9804,17 +9737,8 @@ static void mt_batch_pad_for_ranks(const mt_model *m, mt_batch *batch) {
         mt_batch_pad(batch, multiple);
 }
 
-/* The live micro-batch of an action. */
-static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
-    for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == action->chunk && m->micro_batches[i].index == action->micro_batch)
-            return &m->micro_batches[i];
-    MT_CHECK(!"a backward follows its forward");
-    return NULL;
-}
-
 static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
-    mt_micro_batch *mb = mt_micro_batch_free(m, action->chunk);
+    mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, -1);
     mt_error cause;
     double begin = mt_time();
     if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
@@ -9835,7 +9759,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
 
 /* remaining[num_chunks]: micro-batches of this step that have not run this kind of backward yet. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
-    mt_micro_batch *mb = mt_micro_batch_find(m, action);
+    mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, action->micro_batch);
     mt_pass p = mt_pass_begin(m, mb);
     p.training = p.tp.training = true, p.message_rows = m->max_rows;
     p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
@@ -10089,12 +10013,6 @@ void mt_train_set_fp8_state(mt_model *m, const mt_fp8_state *s) {
 
 /* ---- re-running a bad step */
 
-static mt_step_numbers mt_step_numbers_read(mt_model *m) {
-    mt_step_numbers result;
-    mt_copy_wait(m, &result, m->numbers, (int64_t)sizeof result);
-    return result;
-}
-
 /* Writes "rank 2" or "ranks 0 1 4 ...", the ranks with a flag > 0; returns their number. */
 static int mt_ranks_print(char text[160], const double *flags, int count) {
     int found = 0, length = 0;
@@ -10152,13 +10070,14 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_check_gradients(m);
     if (!m->reruns) return 0;
-    mt_step_numbers first = mt_step_numbers_read(m), second;
+    mt_step_numbers first, second;
+    mt_copy_wait(m, &first, m->numbers, (int64_t)sizeof first);
     if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
     *tokens = 0;
     mt_fp8_discard_step(m);
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_check_gradients(m);
-    second = mt_step_numbers_read(m);
+    mt_copy_wait(m, &second, m->numbers, (int64_t)sizeof second);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;
 }
@@ -10273,9 +10192,8 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
-    if (m->options->moe_shared_expert_gate) {
+    if (m->options->moe_shared_expert_gate)
         e->gate_experts = mt_arena_alloc(arena, R * 4), e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
-    }
     if (m->plan.train) {
         e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4), e->dlogits = mt_arena_alloc(arena, R * E * 4);
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
@@ -10606,7 +10524,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
-    e->has_capacity = o->moe_expert_capacity_factor > 0;
+    e->exchanges = e->group->size > 1 && !e->uses_allgather, e->has_capacity = o->moe_expert_capacity_factor > 0;
     e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
     e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
     e->scales_output = !e->permute_fusion || o->mlp_bias;
@@ -10718,14 +10636,12 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     free(all);
     m->layers = mt_model_calloc(m, m->num_layers * (int64_t)sizeof(mt_layer));
     for (int64_t chunk = 0; chunk < vp; chunk++)
-        for (int64_t i = 0; i < m->first_local[chunk + 1] - m->first_local[chunk]; i++)
-            m->layers[m->first_local[chunk] + i].number = m->stages[chunk].first_layer + i;
-    for (mt_layer *layer = m->layers; layer < m->layers + m->num_layers; layer++) {
-        bool has_experts = mt_layer_has_experts(o, layer->number);
-        layer->F = (has_experts ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size) / m->grid->tensor.size;
-        layer->expert_bucket = -1;
-        m->F = mt_max(m->F, layer->F);
-    }
+        for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
+            mt_layer *w = &m->layers[i];
+            w->index = i - m->first_local[chunk], w->number = m->stages[chunk].first_layer + w->index;
+            w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
+            w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
+        }
     return 0;
 }
 
@@ -10834,14 +10750,13 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
         m->recompute_buffers[i].rows = mt_model_calloc(m, (int64_t)sizeof(mt_expert_rows));
     if (m->plan.train && o->recompute_granularity == MT_RECOMPUTE_SELECTIVE)
         m->recompute_modules = o->recompute_modules;
-    if (m->plan.train && o->fine_grained_activation_offloading) {
+    if (m->plan.train && o->fine_grained_activation_offloading)
         m->offload = mt_model_calloc(m, (int64_t)sizeof *m->offload), m->offload->modules = o->offload_modules;
-    }
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; m->first_local[chunk] + i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
             bool is_module = i >= m->stages[chunk].num_layers;
-            w->index = i, w->recomputed = full && (by_unit || (i < number && !is_module));
+            w->recomputed = full && (by_unit || (i < number && !is_module));
             w->recompute_unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
             w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
             mt_layer_slots(m, w->slots, w);
@@ -10994,9 +10909,8 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         m->parts[part].used = 0;
         if (m->parts[part].capacity > 0) m->parts[part].base = m->ops->memory_alloc(m->parts[part].capacity);
     }
-    if (m->host.used > 0) {
+    if (m->host.used > 0)
         m->host.capacity = m->host.used, m->host.used = 0, m->host.base = m->ops->memory_alloc_host(m->host.capacity);
-    }
     mt_plan_memory(m, &m->arena);
     return 0;
 }
@@ -11379,7 +11293,7 @@ int64_t mt_model_bytes(const mt_model *m) {
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     MT_CHECK(!training || m->grid->pipeline.size == 1);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        m->last_forward = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
+        m->last_forward = mt_load_batch(m, mt_micro_batch_find(m, chunk, -1), batch, training);
         mt_stage_forward(m, &m->last_forward);
         if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_forward);
     }
@@ -11454,7 +11368,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     size_t T = (size_t)batch->num_tokens;
     MT_CHECK(m->plan.cache_rows > 0 && num_rows <= mt_min(m->plan.max_logits, (int64_t)T) && (int64_t)T <= m->max_rows);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
+        mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
         mb->context = NULL; // every context-parallel rank computes the whole batch
         mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
@@ -11465,14 +11379,14 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
 
 /* The micro-batch of the last chunk in a decode pass. */
 static mt_micro_batch *mt_decode_output(mt_model *m) {
-    return mt_micro_batch_free(m, m->num_chunks - 1);
+    return mt_micro_batch_find(m, m->num_chunks - 1, -1);
 }
 
 /* Computes `rows` rows of logits from the host's block: the operations of a decode graph. */
 static void mt_decode_pass(mt_model *m, int64_t rows) {
     mt_pass p;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_micro_batch *mb = mt_micro_batch_free(m, chunk);
+        mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
         p = mt_pass_begin(m, mb);
         p.decode = true;
         p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0; // too few rows to divide them

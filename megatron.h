@@ -590,6 +590,7 @@ typedef struct mt_options {
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // of config.json
     mt_head_type head_type;               // of config.json, or for the stage
+    bool head_is_new;                     // for the stage: the folder to load has none
     int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id;   // -1: none
     uint64_t lora_roles;                  // the matrices with adapters, a bit 1 << mt_role each

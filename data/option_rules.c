@@ -539,11 +539,11 @@ static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *e
                             "--load %s: is a model with a value head, which --stage rm trains; take a language "
                             "model's folder",
                             o->load ? o->load : "");
-    if (rewards && has_head && o->value_head)
+    if (rewards && has_head && o->value_head && !o->head_is_new)
         return mt_error_set(error, "--value-head: %s has one already; leave it out", o->load);
     if (rewards && !has_head && o->load && !o->value_head)
         return mt_error_set(error, "--stage rm: %s is a language model; --value-head gives it a value head", o->load);
-    if (rewards && !has_head) o->head_type = MT_HEAD_SEQUENCE;
+    if (rewards && !has_head) o->head_type = MT_HEAD_SEQUENCE, o->head_is_new = true;
     return 0;
 }
 

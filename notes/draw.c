@@ -1771,6 +1771,52 @@ static void draw_fp8(const char *folder) {
     free(x), free(w);
 }
 
+/* ---- 19-ratios: the loss of a token of reinforcement learning by the ratio of new and old probability */
+
+/* The loss at log-ratio x for an advantage, and its derivative by the log-probability. */
+static double surrogate(double x, double advantage, double clip_ratio_c, double *dlogp) {
+    const mt_policy_config config = {.clip_ratio_low = 0.2, .clip_ratio_high = 0.2, .clip_ratio_c = clip_ratio_c};
+    const mt_span one = {0, 1, 0, 1, true};
+    const float mask = 1;
+    const double old = 0;
+    const mt_loss_tokens token = {.T = 1,
+                                  .num_sequences = 1,
+                                  .sequences = &one,
+                                  .mask = &mask,
+                                  .logp = &x,
+                                  .old_logp = &old,
+                                  .advantages = &advantage,
+                                  .dlogp = dlogp};
+    mt_loss_sums sums = {0};
+    *dlogp = 0;
+    mt_policy_loss(&token, &config, &sums);
+    return sums.loss;
+}
+
+static void draw_ratios(const char *folder) {
+    static const char *const titles[] = {"advantage 1", "advantage -1, and dual clipping at 3"};
+    const double width = 340, height = 200, top = 60, most = 4;
+    picture p = picture_open(folder, "19-ratios", "Clipped losses of a token", 900, 310);
+    for (int side = 0; side < 2; side++) {
+        double left = 70 + 430 * side, advantage = side ? -1 : 1, lowest = side ? 0 : -2, before = 0;
+        text(&p, left, 40, START, "loss of a token by its ratio, %s", titles[side]);
+        for (int i = 0; i <= 4; i++) {
+            double x = left + width * i / most;
+            line(&p, x, top, x, top + height, GRID, 0.6);
+            text(&p, x, top + height + 18, MIDDLE, "%d", i);
+            text(&p, left - 8, top + height - height * i / most + 4, END, "%g", lowest + i);
+        }
+        for (int i = 1; i <= 400; i++) {
+            double ratio = most * i / 400, dlogp, loss = surrogate(log(ratio), advantage, side ? 3 : 0, &dlogp);
+            double x = left + width * ratio / most, y = top + height * (1 - (loss - lowest) / most);
+            if (i > 1) line(&p, x - width / 400, before, x, y, dlogp != 0 ? "#2f6db0" : "#c0561a", 2);
+            before = y;
+        }
+        text(&p, left + width / 2, top + height + 36, MIDDLE, "ratio; orange: no gradient");
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -1791,5 +1837,6 @@ int main(int argc, char **argv) {
     draw_folding(argv[1]);
     draw_recomputation(argv[1]);
     draw_fp8(argv[1]);
+    draw_ratios(argv[1]);
     return 0;
 }

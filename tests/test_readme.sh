@@ -199,9 +199,21 @@ chapter_18() {
     grep -A $(($(wc -l <"$work/quote") - 1)) -Fx -- "$(head -n 1 "$work/quote")" megatron.c | diff "$work/quote" -
 }
 
+# The reward begins as in the chapter and rises; the code that it quotes is that of megatron.c.
+chapter_19() {
+    experiment 19 '^awk' || return 1
+    block '^0[.]' >"$work/want"
+    paste "$work/out" "$work/want" | awk '
+        NR == 1 { first = $1; d = $1 - $2 } NR == 4 && ($1 < first + 0.25 || $1 < $2 - 0.15) { print; d = 1 }
+        END { exit d > 0.1 || d < -0.1 || NR != 4 }' || return 1
+    blocks notes/19-rewards.md '.*'
+    block '^double plain' >"$work/quote" || return 1
+    while read -r line; do grep -qF -- "$line" megatron.c || return 1; done <"$work/quote"
+}
+
 for test in training_on_your_own_text fine_tuning several_ranks hugging_face_models a_yaml_file chapter_1 \
     chapter_4 chapter_5 chapter_7 chapter_8 chapter_9 chapter_11 chapter_12 chapter_13 chapter_14 chapter_16 \
-    chapter_17 chapter_18; do
+    chapter_17 chapter_18 chapter_19; do
     check $test $test
 done
 exit $failed

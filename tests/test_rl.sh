@@ -194,6 +194,23 @@ EOF
     [ "$(grep -c '^error: ' "$work/err")" = 1 ] && grep -q 'exit 3' "$work/err"
 }
 
+# On a small model, with a few lines.
+recipes_run() {
+    set -- --load "$work/base" --seq-length 16 --chat-template plain --device cpu --hidden-dropout 0 \
+        --attention-dropout 0
+    "$train" --config data/recipes/grpo-qwen3-0.6b.yaml "$@" --data-path "$work/rl.jsonl" --train-iters 1 \
+        --rollout-batch-size 2 --max-new-tokens 4 --global-batch-size 8 --save "$work/recipe" >"$work/out" \
+        2>"$work/err" &&
+        says '1/1 100%  loss .* reward ' "$work/out" || return 1
+    head -n 64 "$work/pairs.jsonl" >"$work/few.jsonl"
+    for stage in dpo "rm --value-head"; do
+        # shellcheck disable=SC2086
+        sed "s/^beta.*//" data/recipes/dpo-qwen3-0.6b.yaml >"$work/recipe.yaml" &&
+            "$train" --config "$work/recipe.yaml" "$@" --stage $stage --data-path "$work/few.jsonl" \
+                >"$work/out" 2>"$work/err" && says ' 100%  loss .* accuracy ' "$work/out" || return 1
+    done
+}
+
 contradictions_are_refused() {
     set -- "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 \
         --max-new-tokens 4 --train-iters 1 --lr 1e-3 --chat-template plain
@@ -216,5 +233,6 @@ check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 check dpo_learns_an_order dpo_learns
 check a_reward_model_rewards a_reward_model_rewards
 check adapters_learn_with_their_base_as_reference adapters_learn
+check recipes_run recipes_run
 check contradictions_are_refused contradictions_are_refused
 exit $failed
