@@ -93,7 +93,7 @@ static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *gr
     mt_options_default(t);
     for (size_t i = 0; i < sizeof of_the_run / sizeof *of_the_run; i++)
         mt_option_copy(t, o, mt_option_of(of_the_run[i]));
-    t->train_iters = 1, t->lr = 1; // which no model has that only scores, but a finished struct
+    t->train_iters = 1, t->lr = 1; // not used, but checked
     int status = mt_options_set(t, "load", o->teacher_load, error);
     if (status == 0) status = mt_options_read_shape(t, error);
     if (status != 0) return -1;
@@ -141,7 +141,7 @@ static int compare_ids(const void *a, const void *b) {
     return (x->id > y->id) - (x->id < y->id);
 }
 
-/* The K greatest of logits[V] and their ids, by id; of equal ones the first. heap[K]. */
+/* The K greatest of logits[V], in the order of their ids; of equal logits the first. heap[K]. */
 static void take_greatest(int32_t *ids, float *greatest, const float *logits, int64_t V, int64_t K, label *heap) {
     for (int64_t i = 0; i < K; i++) heap[i] = (label){-INFINITY, INT32_MAX};
     for (int64_t i = 0; i < V; i++) {
