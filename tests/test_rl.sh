@@ -226,7 +226,8 @@ contradictions_are_refused() {
     refused 'is a model with a value head' "$@" --kl-loss-coef 0.1 --ref-load "$work/rm.model" || return 1
     refused 'exclude each other' "$@" --overlong-mask --overlong-penalty 1 || return 1
     refused 'begun with --rollout-batch-size 6' "$train" --stage rl --load "$work/run.grpo" \
-        --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 --lr 1e-3 --chat-template plain --rollout-batch-size 5 \
+        --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
+        --train-iters 9 --lr 1e-3 --chat-template plain --rollout-batch-size 5 \
         --num-return-sequences 4
 }
 
