@@ -927,6 +927,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
                            mt_error *error) {
     const mt_options *o = mt_model_options(m);
     int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stage;
+    int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences;
     json_t *json = mt_json_read(path, error);
     int status = json ? mt_trainer_int(json, "version", INT64_MAX, path, &version, error) : -1;
 #define MT_READ_STATE(field)                                                                                           \
@@ -939,6 +940,10 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     }
     if (status == 0 && json_object_get(json, "stage"))
         status = mt_trainer_int(json, "stage", MT_STAGE_KD, path, &stage, error);
+    if (status == 0 && json_object_get(json, "rollout_batch_size")) {
+        status = mt_trainer_int(json, "rollout_batch_size", INT64_MAX, path, &prompts, error);
+        if (status == 0) status = mt_trainer_int(json, "num_return_sequences", INT64_MAX, path, &group, error);
+    }
     if (status == 0) status = mt_trainer_int(json, "seed", INT64_MAX, path, &seed, error);
     if (status == 0) status = mt_trainer_int(json, "seq_length", INT64_MAX, path, &seq_length, error);
     if (status == 0 && json_object_get(json, "sft")) { // older files lack these
@@ -955,6 +960,11 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     if (stage != (int64_t)o->stage && (stage > MT_STAGE_SFT || o->stage > MT_STAGE_SFT))
         return mt_error_set(error, "%s: the run was begun with another --stage; give that, or begin anew by --finetune",
                             path);
+    bool writes = o->stage == MT_STAGE_RL; // prompts and responses are numbered by these sizes
+    if (writes && mt_trainer_agrees(path, "--rollout-batch-size", prompts, o->rollout_batch_size, error) != 0)
+        return -1;
+    if (writes && mt_trainer_agrees(path, "--num-return-sequences", group, o->num_return_sequences, error) != 0)
+        return -1;
     if (mt_trainer_agrees(path, "--sft", sft, o->sft, error) != 0) return -1;
     if (mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);

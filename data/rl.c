@@ -117,10 +117,13 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
                             "the run resumes at iteration %lld; name the model with which it began by --ref-load",
                             (long long)state->iteration);
     if (choose_folder(rl, &rl->reference, o->ref_load, "--ref-load", error) != 0) return -1;
+    if (rl->reference.options.head_type != MT_HEAD_LM)
+        return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
+                            o->ref_load);
     return open_partner(rl, &rl->reference, plan, NULL, &unused, error);
 }
 
-/* The critic of a run that resumes is the one that was saved with the actor. */
+/* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints. */
 static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     partner *p = &rl->critic;
@@ -128,10 +131,11 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state 
     char name[64];
     if (o->adv_estimator != MT_ADV_GAE) return 0;
     char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL, *saved = NULL;
-    snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
-    if (state->iteration > 0 && folder) saved = mt_path_join(folder, name);
-    int status = choose_folder(rl, p, saved ? saved : o->critic_load, saved ? "--save" : "--critic-load", error);
-    p->options.value_head = p->options.head_type == MT_HEAD_LM;
+    snprintf(name, sizeof name, "critic/iter_%07lld", (long long)state->iteration);
+    if (state->iteration > 0 && !o->critic_load) saved = mt_path_join(o->load, name);
+    int status = choose_folder(rl, p, saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
+    p->options.value_head = p->options.head_type != MT_HEAD_TOKEN; // a reward model's has no bias
+    if (o->keep_checkpoints > 0) p->options.keep_checkpoints++;    // it is saved before the actor
     p->options.head_type = MT_HEAD_TOKEN;
     p->options.lr = o->critic_lr, p->options.min_lr = fmin(o->min_lr, o->critic_lr);
     if (status == 0) status = open_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), &own, error);
@@ -235,6 +239,7 @@ static void close_partner(partner *p) {
 void mt_rl_close(mt_rl *rl) {
     if (!rl) return;
     mt_saver_close(rl->critic_saver);
+    mt_step_plan_free(&rl->plan);
     free(rl->critic_folder);
     mt_reward_close(rl->reward);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
@@ -444,7 +449,8 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     mt_rollouts *r = &rl->rollouts;
     float *generated = NULL;
     double then = mt_time();
-    if (metrics) *metrics = (mt_metrics){.loss = NAN, .seconds = 1};
+    if (metrics) *metrics = (mt_metrics){.loss = NAN};
+    if (metrics) metrics->learning_rate = mt_learning_rate(rl->config.options, state->consumed_train_samples);
     for (int i = 0; i < NUM_NUMBERS; i++) n[i] = (mt_report_number){number_names[i], 0, i < GENERATION};
     int status = generate(rl, state->iteration, &generated, error);
     n[GENERATION].value = lap(&then);
@@ -466,6 +472,10 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     n[SCORE].value = r->stats.score, n[SCORE_DEVIATION].value = r->stats.score_deviation;
     n[TOKENS].value = r->stats.response_tokens, n[OVERLONG].value = r->stats.overlong;
     n[DROPPED].value = (double)r->stats.groups_dropped;
+    if (metrics && status == 0) { // of the iteration, not of its last step
+        metrics->tokens = (double)r->samples.offsets[r->samples.count];
+        metrics->seconds = n[GENERATION].value + n[REWARDS].value + n[SCORING].value + n[TRAINING].value;
+    }
     free(generated);
     state->iteration++;
     state->consumed_train_samples += rl->config.options->global_batch_size;

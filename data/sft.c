@@ -123,6 +123,9 @@ static int take_sample(reader *r, mt_error *error) {
     bool whole = r->config->whole;
     int64_t count = mt_min(r->ids.count, r->config->seq_length + !whole);
     bool is_long = r->ids.count > count;
+    if (is_long && r->config->refuses_long)
+        return mt_error_set(error, "has %lld tokens, more than the sequence length of %lld", (long long)r->ids.count,
+                            (long long)r->config->seq_length);
     if (mark_trained(r, r->ids.count) == 0)
         return mt_error_set(error, "has no token to train on: no response; --loss-on all trains on the whole text");
     int64_t trained = 0;
@@ -312,7 +315,11 @@ static int read_answer(const reader *r, const json_t *object, mt_question *quest
     if (!json_is_string(answer) && !json_is_number(answer))
         return mt_error_set(error, "\"%s\" is neither a text nor a number", name);
     double value = json_number_value(answer);
-    for (int digits = 15; json_is_number(answer) && digits <= 17; digits++) {
+    bool whole = json_is_number(answer) && value == floor(value);
+    if (whole && fabs(value) >= 0x1p53)
+        return mt_error_set(error, "\"%s\" is a number of more than 15 digits; write it as a text", name);
+    if (whole) question->answer_bytes = snprintf(number, sizeof number, "%.0f", value);
+    for (int digits = 15; json_is_number(answer) && !whole && digits <= 17; digits++) {
         question->answer_bytes = snprintf(number, sizeof number, "%.*g", digits, value);
         if (strtod(number, NULL) == value) break;
     }

@@ -50,8 +50,9 @@ typedef struct mt_sft_config {
     int64_t skip_bad_samples; // bad lines that are left out; one more is an error
     // Keys of the fields; NULL: messages; prompt or instruction; input; response or output
     const char *messages_key, *prompt_key, *query_key, *response_key;
-    bool whole; // the last token is an input too, as a value head needs: an untrained token 0 follows it
-    bool pairs; // lines hold a chosen and a rejected response: samples 2i and 2i + 1. Else such lines are bad
+    bool refuses_long; // a longer sample is an error, whatever long_samples says
+    bool whole;        // the last token is an input too, as a value head needs: an untrained token 0 follows it
+    bool pairs;        // lines hold a chosen and a rejected response: samples 2i and 2i + 1. Else such lines are bad
     const char *chosen_key, *rejected_key; // NULL: chosen, rejected
     bool prompts;           // lines hold prompts, to which a model writes responses; sequences have 1 token or more
     const char *answer_key; // NULL: answer

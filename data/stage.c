@@ -189,6 +189,9 @@ static int load_reference(mt_reference *r, const mt_options *options, const mt_r
     int checked =
         options->ref_load ? mt_options_check_folder(options, options->ref_load, "--ref-load", &head, error) : 0;
     if (mt_agree(world, checked != 0, error) != 0) return -1;
+    if (options->ref_load && head != MT_HEAD_LM)
+        return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
+                            options->ref_load);
     return mt_checkpoint_load(r->model, &unused, options->ref_load ? options->ref_load : options->load, error);
 }
 

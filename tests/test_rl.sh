@@ -158,6 +158,8 @@ dpo_learns() {
 a_reward_model_rewards() {
     learn_pairs rm "$work/rm" --value-head --save "$work/rm.model" --lr 3e-3 || return 1
     series accuracy "$work/rm" | tail -n 5 | mean | awk '{ exit !($1 > 0.9) }' || return 1
+    learn 1 "$work/critic" --rollout-batch-size 4 --num-return-sequences 2 --train-iters 1 --lr 1e-3 \
+        --adv-estimator gae --critic-load "$work/rm.model" || return 1
     set -- --rollout-batch-size 16 --num-return-sequences 8 --train-iters 20 --lr 2e-3 --reward model \
         --reward-load "$work/rm.model"
     learn 1 "$work/by_model" "$@" || return 1
@@ -220,7 +222,13 @@ contradictions_are_refused() {
     refused 'another --stage' "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 \
         --max-new-tokens 4 --train-iters 1 --lr 1e-3 || return 1
     refused 'ref-load has no effect' "$@" --ref-load "$work/base" || return 1
-    refused 'is a language model' "$@" --reward model --reward-load "$work/base"
+    refused 'is a language model' "$@" --reward model --reward-load "$work/base" || return 1
+    refused 'is a model with a value head' "$@" --kl-loss-coef 0.1 --ref-load "$work/rm.model" || return 1
+    refused 'exclude each other' "$@" --overlong-mask --overlong-penalty 1 || return 1
+    refused 'begun with --rollout-batch-size 6' "$train" --stage rl --load "$work/run.grpo" \
+        --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
+        --train-iters 9 --lr 1e-3 --chat-template plain --rollout-batch-size 5 \
+        --num-return-sequences 4
 }
 
 write_data

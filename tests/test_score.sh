@@ -123,6 +123,8 @@ refuses_bad_files() {
     refused 'bad.jsonl:2: "tokens": item 2' "$infer" "$@" --score "$work/bad.jsonl" || return 1
     printf '{"text": "x y"}\n' >"$work/bad.jsonl"
     refused 'bad.jsonl:1: has text, and there is no tokenizer' "$infer" "$@" --score "$work/bad.jsonl" || return 1
+    printf '{"tokens": [1, 2]}\n{"tokens": [1, 2, 3, 4]}\n' >"$work/long.jsonl"
+    refused 'long.jsonl:2: has 4 tokens' "$infer" "$@" --score "$work/long.jsonl" --seq-length 2 || return 1
     refused 'leave out --entropy-out' "$infer" "$@" --score "$work/bad.jsonl" --entropy-out "$work/e" || return 1
     refused 'generates no text' "$infer" --load $golden/tune/reward --prompt-tokens 1,2 --print-tokens || return 1
     [ ! -e "$work/none.jsonl" ]
