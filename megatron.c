@@ -7699,7 +7699,9 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
             continue;
         }
         mt_all_reduce_sum(&m->grid->tensor, own, n, MT_F32);
+#ifdef MT_HAVE_OPENMP
 #pragma omp parallel for
+#endif
         for (int64_t r = 0; r < rows; r++) {
             double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K;
             for (int64_t k = 0; k < K; k++) student[k] = (double)own[r * K + k], taught[k] = (double)other[r * K + k];
