@@ -11564,7 +11564,6 @@ static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t
     double sum = 0;
     for (int64_t first = 0; first < V; first += MT_COLUMNS) {
         float part = 0;
-#pragma omp simd reduction(+ : part)
         for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(logits[i] - logits[best]);
         sum += (double)part;
     }

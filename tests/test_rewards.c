@@ -249,7 +249,7 @@ static void a_command_gets_many_responses(void **state) {
     (void)state;
     enum { COUNT = 10000 };
     static mt_reward_item items[COUNT];
-    static char answers[COUNT][8], response[301];
+    static char answers[COUNT][16], response[301];
     static double scores[COUNT];
     static const char *const commands[] = {
         "sed -u 's/.*\"answer\": \"\\(.*\\)\".*/\\1/'",

@@ -74,14 +74,14 @@ static void prompts_are_read_in_every_form(void **state) {
                                 "{\"instruction\": \"a\", \"input\": \"b\", \"answer\": 0.1}\n"
                                 "{\"prompt\": [{\"role\": \"user\", \"content\": \"ab\"}], \"answer\": null}\n"
                                 "{\"messages\": [{\"role\": \"system\", \"content\": \"s\"}, {\"role\": \"user\", "
-                                "\"content\": \"u\"}], \"answer\": 12345678901234567890}\n"
+                                "\"content\": \"u\"}], \"answer\": 1234567890123456}\n"
                                 "{\"prompt\": \"\\u00e9\", \"answer\": \"\"}\n");
     assert_int_equal(p.count, 6);
     assert_prompt(&p, 0, "ab", "ab", "c");
     assert_prompt(&p, 1, "a", "a", "72");
     assert_prompt(&p, 2, "a\nb", "a\nb", "0.1");
     assert_prompt(&p, 3, "ab", "ab", NULL);
-    assert_prompt(&p, 4, "su", "u", "1.2345678901234567e+19");
+    assert_prompt(&p, 4, "su", "u", "1234567890123456");
     assert_int_equal(p.offsets[6] - p.offsets[5], 2);
     assert_string_equal(p.questions[5].answer, "");
     for (int64_t i = 0; i < p.offsets[p.count]; i++) assert_int_equal(p.is_trained[i], 0);
