@@ -95,7 +95,7 @@ else
 
 # ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
 
-COMPILES := $(filter-out help clean deps deps-dev lint sizes format format-check plot probe fuzz uninstall,\
+COMPILES := $(filter-out help notes clean deps deps-dev lint sizes format format-check plot probe fuzz uninstall,\
 	$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
@@ -146,7 +146,8 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS)
+everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS) \
+	$(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)

@@ -45,11 +45,11 @@ names_exist() {
     "$infer" --help >>"$work/options" 2>/dev/null
     "$tree/data/preprocess" --help >>"$work/options" 2>/dev/null
     echo '--hostfile --oversubscribe' >>"$work/options" # of mpirun
-    cat megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c train.c infer.c \
-        Makefile launch.sh | tr -cs 'A-Za-z0-9_' '\n' | sort -u >"$work/words"
+    cat megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c \
+        train.c infer.c Makefile launch.sh | tr -cs 'A-Za-z0-9_' '\n' | sort -u >"$work/words"
     for page in $pages README.md; do awk -f tests/note_names.awk "$page"; done |
         sort -u >"$work/names"
-    while IFS='	' read -r kind from word; do
+    while read -r kind from word; do
         case $kind in
         file) [ -e "$tree/$word" ] || [ -e "$tree/$word.c" ] ;; # or a program
         word) grep -qxF "$word" "$work/words" ;;
