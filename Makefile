@@ -9,6 +9,7 @@
 ## make manual        man pages and bash completions of train and infer, from the table of options
 ## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
+## make notes         write the code that the notes quote from the sources again
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
 ## make bench-experts  measure a layer of experts on the GPU against its matrix products alone
@@ -79,7 +80,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: fuzz-programs fuzz-layouts plot pictures demo demo-rl deps deps-dev probe lint sizes format \
+.PHONY: fuzz-programs fuzz-layouts plot pictures notes demo demo-rl deps deps-dev probe lint sizes format \
 	format-check clean FORCE
 all:
 
@@ -95,7 +96,7 @@ else
 
 # ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
 
-COMPILES := $(filter-out help clean deps deps-dev lint sizes format format-check plot probe fuzz uninstall,\
+COMPILES := $(filter-out help notes clean deps deps-dev lint sizes format format-check plot probe fuzz uninstall,\
 	$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
@@ -146,7 +147,8 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(MINI) $(DRAW) $(FUZZ_LAYOUTS)
+everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(MINI) $(DRAW) $(FUZZ_LAYOUTS) \
+	$(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)
@@ -282,6 +284,10 @@ bench-checkpoint: $(B)/tests/bench_checkpoint
 
 pictures: $(DRAW)
 	$(if $^,$^ notes)
+
+notes:
+	@for page in notes/*.md README.md; do \
+		awk -f notes/weave.awk $$page >$$page.new && mv $$page.new $$page || { rm -f $$page.new; exit 1; }; done
 
 demo: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
