@@ -16,14 +16,15 @@ function fail(reason) {
 }
 
 # Reads the lines of a definition into code[1..]; returns their number. A prototype is no definition.
-function find_definition(file, name,    line, count, start, has_body) {
+function find_definition(file, name,    line, count, start, has_body, opens) {
     count = has_body = 0
     start = "(^|[^A-Za-z0-9_])" name "([^A-Za-z0-9_]|$)"
     while ((getline line <file) > 0) {
-        if (count == 0 && (line !~ /^[A-Za-z]/ || line !~ start)) continue
+        if (count == 0 && (line !~ /^[A-Za-z_]/ || line !~ start)) continue
         code[++count] = line
-        if (line ~ /{/) has_body = 1
-        if (has_body ? line ~ /^}/ || line ~ /{.*}/ : line ~ /;/) {
+        opens = !has_body && line ~ /{/
+        if (opens) has_body = 1
+        if (has_body ? line ~ /^}/ || (opens && line ~ /{.*}/) : line ~ /;/) {
             if (has_body) break
             count = 0
         }

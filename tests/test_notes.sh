@@ -22,6 +22,8 @@ for file in Makefile megatron.c megatron.h notes tests launch.sh README.md cuda;
 ln -s "$train" "$tree/train"
 ln -s "$infer" "$tree/infer"
 ln -sf "$(dirname "$train")/data/preprocess" "$tree/data/preprocess"
+mkdir "$tree/build"
+[ -z "${MT_EXAMPLES:-}" ] || ln -s "$(cd "$MT_EXAMPLES/../.." && pwd)" "$tree/build/default"
 
 has_mpi() {
     [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null
