@@ -7,6 +7,7 @@
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
+## make trace         draw a step of RANKS=4 ranks as OUT=build/trace.html; OPTIONS="..." of train, or TRACE=FILE.json
 ## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
 ## make notes         write the code that the notes quote from the sources again
@@ -80,7 +81,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: fuzz-programs fuzz-layouts plot pictures notes demo demo-rl deps deps-dev probe lint sizes format \
+.PHONY: fuzz-programs fuzz-layouts plot trace pictures notes demo demo-rl deps deps-dev probe lint sizes format \
 	format-check clean FORCE
 all:
 
@@ -301,6 +302,10 @@ demo-rl: all
 plot:
 	@data/plot.sh "$$RUN" $${OUT:+"$$OUT"}
 
+trace: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' RANKS='$(if $(HAVE_MPI),$(or $(RANKS),4),1)' OPTIONS='$(OPTIONS)' \
+		data/trace.sh '$(or $(OUT),build/trace.html)' $(TRACE)
+
 FUZZ_SECONDS ?= 600
 fuzz:
 	+@$(MAKE) --no-print-directory CC=$(or $(FUZZ_CC),clang) FUZZER=1 fuzz-programs
@@ -367,6 +372,7 @@ endef
 
 deps:
 	$(call install_packages,$(APT),$(DNF),$(BREW))
+# The page of `make trace` is tested in chromium where it is installed; it is large, so it is not installed here.
 # The tests of data/recipes use shellcheck, a parser for YAML, and hadolint, which no distribution packages.
 # .ci/run also needs clang with its sanitizers, libFuzzer and OpenMP. Debian and Ubuntu split these differently into
 # packages, which are named after clang's version NN.
