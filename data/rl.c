@@ -302,7 +302,7 @@ static void take_response(mt_rl *rl, int64_t s, const mt_sequence *q, int64_t to
            (size_t)written * 4);
 }
 
-/* Responses to the next `prompts` prompts of the run, of which it has used `position`. */
+/* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. */
 static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *error) {
     const mt_options *o = rl->config.options;
     mt_rollouts *r = &rl->rollouts;
@@ -404,8 +404,7 @@ static int score_by_function(mt_rl *rl, int64_t first, mt_error *error) {
     return 0;
 }
 
-/* Responses and their rewards. With dynamic sampling other prompts take the place of those that are dropped, in a
- * number of rounds. */
+/* Responses and their rewards. With dynamic sampling other prompts replace the dropped ones, in a number of rounds. */
 static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
     const mt_options *o = rl->config.options;
     mt_rollouts *r = &rl->rollouts;
