@@ -66,6 +66,7 @@ FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
 FUZZ_LAYOUTS := $(B)/tests/fuzz_layouts
 EXAMPLE_PROGRAMS := $(patsubst %.c,$(B)/%,$(wildcard notes/examples/*.c))
 DRAW := $(if $(wildcard notes/draw.c),$(B)/notes/draw)
+MINI = $(if $(HAVE_MPI),$(B)/notes/mini)
 CRASH_SHIM := $(if $(wildcard tests/crash_shim.c),$(B)/tests/crash_shim.so)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
 
@@ -146,7 +147,7 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS) \
+everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(MINI) $(DRAW) $(FUZZ_LAYOUTS) \
 	$(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
@@ -163,6 +164,8 @@ $(CRASH_SHIM): tests/crash_shim.c tests/crash_shim.h $(B)/flags
 	@mkdir -p $(@D); $(call progress,LD $@)
 	$(Q)$(CC) -std=c11 -D_GNU_SOURCE -O1 -fPIC -shared $(WARNINGS) -o $@ $< -ldl
 $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(OBJECTS) $(B)/flags
+	$(call link_program)
+$(MINI): %: %.o $(B)/flags
 	$(call link_program)
 $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,-fsanitize=fuzzer)
@@ -253,10 +256,11 @@ uninstall:
 SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
 	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
 
-test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(B)/tests/bench_cuda_attention $(FUZZ_LAYOUTS) $(DRAW)
+test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(MINI) $(B)/tests/bench_cuda_attention $(FUZZ_LAYOUTS) \
+	$(DRAW)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
-		MT_EXAMPLES='$(B)/notes/examples' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
+		MT_EXAMPLES='$(B)/notes/examples' MT_MINI='$(MINI)' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint,$(BENCH_PROGRAMS)); do $$program || exit 1; done
