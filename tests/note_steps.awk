@@ -8,6 +8,10 @@ function open_block(kind_) {
 
 function close_block() {
     if (kind == "run") end_run()
+    if (kind == "prints" && !begun) {
+        printf "%s:%d: nothing is said to be printed\n", FILENAME, FNR >"/dev/stderr"
+        exit 1
+    }
     kind = ""
 }
 

@@ -26,7 +26,8 @@ make_tree() {
         ln -s "$root/$file" "$1/" || return 1
     done
     ln -s "$train" "$1/train" && ln -s "$infer" "$1/infer" &&
-        ln -sf "$(dirname "$train")/data/preprocess" "$1/data/preprocess"
+        ln -sf "$(dirname "$train")/data/preprocess" "$1/data/preprocess" && mkdir "$1/build" || return 1
+    [ -z "${MT_EXAMPLES:-}" ] || ln -s "$(cd "$MT_EXAMPLES/../.." && pwd)" "$1/build/default"
 }
 
 has_mpi() {
@@ -52,11 +53,11 @@ quotes_are_the_source() {
 # and the section's tag.
 list_known() {
     ls megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c train.c infer.c \
-        Makefile launch.sh | grep -v test_notes | xargs cat | tr -cs 'A-Za-z0-9_' '\n' | sort -u | sed 's/^/word	/'
+        Makefile launch.sh | grep -v test_notes | xargs cat | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
     { # --hostfile and --oversubscribe are mpirun's
         "$train" --help && "$infer" --help && "$tree/data/preprocess" --help && cat Makefile data/probe.sh &&
             echo '--hostfile --oversubscribe'
-    } 2>/dev/null | tr -cs 'a-z0-9-' '\n' | grep '^--[a-z]' | sort -u | sed 's/^/option	/'
+    } 2>/dev/null | tr -cs 'a-z0-9-' '\n' | grep '^--[a-z]' | sort -u | awk '{ print "option\t" $0 }'
     awk '/^\/\* =+ §/ { n = split($0, tags, "§"); for (i = 2; i <= n; i++) sub(/ .*/, "", tags[i]) }
         /^[A-Za-z]|^ *bool \(\*|^    MT_/ || FILENAME == "megatron.h" {
             for (i = 2; i <= n; i++) { print tags[i] "\t" $0 }
@@ -77,7 +78,7 @@ names_exist() {
             if (!(($1, $3, $4) in known)) printf "%s: there is no %s %s %s\n", $2, $1, $3, $4
         }
         $1 == "anchor" { printf "%s: there is no anchor %s\n", $2, $3 }' "$work/known" "$work/names" >"$work/err"
-    grep '^file' "$work/names" | while IFS='	' read -r kind from word; do
+    grep '^file' "$work/names" | while read -r kind from word; do
         path=$tree/$word
         case $word in /*) path=$word ;; esac
         [ -e "$path" ] || [ -e "$path.c" ] || echo "$from: there is no $kind $word" # .c: or a program
