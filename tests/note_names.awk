@@ -40,18 +40,16 @@ function place(path,    folder) {
 }
 
 # Code between backticks: words with an underscore.
-!/^    / {
-    rest = $0
-    while (match(rest, /`[^`]+`/)) {
-        code = substr(rest, RSTART + 1, RLENGTH - 2)
-        rest = substr(rest, RSTART + RLENGTH)
-        if (code !~ /^[A-Za-z][A-Za-z0-9_]*_[A-Za-z0-9_]*(\(\))?$/) continue
-        sub(/\(\)$/, "", code)
-        emit("word", code)
+function find_words(text,    part, count, i) {
+    count = split(text, part, "`")
+    for (i = 2; i <= count; i += 2) {
+        if (part[i] !~ /^[A-Za-z][A-Za-z0-9_]*_[A-Za-z0-9_]*(\(\))?$/) continue
+        sub(/\(\)$/, "", part[i])
+        emit("word", part[i])
     }
 }
 
-# Functions and types with their section: "`a`, `b`, §9d", "`a` (megatron.c §9d)". Lines of a paragraph are joined.
+# Functions and types with their section: "`a`, `b`, §9d", "`a` (megatron.c §9d)".
 function find_sections(text,    part, count, i, tag, before) {
     count = split(text, part, "§")
     for (i = 2; i <= count; i++) {
@@ -66,8 +64,15 @@ function find_sections(text,    part, count, i, tag, before) {
         }
     }
 }
-/^$/ || /^[|]/ { find_sections(paragraph); paragraph = "" }
-{ paragraph = paragraph $0 " " }
+
+# A paragraph, or a row of a table.
+function end_paragraph() {
+    find_words(paragraph)
+    find_sections(paragraph)
+    paragraph = ""
+}
+/^$/ || /^[|]/ { end_paragraph() }
+!/^    / { paragraph = paragraph $0 " " }
 
 # The name that GitHub gives to a heading.
 function anchor_of(heading) {
@@ -78,7 +83,7 @@ function anchor_of(heading) {
 }
 
 END {
-    find_sections(paragraph)
+    end_paragraph()
     for (link in anchors) {
         split(link, part, "#")
         file = part[1] == "" ? FILENAME : place(part[1])

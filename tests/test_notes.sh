@@ -49,23 +49,28 @@ quotes_are_the_source() {
     done
 }
 
-# Writes all words of the code, all options, and the words of each section of megatron.c, to $work/known: kind, name,
-# and the section's tag.
+# Prints all words of the code, all options, and the words of each section of megatron.c: kind, name, and the section's
+# tag.
 list_known() {
-    ls megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c train.c infer.c \
-        Makefile launch.sh | grep -v test_notes | xargs cat | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
+    { # a variable of a library
+        ls megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c train.c \
+            infer.c Makefile launch.sh | grep -v test_notes | xargs cat
+        echo OPENBLAS_CORETYPE
+    } | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
     { # --hostfile and --oversubscribe are mpirun's
         "$train" --help && "$infer" --help && "$tree/data/preprocess" --help && cat Makefile data/probe.sh &&
             echo '--hostfile --oversubscribe'
     } 2>/dev/null | tr -cs 'a-z0-9-' '\n' | grep '^--[a-z]' | sort -u | awk '{ print "option\t" $0 }'
     awk '/^\/\* =+ §/ { n = split($0, tags, "§"); for (i = 2; i <= n; i++) sub(/ .*/, "", tags[i]) }
-        /^[A-Za-z]|^ *bool \(\*|^    MT_/ || FILENAME == "megatron.h" {
-            for (i = 2; i <= n; i++) { print tags[i] "\t" $0 }
-        }' megatron.c megatron.h | awk -F '\t' '
-        { tag = $1; text = $2; gsub(/[^A-Za-z0-9_]+/, " ", text); count = split(text, words, " ") }
-        { top = tag; sub(/[a-z]$/, "", top) }
-        { for (i = 1; i <= count; i++) { emit(words[i]); if (sub(/^mt_cpu_/, "", words[i])) emit(words[i]) } }
-        function emit(word) { print "section\t" word "\t" tag; print "section\t" word "\t" top }' | sort -u
+        /^[A-Za-z]|^ *bool \(\*|^    MT_/ || FILENAME == "megatron.h" { # definitions, operations, roles; prototypes
+            gsub(/[^A-Za-z0-9_]+/, " ")
+            for (i = 2; i <= n; i++) print tags[i] " " $0
+        }' megatron.c megatron.h | awk '
+        function emit(word, top) {
+            print "section\t" word "\t" $1
+            if (sub(/[a-z]$/, "", top)) print "section\t" word "\t" top
+        }
+        { for (i = 2; i <= NF; i++) { emit($i, $1); if (sub(/^mt_cpu_/, "", $i)) emit($i, $1) } }' | sort -u
 }
 
 # names_exist PAGE...: files that are linked, files and code named between backticks, sections and options.
@@ -84,6 +89,31 @@ names_exist() {
         [ -e "$path" ] || [ -e "$path.c" ] || echo "$from: there is no $kind $word" # .c: or a program
     done >>"$work/err"
     [ -s "$work/names" ] && ! [ -s "$work/err" ]
+}
+
+# has_form PAGE...: a chapter asks a question, shows a picture, and has the same sections as all others.
+has_form() {
+    for page; do
+        case $page in */glossary.md) continue ;; esac
+        awk '
+            BEGIN { wanted = split("The idea,The lines,Try it,What it costs,Where it is,Exercises", heading, ",") }
+            { sub(/^## The ladder$/, "## The lines") } # of kernels
+            /^## / { if ($0 == "## " heading[seen + 1]) seen++ }
+            !seen && /\?/ { asks = 1 }
+            !seen && /^!\[|^    / { shows = 1 }
+            seen == 2 && /^<!-- quote / { quotes++ }
+            seen == 3 && /^<!-- run/ { runs++ }
+            /^(## |\*\*)Answers/ { answers = 1 }
+            seen == wanted && !answers && /^[123]\. / { exercises++ }
+            function lacks(what) { print FILENAME " lacks " what; failed = 1 }
+            END {
+                if (seen < wanted) lacks("the section \"" heading[seen + 1] "\", in this order")
+                if (!asks || !shows) lacks("a question, or a picture, before the idea")
+                if (!quotes || !runs) lacks("lines of the source, or an experiment that is run")
+                if (exercises < 3 || !answers) lacks("three exercises with answers")
+                exit failed
+            }' "$page" >"$work/err" || return 1
+    done
 }
 
 # experiments PAGE FOLDER: runs the blocks of a page and compares what they print. FOLDER gets out, err and the tree.
@@ -147,7 +177,7 @@ sees() {
 the_checks_see_errors() {
     write_page | awk -f notes/weave.awk >"$work/page.md" || return 1
     for test in quotes_are_the_source names_exist experiments; do passes $test '' || return 1; done
-    sees quotes_are_the_source 's/MT_KEEP/MT_KEPT/' 'quotes another source' &&
+    sees quotes_are_the_source 's/MT_KEEP/MT_KEEPS/' 'quotes another source' &&
         sees quotes_are_the_source 's/c mt_slots_place/c mt_nothing/' 'no definition of mt_nothing' &&
         sees quotes_are_the_source 's/_place -->/_place from "bool recompute" to "nothing" -->/' 'no lines from' &&
         sees names_exist 's/`mt_slots_place`/`mt_slots_places`/' 'no word mt_slots_places' &&
@@ -185,6 +215,7 @@ make_tree "$tree" || exit 1
 {
     check quotes_are_the_source quotes_are_the_source $pages README.md
     check names_exist names_exist $pages README.md
+    check chapters_have_one_form has_form $pages
 }
 [ -n "${MT_NOTES:-}" ] || check the_checks_see_errors the_checks_see_errors
 run_pages &
