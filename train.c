@@ -7,6 +7,7 @@
 #include "data/host_memory.h"
 #include "data/launch.h"
 #include "data/options.h"
+#include "data/planner.h"
 #include "data/profile.h"
 #include "data/report.h"
 #include "data/rl.h"
@@ -401,6 +402,21 @@ static int print_launch(run *r) {
     return 0;
 }
 
+/* --plan-explain, instead of training: GPUs and ranks are imagined. */
+static int print_plan(run *r) {
+    mt_error error;
+    r->grid = mt_grid_of_one;
+    int status = open_tokenizer(r, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->options.gpus, &error);
+    if (status == 0) status = mt_plan_explain(&r->options, stdout, &error);
+    if (status != 0) mt_options_name_typed(&r->options, &error);
+    if (status != 0) mt_die("%s", error.text);
+    mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
+    mt_options_free(&r->options);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     run r = {.start = mt_time(), .saved = -1};
     mt_error error;
@@ -409,6 +425,7 @@ int main(int argc, char **argv) {
     int status = mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error);
     mt_signals_select(&r.options);
     if (status == 0 && r.options.print_launch > 0) return print_launch(&r);
+    if (status == 0 && r.options.plan_explain) return print_plan(&r);
     mt_watch_start(&r.options);
     mt_grid_start(&r.grid, &argc, &argv);
     refuse(&r, status, &error);
