@@ -1,6 +1,8 @@
 /* rl.c: an iteration of reinforcement learning. All ranks hold all responses and their numbers in host memory, so that
- * each computes the same advantages; models score and train micro-batches that are dealt to data-parallel ranks.
+ * each computes the same advantages; models score and train micro-batches that are dealt to data-parallel ranks. The
+ * models are roles (model_role.h), which take turns.
  *
+ *   transfer  weights of the actor to the generator, if that has a layout of its own
  *   generate  responses of the actor             rollout.c
  *   reward    scores of the responses            rewards.c, or a reward model
  *   score     log-probabilities of the actor and of the reference, values of the critic
@@ -12,9 +14,11 @@
 #include "file.h"
 #include "options.h"
 #include "prompts.h"
+#include "model_role.h"
 #include "rollout.h"
 #include "rollouts.h"
 #include "stage.h"
+#include "transfer.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -22,10 +26,9 @@
 
 /* A model beside the actor. */
 typedef struct partner {
-    mt_options options; // the actor's, with other folders and its own head; shares their strings
-    char *folder;       // NULL: the actor's options->load
+    mt_model_role role;
+    char *folder; // NULL: the actor's options->load
     mt_stage_loss loss;
-    mt_model *model; // NULL: there is none
 } partner;
 
 enum {
@@ -36,29 +39,25 @@ enum {
     DROPPED,
     LOGP_GAP,
     VALUE_LOSS,
+    TRANSFER,
     GENERATION,
     REWARDS,
     SCORING,
     TRAINING
 };
 
-static const char *const number_names[] = {[SCORE] = "reward",
-                                           [SCORE_DEVIATION] = "reward deviation",
-                                           [TOKENS] = "response tokens",
-                                           [OVERLONG] = "overlong",
-                                           [DROPPED] = "groups dropped",
-                                           [LOGP_GAP] = "generation gap",
-                                           [VALUE_LOSS] = "value loss",
-                                           [GENERATION] = "generation seconds",
-                                           [REWARDS] = "reward seconds",
-                                           [SCORING] = "scoring seconds",
-                                           [TRAINING] = "training seconds"};
+static const char *const number_names[] = {
+    [SCORE] = "reward",           [SCORE_DEVIATION] = "reward deviation", [TOKENS] = "response tokens",
+    [OVERLONG] = "overlong",      [DROPPED] = "groups dropped",           [LOGP_GAP] = "generation gap",
+    [VALUE_LOSS] = "value loss",  [TRANSFER] = "transfer seconds",        [GENERATION] = "generation seconds",
+    [REWARDS] = "reward seconds", [SCORING] = "scoring seconds",          [TRAINING] = "training seconds"};
 enum { NUM_NUMBERS = sizeof number_names / sizeof *number_names };
 
 struct mt_rl {
     mt_rl_config config;
-    mt_model *actor;
+    mt_model_role actor, generator;
     partner reference, critic, reward_model;
+    mt_transfer *transfer; // from actor to generator; NULL: the actor generates
     mt_saver *critic_saver;
     char *critic_folder;  // that it saves to
     int64_t critic_steps; // AdamW steps of the critic
@@ -68,45 +67,52 @@ struct mt_rl {
     mt_rollout_config rollout_config;
     mt_plan_shape shape;
     mt_report_number numbers[NUM_NUMBERS];
-    /* the micro-batches at hand */
-    mt_step_plan plan;
-    mt_loss_input stored; // by the sink
+    mt_step_plan plan; // the micro-batches at hand
 };
 
 /* ---- models */
 
-void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
+/* Adds the memory for responses to the plan of a model with `options`. */
+static void plan_generation(mt_model_plan *plan, const mt_options *o) {
     int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->data_parallel_size);
     plan->page_rows = o->inference_dynamic_batching_block_size;
     mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->seq_length, o->kv_cache_tokens);
 }
 
+void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
+    mt_options apart = *o;
+    if (!mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) plan_generation(plan, o);
+}
+
 /* Creates and loads a model for scoring, or with a loss for training. */
 static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, const mt_loss *loss,
                         mt_run_state *state, mt_error *error) {
-    const mt_rl_config *c = &rl->config;
-    mt_model_plan plan = *actor_plan;
-    plan.cache_rows = plan.page_rows = plan.cache_sequences = 0;
+    mt_model_role *role = &p->role;
+    mt_model_plan plan = mt_model_role_plan(role, actor_plan, rl->config.options->context_parallel_size);
     plan.train = loss != NULL, plan.loss = loss;
-    const char *folder = p->folder ? p->folder : p->options.load;
-    if (mt_model_create(&p->model, &p->options, c->grid, c->ops, &plan, error) != 0) return -1;
-    if (folder) return mt_checkpoint_load(p->model, state, folder, error);
-    mt_model_init(p->model);
+    const char *folder = p->folder ? p->folder : role->options.load;
+    if (mt_model_role_create(role, &plan, error) != 0) return -1;
+    if (!folder) mt_model_init(role->model);
+    if (folder && mt_checkpoint_load(role->model, state, folder, error) != 0) return -1;
+    mt_model_role_print(role, rl->config.log);
     return 0;
 }
 
-/* The folder of a partner, whose model must have the actor's shape; its head is what the folder has. */
-static int choose_folder(mt_rl *rl, partner *p, const char *folder, const char *option, mt_error *error) {
-    const mt_options *o = rl->config.options;
-    p->options = *o, p->options.lora_rank = 0; // only the actor has adapters
+/* Begins a partner with its folder, whose model must have the actor's shape; its head is what the folder has. */
+static int begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder, const char *option,
+                         mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_model_role_begin(&p->role, name, c->options, c->grid, c->ops);
+    p->role.options.lora_rank = 0; // only the actor has adapters
     if (!folder) return 0;
     p->folder = mt_strdup(folder);
-    int status = mt_options_check_folder(o, folder, option, &p->options.head_type, error);
-    return mt_agree(&rl->config.grid->world, status != 0, error);
+    int status = mt_options_check_folder(c->options, folder, option, &p->role.options.head_type, error);
+    return mt_agree(&c->grid->world, status != 0, error);
 }
 
 static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
+    partner *p = &rl->reference;
     mt_run_state unused = {0};
     if (o->kl_loss_coef == 0 && !o->kl_in_reward) {
         if (!o->ref_load) return 0;
@@ -116,35 +122,39 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
         return mt_error_set(error,
                             "the run resumes at iteration %lld; name the model with which it began by --ref-load",
                             (long long)state->iteration);
-    if (choose_folder(rl, &rl->reference, o->ref_load, "--ref-load", error) != 0) return -1;
-    if (rl->reference.options.head_type != MT_HEAD_LM)
+    if (begin_partner(rl, p, "reference", o->ref_load, "--ref-load", error) != 0) return -1;
+    if (p->role.options.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
                             o->ref_load);
-    return open_partner(rl, &rl->reference, plan, NULL, &unused, error);
+    if (mt_model_role_place(&p->role, mt_model_role_sizes_of_reference(o), "--ref-*-model-parallel-size", error) != 0)
+        return -1;
+    return open_partner(rl, p, plan, NULL, &unused, error);
 }
 
 /* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints. */
 static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     partner *p = &rl->critic;
-    mt_run_state own = {0};
+    mt_options *own = &p->role.options;
+    mt_run_state loaded = {0};
     char name[64];
     if (o->adv_estimator != MT_ADV_GAE) return 0;
     char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL, *saved = NULL;
     snprintf(name, sizeof name, "critic/iter_%07lld", (long long)state->iteration);
     if (state->iteration > 0 && !o->critic_load) saved = mt_path_join(o->load, name);
-    int status = choose_folder(rl, p, saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
-    p->options.value_head = p->options.head_type != MT_HEAD_TOKEN; // a reward model's has no bias
-    if (o->keep_checkpoints > 0) p->options.keep_checkpoints++;    // it is saved before the actor
-    p->options.head_type = MT_HEAD_TOKEN;
-    p->options.lr = o->critic_lr, p->options.min_lr = fmin(o->min_lr, o->critic_lr);
-    if (status == 0) status = open_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), &own, error);
-    rl->critic_steps = own.optimizer_step;
+    int status =
+        begin_partner(rl, p, "critic", saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
+    own->value_head = own->head_type != MT_HEAD_TOKEN;    // a reward model's has no bias
+    if (o->keep_checkpoints > 0) own->keep_checkpoints++; // it is saved before the actor
+    own->head_type = MT_HEAD_TOKEN;
+    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    if (status == 0) status = open_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), &loaded, error);
+    rl->critic_steps = loaded.optimizer_step;
     if (status == 0 && o->save && rl->config.grid->world.rank == 0)
-        status = mt_checkpoint_prepare(p->model, folder, error);
+        status = mt_checkpoint_prepare(p->role.model, folder, error);
     status = mt_agree(&rl->config.grid->world, status != 0, error);
     if (status == 0 && o->save)
-        mt_saver_open(&rl->critic_saver, p->model, folder, rl->config.extra, rl->config.context, false);
+        mt_saver_open(&rl->critic_saver, p->role.model, folder, rl->config.extra, rl->config.context, false);
     free(saved);
     return status;
 }
@@ -152,18 +162,42 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state 
 static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     const mt_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
+    partner *p = &rl->reward_model;
     mt_run_state unused = {0};
     int status = 0;
     if (o->reward == MT_REWARD_MODEL) {
-        if (choose_folder(rl, &rl->reward_model, o->reward_load, "--reward-load", error) != 0) return -1;
-        if (rl->reward_model.options.head_type == MT_HEAD_LM)
+        if (begin_partner(rl, p, "reward model", o->reward_load, "--reward-load", error) != 0) return -1;
+        if (p->role.options.head_type == MT_HEAD_LM)
             return mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
                                 o->reward_load);
-        return open_partner(rl, &rl->reward_model, plan, NULL, &unused, error);
+        return open_partner(rl, p, plan, NULL, &unused, error);
     }
     const char *argument = o->reward == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
     if (world->rank == 0) status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);
     return mt_agree(world, status != 0, error);
+}
+
+/* The generator of another layout than the actor's: a model that gets the actor's weights in each iteration, with
+ * adapters its base once. */
+static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_model_role *role = &rl->generator;
+    bool adapts = c->options->lora_rank > 0;
+    mt_model_plan plan = {.max_tokens = mt_min(c->options->seq_length, MT_PREFILL_TOKENS)};
+    mt_transfer *base = NULL;
+    mt_model_role_begin(role, "generator", c->options, c->grid, c->ops);
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_generator(c->options);
+    if (mt_model_role_place(role, sizes, "--rollout-tensor-model-parallel-size", error) != 0) return -1;
+    if (!mt_model_role_is_apart(role)) return 0;
+    plan_generation(&plan, &role->options);
+    plan.host_memory = actor_plan->host_memory;
+    if (mt_model_role_create(role, &plan, error) != 0) return -1;
+    mt_model_role_print(role, c->log);
+    if (adapts && mt_transfer_open(&base, role->model, rl->actor.model, false, 0, error) != 0) return -1;
+    if (adapts) mt_transfer_run(base);
+    mt_transfer_close(base);
+    if (mt_transfer_open(&rl->transfer, role->model, rl->actor.model, adapts, 0, error) != 0) return -1;
+    return mt_model_role_use(role, MT_USE_NOTHING, error);
 }
 
 /* ---- opening */
@@ -220,19 +254,27 @@ static void configure_rollouts(mt_rl *rl) {
 int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan,
                const mt_run_state *state, mt_error *error) {
     mt_rl *rl = mt_calloc(sizeof *rl);
-    rl->config = *config, rl->actor = actor;
+    rl->config = *config;
+    mt_model_role_lend(&rl->actor, "actor", actor);
+    mt_model_role_print(&rl->actor, config->log);
     configure_rollouts(rl);
     int status = read_prompts(rl, error);
+    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_NOTHING, error); // room for the others
     if (status == 0) status = open_reference(rl, plan, state, error);
+    if (status == 0) status = mt_model_role_use(&rl->reference.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_critic(rl, plan, state, error);
+    if (status == 0) status = mt_model_role_use(&rl->critic.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_reward(rl, plan, error);
+    if (status == 0) status = mt_model_role_use(&rl->reward_model.role, MT_USE_NOTHING, error);
+    if (status == 0) status = open_generator(rl, plan, error);
+    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_ALL, error);
     *out = status == 0 ? rl : NULL;
     if (status != 0) mt_rl_close(rl);
     return status;
 }
 
 static void close_partner(partner *p) {
-    mt_model_destroy(p->model);
+    mt_model_role_close(&p->role);
     free(p->folder);
 }
 
@@ -242,6 +284,8 @@ void mt_rl_close(mt_rl *rl) {
     mt_step_plan_free(&rl->plan);
     free(rl->critic_folder);
     mt_reward_close(rl->reward);
+    mt_transfer_close(rl->transfer);
+    mt_model_role_close(&rl->generator);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
     mt_samples_free(&rl->prompts);
@@ -249,11 +293,16 @@ void mt_rl_close(mt_rl *rl) {
 }
 
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
-    if (!rl->critic_saver) return 0;
+    mt_model_role *critic = &rl->critic.role;
     mt_run_state own = *state;
+    if (!rl->critic_saver) return 0;
     own.optimizer_step = rl->critic_steps;
-    if (mt_train_finish(rl->critic.model, error) != 0) return -1;
-    return mt_saver_save(rl->critic_saver, &own, error);
+    if (mt_train_finish(critic->model, error) != 0) return -1;
+    if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 || mt_model_role_use(critic, MT_USE_ALL, error) != 0)
+        return -1;
+    if (mt_saver_save(rl->critic_saver, &own, error) != 0) return -1;
+    if (mt_model_role_use(critic, MT_USE_NOTHING, error) != 0) return -1;
+    return mt_model_role_use(&rl->actor, MT_USE_ALL, error);
 }
 
 int mt_rl_finish(mt_rl *rl, mt_error *error) {
@@ -280,9 +329,21 @@ static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
     return 0;
 }
 
+/* The model that writes responses, with the actor's present weights; the other one rests. */
+static int wake_generator(mt_rl *rl, mt_model_role **generator, mt_error *error) {
+    mt_model_role *actor = &rl->actor;
+    *generator = rl->transfer ? &rl->generator : actor;
+    if (!rl->transfer) return mt_model_role_use(actor, MT_USE_PARAMS, error);
+    if (mt_train_finish(actor->model, error) != 0 || mt_model_role_use(actor, MT_USE_NOTHING, error) != 0) return -1;
+    if (mt_model_role_use(*generator, MT_USE_PARAMS, error) != 0) return -1;
+    mt_transfer_run(rl->transfer);
+    (*generator)->ops->stream_synchronize(mt_model_stream((*generator)->model));
+    return 0;
+}
+
 /* Responses to the prompts of an iteration. generated: the generator's log-probabilities of all their tokens, one
  * response after another, to free. */
-static int generate(mt_rl *rl, int64_t iteration, float **generated, mt_error *error) {
+static int generate(mt_rl *rl, mt_model_role *generator, int64_t iteration, float **generated, mt_error *error) {
     const mt_options *o = rl->config.options;
     int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences, count = prompts * group, tokens = 0;
     int64_t *order = mt_malloc(prompts * 8), *lengths = mt_malloc(prompts * 8);
@@ -299,7 +360,8 @@ static int generate(mt_rl *rl, int64_t iteration, float **generated, mt_error *e
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
     }
-    if (status == 0) status = mt_rollout_generate(rl->actor, &rollout, texts, lengths, prompts, sequences, error);
+    if (status == 0)
+        status = mt_rollout_generate(generator->model, &rollout, texts, lengths, prompts, sequences, error);
     if (status == 0) {
         mt_rollouts_free(&rl->rollouts);
         mt_rollouts_begin(&rl->rollouts, &rl->prompts, order, prompts, group);
@@ -314,7 +376,7 @@ static int generate(mt_rl *rl, int64_t iteration, float **generated, mt_error *e
         }
     }
     free(order), free(lengths), free(texts), free(sequences);
-    return status;
+    return status == 0 && rl->transfer ? mt_model_role_use(generator, MT_USE_NOTHING, error) : status;
 }
 
 /* ---- micro-batches */
@@ -324,29 +386,44 @@ static void plan_batches(mt_rl *rl, const int64_t *sequences, int64_t count) {
     mt_rollouts_plan(&rl->plan, &rl->rollouts, sequences, count, true, &rl->shape);
 }
 
-/* The source of scoring and of training. */
-static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+/* The source of scoring: a planned micro-batch of any data-parallel rank. */
+static int fill_batch_of(void *context, int64_t slot, int64_t rank, mt_batch *batch, mt_error *error) {
     const mt_rl *rl = context;
     (void)error;
-    mt_step_plan_fill(&rl->plan, index, rl->config.grid->data.rank, &rl->rollouts.samples, 0, batch);
+    mt_step_plan_fill(&rl->plan, slot, rank, &rl->rollouts.samples, 0, batch);
     mt_rollouts_load(&rl->rollouts, batch);
     return 0;
 }
 
+/* The source of training. */
+static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    const mt_rl *rl = context;
+    return fill_batch_of(context, index, rl->config.grid->data.rank, batch, error);
+}
+
+/* The numbers that a role computes of all sequences. */
+typedef struct scoring {
+    mt_rollouts *rollouts;
+    mt_loss_input input;
+    const mt_grid *grid;
+} scoring;
+
 /* The sink of scoring, on the ranks with the loss: one of each replica keeps the numbers. */
 static void store(void *context, int64_t micro_batch, const mt_batch *batch, const double *numbers,
                   const double *entropy) {
-    mt_rl *rl = context;
-    const mt_grid *grid = rl->config.grid;
+    const scoring *s = context;
     (void)micro_batch, (void)entropy;
-    if (grid->tensor.rank == 0 && grid->context.rank == 0) mt_rollouts_store(&rl->rollouts, rl->stored, batch, numbers);
+    if (s->grid->tensor.rank == 0 && s->grid->context.rank == 0)
+        mt_rollouts_store(s->rollouts, s->input, batch, numbers);
 }
 
-/* Scores the planned micro-batches by a model; afterwards all ranks have the numbers of all sequences. */
-static int score(mt_rl *rl, mt_model *model, mt_loss_input input, mt_batch *batch, mt_error *error) {
-    rl->stored = input;
-    if (!model) return 0;
-    if (mt_score_tokens(model, rl->plan.num_slots, fill_batch, rl, batch, store, rl, error) != 0) return -1;
+/* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
+static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
+    scoring s = {&rl->rollouts, input, role->grid};
+    if (!role->model) return 0;
+    if (mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s, error) !=
+        0)
+        return -1;
     mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.inputs[input], rl->rollouts.T, MT_F64);
     return 0;
 }
@@ -364,7 +441,7 @@ static int score_by_model(mt_rl *rl, mt_batch *batch, mt_error *error) {
     mt_rollouts_select(r, &all);
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, r->samples.count);
-    int status = score(rl, rl->reward_model.model, MT_OLD_VALUES, batch, error);
+    int status = score(rl, &rl->reward_model.role, MT_OLD_VALUES, batch, error);
     for (int64_t s = 0; s < r->samples.count && status == 0; s++)
         r->scores[r->response_of[s]] = r->inputs[MT_OLD_VALUES][r->spans[s].q_start + r->spans[s].q_len - 1];
     free(sequences);
@@ -375,7 +452,7 @@ static int score_responses(mt_rl *rl, mt_batch *batch, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
     const mt_group *world = &rl->config.grid->world;
     int status = 0;
-    if (rl->reward_model.model) {
+    if (rl->reward_model.role.model) {
         status = score_by_model(rl, batch, error);
     } else {
         if (world->rank == 0) status = mt_rollouts_score(r, rl->reward, rl->config.tokenizer, error);
@@ -406,34 +483,39 @@ static double generation_gap(const mt_rl *rl, const float *generated) {
     return gap;
 }
 
-/* A step of a model on the planned micro-batches. */
-static int train_step(mt_rl *rl, mt_model *model, const mt_run_state *state, int64_t *optimizer_step, mt_batch *batch,
-                      mt_metrics *metrics, mt_error *error) {
-    mt_run_state inner = *state;
-    inner.optimizer_step = *optimizer_step;
-    int status = mt_train_step(model, &inner, rl->plan.num_slots, fill_batch, rl, batch, metrics, error);
-    *optimizer_step = inner.optimizer_step;
-    return status;
-}
-
-static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+/* Steps of a role on all mini-batches. metrics: of the last one (NULL: not wanted). */
+static int train_role(mt_rl *rl, mt_model_role *role, const mt_run_state *state, int64_t *optimizer_step,
+                      mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     const mt_options *o = rl->config.options;
     const mt_rollouts *r = &rl->rollouts;
     int64_t mini_batches = mt_divide_up(r->samples.count, o->global_batch_size), *sequences = all_sequences(rl);
-    mt_metrics of_critic = {0};
-    int status = 0;
-    for (int64_t i = 0; i < o->ppo_epochs * mini_batches && status == 0; i++) {
-        bool last = i + 1 == o->ppo_epochs * mini_batches;
+    int64_t steps = o->ppo_epochs * mini_batches;
+    int status = mt_model_role_use(role, MT_USE_ALL, error);
+    for (int64_t i = 0; i < steps && status == 0; i++) {
         int64_t count = mt_rollouts_mini_batch(r, o->seed, state->iteration, i / mini_batches, i % mini_batches,
                                                mini_batches, sequences);
+        mt_run_state inner = *state;
+        inner.optimizer_step = *optimizer_step;
         plan_batches(rl, sequences, count);
-        status = train_step(rl, rl->actor, state, &state->optimizer_step, batch, last ? metrics : NULL, error);
-        if (status == 0 && rl->critic.model)
-            status = train_step(rl, rl->critic.model, state, &rl->critic_steps, batch,
-                                last && metrics ? &of_critic : NULL, error);
+        status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, rl, batch,
+                               i + 1 == steps ? metrics : NULL, error);
+        *optimizer_step = inner.optimizer_step;
     }
-    rl->numbers[VALUE_LOSS].value = of_critic.loss;
     free(sequences);
+    return status;
+}
+
+/* The critic first: the actor stays awake for the end of the iteration. */
+static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    mt_model_role *critic = &rl->critic.role;
+    mt_metrics of_critic = {0};
+    int status = 0;
+    if (critic->model) {
+        status = train_role(rl, critic, state, &rl->critic_steps, batch, metrics ? &of_critic : NULL, error);
+        if (status == 0) status = mt_model_role_use(critic, MT_USE_NOTHING, error);
+    }
+    if (status == 0) status = train_role(rl, &rl->actor, state, &state->optimizer_step, batch, metrics, error);
+    rl->numbers[VALUE_LOSS].value = of_critic.loss;
     return status;
 }
 
@@ -447,12 +529,15 @@ static double lap(double *then) {
 int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     mt_report_number *n = rl->numbers;
     mt_rollouts *r = &rl->rollouts;
+    mt_model_role *generator;
     float *generated = NULL;
     double then = mt_time();
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(rl->config.options, state->consumed_train_samples);
-    for (int i = 0; i < NUM_NUMBERS; i++) n[i] = (mt_report_number){number_names[i], 0, i < GENERATION};
-    int status = generate(rl, state->iteration, &generated, error);
+    for (int i = 0; i < NUM_NUMBERS; i++) n[i] = (mt_report_number){number_names[i], 0, i < TRANSFER};
+    int status = wake_generator(rl, &generator, error);
+    n[TRANSFER].value = lap(&then);
+    if (status == 0) status = generate(rl, generator, state->iteration, &generated, error);
     n[GENERATION].value = lap(&then);
     if (status == 0) status = score_responses(rl, batch, error);
     n[REWARDS].value = lap(&then);
@@ -460,21 +545,23 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
         int64_t *sequences = all_sequences(rl);
         plan_batches(rl, sequences, r->samples.count);
         free(sequences);
-        status = score(rl, rl->actor, MT_OLD_LOGP, batch, error);
-        if (status == 0) status = score(rl, rl->reference.model, MT_REF_LOGP, batch, error);
-        if (status == 0) status = score(rl, rl->critic.model, MT_OLD_VALUES, batch, error);
+        status = score(rl, &rl->actor, MT_OLD_LOGP, batch, error);
+        if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);
+        if (status == 0) status = score(rl, &rl->critic.role, MT_OLD_VALUES, batch, error);
         if (status == 0) mt_rollouts_advantages(r, &rl->rollout_config);
         if (status == 0) n[LOGP_GAP].value = generation_gap(rl, generated);
         n[SCORING].value = lap(&then);
         if (status == 0) status = train(rl, state, batch, metrics, error);
-        n[TRAINING].value = lap(&then);
     }
+    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_ALL, error); // also if there was nothing to train on
+    n[TRAINING].value = lap(&then);
     n[SCORE].value = r->stats.score, n[SCORE_DEVIATION].value = r->stats.score_deviation;
     n[TOKENS].value = r->stats.response_tokens, n[OVERLONG].value = r->stats.overlong;
     n[DROPPED].value = (double)r->stats.groups_dropped;
     if (metrics && status == 0) { // of the iteration, not of its last step
         metrics->tokens = (double)r->samples.offsets[r->samples.count];
-        metrics->seconds = n[GENERATION].value + n[REWARDS].value + n[SCORING].value + n[TRAINING].value;
+        metrics->seconds = 0;
+        for (int i = TRANSFER; i < NUM_NUMBERS; i++) metrics->seconds += n[i].value;
     }
     free(generated);
     state->iteration++;
