@@ -4,7 +4,8 @@
  *
  * Run it in the root of the project, because it reads data/configs. Each picture calls the functions that training
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
- * step runs. A picture is therefore wrong only if the program is wrong. */
+ * step runs. Such a picture is wrong only if the program is wrong. Curves of costs draw the formulas of their chapter.
+ */
 #include "../data/dataset.h"
 #include "../data/file.h"
 #include "../data/options.h"
@@ -1817,6 +1818,247 @@ static void draw_ratios(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 21 to 27: charts ----------------------------------------------------------------------------------------------
+ */
+
+static const char *const strokes[] = {"#2f6db0", "#c0561a", "#2e7d32", "#8e5ea8", "#5b6470"};
+
+/* A frame in which curves are drawn, from low to high on both axes; a logarithmic axis has powers of ten as marks. */
+typedef struct chart {
+    double left, top, width, height;
+    double x_low, x_high, y_low, y_high;
+    bool x_log, y_log;
+} chart;
+
+static double chart_place(double value, double low, double high, bool is_log) {
+    return is_log ? log(value / low) / log(high / low) : (value - low) / (high - low);
+}
+
+static double chart_x(const chart *c, double x) {
+    return c->left + c->width * chart_place(x, c->x_low, c->x_high, c->x_log);
+}
+
+static double chart_y(const chart *c, double y) {
+    return c->top + c->height * (1 - chart_place(y, c->y_low, c->y_high, c->y_log));
+}
+
+static void chart_mark_x(picture *p, const chart *c, double x, const char *label) {
+    line(p, chart_x(c, x), c->top, chart_x(c, x), c->top + c->height, GRID, 0.6);
+    text(p, chart_x(c, x), c->top + c->height + 18, MIDDLE, "%s", label);
+}
+
+static void chart_mark_y(picture *p, const chart *c, double y, const char *label) {
+    line(p, c->left, chart_y(c, y), c->left + c->width, chart_y(c, y), GRID, 0.6);
+    text(p, c->left - 8, chart_y(c, y) + 4, END, "%s", label);
+}
+
+static void chart_titles(picture *p, const chart *c, const char *y_title, const char *x_title) {
+    text(p, c->left, c->top - 14, START, "%s", y_title);
+    text(p, c->left + c->width / 2, c->top + c->height + 36, MIDDLE, "%s", x_title);
+}
+
+/* A curve through y[count] at x[count]; what leaves the frame is left out. */
+static void chart_curve(picture *p, const chart *c, const double *x, const double *y, int count, const char *stroke) {
+    bool pen = false;
+    fprintf(p->file, "<path d=\"");
+    for (int i = 0; i < count; i++) {
+        bool inside = x[i] >= c->x_low && x[i] <= c->x_high && y[i] >= c->y_low && y[i] <= c->y_high;
+        if (inside) fprintf(p->file, "%c%.1f %.1f", pen ? 'L' : 'M', chart_x(c, x[i]), chart_y(c, y[i]));
+        pen = inside;
+    }
+    fprintf(p->file, "\" fill=\"none\" stroke=\"%s\" stroke-width=\"2\"/>\n", stroke);
+}
+
+static void chart_legend(picture *p, double x, double y, const char *stroke, const char *name) {
+    line(p, x, y - 4, x + 22, y - 4, stroke, 2);
+    text(p, x + 30, y, START, "%s", name);
+}
+
+/* ---- 21: collectives --------------------------------------------------------------------------------------------- */
+
+enum { REDUCERS = 4, SIZES_DRAWN = 121 };
+
+/* Draws the slices of all ranks; a cell is darker and has more letters, the more ranks its sum includes. */
+static void draw_slices(picture *p, double x, double y, int included[REDUCERS][REDUCERS]) {
+    static const char *const shades[] = {SHEET, "#e3edf7", "#c3daf0", "#9cc3e6", "#f4b183"};
+    for (int rank = 0; rank < REDUCERS; rank++)
+        for (int slice = 0; slice < REDUCERS; slice++) {
+            int parts = included[rank][slice];
+            frame(p, x + 20 * slice, y + 20 * rank, 20, 20, shades[parts]);
+            text(p, x + 20 * slice + 10, y + 20 * rank + 14, MIDDLE, "%d", parts);
+        }
+}
+
+/* The ring of notes/examples/ring_all_reduce.c: how many ranks each slice's sum includes, after each step. */
+static void draw_ring_steps(picture *p) {
+    int included[REDUCERS][REDUCERS], sent[REDUCERS];
+    for (int i = 0; i < REDUCERS * REDUCERS; i++) included[i / REDUCERS][i % REDUCERS] = 1;
+    text(p, 20, 30, START, "Ring of 4 ranks: in a cell, the ranks whose values it sums");
+    for (int step = -1; step < 2 * (REDUCERS - 1); step++) {
+        int number = step + 1;
+        double x = 78 + 112 * (number % 3), y = 70 + 122 * (number / 3);
+        for (int rank = 0; rank < REDUCERS && step >= 0; rank++)
+            sent[rank] = included[rank][(rank - step + 2 * REDUCERS) % REDUCERS];
+        for (int rank = 0; rank < REDUCERS && step >= 0; rank++) {
+            int from = (rank + REDUCERS - 1) % REDUCERS, slice = (from - step + 2 * REDUCERS) % REDUCERS;
+            included[rank][slice] = step < REDUCERS - 1 ? included[rank][slice] + sent[from] : sent[from];
+        }
+        if (step < 0)
+            text(p, x, y - 8, START, "start");
+        else
+            text(p, x, y - 8, START, "step %d: %s", step + 1, step < REDUCERS - 1 ? "add" : "copy");
+        for (int rank = 0; rank < REDUCERS && number % 3 == 0; rank++)
+            text(p, x - 8, y + 20 * rank + 14, END, "rank %d", rank);
+        draw_slices(p, x, y, included);
+    }
+    text(p, 190, 410, START, "columns: slices of the buffer");
+    text(p, 190, 428, START, "orange: the complete sum");
+}
+
+static void draw_collectives(const char *folder) {
+    const double latency = 5e-6, per_byte = 1 / 50e9, ranks = 64, levels = 2 * log2(ranks);
+    chart c = {.left = 500, .top = 70, .width = 350, .height = 290, .x_log = true, .y_log = true};
+    c.x_low = 1e3, c.x_high = 1e9, c.y_low = 1e-5, c.y_high = 1;
+    double bytes[SIZES_DRAWN], ring[SIZES_DRAWN], tree[SIZES_DRAWN], pieces[SIZES_DRAWN];
+    for (int i = 0; i < SIZES_DRAWN; i++) {
+        double n = bytes[i] = c.x_low * pow(c.x_high / c.x_low, (double)i / (SIZES_DRAWN - 1));
+        ring[i] = 2 * (ranks - 1) * (latency + n * per_byte / ranks);
+        tree[i] = levels * (latency + n * per_byte);
+        double count = fmax(1, sqrt(levels * 2 * n * per_byte / latency));
+        pieces[i] = (levels + count) * (latency + 2 * n * per_byte / count);
+    }
+    picture p = picture_open(folder, "21-collectives", "A ring all-reduce, and times of three algorithms", 900, 450);
+    draw_ring_steps(&p);
+    static const char *const sizes[] = {"1 KB", "10 KB", "100 KB", "1 MB", "10 MB", "100 MB", "1 GB"};
+    static const char *const times[] = {"10 us", "100 us", "1 ms", "10 ms", "100 ms", "1 s"};
+    for (int i = 0; i < 7; i++) chart_mark_x(&p, &c, c.x_low * pow(10, i), sizes[i]);
+    for (int i = 0; i < 6; i++) chart_mark_y(&p, &c, c.y_low * pow(10, i), times[i]);
+    text(&p, c.left, 30, START, "All-reduce over 64 ranks, 5 us a message, 50 GB/s");
+    chart_titles(&p, &c, "time", "bytes of the buffer");
+    chart_curve(&p, &c, bytes, ring, SIZES_DRAWN, strokes[0]);
+    chart_curve(&p, &c, bytes, tree, SIZES_DRAWN, strokes[1]);
+    chart_curve(&p, &c, bytes, pieces, SIZES_DRAWN, strokes[2]);
+    chart_legend(&p, 500, 422, strokes[0], "ring");
+    chart_legend(&p, 600, 422, strokes[1], "tree");
+    chart_legend(&p, 700, 422, strokes[2], "two trees, pieces");
+    picture_close(&p);
+}
+
+/* ---- 22: attention ----------------------------------------------------------------------------------------------- */
+
+/* The blocks of queries by keys of a causal span: computed as a whole, computed with a mask, or skipped. */
+static void draw_blocks(picture *p, double x, double y) {
+    enum { LENGTH = 1024, QUERIES = 64, KEYS = 128 };
+    const mt_span span = {0, LENGTH, 0, LENGTH, true};
+    const double cell = 18;
+    for (int i0 = 0; i0 < LENGTH; i0 += QUERIES)
+        for (int j0 = 0; j0 < LENGTH; j0 += KEYS) {
+            int64_t begin, first_end, last_end;
+            mt_span_keys(&span, 0, i0, &begin, &first_end);
+            mt_span_keys(&span, 0, i0 + QUERIES - 1, &begin, &last_end);
+            const char *fill = j0 >= last_end ? SHEET : j0 + KEYS <= first_end ? fills[BLUE] : fills[ORANGE];
+            frame(p, x + 2 * cell * j0 / KEYS, y + cell * i0 / QUERIES, 2 * cell, cell, fill);
+        }
+    for (int i = 0; i <= LENGTH; i += 256) {
+        text(p, x + 2 * cell * i / KEYS, y - 8, MIDDLE, "%d", i);
+        text(p, x - 8, y + cell * i / QUERIES + 4, END, "%d", i);
+    }
+    text(p, x + 8 * cell, y - 24, MIDDLE, "key");
+    text(p, x - 8, y - 24, END, "query");
+    box(p, x, y + 18 * cell - 9, 10, 10, fills[BLUE]);
+    text(p, x + 16, y + 18 * cell, START, "all visible");
+    box(p, x + 120, y + 18 * cell - 9, 10, 10, fills[ORANGE]);
+    text(p, x + 136, y + 18 * cell, START, "masked in part");
+}
+
+static void draw_attention(const char *folder) {
+    enum { POINTS = 8, HEADS = 32, GROUPS = 8, CHANNELS = 128 };
+    static const char *const lengths[POINTS] = {"1K", "2K", "4K", "8K", "16K", "32K", "64K", "128K"};
+    static const char *const sizes[] = {"1 MiB", "16 MiB", "256 MiB", "4 GiB", "64 GiB", "1 TiB"};
+    chart c = {.left = 540, .top = 70, .width = 320, .height = 288, .x_log = true, .y_log = true};
+    c.x_low = 1024, c.x_high = 131072, c.y_low = 0x1p20, c.y_high = 0x1p40;
+    double tokens[POINTS], matrix[POINTS], online[POINTS];
+    picture p = picture_open(folder, "22-attention", "Blocks of attention, and bytes of a layer", 900, 450);
+    text(&p, 20, 30, START, "Blocks of 64 queries by 128 keys of a sequence of 1,024 tokens");
+    draw_blocks(&p, 90, 78);
+    text(&p, 480, 30, START, "A layer of Llama 3 8B in bf16, one sequence");
+    for (int i = 0; i < POINTS; i++) {
+        double T = tokens[i] = 1024 << i;
+        matrix[i] = 2 * HEADS * T * T;
+        online[i] = 4 * (HEADS + GROUPS) * CHANNELS * T + 4 * HEADS * T;
+        chart_mark_x(&p, &c, T, lengths[i]);
+    }
+    for (int i = 0; i < 6; i++) chart_mark_y(&p, &c, c.y_low * pow(16, i), sizes[i]);
+    chart_titles(&p, &c, "bytes", "tokens of a sequence");
+    chart_curve(&p, &c, tokens, matrix, POINTS, strokes[1]);
+    chart_curve(&p, &c, tokens, online, POINTS, strokes[0]);
+    chart_legend(&p, 540, 422, strokes[1], "probabilities");
+    chart_legend(&p, 690, 422, strokes[0], "q, k, v, o and lse");
+    picture_close(&p);
+}
+
+/* ---- 23: a kernel ------------------------------------------------------------------------------------------------ */
+
+/* The 128-byte lines that one load of a warp touches: lane l reads `width` bytes at l * stride. */
+static void draw_warp_load(picture *p, double y, const char *title, int64_t stride, int64_t width) {
+    enum { LANES = 32, LINE = 128, CELLS = 32, BYTES = LINE / CELLS };
+    bool used[LANES][CELLS] = {{false}};
+    int64_t lines[LANES], count = 0, bytes = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        int64_t at = lane * stride, found = 0;
+        while (found < count && lines[found] != at / LINE) found++;
+        if (found == count) lines[count++] = at / LINE;
+        for (int64_t b = at % LINE; b < at % LINE + width; b++) used[found][b / BYTES] = true;
+        bytes += width;
+    }
+    text(p, 20, y - 10, START, "%s", title);
+    int64_t shown = count < 4 ? count : 4;
+    for (int64_t l = 0; l < shown; l++) {
+        frame(p, 20, y + 13 * (double)l, 6 * CELLS, 10, SHEET);
+        for (int cell = 0; cell < CELLS; cell++)
+            if (used[l][cell]) box(p, 20 + 6 * cell, y + 13 * (double)l + 0.5, 6, 9, fills[BLUE]);
+    }
+    text(p, 226, y + 9, START, "%lld line%s,", (long long)count, count > 1 ? "s" : "");
+    text(p, 226, y + 24, START, "%lld of %lld bytes used", (long long)bytes, (long long)(count * LINE));
+    if (shown < count) text(p, 226, y + 39, START, "(%lld lines drawn)", (long long)shown);
+}
+
+static void draw_kernel(const char *folder) {
+    /* Percent of the copy rate before and after, from notes/lab.md. */
+    static const struct {
+        const char *shape, *change;
+        double before, after;
+    } gains[] = {{"RMSNorm 4096", "weights with the row", 85, 87},
+                 {"RMSNorm 4096", "early launch", 88, 91},
+                 {"RMSNorm 2048", "weights with the row", 82, 89},
+                 {"LayerNorm 1600", "weights in shared memory", 75, 80},
+                 {"LayerNorm 1600", "early launch", 81, 85},
+                 {"RMSNorm, gradient", "fewer instructions, prefetch", 82, 90}};
+    enum { GAINS = sizeof gains / sizeof *gains };
+    chart c = {.left = 620, .top = 80, .width = 250, .height = 250, .x_low = 70, .x_high = 100, .y_high = GAINS};
+    picture p = picture_open(folder, "23-kernel", "Loads of a warp, and measured gains", 900, 400);
+    text(&p, 20, 30, START, "128-byte lines that a load of 32 lanes touches");
+    draw_warp_load(&p, 80, "a lane for each row of 4,096 bf16", 2 * 4096, 2);
+    draw_warp_load(&p, 180, "a lane for each channel", 2, 2);
+    draw_warp_load(&p, 250, "a lane for each pack of 8 channels", 16, 16);
+    text(&p, 420, 30, START, "Measured gains on one H200, bf16");
+    for (int percent = 70; percent <= 100; percent += 10) {
+        char label[8];
+        snprintf(label, sizeof label, "%d%%", percent);
+        chart_mark_x(&p, &c, percent, label);
+    }
+    chart_titles(&p, &c, "", "share of the rate of a copy");
+    for (int i = 0; i < GAINS; i++) {
+        double y = c.top + c.height * (i + 0.5) / GAINS, x1 = chart_x(&c, gains[i].before);
+        frame(&p, x1, y - 7, chart_x(&c, gains[i].after) - x1, 14, fills[i % 2 ? ORANGE : BLUE]);
+        text(&p, c.left - 8, y - 3, END, "%s", gains[i].shape);
+        text(&p, c.left - 8, y + 11, END, "%s", gains[i].change);
+        text(&p, x1 - 5, y + 4, END, "%.0f", gains[i].before);
+        text(&p, chart_x(&c, gains[i].after) + 5, y + 4, START, "%.0f", gains[i].after);
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -1838,5 +2080,8 @@ int main(int argc, char **argv) {
     draw_recomputation(argv[1]);
     draw_fp8(argv[1]);
     draw_ratios(argv[1]);
+    draw_collectives(argv[1]);
+    draw_attention(argv[1]);
+    draw_kernel(argv[1]);
     return 0;
 }
