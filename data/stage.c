@@ -395,7 +395,7 @@ static void move_scores(const mt_group *world, const scores *found, scores *kept
  * messages in one order, so none waits for ever. */
 static void deliver_scores(mt_reference *r) {
     const mt_group *world = &r->role.grid->world;
-    int64_t ranks = r->feed->num_ranks, replicas = r->role.grid->data.size, count = r->feed->micro_batches * ranks;
+    int64_t ranks = r->trained.grid->data.size, replicas = r->role.grid->data.size, count = r->feed->micro_batches * ranks;
     for (int64_t number = 0; number < count; number++) {
         int from = r->owners[number % replicas];
         scores *found = world->rank == from ? &r->found[number / replicas] : NULL;
@@ -408,7 +408,7 @@ static void deliver_scores(mt_reference *r) {
 }
 
 int mt_reference_score(mt_reference *r, mt_feed *feed, mt_batch *batch, mt_error *error) {
-    int64_t slots = feed->micro_batches, ranks = feed->num_ranks;
+    int64_t slots = feed->micro_batches, ranks = r->trained.grid->data.size;
     bool apart = mt_model_role_is_apart(&r->role);
     clear_scores(&r->scores, &r->capacity, slots);
     if (apart) clear_scores(&r->found, &r->found_capacity, mt_divide_up(slots * ranks, r->role.grid->data.size));
