@@ -395,7 +395,8 @@ static void move_scores(const mt_group *world, const scores *found, scores *kept
  * messages in one order, so none waits for ever. */
 static void deliver_scores(mt_reference *r) {
     const mt_group *world = &r->role.grid->world;
-    int64_t ranks = r->trained.grid->data.size, replicas = r->role.grid->data.size, count = r->feed->micro_batches * ranks;
+    int64_t ranks = r->trained.grid->data.size, replicas = r->role.grid->data.size,
+            count = r->feed->micro_batches * ranks;
     for (int64_t number = 0; number < count; number++) {
         int from = r->owners[number % replicas];
         scores *found = world->rank == from ? &r->found[number / replicas] : NULL;
