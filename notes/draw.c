@@ -1997,6 +1997,190 @@ static void draw_attention(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 23: a kernel ------------------------------------------------------------------------------------------------ */
+
+/* The 128-byte lines that one load of a warp touches: lane l reads `width` bytes at l * stride. */
+static void draw_warp_load(picture *p, double y, const char *title, int64_t stride, int64_t width) {
+    enum { LANES = 32, LINE = 128, CELLS = 32, BYTES = LINE / CELLS };
+    bool used[LANES][CELLS] = {{false}};
+    int64_t lines[LANES], count = 0, bytes = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        int64_t at = lane * stride, found = 0;
+        while (found < count && lines[found] != at / LINE) found++;
+        if (found == count) lines[count++] = at / LINE;
+        for (int64_t b = at % LINE; b < at % LINE + width; b++) used[found][b / BYTES] = true;
+        bytes += width;
+    }
+    text(p, 20, y - 10, START, "%s", title);
+    int64_t shown = count < 4 ? count : 4;
+    for (int64_t l = 0; l < shown; l++) {
+        frame(p, 20, y + 13 * (double)l, 6 * CELLS, 10, SHEET);
+        for (int cell = 0; cell < CELLS; cell++)
+            if (used[l][cell]) box(p, 20 + 6 * cell, y + 13 * (double)l + 0.5, 6, 9, fills[BLUE]);
+    }
+    text(p, 226, y + 9, START, "%lld line%s,", (long long)count, count > 1 ? "s" : "");
+    text(p, 226, y + 24, START, "%lld of %lld bytes used", (long long)bytes, (long long)(count * LINE));
+    if (shown < count) text(p, 226, y + 39, START, "(%lld lines drawn)", (long long)shown);
+}
+
+static void draw_kernel(const char *folder) {
+    /* Percent of the copy rate before and after, from notes/lab.md. */
+    static const struct {
+        const char *shape, *change;
+        double before, after;
+    } gains[] = {{"RMSNorm 4096", "weights with the row", 85, 87},
+                 {"RMSNorm 4096", "early launch", 88, 91},
+                 {"RMSNorm 2048", "weights with the row", 82, 89},
+                 {"LayerNorm 1600", "weights in shared memory", 75, 80},
+                 {"LayerNorm 1600", "early launch", 81, 85},
+                 {"RMSNorm, gradient", "fewer instructions, prefetch", 82, 90}};
+    enum { GAINS = sizeof gains / sizeof *gains };
+    chart c = {.left = 620, .top = 80, .width = 250, .height = 250, .x_low = 70, .x_high = 100, .y_high = GAINS};
+    picture p = picture_open(folder, "23-kernel", "Loads of a warp, and measured gains", 900, 400);
+    text(&p, 20, 30, START, "128-byte lines that a load of 32 lanes touches");
+    draw_warp_load(&p, 80, "a lane for each row of 4,096 bf16", 2 * 4096, 2);
+    draw_warp_load(&p, 180, "a lane for each channel", 2, 2);
+    draw_warp_load(&p, 250, "a lane for each pack of 8 channels", 16, 16);
+    text(&p, 420, 30, START, "Measured gains on one H200, bf16");
+    for (int percent = 70; percent <= 100; percent += 10) {
+        char label[8];
+        snprintf(label, sizeof label, "%d%%", percent);
+        chart_mark_x(&p, &c, percent, label);
+    }
+    chart_titles(&p, &c, "", "share of the rate of a copy");
+    for (int i = 0; i < GAINS; i++) {
+        double y = c.top + c.height * (i + 0.5) / GAINS, x1 = chart_x(&c, gains[i].before);
+        frame(&p, x1, y - 7, chart_x(&c, gains[i].after) - x1, 14, fills[i % 2 ? ORANGE : BLUE]);
+        text(&p, c.left - 8, y - 3, END, "%s", gains[i].shape);
+        text(&p, c.left - 8, y + 11, END, "%s", gains[i].change);
+        text(&p, x1 - 5, y + 4, END, "%.0f", gains[i].before);
+        text(&p, chart_x(&c, gains[i].after) + 5, y + 4, START, "%.0f", gains[i].after);
+    }
+    picture_close(&p);
+}
+
+/* ---- 24: generation ---------------------------------------------------------------------------------------------- */
+
+enum { TEXTS = 7, TEXT_SLOTS = 3, TEXT_LENGTH = 16, TEXT_ROWS = 4, TEXT_PROMPT = 6, TEXT_FORWARD = 8 };
+
+/* Texts to generate, without a model: every drawn token is 1. */
+typedef struct texts {
+    mt_batcher *batcher;
+    mt_sequence sequences[TEXTS];
+    int32_t tokens[TEXTS][TEXT_LENGTH];
+} texts;
+
+/* `alike`: all prompts are equal. */
+static void texts_begin(texts *t, const int *new_tokens, bool alike) {
+    mt_batcher_plan plan = {TEXT_SLOTS, TEXT_LENGTH, TEXT_FORWARD, TEXT_ROWS, 16};
+    t->batcher = mt_batcher_create(&plan);
+    for (int i = 0; i < TEXTS; i++) {
+        for (int j = 0; j < TEXT_PROMPT; j++) t->tokens[i][j] = alike ? 2 + j : 100 * i + j;
+        t->sequences[i] = (mt_sequence){.id = i,
+                                        .tokens = t->tokens[i],
+                                        .num_prompt = TEXT_PROMPT,
+                                        .num_tokens = TEXT_PROMPT,
+                                        .max_tokens = TEXT_PROMPT + new_tokens[i],
+                                        .slot = -1,
+                                        .finish = MT_UNFINISHED};
+    }
+}
+
+/* One forward; rows[i] is the number of tokens of text i in it. False at the end. */
+static bool texts_step(texts *t, int64_t *rows) {
+    mt_batcher *b = t->batcher;
+    memset(rows, 0, TEXTS * sizeof *rows);
+    if (mt_batcher_next(b, t->sequences, TEXTS) == 0) return false;
+    for (int64_t s = 0; s < b->batch.num_spans; s++)
+        for (int i = 0; i < TEXTS; i++)
+            if (t->sequences[i].slot == b->batch.spans[s].k_start / TEXT_LENGTH) rows[i] = b->batch.spans[s].q_len;
+    for (int64_t l = 0; l < b->num_logits; l++) {
+        mt_sequence *sequence = &t->sequences[b->logit_sequences[l]];
+        sequence->tokens[sequence->num_tokens++] = 1;
+        if (sequence->num_tokens == sequence->max_tokens) sequence->finish = MT_FINISH_LENGTH;
+    }
+    return true;
+}
+
+static void draw_forward_cell(picture *p, double x, double y, int64_t rows, bool is_prompt) {
+    if (rows == 0) return;
+    frame(p, x, y, 22, 18, fills[is_prompt ? ORANGE : BLUE]);
+    text(p, x + 11, y + 13, MIDDLE, "%lld", (long long)rows);
+}
+
+/* Batches of TEXT_SLOTS texts that begin and end together, each prompt in one forward. Returns the forwards. */
+static int draw_static_batches(picture *p, double x, double y, const int *new_tokens) {
+    int begin = 0;
+    for (int first = 0; first < TEXTS; first += TEXT_SLOTS) {
+        int longest = 0;
+        for (int i = first; i < first + TEXT_SLOTS && i < TEXTS; i++) {
+            for (int f = 0; f < new_tokens[i]; f++)
+                draw_forward_cell(p, x + 22 * (begin + f), y + 20 * i, f == 0 ? TEXT_PROMPT : 1, f == 0);
+            longest = new_tokens[i] > longest ? new_tokens[i] : longest;
+        }
+        begin += longest;
+    }
+    return begin;
+}
+
+/* The page table after all of three equal prompts are read. */
+static void draw_pages(picture *p, double x, double y) {
+    static const int new_tokens[TEXTS] = {6, 6, 6, 1, 1, 1, 1};
+    texts t;
+    int64_t rows[TEXTS];
+    texts_begin(&t, new_tokens, true);
+    for (int forward = 0; forward < 4; forward++) texts_step(&t, rows);
+    text(p, x, y - 40, START, "Pages of %d tokens, three", TEXT_ROWS);
+    text(p, x, y - 24, START, "samples of one prompt of %d", TEXT_PROMPT);
+    for (int i = 0; i < 3; i++) {
+        int64_t slot = t.sequences[i].slot, pages = mt_divide_up(t.sequences[i].num_tokens - 1, TEXT_ROWS);
+        text(p, x, y + 26 * i + 16, START, "sample %d", i);
+        for (int64_t page = 0; page < pages; page++) {
+            int32_t number = t.batcher->batch.pages[slot * TEXT_LENGTH / TEXT_ROWS + page];
+            bool shared = t.batcher->batch.pages[t.sequences[0].slot * TEXT_LENGTH / TEXT_ROWS + page] == number &&
+                          t.batcher->batch.pages[t.sequences[1].slot * TEXT_LENGTH / TEXT_ROWS + page] == number;
+            frame(p, x + 70 + 34 * (double)page, y + 26 * i, 34, 22, fills[shared ? GREEN : BLUE]);
+            text(p, x + 87 + 34 * (double)page, y + 26 * i + 15, MIDDLE, "%d", number);
+        }
+    }
+    text(p, x, y + 104, START, "numbers: pages of the cache");
+    box(p, x, y + 113, 10, 10, fills[GREEN]);
+    text(p, x + 16, y + 122, START, "shared");
+    mt_batcher_destroy(t.batcher);
+}
+
+static void draw_generation(const char *folder) {
+    static const int new_tokens[TEXTS] = {3, 9, 4, 2, 6, 3, 5};
+    const double x = 150, top = 76, below = 272;
+    texts t;
+    int64_t rows[TEXTS];
+    int forwards = 0;
+    picture p = picture_open(folder, "24-generation", "Continuous and static batching, and shared pages", 900, 470);
+    texts_begin(&t, new_tokens, false);
+    bool begun[TEXTS] = {false};
+    for (; texts_step(&t, rows); forwards++)
+        for (int i = 0; i < TEXTS; i++) {
+            draw_forward_cell(&p, x + 22 * forwards, top + 20 * i, rows[i], !begun[i]);
+            begun[i] = begun[i] || t.sequences[i].num_tokens > TEXT_PROMPT;
+        }
+    mt_batcher_destroy(t.batcher);
+    text(&p, 20, 30, START, "Continuous batching: %d texts, %d at once, %d forwards of at most %d tokens", TEXTS,
+         TEXT_SLOTS, forwards, TEXT_FORWARD);
+    forwards = draw_static_batches(&p, x, below, new_tokens);
+    text(&p, 20, below - 24, START, "Static batches: %d forwards", forwards);
+    for (int i = 0; i < TEXTS; i++)
+        for (int part = 0; part < 2; part++)
+            text(&p, x - 10, (part ? below : top) + 20 * i + 13, END, "text %d, %d new", i, new_tokens[i]);
+    for (int f = 0; f < forwards; f++) text(&p, x + 22 * f + 11, below + 20 * TEXTS + 14, MIDDLE, "%d", f + 1);
+    text(&p, x + 11 * forwards, below + 20 * TEXTS + 34, MIDDLE, "forward; in a cell: tokens of the text in it");
+    box(&p, 660, 270, 10, 10, fills[ORANGE]);
+    text(&p, 676, 279, START, "reads the prompt");
+    box(&p, 660, 290, 10, 10, fills[BLUE]);
+    text(&p, 676, 299, START, "one token, and writes one");
+    draw_pages(&p, 660, 100);
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -2020,5 +2204,7 @@ int main(int argc, char **argv) {
     draw_ratios(argv[1]);
     draw_collectives(argv[1]);
     draw_attention(argv[1]);
+    draw_kernel(argv[1]);
+    draw_generation(argv[1]);
     return 0;
 }
