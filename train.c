@@ -36,7 +36,8 @@ typedef struct run {
     mt_batch batch;
     mt_run_state state;
     mt_report report;
-    int64_t saved; // iteration of the last checkpoint that was reported as saved
+    int64_t saved;      // iteration of the last checkpoint that was reported as saved
+    int64_t last_saved; // of the last one that was saved, perhaps still under way; -1: none
     double start;
 } run;
 
@@ -204,16 +205,21 @@ static void open_model(run *r) {
     mt_batch_alloc(&r->batch, here * o->context_parallel_size);
 }
 
-/* False: a bad step was among the last, whose checkpoint would be the one to go back to. */
-static bool save(run *r) {
+/* Saves nothing after a bad step, for which the run goes back to the checkpoint before. */
+static void save(run *r) {
     mt_error error;
-    if (!r->options.save) return true;
+    if (!r->options.save) return;
     check(r, mt_train_finish(r->model, &error), &error);
-    if (mt_train_bad_iteration(r->model) > 0) return false;
+    if (mt_train_bad_iteration(r->model) > 0) return;
     if (r->rl) check(r, mt_rl_save(r->rl, &r->state, &error), &error);
     check(r, mt_saver_save(r->saver, &r->state, &error), &error);
     report_saved(r);
-    return true;
+    r->last_saved = r->state.iteration;
+}
+
+/* Saves what this run has trained since its last checkpoint. */
+static void save_progress(run *r) {
+    if (r->state.iteration > r->report.first_iteration && r->state.iteration != r->last_saved) save(r);
 }
 
 /* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. Nothing is
@@ -265,13 +271,17 @@ static void write_trace(run *r) {
     mt_report_line(&r->report, "wrote the trace to %s", r->options.trace);
 }
 
-/* One iteration of reinforcement learning. */
+/* One iteration of reinforcement learning, or none if a stop is requested first. A reward that fails ends the run, but
+ * loses no iteration. */
 static bool rl_step(run *r) {
     mt_error error;
     mt_metrics metrics;
     bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
-    check(r, mt_rl_step(r->rl, &r->state, &r->batch, due ? &metrics : NULL, &error), &error);
-    r->report.numbers = mt_rl_numbers(r->rl, &r->report.num_numbers);
+    int status = mt_rl_step(r->rl, &r->state, &r->batch, due ? &metrics : NULL, &error);
+    if (status == MT_RL_STOPPED) return true;
+    if (status == MT_RL_UNREWARDED) save_progress(r);
+    check(r, status, &error);
+    mt_rl_report(r->rl, &r->report);
     if (due) mt_report_iteration(&r->report, &r->state, &metrics);
     return true;
 }
@@ -295,6 +305,7 @@ static bool step(run *r) {
     if (status == MT_REWIND) {
         check(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
         report_saved(r);
+        r->last_saved = r->state.iteration;
         return false;
     }
     check(r, status, &error);
@@ -311,7 +322,7 @@ static bool step(run *r) {
 static void train(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    int64_t saved = -1, validated = r->state.iteration; // without a step: converts
+    int64_t validated = r->state.iteration;
     bool stop = should_stop(r);
     mt_watch_enter(MT_WATCH_STEP);
     while ((r->state.iteration < o->num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
@@ -323,12 +334,12 @@ static void train(run *r) {
         int64_t iteration = r->state.iteration, first = r->state.consumed_valid_samples;
         bool validates = o->eval_interval > 0 && iteration % o->eval_interval == 0;
         if (validates) r->state.consumed_valid_samples += evaluated_samples(r, MT_SPLIT_VALID);
-        if ((stop || (o->save_interval > 0 && iteration % o->save_interval == 0)) && save(r)) saved = iteration;
+        if (stop || (o->save_interval > 0 && iteration % o->save_interval == 0)) save_progress(r);
         if (!validates) continue;
         evaluate(r, MT_SPLIT_VALID, "validation", first);
         validated = iteration;
         stop = stop || should_stop(r);
-        if (stop && saved != iteration && save(r)) saved = iteration;
+        if (stop) save_progress(r);
     }
     check(r, mt_train_finish(r->model, &error), &error);
     if (mt_trace_is_open()) write_trace(r);
@@ -337,7 +348,7 @@ static void train(run *r) {
         return;
     }
     // saved first, as in Megatron: a longer run, which skips this evaluation, resumes with its own validation samples
-    if (saved != r->state.iteration) save(r);
+    if (r->last_saved != r->state.iteration) save(r); // also without a step: converts
     if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", r->state.consumed_valid_samples);
     evaluate(r, MT_SPLIT_TEST, "test", 0);
 }
@@ -402,7 +413,7 @@ static int print_launch(run *r) {
 }
 
 int main(int argc, char **argv) {
-    run r = {.start = mt_time(), .saved = -1};
+    run r = {.start = mt_time(), .saved = -1, .last_saved = -1};
     mt_error error;
     mt_signals_hold();
     if (mt_launch_check(argv, &error) != 0) mt_die("%s", error.text);

@@ -708,6 +708,10 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
     mt_json_set_int(json, "stage", o->stage);
     mt_json_set_int(json, "rollout_batch_size", o->rollout_batch_size);
     mt_json_set_int(json, "num_return_sequences", o->num_return_sequences);
+    if (o->stage == MT_STAGE_RL) {
+        mt_json_set_int(json, "consumed_prompts", state->consumed_prompts);
+        mt_json_set_int(json, "prompts_fingerprint", state->prompts_fingerprint);
+    }
     mt_json_set_int(json, "sequence_packing", o->sequence_packing);
     mt_json_set_int(json, "global_batch_size", o->global_batch_size);
     mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);

@@ -748,8 +748,8 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
-    static const char *const purposes[] = {"sft",           "chat",         "score",       "stage",
-                                           "adv-estimator", "kl-in-reward", "kd-objective"};
+    static const char *const purposes[] = {"sft",           "chat",         "score",        "stage",
+                                           "adv-estimator", "kl-in-reward", "kd-objective", "dynamic-sampling"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
     if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(chat_template) && !o->chat && !o->score)
@@ -765,6 +765,9 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
             !mt_option_has(o, rule.other, rule.choices))
             return true;
     }
+    const mt_option *stage = mt_option_of(MT_AT(stage));
+    for (const char *column = stage->excludes; mt_option_next_rule(&column, &rule);)
+        if (rule.other->offset == row->offset && mt_option_rule_holds(o, stage, &rule)) return true;
     return false;
 }
 

@@ -28,32 +28,8 @@ typedef struct partner {
     mt_model *model; // NULL: there is none
 } partner;
 
-enum {
-    SCORE,
-    SCORE_DEVIATION,
-    TOKENS,
-    OVERLONG,
-    DROPPED,
-    LOGP_GAP,
-    VALUE_LOSS,
-    GENERATION,
-    REWARDS,
-    SCORING,
-    TRAINING
-};
-
-static const char *const number_names[] = {[SCORE] = "reward",
-                                           [SCORE_DEVIATION] = "reward deviation",
-                                           [TOKENS] = "response tokens",
-                                           [OVERLONG] = "overlong",
-                                           [DROPPED] = "groups dropped",
-                                           [LOGP_GAP] = "generation gap",
-                                           [VALUE_LOSS] = "value loss",
-                                           [GENERATION] = "generation seconds",
-                                           [REWARDS] = "reward seconds",
-                                           [SCORING] = "scoring seconds",
-                                           [TRAINING] = "training seconds"};
-enum { NUM_NUMBERS = sizeof number_names / sizeof *number_names };
+/* The phases of an iteration that are timed. */
+enum { GENERATION, REWARDS, SCORING, TRAINING, NUM_PHASES };
 
 struct mt_rl {
     mt_rl_config config;
@@ -67,7 +43,13 @@ struct mt_rl {
     mt_rollouts rollouts;
     mt_rollout_config rollout_config;
     mt_plan_shape shape;
-    mt_report_number numbers[NUM_NUMBERS];
+    /* of the iteration */
+    float *generated; // the generator's log-probabilities of all tokens of the responses, one after another; NULL: none
+    int64_t rounds;   // of responses
+    double value_loss, seconds[NUM_PHASES];
+    int64_t untrained, bad_steps; // iterations of this run without a step; steps without an update, as last reported
+    mt_report_number numbers[MT_MAX_REPORT_NUMBERS];
+    int64_t num_numbers;
     /* the micro-batches at hand */
     mt_step_plan plan;
     mt_loss_input stored; // by the sink
@@ -168,7 +150,21 @@ static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
 
 /* ---- opening */
 
-static int read_prompts(mt_rl *rl, mt_error *error) {
+/* Every rank has the same prompts, and a run that resumes those with which it began. */
+static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const char *name = "prompts";
+    uint64_t print = mt_samples_fingerprint(&rl->prompts);
+    if (mt_fingerprints_agree(&print, &name, 1, &rl->config.grid->world, error) != 0) return -1;
+    int64_t before = state->iteration > 0 && !o->no_load_rng ? state->prompts_fingerprint : 0;
+    state->prompts_fingerprint = (int64_t)(print >> 1); // as JSON holds it
+    if (before == 0 || before == state->prompts_fingerprint) return 0;
+    return mt_error_set(error, "--data-path: the prompts are not those with which the run began (their texts, tokens "
+                               "and answers); give these, go on with others by --no-load-rng, or begin anew by "
+                               "--finetune");
+}
+
+static int read_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     mt_sft_config files = {.paths = o->data_path,
                            .tokenizer_path = rl->config.tokenizer_path,
@@ -183,20 +179,19 @@ static int read_prompts(mt_rl *rl, mt_error *error) {
                            .answer_key = o->answer_key,
                            .needs_answer = o->reward == MT_REWARD_EXACT || o->reward == MT_REWARD_NUMBER,
                            .log = rl->config.log};
-    const mt_group *world = &rl->config.grid->world;
-    const char *name = "prompts";
     int status = mt_samples_read(&rl->prompts, &files, rl->config.tokenizer, error);
-    if (mt_agree(world, status != 0, error) != 0) return -1;
-    uint64_t print = mt_samples_fingerprint(&rl->prompts);
-    return mt_fingerprints_agree(&print, &name, 1, world, error);
+    if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;
+    return check_prompts(rl, state, error);
 }
 
 static void configure_rollouts(mt_rl *rl) {
     const mt_options *o = rl->config.options;
-    rl->rollout_config = (mt_rollout_config){.overlong = o->overlong_penalty > 0 ? MT_OVERLONG_PENALTY
-                                                         : o->overlong_mask      ? MT_OVERLONG_MASK
-                                                                                 : MT_OVERLONG_KEEP,
-                                             .overlong_penalty = o->overlong_penalty,
+    double penalty = o->overlong_buffer_length > 0 ? o->overlong_penalty_factor : o->overlong_penalty;
+    rl->rollout_config = (mt_rollout_config){.overlong = penalty > 0        ? MT_OVERLONG_PENALTY
+                                                         : o->overlong_mask ? MT_OVERLONG_MASK
+                                                                            : MT_OVERLONG_KEEP,
+                                             .overlong_penalty = penalty,
+                                             .overlong_buffer = o->overlong_buffer_length,
                                              .max_new_tokens = o->max_new_tokens,
                                              .reward_clip = o->reward_clip,
                                              .dynamic_sampling = o->dynamic_sampling,
@@ -217,12 +212,12 @@ static void configure_rollouts(mt_rl *rl) {
                                 .slot_rest = o->pipeline_model_parallel_size};
 }
 
-int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan,
-               const mt_run_state *state, mt_error *error) {
+int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
+               mt_error *error) {
     mt_rl *rl = mt_calloc(sizeof *rl);
     rl->config = *config, rl->actor = actor;
     configure_rollouts(rl);
-    int status = read_prompts(rl, error);
+    int status = read_prompts(rl, state, error);
     if (status == 0) status = open_reference(rl, plan, state, error);
     if (status == 0) status = open_critic(rl, plan, state, error);
     if (status == 0) status = open_reward(rl, plan, error);
@@ -244,6 +239,7 @@ void mt_rl_close(mt_rl *rl) {
     mt_reward_close(rl->reward);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
+    free(rl->generated);
     mt_samples_free(&rl->prompts);
     free(rl);
 }
@@ -260,12 +256,14 @@ int mt_rl_finish(mt_rl *rl, mt_error *error) {
     return mt_saver_finish(rl->critic_saver, error);
 }
 
-const mt_report_number *mt_rl_numbers(const mt_rl *rl, int64_t *count) {
-    *count = NUM_NUMBERS;
-    return rl->numbers;
-}
-
 /* ---- generation and rewards */
+
+/* Seconds since *then, which becomes now. */
+static double lap(double *then) {
+    double now = mt_time(), seconds = now - *then;
+    *then = now;
+    return seconds;
+}
 
 /* The tokens that end a response: of the tokenizer, and of the chat template. */
 static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
@@ -280,37 +278,59 @@ static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
     return 0;
 }
 
-/* Responses to the prompts of an iteration. generated: the generator's log-probabilities of all their tokens, one
- * response after another, to free. */
-static int generate(mt_rl *rl, int64_t iteration, float **generated, mt_error *error) {
+static mt_sampling sampling_of(const mt_options *o) {
+    return (mt_sampling){.temperature = o->temperature,
+                         .top_p = o->top_p,
+                         .top_k = o->top_k,
+                         .min_p = o->min_p,
+                         .repetition_penalty = o->repetition_penalty,
+                         .seed = (uint64_t)o->seed,
+                         .logprobs = true};
+}
+
+/* The generator has log-probabilities at temperature 1, and of its draws, which differ from those at --temperature
+ * where it draws from a part of the tokens. */
+static bool draws_from_all(const mt_options *o) {
+    return o->top_k == 0 && o->top_p == 1 && o->min_p == 0 && o->repetition_penalty == 1;
+}
+
+/* Takes a response and its log-probabilities; `tokens` come before it. */
+static void take_response(mt_rl *rl, int64_t s, const mt_sequence *q, int64_t tokens) {
+    int64_t written = q->num_tokens - q->num_prompt;
+    mt_rollouts_set(&rl->rollouts, s, q->tokens + q->num_prompt, written, q->finish == MT_FINISH_LENGTH);
+    memcpy(rl->generated + tokens, rl->config.options->temperature == 1 ? q->logps : q->sampled_logps,
+           (size_t)written * 4);
+}
+
+/* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. */
+static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *error) {
     const mt_options *o = rl->config.options;
-    int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences, count = prompts * group, tokens = 0;
+    mt_rollouts *r = &rl->rollouts;
+    int64_t group = o->num_return_sequences, count = prompts * group, first = r->count, tokens = 0, more = 0;
     int64_t *order = mt_malloc(prompts * 8), *lengths = mt_malloc(prompts * 8);
     const int32_t **texts = mt_malloc(prompts * (int64_t)sizeof *texts);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
-    rollout.first_id = iteration * count;
-    rollout.sampling = (mt_sampling){.temperature = o->temperature, .top_p = o->top_p, .top_k = o->top_k};
-    rollout.sampling.min_p = o->min_p, rollout.sampling.repetition_penalty = o->repetition_penalty;
-    rollout.sampling.seed = (uint64_t)o->seed, rollout.sampling.logprobs = true;
+    rollout.first_id = position * group, rollout.sampling = sampling_of(o);
     int status = find_stops(rl, &rollout.stops, error);
-    mt_prompts_order(rl->prompts.count, o->seed, iteration * prompts, prompts, order);
+    mt_prompts_order(rl->prompts.count, o->seed, position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
     }
     if (status == 0) status = mt_rollout_generate(rl->actor, &rollout, texts, lengths, prompts, sequences, error);
     if (status == 0) {
-        mt_rollouts_free(&rl->rollouts);
-        mt_rollouts_begin(&rl->rollouts, &rl->prompts, order, prompts, group);
-        for (int64_t s = 0; s < count; s++) tokens += sequences[s].num_tokens - sequences[s].num_prompt;
-        float *to = *generated = mt_malloc(mt_max(tokens, 1) * 4);
-        for (int64_t s = 0; s < count; s++) {
-            const mt_sequence *q = &sequences[s];
-            int64_t written = q->num_tokens - q->num_prompt;
-            mt_rollouts_set(&rl->rollouts, s, q->tokens + q->num_prompt, written, q->finish == MT_FINISH_LENGTH);
-            memcpy(to, q->logps, (size_t)written * 4), to += written;
-            mt_sequence_end(&sequences[s]);
+        if (first == 0)
+            mt_rollouts_begin(r, &rl->prompts, order, prompts, group);
+        else
+            mt_rollouts_extend(r, order, prompts);
+        for (int64_t s = 0; s < first; s++) tokens += r->response_tokens[s];
+        for (int64_t i = 0; i < count; i++) more += sequences[i].num_tokens - sequences[i].num_prompt;
+        rl->generated = mt_realloc(rl->generated, mt_max(tokens + more, 1) * 4);
+        for (int64_t i = 0; i < count; i++) {
+            take_response(rl, first + i, &sequences[i], tokens);
+            tokens += r->response_tokens[first + i];
+            mt_sequence_end(&sequences[i]);
         }
     }
     free(order), free(lengths), free(texts), free(sequences);
@@ -321,7 +341,7 @@ static int generate(mt_rl *rl, int64_t iteration, float **generated, mt_error *e
 
 static void plan_batches(mt_rl *rl, const int64_t *sequences, int64_t count) {
     mt_step_plan_free(&rl->plan);
-    mt_rollouts_plan(&rl->plan, &rl->rollouts, sequences, count, true, &rl->shape);
+    mt_rollouts_plan(&rl->plan, &rl->rollouts, sequences, count, rl->config.options->sequence_packing, &rl->shape);
 }
 
 /* The source of scoring and of training. */
@@ -371,25 +391,44 @@ static int score_by_model(mt_rl *rl, mt_batch *batch, mt_error *error) {
     return status;
 }
 
-static int score_responses(mt_rl *rl, mt_batch *batch, mt_error *error) {
+/* Scores of the responses from `first` on by rank 0's reward function, for all ranks; MT_RL_STOPPED or MT_RL_UNREWARDED
+ * if it gave none. */
+static int score_by_function(mt_rl *rl, int64_t first, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
     const mt_group *world = &rl->config.grid->world;
+    int status = world->rank == 0 ? mt_rollouts_score(r, first, rl->reward, rl->config.tokenizer, error) : 0;
+    mt_broadcast(world, &status, sizeof status, 0);
+    if (status == MT_REWARD_STOPPED) return MT_RL_STOPPED;
+    if (mt_agree(world, status != 0, error) != 0) return MT_RL_UNREWARDED;
+    mt_broadcast(world, r->scores, r->count * 8, 0);
+    return 0;
+}
+
+/* Responses and their rewards. With dynamic sampling other prompts replace the dropped ones, in a number of rounds. */
+static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    mt_rollouts *r = &rl->rollouts;
+    int64_t most = o->dynamic_sampling ? o->dynamic_sampling_max_rounds : 1, missing = o->rollout_batch_size;
     int status = 0;
-    if (rl->reward_model.model) {
-        status = score_by_model(rl, batch, error);
-    } else {
-        if (world->rank == 0) status = mt_rollouts_score(r, rl->reward, rl->config.tokenizer, error);
-        status = mt_agree(world, status != 0, error);
-        if (status == 0) mt_broadcast(world, r->scores, r->count * 8, 0);
+    mt_rollouts_free(r);
+    for (rl->rounds = 0; missing > 0 && rl->rounds < most && status == 0; rl->rounds++) {
+        int64_t first = r->count;
+        double then = mt_time();
+        status = generate(rl, state->consumed_prompts + r->num_prompts, missing, error);
+        rl->seconds[GENERATION] += lap(&then);
+        if (status == 0)
+            status = rl->reward_model.model ? score_by_model(rl, batch, error) : score_by_function(rl, first, error);
+        if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
+        rl->seconds[REWARDS] += lap(&then);
+        missing = o->rollout_batch_size - (r->num_prompts - r->stats.groups_dropped);
     }
-    if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
     return status;
 }
 
 /* ---- an iteration */
 
 /* The largest difference between the log-probabilities of the generator and of training. */
-static double generation_gap(const mt_rl *rl, const float *generated) {
+static double generation_gap(const mt_rl *rl) {
     const mt_rollouts *r = &rl->rollouts;
     int64_t *first = mt_malloc((r->count + 1) * 8);
     double gap = 0;
@@ -400,7 +439,7 @@ static double generation_gap(const mt_rl *rl, const float *generated) {
         int64_t end = r->spans[k].q_start + r->spans[k].q_len;
         for (int64_t i = 0; i < n; i++)
             if (r->mask[end - n + i] != 0)
-                gap = fmax(gap, fabs((double)generated[first[response] + i] - r->inputs[MT_OLD_LOGP][end - n + i]));
+                gap = fmax(gap, fabs((double)rl->generated[first[response] + i] - r->inputs[MT_OLD_LOGP][end - n + i]));
     }
     free(first);
     return gap;
@@ -424,60 +463,91 @@ static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     int status = 0;
     for (int64_t i = 0; i < o->ppo_epochs * mini_batches && status == 0; i++) {
         bool last = i + 1 == o->ppo_epochs * mini_batches;
-        int64_t count = mt_rollouts_mini_batch(r, o->seed, state->iteration, i / mini_batches, i % mini_batches,
-                                               mini_batches, sequences);
+        int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->seed, state->iteration, i / mini_batches,
+                                               i % mini_batches, mini_batches, sequences);
         plan_batches(rl, sequences, count);
         status = train_step(rl, rl->actor, state, &state->optimizer_step, batch, last ? metrics : NULL, error);
         if (status == 0 && rl->critic.model)
             status = train_step(rl, rl->critic.model, state, &rl->critic_steps, batch,
                                 last && metrics ? &of_critic : NULL, error);
     }
-    rl->numbers[VALUE_LOSS].value = of_critic.loss;
+    rl->value_loss = of_critic.loss;
     free(sequences);
     return status;
 }
 
-/* Seconds since *then, which becomes now. */
-static double lap(double *then) {
-    double now = mt_time(), seconds = now - *then;
-    *then = now;
-    return seconds;
+/* Scores the sequences and trains on them. */
+static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    double then = mt_time();
+    int64_t *sequences = all_sequences(rl);
+    plan_batches(rl, sequences, rl->rollouts.samples.count);
+    free(sequences);
+    int status = score(rl, rl->actor, MT_OLD_LOGP, batch, error);
+    if (status == 0) status = score(rl, rl->reference.model, MT_REF_LOGP, batch, error);
+    if (status == 0) status = score(rl, rl->critic.model, MT_OLD_VALUES, batch, error);
+    if (status == 0) mt_rollouts_advantages(&rl->rollouts, &rl->rollout_config);
+    rl->seconds[SCORING] = lap(&then);
+    if (status == 0) status = train(rl, state, batch, metrics, error);
+    rl->seconds[TRAINING] = lap(&then);
+    return status;
+}
+
+static void add_number(mt_rl *rl, const char *name, double value, bool on_line) {
+    MT_CHECK(rl->num_numbers < MT_MAX_REPORT_NUMBERS);
+    rl->numbers[rl->num_numbers++] = (mt_report_number){name, value, on_line};
+}
+
+/* The numbers that the iteration has. */
+static void collect_numbers(mt_rl *rl) {
+    static const char *const phases[NUM_PHASES] = {[GENERATION] = "generation seconds",
+                                                   [REWARDS] = "reward seconds",
+                                                   [SCORING] = "scoring seconds",
+                                                   [TRAINING] = "training seconds"};
+    const mt_rollout_stats *stats = &rl->rollouts.stats;
+    const mt_options *o = rl->config.options;
+    bool trained = mt_rollouts_count(&rl->rollouts) > 0, samples = o->dynamic_sampling;
+    rl->num_numbers = 0;
+    add_number(rl, "reward", stats->score, true);
+    add_number(rl, "reward deviation", stats->score_deviation, true);
+    add_number(rl, "response tokens", stats->response_tokens, true);
+    add_number(rl, "overlong", stats->overlong, true);
+    if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
+    if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
+    if (trained && (o->temperature == 1 || draws_from_all(o)))
+        add_number(rl, "generation gap", generation_gap(rl), true);
+    if (trained && rl->critic.model) add_number(rl, "value loss", rl->value_loss, true);
+    if (trained && rl->critic.model) add_number(rl, "value target", stats->value_target, false);
+    if (trained) add_number(rl, "advantage", stats->advantage, false);
+    if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
+    for (int i = 0; i < NUM_PHASES; i++) add_number(rl, phases[i], rl->seconds[i], false);
+}
+
+void mt_rl_report(const mt_rl *rl, mt_report *report) {
+    report->numbers = rl->numbers, report->num_numbers = rl->num_numbers;
+    report->untrained = mt_rollouts_count(&rl->rollouts) > 0 ? NULL
+                        : rl->rollouts.samples.count > 0     ? "all responses are overlong"
+                                                             : "no prompt has rewards that differ";
 }
 
 int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
-    mt_report_number *n = rl->numbers;
-    mt_rollouts *r = &rl->rollouts;
-    float *generated = NULL;
-    double then = mt_time();
+    const mt_rollouts *r = &rl->rollouts;
+    memset(rl->seconds, 0, sizeof rl->seconds);
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(rl->config.options, state->consumed_train_samples);
-    for (int i = 0; i < NUM_NUMBERS; i++) n[i] = (mt_report_number){number_names[i], 0, i < GENERATION};
-    int status = generate(rl, state->iteration, &generated, error);
-    n[GENERATION].value = lap(&then);
-    if (status == 0) status = score_responses(rl, batch, error);
-    n[REWARDS].value = lap(&then);
-    if (status == 0 && r->samples.count > 0) {
-        int64_t *sequences = all_sequences(rl);
-        plan_batches(rl, sequences, r->samples.count);
-        free(sequences);
-        status = score(rl, rl->actor, MT_OLD_LOGP, batch, error);
-        if (status == 0) status = score(rl, rl->reference.model, MT_REF_LOGP, batch, error);
-        if (status == 0) status = score(rl, rl->critic.model, MT_OLD_VALUES, batch, error);
-        if (status == 0) mt_rollouts_advantages(r, &rl->rollout_config);
-        if (status == 0) n[LOGP_GAP].value = generation_gap(rl, generated);
-        n[SCORING].value = lap(&then);
-        if (status == 0) status = train(rl, state, batch, metrics, error);
-        n[TRAINING].value = lap(&then);
+    int status = roll_out(rl, state, batch, error);
+    bool trains = mt_rollouts_count(r) > 0;
+    if (status == 0 && trains) status = learn(rl, state, batch, metrics, error);
+    if (status != 0) return status;
+    rl->untrained += !trains;
+    collect_numbers(rl);
+    if (metrics) { // of the iteration, not of its last step
+        metrics->tokens = (double)r->samples.offsets[r->samples.count], metrics->seconds = 0;
+        for (int i = 0; i < NUM_PHASES; i++) metrics->seconds += rl->seconds[i];
+        if (trains) rl->bad_steps = metrics->skipped;
+        metrics->skipped = rl->bad_steps + rl->untrained;
     }
-    n[SCORE].value = r->stats.score, n[SCORE_DEVIATION].value = r->stats.score_deviation;
-    n[TOKENS].value = r->stats.response_tokens, n[OVERLONG].value = r->stats.overlong;
-    n[DROPPED].value = (double)r->stats.groups_dropped;
-    if (metrics && status == 0) { // of the iteration, not of its last step
-        metrics->tokens = (double)r->samples.offsets[r->samples.count];
-        metrics->seconds = n[GENERATION].value + n[REWARDS].value + n[SCORING].value + n[TRAINING].value;
-    }
-    free(generated);
     state->iteration++;
     state->consumed_train_samples += rl->config.options->global_batch_size;
-    return status;
+    state->consumed_prompts += r->num_prompts;
+    return 0;
 }

@@ -12,6 +12,17 @@
 
 /* ---- losses */
 
+/* The metrics of a policy, without the divergence from a reference or the entropy where the loss has none. */
+static void choose_policy_metrics(mt_stage_loss *stage) {
+    int64_t count = 0;
+    for (const mt_loss_metric *row = mt_policy.metrics; row->name; row++) {
+        if (row->number == MT_POLICY_REF_KL && !(stage->loss.inputs & 1 << MT_REF_LOGP)) continue;
+        if (row->number == MT_POLICY_ENTROPY && !stage->loss.uses_entropy) continue;
+        stage->metrics[count++] = *row;
+    }
+    stage->loss.metrics = stage->metrics;
+}
+
 const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *o) {
     mt_aggregation mean = {.mode = o->loss_agg_mode, .norm_length = (double)o->max_new_tokens};
     *stage = (mt_stage_loss){.preference = {o->preference_loss, o->beta, o->label_smoothing}};
@@ -40,6 +51,7 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *o) {
         stage->loss = mt_policy, stage->loss.config = &stage->policy;
         stage->loss.uses_entropy = o->entropy_coeff > 0;
         if (o->kl_loss_coef > 0) stage->loss.inputs |= 1 << MT_REF_LOGP;
+        choose_policy_metrics(stage);
         break;
     case MT_STAGE_KD:
         stage->loss = mt_distillation, stage->loss.config = stage->loss.distillation = &stage->distillation;

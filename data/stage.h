@@ -17,6 +17,7 @@ typedef struct mt_stage_loss {
     mt_policy_config policy;
     mt_value_config value;
     mt_distillation_config distillation;
+    mt_loss_metric metrics[MT_MAX_LOSS_METRICS + 1]; // of the loss that it measures; ends with a name of NULL
 } mt_stage_loss;
 
 /* The loss of finished options, for mt_model_plan.loss; NULL: that of pre-training. */

@@ -1997,6 +1997,68 @@ static void draw_attention(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 23: a kernel ------------------------------------------------------------------------------------------------ */
+
+/* The 128-byte lines that one load of a warp touches: lane l reads `width` bytes at l * stride. */
+static void draw_warp_load(picture *p, double y, const char *title, int64_t stride, int64_t width) {
+    enum { LANES = 32, LINE = 128, CELLS = 32, BYTES = LINE / CELLS };
+    bool used[LANES][CELLS] = {{false}};
+    int64_t lines[LANES], count = 0, bytes = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        int64_t at = lane * stride, found = 0;
+        while (found < count && lines[found] != at / LINE) found++;
+        if (found == count) lines[count++] = at / LINE;
+        for (int64_t b = at % LINE; b < at % LINE + width; b++) used[found][b / BYTES] = true;
+        bytes += width;
+    }
+    text(p, 20, y - 10, START, "%s", title);
+    int64_t shown = count < 4 ? count : 4;
+    for (int64_t l = 0; l < shown; l++) {
+        frame(p, 20, y + 13 * (double)l, 6 * CELLS, 10, SHEET);
+        for (int cell = 0; cell < CELLS; cell++)
+            if (used[l][cell]) box(p, 20 + 6 * cell, y + 13 * (double)l + 0.5, 6, 9, fills[BLUE]);
+    }
+    text(p, 226, y + 9, START, "%lld line%s,", (long long)count, count > 1 ? "s" : "");
+    text(p, 226, y + 24, START, "%lld of %lld bytes used", (long long)bytes, (long long)(count * LINE));
+    if (shown < count) text(p, 226, y + 39, START, "(%lld lines drawn)", (long long)shown);
+}
+
+static void draw_kernel(const char *folder) {
+    /* Percent of the copy rate before and after, from notes/lab.md. */
+    static const struct {
+        const char *shape, *change;
+        double before, after;
+    } gains[] = {{"RMSNorm 4096", "weights with the row", 85, 87},
+                 {"RMSNorm 4096", "early launch", 88, 91},
+                 {"RMSNorm 2048", "weights with the row", 82, 89},
+                 {"LayerNorm 1600", "weights in shared memory", 75, 80},
+                 {"LayerNorm 1600", "early launch", 81, 85},
+                 {"RMSNorm, gradient", "fewer instructions, prefetch", 82, 90}};
+    enum { GAINS = sizeof gains / sizeof *gains };
+    chart c = {.left = 620, .top = 80, .width = 250, .height = 250, .x_low = 70, .x_high = 100, .y_high = GAINS};
+    picture p = picture_open(folder, "23-kernel", "Loads of a warp, and measured gains", 900, 400);
+    text(&p, 20, 30, START, "128-byte lines that a load of 32 lanes touches");
+    draw_warp_load(&p, 80, "a lane for each row of 4,096 bf16", 2 * 4096, 2);
+    draw_warp_load(&p, 180, "a lane for each channel", 2, 2);
+    draw_warp_load(&p, 250, "a lane for each pack of 8 channels", 16, 16);
+    text(&p, 420, 30, START, "Measured gains on one H200, bf16");
+    for (int percent = 70; percent <= 100; percent += 10) {
+        char label[8];
+        snprintf(label, sizeof label, "%d%%", percent);
+        chart_mark_x(&p, &c, percent, label);
+    }
+    chart_titles(&p, &c, "", "share of the rate of a copy");
+    for (int i = 0; i < GAINS; i++) {
+        double y = c.top + c.height * (i + 0.5) / GAINS, x1 = chart_x(&c, gains[i].before);
+        frame(&p, x1, y - 7, chart_x(&c, gains[i].after) - x1, 14, fills[i % 2 ? ORANGE : BLUE]);
+        text(&p, c.left - 8, y - 3, END, "%s", gains[i].shape);
+        text(&p, c.left - 8, y + 11, END, "%s", gains[i].change);
+        text(&p, x1 - 5, y + 4, END, "%.0f", gains[i].before);
+        text(&p, chart_x(&c, gains[i].after) + 5, y + 4, START, "%.0f", gains[i].after);
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -2020,5 +2082,6 @@ int main(int argc, char **argv) {
     draw_ratios(argv[1]);
     draw_collectives(argv[1]);
     draw_attention(argv[1]);
+    draw_kernel(argv[1]);
     return 0;
 }

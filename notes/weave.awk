@@ -15,19 +15,25 @@ function fail(reason) {
     failed = 1
 }
 
-# Reads the lines of a definition into code[1..]; returns their number. A prototype is no definition.
-function find_definition(file, name,    line, count, start, has_body, opens) {
+# Reads the lines of a definition into code[1..]; returns their number. A prototype is no definition. The name may stand
+# in any line before the body.
+function find_definition(file, name,    line, count, start, has_body, is_it, ends) {
     count = has_body = 0
     start = "(^|[^A-Za-z0-9_])" name "([^A-Za-z0-9_]|$)"
     while ((getline line <file) > 0) {
-        if (count == 0 && (line !~ /^[A-Za-z_]/ || line !~ start)) continue
+        if (!has_body && line ~ /^[A-Za-z_]/ && line !~ /^extern "C" {$/) count = is_it = 0
+        else if (count == 0) continue
         code[++count] = line
-        opens = !has_body && line ~ /{/
-        if (opens) has_body = 1
-        if (has_body ? line ~ /^}/ || (opens && line ~ /{.*}/) : line ~ /;/) {
-            if (has_body) break
-            count = 0
+        if (has_body) ends = line ~ /^}/
+        else {
+            if (line ~ start) is_it = 1
+            has_body = line ~ /{/
+            ends = line ~ /{.*}/
+            if (!has_body && line ~ /;/) count = 0
         }
+        if (!ends) continue
+        if (is_it) break
+        count = has_body = ends = 0
     }
     close(file)
     return has_body ? count : 0

@@ -118,23 +118,14 @@ verl_is_read() {
         refused 'a critic trains beside its actor' "$train" --config "$roles/verl.yaml" --role critic
 }
 
-# Keys whose options do not exist are named with them, in one error; the others are read.
+# Keys whose options do not exist are named with them, in one error; values that ask for nothing are accepted.
 absent_options_are_named() {
-    printf '%s\n' 'beta: 0.1' 'seed: 3' 'rollout_batch_size: 8' 'ipo: false' 'actor_train:' '  training_args:' \
-        '    learning_rate: 1' >"$work/absent.yaml"
-    "$train" --help >"$work/help" || return 1
-    if grep -q -e '--beta' "$work/help" && grep -q -e '--rollout-batch-size' "$work/help"; then
-        echo "skipped: every option exists"
-        return 0
-    fi
-    ! prints "$work/absent.yaml" actor_train || return 1
-    for pair in 'beta:1: beta' 'rollout-batch-size:3: rollout_batch_size'; do
-        option=${pair%%:*}
-        grep -q -e "--$option " "$work/help" && continue
-        says "absent.yaml:${pair#*:}" "$work/err" && says "sets --$option, which is not built yet" "$work/err" ||
-            return 1
-    done
-    ! grep -q 'seed\|ipo' "$work/err"
+    printf '%s\n' 'teacher_temperature: 2' 'seed: 3' 'student:' '  training_args:' '    learning_rate: 1' \
+        >"$work/absent.yaml"
+    refused 'absent.yaml:1: teacher_temperature sets --teacher-temperature, which is not built yet' "$train" --config \
+        "$work/absent.yaml" --role student --print-config || return 1
+    sed 's/: 2$/: 1.0/' "$work/absent.yaml" >"$work/accepted.yaml"
+    prints "$work/accepted.yaml" student && sets seed seed 3
 }
 
 unknown_keys_have_a_line_and_a_name() {
