@@ -97,8 +97,8 @@ else
 
 # ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
 
-COMPILES := $(filter-out help notes puzzle clean deps deps-dev lint sizes format format-check plot probe fuzz uninstall,\
-	$(or $(MAKECMDGOALS),all))
+COMPILES := $(filter-out help notes puzzle clean deps deps-dev lint sizes format format-check plot probe fuzz \
+	uninstall,$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif

@@ -1,6 +1,6 @@
 #!/bin/sh
-# make puzzle N=1 and so on: each program has an error that its layout shows at the place that notes/00-mini.md's answers
-# name, and, except for the last one, that one rank does not show. MT_MINI is the program without errors.
+# make puzzle N=1 and so on: each program has an error that one layout shows, at the number that the answers of
+# notes/00-mini.md name, and that one rank does not show (except for the last one). MT_MINI has no error.
 set -u
 . tests/suite.sh
 needs_mpi
