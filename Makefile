@@ -9,7 +9,7 @@
 ## make manual        man pages and bash completions of train and infer, from the table of options
 ## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
-## make puzzle N=1     build build/puzzle-1, notes/mini.c with an error to find (N=1 to 10; notes/00-mini.md)
+## make puzzle N=1   build notes/mini.c with an error to find: N=1 to 10, notes/00-megatron-in-one-file.md
 ## make notes         write the code that the notes quote from the sources again
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes

@@ -1,6 +1,6 @@
 #!/bin/sh
 # make puzzle N=1 and so on: each program has an error that one layout shows, at the number that the answers of
-# notes/00-mini.md name, and that one rank does not show (except for the last one). MT_MINI has no error.
+# notes/00-megatron-in-one-file.md name, and that one rank does not show, except for the last. MT_MINI has no error.
 set -u
 . tests/suite.sh
 needs_mpi
