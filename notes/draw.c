@@ -269,6 +269,52 @@ static void draw_masks(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 00: the ranks of notes/mini.c ------------------------------------------------------------------------------- */
+
+/* `parts` boxes; the ones in the set of bits `held` are filled. */
+static void draw_strip(picture *p, double x, double y, int parts, unsigned held, const char *fill) {
+    const double width = 136.0 / parts;
+    for (int i = 0; i < parts; i++) frame(p, x + width * i, y, width, 22, held >> i & 1 ? fill : "#ffffff");
+}
+
+/* The other member of a group of two. */
+static int partner(const mt_grid_shape *shape, mt_group_kind kind, int rank) {
+    int members[8];
+    MT_CHECK(mt_grid_members(members, shape, kind, rank) == 2);
+    return members[0] + members[1] - rank;
+}
+
+static void draw_mini(const char *folder) {
+    enum { RANKS = 8, COLUMNS = 4 };
+    static const char *const titles[COLUMNS] = {"layers", "heads, MLP, vocabulary", "chunks of the sequence",
+                                                "its optimizer state"};
+    static const int parts[COLUMNS] = {4, 2, 4, 2}, fill[COLUMNS] = {BLUE, ORANGE, GREEN, PURPLE};
+    const mt_grid_shape shape = {.tensor = 2,
+                                 .context = 2,
+                                 .data = 1,
+                                 .pipeline = 2,
+                                 .expert_tensor = 1,
+                                 .expert = 1,
+                                 .expert_data = 4,
+                                 .num_query_groups = 2};
+    picture p = picture_open(folder, "00-ranks", "What each of eight ranks holds", 900, 356);
+    text(&p, 20, 26, START,
+         "8 ranks: TP 2 x CP 2 x PP 2, two virtual stages a rank. Parts of the whole that each rank holds:");
+    for (int i = 0; i < COLUMNS; i++) text(&p, 80 + 160 * i, 54, START, "%s", titles[i]);
+    text(&p, 736, 54, START, "exchanges with");
+    for (int rank = 0; rank < RANKS; rank++) {
+        int tensor = partner(&shape, MT_GROUP_TENSOR, rank), context = partner(&shape, MT_GROUP_CONTEXT, rank);
+        int pipeline = partner(&shape, MT_GROUP_PIPELINE, rank);
+        int t = tensor < rank, c = context < rank, stage = pipeline < rank;
+        const unsigned held[COLUMNS] = {5u << stage, 1u << t, 1u << c | 1u << (3 - c), 1u << c};
+        double y = 66 + 34 * rank;
+        text(&p, 66, y + 15, END, "rank %d", rank);
+        for (int i = 0; i < COLUMNS; i++) draw_strip(&p, 80 + 160 * i, y, parts[i], held[i], fills[fill[i]]);
+        text(&p, 736, y + 15, START, "tp %d  cp %d  pp %d", tensor, context, pipeline);
+    }
+    picture_close(&p);
+}
+
 /* ---- 2: a layer's bucket ----------------------------------------------------------------------------------------- */
 
 /* The parameter table of a model and the number of elements of each bucket. */
@@ -2059,49 +2105,125 @@ static void draw_kernel(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 00: the ranks of notes/mini.c ------------------------------------------------------------------------------- */
+/* ---- 24: generation ---------------------------------------------------------------------------------------------- */
 
-/* `parts` boxes; the ones in the set of bits `held` are filled. */
-static void draw_strip(picture *p, double x, double y, int parts, unsigned held, const char *fill) {
-    const double width = 136.0 / parts;
-    for (int i = 0; i < parts; i++) frame(p, x + width * i, y, width, 22, held >> i & 1 ? fill : "#ffffff");
-}
+enum { TEXTS = 7, TEXT_SLOTS = 3, TEXT_LENGTH = 16, TEXT_ROWS = 4, TEXT_PROMPT = 6, TEXT_FORWARD = 8 };
 
-/* The other member of a group of two. */
-static int partner(const mt_grid_shape *shape, mt_group_kind kind, int rank) {
-    int members[8];
-    MT_CHECK(mt_grid_members(members, shape, kind, rank) == 2);
-    return members[0] + members[1] - rank;
-}
+/* Texts to generate, without a model: every drawn token is 1. */
+typedef struct texts {
+    mt_batcher *batcher;
+    mt_sequence sequences[TEXTS];
+    int32_t tokens[TEXTS][TEXT_LENGTH];
+} texts;
 
-static void draw_mini(const char *folder) {
-    enum { RANKS = 8, COLUMNS = 4 };
-    static const char *const titles[COLUMNS] = {"layers", "heads, MLP, vocabulary", "chunks of the sequence",
-                                                "its optimizer state"};
-    static const int parts[COLUMNS] = {4, 2, 4, 2}, fill[COLUMNS] = {BLUE, ORANGE, GREEN, PURPLE};
-    const mt_grid_shape shape = {.tensor = 2,
-                                 .context = 2,
-                                 .data = 1,
-                                 .pipeline = 2,
-                                 .expert_tensor = 1,
-                                 .expert = 1,
-                                 .expert_data = 4,
-                                 .num_query_groups = 2};
-    picture p = picture_open(folder, "00-ranks", "What each of eight ranks holds", 900, 356);
-    text(&p, 20, 26, START,
-         "8 ranks: TP 2 x CP 2 x PP 2, two virtual stages a rank. Parts of the whole that each rank holds:");
-    for (int i = 0; i < COLUMNS; i++) text(&p, 80 + 160 * i, 54, START, "%s", titles[i]);
-    text(&p, 736, 54, START, "exchanges with");
-    for (int rank = 0; rank < RANKS; rank++) {
-        int tensor = partner(&shape, MT_GROUP_TENSOR, rank), context = partner(&shape, MT_GROUP_CONTEXT, rank);
-        int pipeline = partner(&shape, MT_GROUP_PIPELINE, rank);
-        int t = tensor < rank, c = context < rank, stage = pipeline < rank;
-        const unsigned held[COLUMNS] = {5u << stage, 1u << t, 1u << c | 1u << (3 - c), 1u << c};
-        double y = 66 + 34 * rank;
-        text(&p, 66, y + 15, END, "rank %d", rank);
-        for (int i = 0; i < COLUMNS; i++) draw_strip(&p, 80 + 160 * i, y, parts[i], held[i], fills[fill[i]]);
-        text(&p, 736, y + 15, START, "tp %d  cp %d  pp %d", tensor, context, pipeline);
+/* `alike`: all prompts are equal. */
+static void texts_begin(texts *t, const int *new_tokens, bool alike) {
+    mt_batcher_plan plan = {TEXT_SLOTS, TEXT_LENGTH, TEXT_FORWARD, TEXT_ROWS, 16};
+    t->batcher = mt_batcher_create(&plan);
+    for (int i = 0; i < TEXTS; i++) {
+        for (int j = 0; j < TEXT_PROMPT; j++) t->tokens[i][j] = alike ? 2 + j : 100 * i + j;
+        t->sequences[i] = (mt_sequence){.id = i,
+                                        .tokens = t->tokens[i],
+                                        .num_prompt = TEXT_PROMPT,
+                                        .num_tokens = TEXT_PROMPT,
+                                        .max_tokens = TEXT_PROMPT + new_tokens[i],
+                                        .slot = -1,
+                                        .finish = MT_UNFINISHED};
     }
+}
+
+/* One forward; rows[i] is the number of tokens of text i in it. False at the end. */
+static bool texts_step(texts *t, int64_t *rows) {
+    mt_batcher *b = t->batcher;
+    memset(rows, 0, TEXTS * sizeof *rows);
+    if (mt_batcher_next(b, t->sequences, TEXTS) == 0) return false;
+    for (int64_t s = 0; s < b->batch.num_spans; s++)
+        for (int i = 0; i < TEXTS; i++)
+            if (t->sequences[i].slot == b->batch.spans[s].k_start / TEXT_LENGTH) rows[i] = b->batch.spans[s].q_len;
+    for (int64_t l = 0; l < b->num_logits; l++) {
+        mt_sequence *sequence = &t->sequences[b->logit_sequences[l]];
+        sequence->tokens[sequence->num_tokens++] = 1;
+        if (sequence->num_tokens == sequence->max_tokens) sequence->finish = MT_FINISH_LENGTH;
+    }
+    return true;
+}
+
+static void draw_forward_cell(picture *p, double x, double y, int64_t rows, bool is_prompt) {
+    if (rows == 0) return;
+    frame(p, x, y, 22, 18, fills[is_prompt ? ORANGE : BLUE]);
+    text(p, x + 11, y + 13, MIDDLE, "%lld", (long long)rows);
+}
+
+/* Batches of TEXT_SLOTS texts that begin and end together, each prompt in one forward. Returns the forwards. */
+static int draw_static_batches(picture *p, double x, double y, const int *new_tokens) {
+    int begin = 0;
+    for (int first = 0; first < TEXTS; first += TEXT_SLOTS) {
+        int longest = 0;
+        for (int i = first; i < first + TEXT_SLOTS && i < TEXTS; i++) {
+            for (int f = 0; f < new_tokens[i]; f++)
+                draw_forward_cell(p, x + 22 * (begin + f), y + 20 * i, f == 0 ? TEXT_PROMPT : 1, f == 0);
+            longest = new_tokens[i] > longest ? new_tokens[i] : longest;
+        }
+        begin += longest;
+    }
+    return begin;
+}
+
+/* The page table after all of three equal prompts are read. */
+static void draw_pages(picture *p, double x, double y) {
+    static const int new_tokens[TEXTS] = {6, 6, 6, 1, 1, 1, 1};
+    texts t;
+    int64_t rows[TEXTS];
+    texts_begin(&t, new_tokens, true);
+    for (int forward = 0; forward < 4; forward++) texts_step(&t, rows);
+    text(p, x, y - 40, START, "Pages of %d tokens, three", TEXT_ROWS);
+    text(p, x, y - 24, START, "samples of one prompt of %d", TEXT_PROMPT);
+    for (int i = 0; i < 3; i++) {
+        int64_t slot = t.sequences[i].slot, pages = mt_divide_up(t.sequences[i].num_tokens - 1, TEXT_ROWS);
+        text(p, x, y + 26 * i + 16, START, "sample %d", i);
+        for (int64_t page = 0; page < pages; page++) {
+            int32_t number = t.batcher->batch.pages[slot * TEXT_LENGTH / TEXT_ROWS + page];
+            bool shared = t.batcher->batch.pages[t.sequences[0].slot * TEXT_LENGTH / TEXT_ROWS + page] == number &&
+                          t.batcher->batch.pages[t.sequences[1].slot * TEXT_LENGTH / TEXT_ROWS + page] == number;
+            frame(p, x + 70 + 34 * (double)page, y + 26 * i, 34, 22, fills[shared ? GREEN : BLUE]);
+            text(p, x + 87 + 34 * (double)page, y + 26 * i + 15, MIDDLE, "%d", number);
+        }
+    }
+    text(p, x, y + 104, START, "numbers: pages of the cache");
+    box(p, x, y + 113, 10, 10, fills[GREEN]);
+    text(p, x + 16, y + 122, START, "shared");
+    mt_batcher_destroy(t.batcher);
+}
+
+static void draw_generation(const char *folder) {
+    static const int new_tokens[TEXTS] = {3, 9, 4, 2, 6, 3, 5};
+    const double x = 150, top = 76, below = 272;
+    texts t;
+    int64_t rows[TEXTS];
+    int forwards = 0;
+    picture p = picture_open(folder, "24-generation", "Continuous and static batching, and shared pages", 900, 470);
+    texts_begin(&t, new_tokens, false);
+    bool begun[TEXTS] = {false};
+    for (; texts_step(&t, rows); forwards++)
+        for (int i = 0; i < TEXTS; i++) {
+            draw_forward_cell(&p, x + 22 * forwards, top + 20 * i, rows[i], !begun[i]);
+            begun[i] = begun[i] || t.sequences[i].num_tokens > TEXT_PROMPT;
+        }
+    mt_batcher_destroy(t.batcher);
+    text(&p, 20, 30, START, "Continuous batching: %d texts, %d at once, %d forwards of at most %d tokens", TEXTS,
+         TEXT_SLOTS, forwards, TEXT_FORWARD);
+    forwards = draw_static_batches(&p, x, below, new_tokens);
+    text(&p, 20, below - 24, START, "Static batches: %d forwards", forwards);
+    for (int i = 0; i < TEXTS; i++)
+        for (int part = 0; part < 2; part++)
+            text(&p, x - 10, (part ? below : top) + 20 * i + 13, END, "text %d, %d new", i, new_tokens[i]);
+    for (int f = 0; f < forwards; f++) text(&p, x + 22 * f + 11, below + 20 * TEXTS + 14, MIDDLE, "%d", f + 1);
+    text(&p, x + 11 * forwards, below + 20 * TEXTS + 34, MIDDLE, "forward; in a cell: tokens of the text in it");
+    box(&p, 660, 270, 10, 10, fills[ORANGE]);
+    text(&p, 676, 279, START, "reads the prompt");
+    box(&p, 660, 290, 10, 10, fills[BLUE]);
+    text(&p, 676, 299, START, "one token, and writes one");
+    draw_pages(&p, 660, 100);
     picture_close(&p);
 }
 
@@ -2130,5 +2252,6 @@ int main(int argc, char **argv) {
     draw_collectives(argv[1]);
     draw_attention(argv[1]);
     draw_kernel(argv[1]);
+    draw_generation(argv[1]);
     return 0;
 }
