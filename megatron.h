@@ -574,7 +574,7 @@ typedef struct mt_options {
     mt_strings prompt;
     bool chat;
     char *system_prompt;
-    char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
+    char *prompts, *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
     double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;

@@ -828,6 +828,10 @@ const mt_option mt_option_table[] = {
     {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
      "texts to continue as one batch; several are printed in order, each after a header", .excludes = "prompt-tokens",
      .own = true},
+    {"prompts", MT_STRING, MT_AT(prompts), MT_INFER, MT_OF_RUN, NULL, "FILE.jsonl",
+     "prompts to continue, one a line as for --stage rl of train, with --chat-template; --out gets a line for each, in "
+     "order",
+     .needs = "out", .excludes = "prompt, prompt-tokens, print-tokens, chat, score, merge-adapter", .own = true},
     {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
      "tokens to continue; needs no tokenizer", .own = true},
     {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL,
