@@ -7,8 +7,11 @@
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
+## make trace         draw a step of RANKS=4 ranks as OUT=build/trace.html; OPTIONS="..." of train, or TRACE=FILE.json
 ## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
+## make puzzle N=1   build notes/mini.c with an error to find: N=1 to 10, notes/00-megatron-in-one-file.md
+## make notes         write the code that the notes quote from the sources again
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
 ## make bench-experts  measure a layer of experts on the GPU against its matrix products alone
@@ -65,6 +68,7 @@ FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
 FUZZ_LAYOUTS := $(B)/tests/fuzz_layouts
 EXAMPLE_PROGRAMS := $(patsubst %.c,$(B)/%,$(wildcard notes/examples/*.c))
 DRAW := $(if $(wildcard notes/draw.c),$(B)/notes/draw)
+MINI = $(if $(HAVE_MPI),$(B)/notes/mini)
 CRASH_SHIM := $(if $(wildcard tests/crash_shim.c),$(B)/tests/crash_shim.so)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
 
@@ -78,7 +82,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: fuzz-programs fuzz-layouts plot pictures demo demo-rl deps deps-dev probe lint sizes format \
+.PHONY: fuzz-programs fuzz-layouts plot trace pictures notes puzzle demo demo-rl deps deps-dev probe lint sizes format \
 	format-check clean FORCE
 all:
 
@@ -94,8 +98,8 @@ else
 
 # ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
 
-COMPILES := $(filter-out help clean deps deps-dev lint sizes format format-check plot probe fuzz uninstall,\
-	$(or $(MAKECMDGOALS),all))
+COMPILES := $(filter-out help notes puzzle clean deps deps-dev lint sizes format format-check plot probe fuzz \
+	uninstall,$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
@@ -145,7 +149,8 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS)
+everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(MINI) $(DRAW) $(FUZZ_LAYOUTS) \
+	$(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)
@@ -161,6 +166,8 @@ $(CRASH_SHIM): tests/crash_shim.c tests/crash_shim.h $(B)/flags
 	@mkdir -p $(@D); $(call progress,LD $@)
 	$(Q)$(CC) -std=c11 -D_GNU_SOURCE -O1 -fPIC -shared $(WARNINGS) -o $@ $< -ldl
 $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(OBJECTS) $(B)/flags
+	$(call link_program)
+$(MINI): %: %.o $(B)/flags
 	$(call link_program)
 $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,-fsanitize=fuzzer)
@@ -251,10 +258,14 @@ uninstall:
 SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
 	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
 
-test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(B)/tests/bench_cuda_attention $(FUZZ_LAYOUTS) $(DRAW)
+# Suites that run at a time; on a GPU one, which may need all of its memory.
+TEST_JOBS ?= $(if $(GPU_ARCH),1,2)
+test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(MINI) $(B)/tests/bench_cuda_attention $(FUZZ_LAYOUTS) \
+	$(DRAW)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
-		MT_EXAMPLES='$(B)/notes/examples' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
+		MT_EXAMPLES='$(B)/notes/examples' MT_MINI='$(MINI)' HAVE_MPI='$(HAVE_MPI)' TEST_JOBS='$(TEST_JOBS)' \
+		tests/run_tests.sh $(B)/tests $(SUITES)
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint,$(BENCH_PROGRAMS)); do $$program || exit 1; done
@@ -279,6 +290,18 @@ bench-checkpoint: $(B)/tests/bench_checkpoint
 pictures: $(DRAW)
 	$(if $^,$^ notes)
 
+PUZZLE ?= build/puzzle-$(N)
+puzzle:
+	@[ -f 'notes/puzzles/$(N).patch' ] || { echo "make puzzle N=1: N is 1 to 10" >&2; exit 1; }
+	@mkdir -p build
+	@patch -s -F0 -o '$(PUZZLE).c' notes/mini.c 'notes/puzzles/$(N).patch'
+	@mpicc -std=c11 -O1 -o '$(PUZZLE)' '$(PUZZLE).c' -lm; status=$$?; rm -f '$(PUZZLE).c'; exit $$status
+	@echo "built $(PUZZLE): where does it differ from notes/mini.c?"
+
+notes:
+	@for page in notes/*.md README.md; do \
+		awk -f notes/weave.awk $$page >$$page.new && mv $$page.new $$page || { rm -f $$page.new; exit 1; }; done
+
 demo: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
 
@@ -287,6 +310,10 @@ demo-rl: all
 
 plot:
 	@data/plot.sh "$$RUN" $${OUT:+"$$OUT"}
+
+trace: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' RANKS='$(if $(HAVE_MPI),$(or $(RANKS),4),1)' OPTIONS='$(OPTIONS)' \
+		data/trace.sh '$(or $(OUT),build/trace.html)' $(TRACE)
 
 FUZZ_SECONDS ?= 600
 fuzz:
@@ -354,6 +381,7 @@ endef
 
 deps:
 	$(call install_packages,$(APT),$(DNF),$(BREW))
+# The page of `make trace` is tested in chromium where it is installed; it is large, so it is not installed here.
 # The tests of data/recipes use shellcheck, a parser for YAML, and hadolint, which no distribution packages.
 # .ci/run also needs clang with its sanitizers, libFuzzer and OpenMP. Debian and Ubuntu split these differently into
 # packages, which are named after clang's version NN.

@@ -1892,27 +1892,27 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
 
 static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     const int64_t T = a->T, count = a->count;
+    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, count, dtype);
-        float max = mt_row_max(x, count), *row = a->stats + t;
+        float max = k * mt_row_max(x, count), *row = a->stats + t;
         double sum = 0, weighted = 0;
         for (int64_t block = 0; block < count; block += MT_BLOCK) {
             float block_sum = 0, block_weighted = 0;
 #pragma omp simd reduction(+ : block_sum, block_weighted)
             for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
-                float e = mt_exp(x[i] - max);
+                float e = mt_exp(k * x[i] - max);
                 block_sum += e;
-                block_weighted += e > 0 ? e * x[i] : 0.0f; // exp(-inf) * -inf counts as 0
+                block_weighted += e > 0 ? e * (k * x[i]) : 0.0f; // exp(-inf) * -inf counts as 0
             }
             sum += block_sum;
             weighted += block_weighted;
         }
         int64_t label = a->labels[t] - a->first;
-        row[0] = max;
-        row[T] = (float)sum;
-        row[2 * T] = label >= 0 && label < count ? x[label] : 0.0f;
+        row[0] = max, row[T] = (float)sum;
+        row[2 * T] = label >= 0 && label < count ? k * x[label] : 0.0f;
         if (a->entropy) row[3 * T] = (float)weighted;
     }
 }
@@ -1931,9 +1931,7 @@ static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const f
             target += (double)share[2 * T];
             if (a->entropy) weighted += scale * (double)share[3 * T];
         }
-        row[0] = max;
-        row[T] = (float)sum;
-        row[2 * T] = (float)target;
+        row[0] = max, row[T] = (float)sum, row[2 * T] = (float)target;
         if (a->entropy) row[3 * T] = (float)weighted;
     }
 }
@@ -1949,22 +1947,23 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
 
 static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     const int64_t count = a->count, stride = a->stride;
+    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
 #pragma omp parallel for if (a->T * count > MT_PARALLEL)
     for (int64_t t = 0; t < a->T; t++) {
-        float *slice = mt_scratch_slice(scratch), log_sum = a->lse[t], scale = -a->dlogp[t];
+        float *slice = mt_scratch_slice(scratch), log_sum = a->lse[t], scale = -k * a->dlogp[t];
         const float *x = mt_row_load(slice, a->logits, t * stride, count, dtype);
         float *d = mt_row_open(slice + count, a->dlogits, t * stride, dtype); // may be x
         int64_t label = a->labels[t] - a->first;
         if (a->dentropy) {
-            float dentropy = a->dentropy[t], entropy = a->entropy[t];
+            float dentropy = k * a->dentropy[t], entropy = a->entropy[t];
             for (int64_t i = 0; i < count; i++) {
-                float log_p = x[i] - log_sum, p = mt_exp(log_p);
+                float log_p = k * x[i] - log_sum, p = mt_exp(log_p);
                 d[i] = p > 0 ? p * (scale - dentropy * (log_p + entropy)) : 0.0f;
             }
         } else {
 #pragma omp simd
-            for (int64_t i = 0; i < count; i++) d[i] = mt_exp(x[i] - log_sum) * scale;
+            for (int64_t i = 0; i < count; i++) d[i] = mt_exp(k * x[i] - log_sum) * scale;
         }
         if (label >= 0 && label < count) d[label] -= scale;
         for (int64_t i = count; i < stride; i++) d[i] = 0.0f;
@@ -7557,6 +7556,7 @@ static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p,
     mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
     a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
     a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
+    if (m->options->stage == MT_STAGE_RL) a.logit_scale = (float)(1 / m->options->temperature); // of the samples
     return a;
 }
 

@@ -547,10 +547,11 @@ typedef struct mt_options {
     int64_t logits_topk;
     double kd_temperature, distill_loss_weight, skew_lambda, adaptive_kl_alpha;
     /* reinforcement learning */
-    int64_t rollout_batch_size, ppo_epochs;
+    int64_t rollout_batch_size, ppo_epochs, dynamic_sampling_max_rounds, overlong_buffer_length;
     mt_adv_estimator adv_estimator;
     bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;
-    double gamma, lam, reward_clip, advantage_clip, overlong_penalty, kl_coef;
+    bool shuffle_mini_batches;
+    double gamma, lam, reward_clip, advantage_clip, overlong_penalty, overlong_penalty_factor, kl_coef;
     mt_policy_variant pg_variant;
     double clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, entropy_coeff, kl_loss_coef, value_clip;
     mt_loss_aggregation loss_agg_mode;
@@ -558,6 +559,12 @@ typedef struct mt_options {
     mt_reward_kind reward;
     char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
     double reward_timeout_seconds, critic_lr;
+    /* models that take turns; a size of 0: see mt_model_role_sizes */
+    int64_t rollout_tensor_model_parallel_size, rollout_expert_model_parallel_size;
+    int64_t teacher_tensor_model_parallel_size, teacher_pipeline_model_parallel_size;
+    int64_t teacher_expert_model_parallel_size;
+    int64_t ref_tensor_model_parallel_size, ref_pipeline_model_parallel_size, ref_expert_model_parallel_size;
+    bool param_offload, grad_offload, optimizer_offload;
     /* checkpoints and reports */
     char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
     bool print_config;
@@ -570,7 +577,7 @@ typedef struct mt_options {
     mt_strings prompt;
     bool chat;
     char *system_prompt;
-    char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
+    char *prompts, *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
     double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
@@ -1257,6 +1264,7 @@ typedef struct mt_grouped_args {
  * count) of the vocabulary; columns past them are padding without probability. */
 typedef struct mt_cross_entropy_args {
     int64_t T, stride, first, count;
+    float logit_scale;             // of the logits below, before all else: 1 / temperature; 0: 1
     const void *logits;            // [T, stride]
     const int32_t *labels;         // [T]
     float *stats;                  // [4, T] of a row: the maximum, sum exp(x - max), the label's logit (0 where another
@@ -1278,8 +1286,8 @@ typedef struct mt_cross_entropy_args {
     /* From stats: lse = max + log(sum), logp = target - lse, entropy = lse - weighted / sum. */                       \
     OP(cross_entropy_loss, mt_work_bytes((a->entropy ? 7 : 5) * a->T, MT_F32), (a, stream),                            \
        const mt_cross_entropy_args *a, mt_stream *stream)                                                              \
-    /* With p = exp(x - lse): dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy; zero in the        \
-     * padding. */                                                                                                     \
+    /* With p = exp(x - lse): dx = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy, and dlogits = dx times  \
+     * logit_scale; zero in the padding. */                                                                            \
     OP(cross_entropy_backward, mt_work_bytes((a->count + a->stride) * a->T, dtype), (a, dtype, stream),                \
        const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream)                                              \
     /* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order;  \
@@ -2681,6 +2689,9 @@ typedef struct mt_run_state {
     int64_t consumed_train_samples; // sequences trained on
     int64_t consumed_valid_samples;
     int64_t optimizer_step; // AdamW steps taken, for its bias correction
+    /* reinforcement learning */
+    int64_t consumed_prompts;    // prompts that got responses
+    int64_t prompts_fingerprint; // of all prompts of the run; 0: unknown
 } mt_run_state;
 
 /* Maximum number of multi-token prediction modules. */

@@ -20,10 +20,10 @@ __device__ static inline void raise_maximum(softmax_sums &sums, float max) {
 }
 
 template <bool entropy, class T, int N>
-__device__ static inline void add_logits(softmax_sums &sums, const mt_pack<T, N> &logits) {
+__device__ static inline void add_logits(softmax_sums &sums, const mt_pack<T, N> &logits, float scale) {
     mt_pack<float, N> x = mt_to_float(logits);
     float max = sums.max;
-    for (int i = 0; i < N; i++) max = fmaxf(max, x.value[i]);
+    for (int i = 0; i < N; i++) max = fmaxf(max, x.value[i] *= scale);
     raise_maximum(sums, max);
     for (int i = 0; i < N; i++) {
         float e = mt_exp(x.value[i] - max);
@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(forward_threads) cross_entropy_forward(const m
     constexpr int K = forward_packs;
     const T *row = (const T *)a.logits + blockIdx.x * a.stride;
     int count = (int)a.count, whole = count / N * N, step = blockDim.x * N;
+    float scale = a.logit_scale > 0 ? a.logit_scale : 1;
     softmax_sums sums = {-FLT_MAX, 0, 0};
     for (int base = threadIdx.x * N; base < whole; base += K * step) {
         mt_pack<T, N> packs[K];
@@ -46,9 +47,9 @@ __global__ void __launch_bounds__(forward_threads) cross_entropy_forward(const m
             if (base + k * step < whole) packs[k] = mt_load<N>(row + base + k * step);
 #pragma unroll
         for (int k = 0; k < K; k++)
-            if (base + k * step < whole) add_logits<entropy>(sums, packs[k]);
+            if (base + k * step < whole) add_logits<entropy>(sums, packs[k], scale);
     }
-    if (whole + (int)threadIdx.x < count) add_logits<entropy>(sums, mt_load<1>(row + whole + threadIdx.x));
+    if (whole + (int)threadIdx.x < count) add_logits<entropy>(sums, mt_load<1>(row + whole + threadIdx.x), scale);
 
     __shared__ float max_of_warp[32];
     float max = mt_warp_max(sums.max);
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(forward_threads) cross_entropy_forward(const m
     float *stats = a.stats + blockIdx.x;
     stats[0] = max;
     stats[a.T] = totals[0];
-    stats[2 * a.T] = label >= 0 && label < count ? mt_to_float(row[label]) : 0;
+    stats[2 * a.T] = label >= 0 && label < count ? scale * mt_to_float(row[label]) : 0;
     if (entropy) stats[3 * a.T] = totals[1];
 }
 
@@ -129,8 +130,8 @@ extern "C" void mt_cuda_cross_entropy_loss(const mt_cross_entropy_args *a, mt_st
 
 static constexpr int backward_packs = 4;
 
-/* With p = exp(x - lse): dlogits = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy. Reads and writes each
- * logit: 4 bytes in bf16, 8 in fp32. */
+/* With x = logit_scale * logits and p = exp(x - lse): dx = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy.
+ * Reads and writes each logit: 4 bytes in bf16, 8 in fp32. */
 template <class T, int N, bool ENTROPY>
 __global__ void cross_entropy_backward(const mt_cross_entropy_args a, int blocks_per_row) {
     constexpr int K = backward_packs;
@@ -144,17 +145,18 @@ __global__ void cross_entropy_backward(const mt_cross_entropy_args a, int blocks
 #pragma unroll
     for (int k = 0; k < K; k++)
         if (first + k * step < stride) packs[k] = mt_load<N>(logits + first + k * step);
-    float log_sum = a.lse[row], scale = -a.dlogp[row];
-    float dh = ENTROPY ? a.dentropy[row] : 0, h = ENTROPY ? a.entropy[row] : 0;
+    float logit_scale = a.logit_scale > 0 ? a.logit_scale : 1;
+    float log_sum = a.lse[row], scale = -logit_scale * a.dlogp[row];
+    float dh = ENTROPY ? logit_scale * a.dentropy[row] : 0, h = ENTROPY ? a.entropy[row] : 0;
 #pragma unroll
     for (int k = 0; k < K; k++) {
         int c = first + k * step;
         if (c >= stride) break;
         mt_pack<float, N> out = mt_to_float(packs[k]);
         for (int i = 0; i < N; i++) {
-            float p = mt_exp(out.value[i] - log_sum), d = p * scale;
+            float log_p = logit_scale * out.value[i] - log_sum, p = mt_exp(log_p), d = p * scale;
             if (c + i == target) d -= scale;
-            if (ENTROPY && p > 0) d -= dh * p * (out.value[i] - log_sum + h);
+            if (ENTROPY && p > 0) d -= dh * p * (log_p + h);
             out.value[i] = c + i < count ? d : 0;
         }
         mt_store(dlogits + c, mt_from_float<T>(out));

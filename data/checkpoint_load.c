@@ -944,6 +944,13 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
         status = mt_trainer_int(json, "rollout_batch_size", INT64_MAX, path, &prompts, error);
         if (status == 0) status = mt_trainer_int(json, "num_return_sequences", INT64_MAX, path, &group, error);
     }
+    int64_t each = mt_max(o->rollout_batch_size, 1); // of every iteration, in older files, which lack the next two
+    if (status == 0) state->consumed_prompts = mt_min(state->iteration, MT_MOST_COUNTED / each) * each;
+    if (status == 0 && json_object_get(json, "consumed_prompts")) {
+        status = mt_trainer_int(json, "consumed_prompts", MT_MOST_COUNTED, path, &state->consumed_prompts, error);
+        if (status == 0)
+            status = mt_trainer_int(json, "prompts_fingerprint", INT64_MAX, path, &state->prompts_fingerprint, error);
+    }
     if (status == 0) status = mt_trainer_int(json, "seed", INT64_MAX, path, &seed, error);
     if (status == 0) status = mt_trainer_int(json, "seq_length", INT64_MAX, path, &seq_length, error);
     if (status == 0 && json_object_get(json, "sft")) { // older files lack these
@@ -966,7 +973,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     if (writes && mt_trainer_agrees(path, "--num-return-sequences", group, o->num_return_sequences, error) != 0)
         return -1;
     if (mt_trainer_agrees(path, "--sft", sft, o->sft, error) != 0) return -1;
-    if (mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
+    if (!writes && mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }
 

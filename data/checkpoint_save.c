@@ -708,6 +708,10 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
     mt_json_set_int(json, "stage", o->stage);
     mt_json_set_int(json, "rollout_batch_size", o->rollout_batch_size);
     mt_json_set_int(json, "num_return_sequences", o->num_return_sequences);
+    if (o->stage == MT_STAGE_RL) {
+        mt_json_set_int(json, "consumed_prompts", state->consumed_prompts);
+        mt_json_set_int(json, "prompts_fingerprint", state->prompts_fingerprint);
+    }
     mt_json_set_int(json, "sequence_packing", o->sequence_packing);
     mt_json_set_int(json, "global_batch_size", o->global_batch_size);
     mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
@@ -893,8 +897,15 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
                                 "%s: is a model's own folder (its %s was not put there by --save); choose another "
                                 "--save",
                                 folder, names[i]);
+    struct stat entry;
+    char *tracker = mt_path_join(folder, "latest_checkpointed_iteration.txt");
+    bool taken = stat(tracker, &entry) == 0 && !S_ISREG(entry.st_mode);
+    free(tracker);
+    if (taken)
+        return mt_error_set(error, "%s/latest_checkpointed_iteration.txt: is not a file; choose another --save",
+                            folder);
     char *latest = mt_path_join(folder, "latest");
-    bool taken = mt_entry_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
+    taken = mt_entry_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
     free(latest);
     if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
     if (access(folder, W_OK) != 0) return mt_file_write_error(error, folder, "--save");

@@ -329,13 +329,17 @@ static int open_samples(mt_data *data, const mt_data_config *config, mt_error *e
                         config->split ? config->split : "969,30,1");
 }
 
+static const char *const split_names[MT_NUM_SPLITS] = {"training", "validation", "test"};
+
 static int check_config(const mt_data_config *config, mt_error *error) {
     int64_t split_paths = 0;
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         split_paths += config->split_data_path[split].count;
         if (config->sizes[split] < 0 || config->sizes[split] >= UINT32_MAX - 1)
-            return mt_error_set(error, "%lld samples are more than the limit of %lld; train on fewer",
-                                (long long)config->sizes[split], (long long)UINT32_MAX - 2);
+            return mt_error_set(error, "%lld %s samples are more than the limit of %lld; lower %s",
+                                (long long)config->sizes[split], split_names[split], (long long)UINT32_MAX - 2,
+                                split == MT_SPLIT_TRAIN ? "--train-iters, --train-samples or --global-batch-size"
+                                                        : "--eval-iters");
     }
     int sources = (config->data_path.count > 0) + (split_paths > 0) + config->mock_data + (config->tokens_file != NULL);
     if (sources != 1)
@@ -423,8 +427,6 @@ int mt_data_open(mt_data **out, const mt_data_config *config, mt_error *error) {
 }
 
 /* ---- warnings */
-
-static const char *const split_names[MT_NUM_SPLITS] = {"training", "validation", "test"};
 
 /* A split of --data-path whose share of some path has no document. */
 static void warn_without_documents(const mt_data *data, const char *shares, const char *name, const double share[2],

@@ -62,12 +62,7 @@ echo "3. task: $iterations iterations of GRPO in $(($(date +%s) - began)) s," \
     "$(mean_of_last 20 "$model/metrics.jsonl" reward)"
 
 # 4. The curves of the run.
-run data/plot.sh "$model/metrics.jsonl" "$model/reward.svg"
-if [ -s "$model/reward.svg" ]; then
-    echo "4. curves: $model/reward.svg"
-else
-    echo "4. curves: not drawn, gnuplot is absent"
-fi
+draw_curves "$model/reward.svg"
 
 # 5. Answers, before and after.
 for stage in format sorts; do

@@ -49,3 +49,13 @@ mpirun_command() {
         echo "env OMP_NUM_THREADS=1 mpirun -np $1"
     fi
 }
+
+# draw_curves FILE.svg: step 4 of a demo draws the curves of its metrics.
+draw_curves() {
+    run data/plot.sh "$model/metrics.jsonl" "$1"
+    if [ -s "$1" ]; then
+        echo "4. curves: $1"
+    else
+        echo "4. curves: not drawn, gnuplot is absent"
+    fi
+}

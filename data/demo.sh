@@ -69,12 +69,7 @@ echo "3. training: Llama on $ranks, $iterations iterations in $(($(date +%s) - b
     "validation loss $(value "$model/metrics.jsonl" validation_loss | cut -c1-4) ($model)"
 
 # 4. The curves of the run.
-run data/plot.sh "$model/metrics.jsonl" "$model/loss.svg"
-if [ -s "$model/loss.svg" ]; then
-    echo "4. curves: $model/loss.svg"
-else
-    echo "4. curves: not drawn, gnuplot is absent"
-fi
+draw_curves "$model/loss.svg"
 
 # words: prints the words of standard input, one a line: letters in lower case, at least two.
 words() {

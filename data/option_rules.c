@@ -403,7 +403,11 @@ static int mt_options_derive_batches(mt_options *o, mt_error *error) {
                             (long long)longest);
     if (steps > 0) o->global_batch_size = o->micro_batch_size * steps * o->data_parallel_size;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
-    if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
+    bool of_responses = o->stage == MT_STAGE_RL && !MT_GIVEN(o, global_batch_size) && steps == 0;
+    const char *name = of_responses
+                           ? "--rollout-batch-size x --num-return-sequences, the default --global-batch-size, ="
+                           : "--global-batch-size";
+    if (mt_options_check_batch(o, name, o->global_batch_size, error)) return -1;
     if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
     if (o->rampup_batch_size.count == 0) return 0;
     bool good = o->rampup_batch_size.count == 3;
@@ -553,6 +557,9 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
     int64_t responses = o->rollout_batch_size * o->num_return_sequences;
     bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO;
     if (o->stage != MT_STAGE_RL) return 0;
+    bool by_sequence = o->pg_variant == MT_POLICY_GSPO || o->pg_variant == MT_POLICY_GMPO;
+    if (by_sequence && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
     if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;
     if (o->clip_ratio_high == 0) o->clip_ratio_high = o->clip_ratio;
     if (o->critic_lr == 0) o->critic_lr = o->lr;
@@ -565,6 +572,16 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
         {o->max_new_tokens >= o->seq_length,
          "--max-new-tokens %lld leaves no room for a prompt in --seq-length %lld",
          {o->max_new_tokens, o->seq_length}},
+        {by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
+         "--pg-variant gspo and gmpo have one ratio for each sequence, and --loss-agg-mode seq-mean-token-mean; leave "
+         "it out"},
+        {o->overlong_buffer_length > o->max_new_tokens,
+         "--overlong-buffer-length %lld must be at most --max-new-tokens %lld",
+         {o->overlong_buffer_length, o->max_new_tokens}},
+        {MT_GIVEN(o, eval_iters) && o->eval_iters > 0,
+         "--eval-iters %lld: --stage rl has no evaluation, and its metrics have the rewards of every iteration; leave "
+         "it out",
+         {o->eval_iters}},
         {o->data_path.count == 0 || o->mock_data, "--stage rl needs --data-path: JSON Lines with prompts"},
         {!o->tokenizer_type && !o->load, "--stage rl needs a tokenizer: --tokenizer-type, or --load a model with one"},
         {o->bad_step_policy == MT_BAD_STEP_REWIND, "--bad-step-policy rewind is not for --stage rl: take stop or skip"},

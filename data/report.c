@@ -361,6 +361,7 @@ static void append_parts(line *to, const mt_report *report, const mt_metrics *me
     const mt_options *o = report->options;
     for (int64_t i = 0; i < report->num_numbers; i++)
         if (report->numbers[i].on_line) append(to, "  %s %.4g", report->numbers[i].name, report->numbers[i].value);
+    if (report->untrained) return;
     for (const mt_loss_metric *row = report->loss_metrics; row && row->name; row++)
         append(to, "  %s %.4g", row->name, loss_metric(row, metrics));
     if (o->mtp_num_layers > 0) append(to, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
@@ -391,7 +392,7 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
                             const mt_metrics *metrics, double flops) {
     int64_t bytes = report->device_bytes > 0 ? report->device_bytes : peak_memory();
     all->count = 0;
-    add_scalar(all, "lm loss", "lm_loss", metrics->loss);
+    if (!report->untrained) add_scalar(all, "lm loss", "lm_loss", metrics->loss);
     for (int64_t k = 1; k <= report->options->mtp_num_layers; k++) {
         char tag[40], key[40];
         snprintf(tag, sizeof tag, "mtp_%lld loss", (long long)k);
@@ -399,9 +400,9 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
         add_scalar(all, tag, key, metrics->mtp_losses[k - 1]);
     }
     for (int64_t i = 0; i < report->num_numbers; i++) add_named(all, report->numbers[i].name, report->numbers[i].value);
-    for (const mt_loss_metric *row = report->loss_metrics; row && row->name; row++)
+    for (const mt_loss_metric *row = report->loss_metrics; row && row->name && !report->untrained; row++)
         add_named(all, row->name, loss_metric(row, metrics));
-    add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
+    if (!report->untrained) add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
     add_scalar(all, "weight-decay", "weight_decay", metrics->weight_decay);
     add_scalar(all, "consumed-samples", "consumed_samples", (double)state->consumed_train_samples);
@@ -460,6 +461,15 @@ mt_token_work mt_token_work_of(const mt_options *options) {
     return work;
 }
 
+static void append_rates(line *to, const mt_report *report, const mt_metrics *metrics, double flops) {
+    append(to, "  grad norm %.3f  lr %.2e  %.0f tokens/s", metrics->grad_norm, metrics->learning_rate,
+           metrics->tokens / metrics->seconds);
+    if (report->peak_flops > 0)
+        append(to, "  %.1f%% MFU", 100 * flops / report->peak_flops);
+    else
+        append(to, "  %.1f GFLOP/s", flops * 1e-9);
+}
+
 void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_metrics *metrics) {
     const mt_options *o = report->options;
     long long iteration = state->iteration, total = o->num_iterations;
@@ -470,14 +480,13 @@ void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_
     double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
     long long left = (long long)(pace * (double)(total - iteration) + 0.5);
     line text = {.length = 0};
-    append(&text, "%6lld/%lld %3d%%  loss %.4f", iteration, total, (int)(100 * iteration / total), metrics->loss);
-    append_parts(&text, report, metrics);
-    append(&text, "  grad norm %.3f  lr %.2e  %.0f tokens/s", metrics->grad_norm, metrics->learning_rate,
-           metrics->tokens / metrics->seconds);
-    if (report->peak_flops > 0)
-        append(&text, "  %.1f%% MFU", 100 * flops / report->peak_flops);
+    append(&text, "%6lld/%lld %3d%%", iteration, total, (int)(100 * iteration / total));
+    if (report->untrained)
+        append(&text, "  no step: %s", report->untrained);
     else
-        append(&text, "  %.1f GFLOP/s", flops * 1e-9);
+        append(&text, "  loss %.4f", metrics->loss);
+    append_parts(&text, report, metrics);
+    if (!report->untrained) append_rates(&text, report, metrics, flops);
     if (metrics->skipped > 0) append(&text, "  %lld skipped", (long long)metrics->skipped);
     mt_report_line(report, "%s  %lld:%02lld left", text.text, left / 60, left % 60);
     scalar_list all;

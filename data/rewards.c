@@ -4,6 +4,7 @@
 #endif
 #include "rewards.h"
 
+#include "launch.h"
 #include "tokenizer_internal.h"
 
 #include <ctype.h>
@@ -437,6 +438,10 @@ static void send_request(mt_reward_function *r, batch *b) {
         close_end(&r->to);
 }
 
+/* A signal that comes just before poll is seen after this time. */
+enum { STOP_MILLISECONDS = 200 };
+
+/* 0, -1 or MT_REWARD_STOPPED. */
 static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
     double until = mt_time() + r->seconds;
     struct pollfd from = {r->from, POLLIN, 0};
@@ -461,7 +466,8 @@ static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
                                 "the reward command \"%s\" wrote %lld answers to %lld responses in %g s; it hangs, is "
                                 "too slow, or waits for more input: it must answer each line and flush (python3 -u)",
                                 r->argument, (long long)b->answered, (long long)b->count, r->seconds);
-        if (poll(ends, 2, (int)fmin(1000 * left + 1, 1e6)) < 0) continue; // a signal
+        if (mt_stop_requested()) return MT_REWARD_STOPPED;
+        if (poll(ends, 2, (int)fmin(1000 * left + 1, STOP_MILLISECONDS)) < 0) continue; // a signal
         if (ends[0].revents && receive(r, b, error) != 0) return -1;
         if (ends[1].revents) send_request(r, b);
     }

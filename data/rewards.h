@@ -35,8 +35,10 @@ typedef struct mt_reward_function mt_reward_function;
 int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *argument, double seconds,
                    mt_error *error);
 
-/* scores[count] of the items. An error is one line that names the command, or the item. After an error of a command,
- * the command has been ended, and further calls fail. */
+/* scores[count] of the items. An error is one line that names the command, or the item. Returns MT_REWARD_STOPPED if a
+ * signal requests a stop (mt_stop_requested) before a command has answered. After that or an error of a command, the
+ * command has been ended, and further calls fail. */
+enum { MT_REWARD_STOPPED = 1 };
 int mt_rewards_compute(mt_reward_function *reward, const mt_reward_item *items, int64_t count, double *scores,
                        mt_error *error);
 

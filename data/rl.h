@@ -31,20 +31,24 @@ void mt_rl_plan(mt_model_plan *plan, const mt_options *options);
 
 /* Reads the prompts of options->data_path, opens the reward, and creates and loads the models that work with the actor:
  * the reference where a divergence from it counts, the critic for gae, the reward model. `plan` is the actor's, whose
- * weights are loaded; `state` is the run's. A run that resumes takes the critic from the folder critic of
- * options->save. Errors: files that cannot be read, prompts that are too long, rewards that cannot be computed, too
- * little memory. Every rank calls it. */
-int mt_rl_open(mt_rl **rl, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan,
-               const mt_run_state *state, mt_error *error);
+ * weights are loaded; `state` is the run's, and gets the fingerprint of the prompts. A run that resumes takes the
+ * critic from the folder critic of options->save. Errors: files that cannot be read, prompts that are too long, or
+ * other prompts than those with which the run began; rewards that cannot be computed; too little memory. Every rank
+ * calls it.
+ */
+int mt_rl_open(mt_rl **rl, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
+               mt_error *error);
 void mt_rl_close(mt_rl *rl);
 
 /* One iteration: responses to the next prompts, their rewards, and steps on all of them. Updates `state`; its iteration
  * counts these. metrics: of the actor's last step (NULL: not wanted). A pure function of weights, prompts, seed and
- * state. Every rank calls it. Errors: those of mt_train_step, a reward that fails. */
+ * state. Every rank calls it. Errors: those of mt_train_step. Without rewards, all is as before the call: the reward
+ * failed, which `error` describes, or a signal requested a stop while the run waited for rewards. */
+enum { MT_RL_UNREWARDED = 1, MT_RL_STOPPED = 2 };
 int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error);
 
-/* The numbers of the last iteration, for mt_report.numbers. */
-const mt_report_number *mt_rl_numbers(const mt_rl *rl, int64_t *count);
+/* The numbers of the last iteration for a report. */
+void mt_rl_report(const mt_rl *rl, mt_report *report);
 
 /* Saves the critic, if there is one; to be called before the actor is saved. Every rank calls it. */
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error);

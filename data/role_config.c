@@ -466,7 +466,7 @@ static bool is_number(const char *text, double *value) {
 static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *mapping, mt_role_entry *entry) {
     double number = 0;
     bool is_true = false, numeric = is_number(entry->values.items[0], &number);
-    char *flag = sibling_text(r, mapping, "use_kl_loss");
+    char *flag = sibling_text(r, mapping, row->kind == MT_KEY_ENABLED ? "enable" : "use_kl_loss");
     if (row->kind == MT_KEY_LENGTH && numeric) {
         double response = sibling_number(r, mapping, "response_length", 0);
         response = sibling_number(r, mapping, "max_response_length", response);
@@ -482,6 +482,9 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
         if (!is_true) entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off");
     } else if (row->kind == MT_KEY_LOSS_COEF && numeric) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true) set_number(entry, 0);
+    } else if (row->kind == MT_KEY_ENABLED) {
+        if (!flag || !mt_parse_bool(flag, &is_true) || !is_true)
+            entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off: enable is not true");
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
         double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;

@@ -35,17 +35,26 @@ void mt_prompts_order(int64_t num_prompts, int64_t seed, int64_t first, int64_t 
 
 void mt_rollouts_begin(mt_rollouts *r, const mt_samples *prompts, const int64_t *order, int64_t num_prompts,
                        int64_t group_size) {
-    int64_t count = num_prompts * group_size;
-    *r = (mt_rollouts){.prompts = prompts,
-                       .num_prompts = num_prompts,
-                       .group_size = group_size,
-                       .count = count,
-                       .prompt_of = mt_malloc(count * 8),
-                       .responses = mt_calloc(count * (int64_t)sizeof *r->responses),
-                       .response_tokens = mt_calloc(count * 8),
-                       .overlong = mt_calloc(count * (int64_t)sizeof *r->overlong),
-                       .scores = mt_calloc(count * 8)};
-    for (int64_t s = 0; s < count; s++) r->prompt_of[s] = order[s / group_size];
+    *r = (mt_rollouts){.prompts = prompts, .group_size = group_size};
+    mt_rollouts_extend(r, order, num_prompts);
+}
+
+/* array[count, each] with further elements of 0. */
+static void *extend(void *array, int64_t count, int64_t more, size_t each) {
+    char *extended = mt_realloc(array, (count + more) * (int64_t)each);
+    memset(extended + (size_t)count * each, 0, (size_t)more * each);
+    return extended;
+}
+
+void mt_rollouts_extend(mt_rollouts *r, const int64_t *order, int64_t num_prompts) {
+    int64_t count = r->count, more = num_prompts * r->group_size;
+    r->prompt_of = extend(r->prompt_of, count, more, sizeof *r->prompt_of);
+    r->responses = extend(r->responses, count, more, sizeof *r->responses);
+    r->response_tokens = extend(r->response_tokens, count, more, sizeof *r->response_tokens);
+    r->overlong = extend(r->overlong, count, more, sizeof *r->overlong);
+    r->scores = extend(r->scores, count, more, sizeof *r->scores);
+    r->num_prompts += num_prompts, r->count += more;
+    for (int64_t s = 0; s < more; s++) r->prompt_of[count + s] = order[s / r->group_size];
 }
 
 /* Frees the sequences of mt_rollouts_select. */
@@ -79,27 +88,28 @@ static int append_text(const mt_rollouts *r, int64_t s, const mt_tokenizer *toke
     return mt_tokenizer_decode(tokenizer, scratch, count, text, error);
 }
 
-int mt_rollouts_score(mt_rollouts *r, mt_reward_function *reward, const mt_tokenizer *tokenizer, mt_error *error) {
-    int64_t longest = 0, *offsets = mt_calloc((r->count + 1) * 8);
-    for (int64_t s = 0; s < r->count; s++) longest = mt_max(longest, r->response_tokens[s]);
+int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward, const mt_tokenizer *tokenizer,
+                      mt_error *error) {
+    int64_t longest = 0, count = r->count - first, *offsets = mt_calloc((count + 1) * 8);
+    for (int64_t s = first; s < r->count; s++) longest = mt_max(longest, r->response_tokens[s]);
     int32_t *scratch = mt_malloc(longest * 4);
-    mt_reward_item *items = mt_calloc(r->count * (int64_t)sizeof *items);
+    mt_reward_item *items = mt_calloc(count * (int64_t)sizeof *items);
     mt_text text = {0};
     int status = 0;
-    for (int64_t s = 0; s < r->count && status == 0; s++) {
-        status = append_text(r, s, tokenizer, scratch, &text, error);
-        offsets[s + 1] = text.bytes;
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        status = append_text(r, first + i, tokenizer, scratch, &text, error);
+        offsets[i + 1] = text.bytes;
     }
-    for (int64_t s = 0; s < r->count && status == 0; s++) {
-        const mt_question *question = &r->prompts->questions[r->prompt_of[s]];
-        items[s] = (mt_reward_item){.prompt = question->prompt,
-                                    .response = text.bytes > 0 ? text.data + offsets[s] : "",
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        const mt_question *question = &r->prompts->questions[r->prompt_of[first + i]];
+        items[i] = (mt_reward_item){.prompt = question->prompt,
+                                    .response = text.bytes > 0 ? text.data + offsets[i] : "",
                                     .answer = question->answer,
                                     .prompt_bytes = question->prompt_bytes,
-                                    .response_bytes = offsets[s + 1] - offsets[s],
+                                    .response_bytes = offsets[i + 1] - offsets[i],
                                     .answer_bytes = question->answer_bytes};
     }
-    if (status == 0) status = mt_rewards_compute(reward, items, r->count, r->scores, error);
+    if (status == 0) status = mt_rewards_compute(reward, items, count, r->scores + first, error);
     free(items), free(scratch), free(offsets), free(text.data);
     return status;
 }
@@ -187,6 +197,12 @@ void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *c) {
     free(rewards);
 }
 
+int64_t mt_rollouts_count(const mt_rollouts *r) {
+    int64_t count = 0;
+    for (int64_t t = 0; t < r->T; t++) count += r->mask[t] != 0;
+    return count;
+}
+
 void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
     mt_loss_tokens tokens = {.T = r->T,
                              .num_sequences = r->samples.count,
@@ -205,26 +221,24 @@ void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
                                       .advantages = r->inputs[MT_ADVANTAGES],
                                       .returns = r->inputs[MT_RETURNS]};
     mt_advantages(&advantages, &c->advantage);
-    double counted = 0, kl = 0, advantage = 0, target = 0, unused;
+    double counted = fmax((double)mt_rollouts_count(r), 1), kl = 0, advantage = 0, target = 0, unused;
     for (int64_t t = 0; t < r->T; t++) {
         if (r->mask[t] == 0) continue;
-        counted += 1;
         advantage += r->inputs[MT_ADVANTAGES][t], target += r->inputs[MT_RETURNS][t];
         if (c->kl_in_reward != 0) kl += mt_kl_estimate(c->kl_type, tokens.old_logp[t], tokens.ref_logp[t], &unused);
     }
-    if (counted == 0) counted = 1;
     r->stats.kl = kl / counted, r->stats.advantage = advantage / counted, r->stats.value_target = target / counted;
 }
 
 /* ---- micro-batches -------------------------------------------------------------------------------------------------
  */
 
-int64_t mt_rollouts_mini_batch(const mt_rollouts *r, int64_t seed, int64_t step, int64_t epoch, int64_t index,
-                               int64_t mini_batches, int64_t *sequences) {
+int64_t mt_rollouts_mini_batch(const mt_rollouts *r, bool shuffles, int64_t seed, int64_t step, int64_t epoch,
+                               int64_t index, int64_t mini_batches, int64_t *sequences) {
     int64_t count = r->samples.count, first = count * index / mini_batches, end = count * (index + 1) / mini_batches;
     uint64_t of_step = mt_random_key((uint64_t)seed, UINT64_C(0x6d696e69), (uint64_t)step); // "mini"
-    uint32_t *order = draw_order(count, mt_random_key(of_step, 0, (uint64_t)epoch));
-    for (int64_t i = first; i < end; i++) sequences[i - first] = order[i];
+    uint32_t *order = shuffles ? draw_order(count, mt_random_key(of_step, 0, (uint64_t)epoch)) : NULL;
+    for (int64_t i = first; i < end; i++) sequences[i - first] = order ? order[i] : i;
     free(order);
     return end - first;
 }

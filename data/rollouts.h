@@ -2,7 +2,7 @@
  * responses each (a group). Their scores become advantages, and their tokens micro-batches.
  *
  *   mt_prompts_order          the prompts of the step
- *   mt_rollouts_begin, _set   prompts and the responses that the generator wrote
+ *   mt_rollouts_begin, _set   prompts and the responses that the generator wrote; _extend: more prompts
  *   mt_rollouts_score         scores of the responses; or the caller writes `scores`
  *   mt_rollouts_select        drops groups, lays out the sequences that remain
  *   mt_rollouts_plan, _load   micro-batches of sequences; _store takes what a model computes of them: old and reference
@@ -81,33 +81,41 @@ typedef struct mt_rollouts {
 
 /* order[count]: the prompts at positions first, first + 1, ... of the run, which reads all `num_prompts` of them once
  * in each epoch, in an order drawn from seed and epoch. A pure function, so that a resumed run goes on with the next
- * ones. Step i of a run that takes n prompts a step begins at i n. */
+ * ones. */
 void mt_prompts_order(int64_t num_prompts, int64_t seed, int64_t first, int64_t count, int64_t *order);
 
 /* Begins a step: group_size responses to each of the prompts order[num_prompts]. `prompts`, with questions, must
  * outlive it. Free it before the next step. */
 void mt_rollouts_begin(mt_rollouts *r, const mt_samples *prompts, const int64_t *order, int64_t num_prompts,
                        int64_t group_size);
+
+/* Adds prompts order[num_prompts], whose responses follow those of the others. */
+void mt_rollouts_extend(mt_rollouts *r, const int64_t *order, int64_t num_prompts);
 void mt_rollouts_free(mt_rollouts *r);
 
 /* Sets response s: a copy of tokens[count >= 1], with the token that ends it. `overlong`: it did not end. */
 void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t count, bool overlong);
 
-/* Writes `scores` of all responses. Texts are without special tokens. */
-int mt_rollouts_score(mt_rollouts *r, mt_reward_function *reward, const mt_tokenizer *tokenizer, mt_error *error);
+/* Writes `scores` of the responses from `first` on. Texts are without special tokens. Returns what mt_rewards_compute
+ * does. */
+int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward, const mt_tokenizer *tokenizer,
+                      mt_error *error);
 
 /* From scores: rewards, and the sequences that remain; possibly none, then the step has nothing to train on. May be
  * called again. */
 void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *config);
+
+/* The tokens of the sequences that count. */
+int64_t mt_rollouts_count(const mt_rollouts *r);
 
 /* From token rewards, and what was stored: old_logp and ref_logp with kl_in_reward, old_values with GAE; writes
  * token_rewards, MT_ADVANTAGES and MT_RETURNS. */
 void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *config);
 
 /* The sequences [samples.count] of mini-batch `index` of `mini_batches`, whose sizes differ by at most one; returns
- * their number. The order is drawn from seed, step and epoch. */
-int64_t mt_rollouts_mini_batch(const mt_rollouts *r, int64_t seed, int64_t step, int64_t epoch, int64_t index,
-                               int64_t mini_batches, int64_t *sequences);
+ * their number. They come in their own order, or with `shuffles` in one drawn from seed, step and epoch. */
+int64_t mt_rollouts_mini_batch(const mt_rollouts *r, bool shuffles, int64_t seed, int64_t step, int64_t epoch,
+                               int64_t index, int64_t mini_batches, int64_t *sequences);
 
 /* Plans the micro-batches of sequences[count >= 1]: packed into rows of at most shape->row_length positions (`packs`)
  * or one in each row, and dealt to shape->num_ranks ranks with rows that may be empty. mt_step_plan_fill with

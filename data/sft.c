@@ -52,7 +52,7 @@ typedef struct reader {
     // all samples; `samples.count` and the last offset count them
     mt_samples samples;
     int64_t sample_capacity, token_capacity;
-    int64_t bad, truncated, dropped, trained, longest;
+    int64_t bad, truncated, dropped, trained, longest, equal_pairs;
 } reader;
 
 /* Marks the tokens of the sample that the loss counts in `turns`: 1 or 0. Returns their number among the first
@@ -276,7 +276,15 @@ static int encode_choice(reader *r, const json_t *object, const char *choice, mt
     return encode_sample(r, error);
 }
 
-/* Reads one line as two samples, both or none. */
+/* True if the last two samples have the same tokens. */
+static bool pair_is_equal(const mt_samples *s) {
+    const int32_t *chosen = s->tokens + s->offsets[s->count - 2], *rejected = s->tokens + s->offsets[s->count - 1];
+    int64_t count = s->offsets[s->count] - s->offsets[s->count - 1];
+    return rejected - chosen == count && memcmp(chosen, rejected, (size_t)count * 4) == 0;
+}
+
+/* Reads one line as two samples, both or none. Equal responses are bad, or left out if they differed before they were
+ * truncated. */
 static int read_pair(reader *r, const json_t *object, mt_error *error) {
     int64_t count = r->samples.count, trained = r->trained, truncated = r->truncated, dropped = r->dropped;
     int status = 0;
@@ -287,12 +295,16 @@ static int read_pair(reader *r, const json_t *object, mt_error *error) {
         status = encode_choice(r, object, choices[i], error);
         if (status == 0) status = take_sample(r, error);
     }
-    if (status == 0 && r->samples.count == count + 2) return 0;
+    bool both = status == 0 && r->samples.count == count + 2, is_equal = both && pair_is_equal(&r->samples);
+    bool is_cut = r->truncated > truncated;
+    if (both && !is_equal) return 0;
     r->samples.count = count;
     r->trained = trained;
     r->truncated = truncated;
-    r->dropped = dropped + 2 * (status == 0);
-    return status;
+    r->dropped = dropped + 2 * (status == 0 && !both);
+    r->equal_pairs += is_equal && is_cut;
+    if (!is_equal || is_cut) return status;
+    return mt_error_set(error, "\"%s\" and \"%s\" are the same response", choices[0], choices[1]);
 }
 
 /* A copy that ends with a 0. */
@@ -349,6 +361,9 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
     for (int64_t i = 0; i < r->turns.count; i++) r->turns.data[i] = 0;
     const mt_chat_message *last = &r->messages[r->num_messages - 1];
     mt_question question = {0};
+    if (r->ids.count > c->seq_length && c->refuses_long)
+        return mt_error_set(error, "has a prompt of %lld tokens, which leaves no room in a context of %lld",
+                            (long long)r->ids.count, (long long)c->seq_length + 1);
     if (read_answer(r, object, &question, error) != 0) return -1;
     if (r->ids.count > c->seq_length) {
         free(question.answer);
@@ -464,6 +479,9 @@ static void print_summary(const reader *r) {
                 (long long)r->longest);
     if (r->truncated > 0) fprintf(log, "; %lld were truncated to --seq-length", (long long)r->truncated);
     if (r->dropped > 0) fprintf(log, "; %lld are too long and left out", (long long)r->dropped);
+    if (r->equal_pairs > 0)
+        fprintf(log, "; %lld pairs are left out, whose responses are the same once truncated",
+                (long long)r->equal_pairs);
     if (r->bad > 0) fprintf(log, "; %lld bad lines are left out", (long long)r->bad);
     fprintf(log, "\n");
 }
@@ -473,9 +491,12 @@ static int check_count(const reader *r, mt_error *error) {
     if (r->config->prompts && r->dropped > 0)
         return mt_error_set(error, "%s: has no prompts of at most %lld tokens, which the sequence length leaves them",
                             r->config->paths.items[0], (long long)r->config->seq_length);
-    return mt_error_set(error, "%s: has no samples%s", r->config->paths.items[0],
-                        r->dropped > 0 ? ": all are longer than --seq-length; raise it, or give --long-samples truncate"
-                                       : "; check the path");
+    return mt_error_set(
+        error, "%s: has no samples%s", r->config->paths.items[0],
+        r->equal_pairs > 0 ? ": responses are the same once truncated to --seq-length; raise it, or give "
+                             "--long-samples drop"
+        : r->dropped > 0   ? ": all are longer than --seq-length; raise it, or give --long-samples truncate"
+                           : "; check the path");
 }
 
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {

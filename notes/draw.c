@@ -4,11 +4,13 @@
  *
  * Run it in the root of the project, because it reads data/configs. Each picture calls the functions that training
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
- * step runs. A picture is therefore wrong only if the program is wrong. */
+ * step runs. Such a picture is wrong only if the program is wrong. Curves of costs draw the formulas of their chapter.
+ */
 #include "../data/dataset.h"
 #include "../data/file.h"
 #include "../data/options.h"
 #include "../data/report.h"
+#include "../data/sft.h"
 #include "../data/timeline.h"
 #include "../megatron.h"
 
@@ -265,6 +267,52 @@ static void draw_masks(const char *folder) {
     draw_batch(&p, 630, 50, "one of 16, a window of 4", &batch, 4);
     mt_batch_free(&batch);
     draw_decoding(&p, 40, 450);
+    picture_close(&p);
+}
+
+/* ---- 00: the ranks of notes/mini.c ------------------------------------------------------------------------------- */
+
+/* `parts` boxes; the ones in the set of bits `held` are filled. */
+static void draw_strip(picture *p, double x, double y, int parts, unsigned held, const char *fill) {
+    const double width = 136.0 / parts;
+    for (int i = 0; i < parts; i++) frame(p, x + width * i, y, width, 22, held >> i & 1 ? fill : "#ffffff");
+}
+
+/* The other member of a group of two. */
+static int partner(const mt_grid_shape *shape, mt_group_kind kind, int rank) {
+    int members[8];
+    MT_CHECK(mt_grid_members(members, shape, kind, rank) == 2);
+    return members[0] + members[1] - rank;
+}
+
+static void draw_mini(const char *folder) {
+    enum { RANKS = 8, COLUMNS = 4 };
+    static const char *const titles[COLUMNS] = {"layers", "heads, MLP, vocabulary", "chunks of the sequence",
+                                                "its optimizer state"};
+    static const int parts[COLUMNS] = {4, 2, 4, 2}, fill[COLUMNS] = {BLUE, ORANGE, GREEN, PURPLE};
+    const mt_grid_shape shape = {.tensor = 2,
+                                 .context = 2,
+                                 .data = 1,
+                                 .pipeline = 2,
+                                 .expert_tensor = 1,
+                                 .expert = 1,
+                                 .expert_data = 4,
+                                 .num_query_groups = 2};
+    picture p = picture_open(folder, "00-ranks", "What each of eight ranks holds", 900, 356);
+    text(&p, 20, 26, START,
+         "8 ranks: TP 2 x CP 2 x PP 2, two virtual stages a rank. Parts of the whole that each rank holds:");
+    for (int i = 0; i < COLUMNS; i++) text(&p, 80 + 160 * i, 54, START, "%s", titles[i]);
+    text(&p, 736, 54, START, "exchanges with");
+    for (int rank = 0; rank < RANKS; rank++) {
+        int tensor = partner(&shape, MT_GROUP_TENSOR, rank), context = partner(&shape, MT_GROUP_CONTEXT, rank);
+        int pipeline = partner(&shape, MT_GROUP_PIPELINE, rank);
+        int t = tensor < rank, c = context < rank, stage = pipeline < rank;
+        const unsigned held[COLUMNS] = {5u << stage, 1u << t, 1u << c | 1u << (3 - c), 1u << c};
+        double y = 66 + 34 * rank;
+        text(&p, 66, y + 15, END, "rank %d", rank);
+        for (int i = 0; i < COLUMNS; i++) draw_strip(&p, 80 + 160 * i, y, parts[i], held[i], fills[fill[i]]);
+        text(&p, 736, y + 15, START, "tp %d  cp %d  pp %d", tensor, context, pipeline);
+    }
     picture_close(&p);
 }
 
@@ -1817,8 +1865,502 @@ static void draw_ratios(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 21 to 27: charts ----------------------------------------------------------------------------------------------
+ */
+
+static const char *const strokes[] = {"#2f6db0", "#c0561a", "#2e7d32", "#8e5ea8", "#5b6470"};
+
+/* A frame in which curves are drawn, from low to high on both axes; a logarithmic axis has powers of ten as marks. */
+typedef struct chart {
+    double left, top, width, height;
+    double x_low, x_high, y_low, y_high;
+    bool x_log, y_log;
+} chart;
+
+static double chart_place(double value, double low, double high, bool is_log) {
+    return is_log ? log(value / low) / log(high / low) : (value - low) / (high - low);
+}
+
+static double chart_x(const chart *c, double x) {
+    return c->left + c->width * chart_place(x, c->x_low, c->x_high, c->x_log);
+}
+
+static double chart_y(const chart *c, double y) {
+    return c->top + c->height * (1 - chart_place(y, c->y_low, c->y_high, c->y_log));
+}
+
+static void chart_mark_x(picture *p, const chart *c, double x, const char *label) {
+    line(p, chart_x(c, x), c->top, chart_x(c, x), c->top + c->height, GRID, 0.6);
+    text(p, chart_x(c, x), c->top + c->height + 18, MIDDLE, "%s", label);
+}
+
+static void chart_mark_y(picture *p, const chart *c, double y, const char *label) {
+    line(p, c->left, chart_y(c, y), c->left + c->width, chart_y(c, y), GRID, 0.6);
+    text(p, c->left - 8, chart_y(c, y) + 4, END, "%s", label);
+}
+
+static void chart_titles(picture *p, const chart *c, const char *y_title, const char *x_title) {
+    text(p, c->left, c->top - 14, START, "%s", y_title);
+    text(p, c->left + c->width / 2, c->top + c->height + 36, MIDDLE, "%s", x_title);
+}
+
+/* A curve through y[count] at x[count]; what leaves the frame is left out. */
+static void chart_curve(picture *p, const chart *c, const double *x, const double *y, int count, const char *stroke) {
+    bool pen = false;
+    fprintf(p->file, "<path d=\"");
+    for (int i = 0; i < count; i++) {
+        bool inside = x[i] >= c->x_low && x[i] <= c->x_high && y[i] >= c->y_low && y[i] <= c->y_high;
+        if (inside) fprintf(p->file, "%c%.1f %.1f", pen ? 'L' : 'M', chart_x(c, x[i]), chart_y(c, y[i]));
+        pen = inside;
+    }
+    fprintf(p->file, "\" fill=\"none\" stroke=\"%s\" stroke-width=\"2\"/>\n", stroke);
+}
+
+static void chart_legend(picture *p, double x, double y, const char *stroke, const char *name) {
+    line(p, x, y - 4, x + 22, y - 4, stroke, 2);
+    text(p, x + 30, y, START, "%s", name);
+}
+
+/* ---- 21: collectives --------------------------------------------------------------------------------------------- */
+
+enum { REDUCERS = 4, SIZES_DRAWN = 121 };
+
+/* Draws the slices of all ranks; a cell is darker and has more letters, the more ranks its sum includes. */
+static void draw_slices(picture *p, double x, double y, int included[REDUCERS][REDUCERS]) {
+    static const char *const shades[] = {SHEET, "#e3edf7", "#c3daf0", "#9cc3e6", "#f4b183"};
+    for (int rank = 0; rank < REDUCERS; rank++)
+        for (int slice = 0; slice < REDUCERS; slice++) {
+            int parts = included[rank][slice];
+            frame(p, x + 20 * slice, y + 20 * rank, 20, 20, shades[parts]);
+            text(p, x + 20 * slice + 10, y + 20 * rank + 14, MIDDLE, "%d", parts);
+        }
+}
+
+/* The ring of notes/examples/ring_all_reduce.c: how many ranks each slice's sum includes, after each step. */
+static void draw_ring_steps(picture *p) {
+    int included[REDUCERS][REDUCERS], sent[REDUCERS];
+    for (int i = 0; i < REDUCERS * REDUCERS; i++) included[i / REDUCERS][i % REDUCERS] = 1;
+    text(p, 20, 30, START, "Ring of 4 ranks: in a cell, the ranks whose values it sums");
+    for (int step = -1; step < 2 * (REDUCERS - 1); step++) {
+        int number = step + 1;
+        double x = 78 + 112 * (number % 3), y = 70 + 122 * (number / 3);
+        for (int rank = 0; rank < REDUCERS && step >= 0; rank++)
+            sent[rank] = included[rank][(rank - step + 2 * REDUCERS) % REDUCERS];
+        for (int rank = 0; rank < REDUCERS && step >= 0; rank++) {
+            int from = (rank + REDUCERS - 1) % REDUCERS, slice = (from - step + 2 * REDUCERS) % REDUCERS;
+            included[rank][slice] = step < REDUCERS - 1 ? included[rank][slice] + sent[from] : sent[from];
+        }
+        if (step < 0)
+            text(p, x, y - 8, START, "start");
+        else
+            text(p, x, y - 8, START, "step %d: %s", step + 1, step < REDUCERS - 1 ? "add" : "copy");
+        for (int rank = 0; rank < REDUCERS && number % 3 == 0; rank++)
+            text(p, x - 8, y + 20 * rank + 14, END, "rank %d", rank);
+        draw_slices(p, x, y, included);
+    }
+    text(p, 190, 410, START, "columns: slices of the buffer");
+    text(p, 190, 428, START, "orange: the complete sum");
+}
+
+static void draw_collectives(const char *folder) {
+    const double latency = 5e-6, per_byte = 1 / 50e9, ranks = 64, levels = 2 * log2(ranks);
+    chart c = {.left = 500, .top = 70, .width = 350, .height = 290, .x_log = true, .y_log = true};
+    c.x_low = 1e3, c.x_high = 1e9, c.y_low = 1e-5, c.y_high = 1;
+    double bytes[SIZES_DRAWN], ring[SIZES_DRAWN], tree[SIZES_DRAWN], pieces[SIZES_DRAWN];
+    for (int i = 0; i < SIZES_DRAWN; i++) {
+        double n = bytes[i] = c.x_low * pow(c.x_high / c.x_low, (double)i / (SIZES_DRAWN - 1));
+        ring[i] = 2 * (ranks - 1) * (latency + n * per_byte / ranks);
+        tree[i] = levels * (latency + n * per_byte);
+        double count = fmax(1, sqrt(levels * 2 * n * per_byte / latency));
+        pieces[i] = (levels + count) * (latency + 2 * n * per_byte / count);
+    }
+    picture p = picture_open(folder, "21-collectives", "A ring all-reduce, and times of three algorithms", 900, 450);
+    draw_ring_steps(&p);
+    static const char *const sizes[] = {"1 KB", "10 KB", "100 KB", "1 MB", "10 MB", "100 MB", "1 GB"};
+    static const char *const times[] = {"10 us", "100 us", "1 ms", "10 ms", "100 ms", "1 s"};
+    for (int i = 0; i < 7; i++) chart_mark_x(&p, &c, c.x_low * pow(10, i), sizes[i]);
+    for (int i = 0; i < 6; i++) chart_mark_y(&p, &c, c.y_low * pow(10, i), times[i]);
+    text(&p, c.left, 30, START, "All-reduce over 64 ranks, 5 us a message, 50 GB/s");
+    chart_titles(&p, &c, "time", "bytes of the buffer");
+    chart_curve(&p, &c, bytes, ring, SIZES_DRAWN, strokes[0]);
+    chart_curve(&p, &c, bytes, tree, SIZES_DRAWN, strokes[1]);
+    chart_curve(&p, &c, bytes, pieces, SIZES_DRAWN, strokes[2]);
+    chart_legend(&p, 500, 422, strokes[0], "ring");
+    chart_legend(&p, 600, 422, strokes[1], "tree");
+    chart_legend(&p, 700, 422, strokes[2], "two trees, pieces");
+    picture_close(&p);
+}
+
+/* ---- 22: attention ----------------------------------------------------------------------------------------------- */
+
+/* The blocks of queries by keys of a causal span: computed as a whole, computed with a mask, or skipped. */
+static void draw_blocks(picture *p, double x, double y) {
+    enum { LENGTH = 1024, QUERIES = 64, KEYS = 128 };
+    const mt_span span = {0, LENGTH, 0, LENGTH, true};
+    const double cell = 18;
+    for (int i0 = 0; i0 < LENGTH; i0 += QUERIES)
+        for (int j0 = 0; j0 < LENGTH; j0 += KEYS) {
+            int64_t begin, first_end, last_end;
+            mt_span_keys(&span, 0, i0, &begin, &first_end);
+            mt_span_keys(&span, 0, i0 + QUERIES - 1, &begin, &last_end);
+            const char *fill = j0 >= last_end ? SHEET : j0 + KEYS <= first_end ? fills[BLUE] : fills[ORANGE];
+            frame(p, x + 2 * cell * j0 / KEYS, y + cell * i0 / QUERIES, 2 * cell, cell, fill);
+        }
+    for (int i = 0; i <= LENGTH; i += 256) {
+        text(p, x + 2 * cell * i / KEYS, y - 8, MIDDLE, "%d", i);
+        text(p, x - 8, y + cell * i / QUERIES + 4, END, "%d", i);
+    }
+    text(p, x + 8 * cell, y - 24, MIDDLE, "key");
+    text(p, x - 8, y - 24, END, "query");
+    box(p, x, y + 18 * cell - 9, 10, 10, fills[BLUE]);
+    text(p, x + 16, y + 18 * cell, START, "all visible");
+    box(p, x + 120, y + 18 * cell - 9, 10, 10, fills[ORANGE]);
+    text(p, x + 136, y + 18 * cell, START, "masked in part");
+}
+
+static void draw_attention(const char *folder) {
+    enum { POINTS = 8, HEADS = 32, GROUPS = 8, CHANNELS = 128 };
+    static const char *const lengths[POINTS] = {"1K", "2K", "4K", "8K", "16K", "32K", "64K", "128K"};
+    static const char *const sizes[] = {"1 MiB", "16 MiB", "256 MiB", "4 GiB", "64 GiB", "1 TiB"};
+    chart c = {.left = 540, .top = 70, .width = 320, .height = 288, .x_log = true, .y_log = true};
+    c.x_low = 1024, c.x_high = 131072, c.y_low = 0x1p20, c.y_high = 0x1p40;
+    double tokens[POINTS], matrix[POINTS], online[POINTS];
+    picture p = picture_open(folder, "22-attention", "Blocks of attention, and bytes of a layer", 900, 450);
+    text(&p, 20, 30, START, "Blocks of 64 queries by 128 keys of a sequence of 1,024 tokens");
+    draw_blocks(&p, 90, 78);
+    text(&p, 480, 30, START, "A layer of Llama 3 8B in bf16, one sequence");
+    for (int i = 0; i < POINTS; i++) {
+        double T = tokens[i] = 1024 << i;
+        matrix[i] = 2 * HEADS * T * T;
+        online[i] = 4 * (HEADS + GROUPS) * CHANNELS * T + 4 * HEADS * T;
+        chart_mark_x(&p, &c, T, lengths[i]);
+    }
+    for (int i = 0; i < 6; i++) chart_mark_y(&p, &c, c.y_low * pow(16, i), sizes[i]);
+    chart_titles(&p, &c, "bytes", "tokens of a sequence");
+    chart_curve(&p, &c, tokens, matrix, POINTS, strokes[1]);
+    chart_curve(&p, &c, tokens, online, POINTS, strokes[0]);
+    chart_legend(&p, 540, 422, strokes[1], "probabilities");
+    chart_legend(&p, 690, 422, strokes[0], "q, k, v, o and lse");
+    picture_close(&p);
+}
+
+/* ---- 23: a kernel ------------------------------------------------------------------------------------------------ */
+
+/* The 128-byte lines that one load of a warp touches: lane l reads `width` bytes at l * stride. */
+static void draw_warp_load(picture *p, double y, const char *title, int64_t stride, int64_t width) {
+    enum { LANES = 32, LINE = 128, CELLS = 32, BYTES = LINE / CELLS };
+    bool used[LANES][CELLS] = {{false}};
+    int64_t lines[LANES], count = 0, bytes = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        int64_t at = lane * stride, found = 0;
+        while (found < count && lines[found] != at / LINE) found++;
+        if (found == count) lines[count++] = at / LINE;
+        for (int64_t b = at % LINE; b < at % LINE + width; b++) used[found][b / BYTES] = true;
+        bytes += width;
+    }
+    text(p, 20, y - 10, START, "%s", title);
+    int64_t shown = count < 4 ? count : 4;
+    for (int64_t l = 0; l < shown; l++) {
+        frame(p, 20, y + 13 * (double)l, 6 * CELLS, 10, SHEET);
+        for (int cell = 0; cell < CELLS; cell++)
+            if (used[l][cell]) box(p, 20 + 6 * cell, y + 13 * (double)l + 0.5, 6, 9, fills[BLUE]);
+    }
+    text(p, 226, y + 9, START, "%lld line%s,", (long long)count, count > 1 ? "s" : "");
+    text(p, 226, y + 24, START, "%lld of %lld bytes used", (long long)bytes, (long long)(count * LINE));
+    if (shown < count) text(p, 226, y + 39, START, "(%lld lines drawn)", (long long)shown);
+}
+
+static void draw_kernel(const char *folder) {
+    /* Percent of the copy rate before and after, from notes/lab.md. */
+    static const struct {
+        const char *shape, *change;
+        double before, after;
+    } gains[] = {{"RMSNorm 4096", "weights with the row", 85, 87},
+                 {"RMSNorm 4096", "early launch", 88, 91},
+                 {"RMSNorm 2048", "weights with the row", 82, 89},
+                 {"LayerNorm 1600", "weights in shared memory", 75, 80},
+                 {"LayerNorm 1600", "early launch", 81, 85},
+                 {"RMSNorm, gradient", "fewer instructions, prefetch", 82, 90}};
+    enum { GAINS = sizeof gains / sizeof *gains };
+    chart c = {.left = 620, .top = 80, .width = 250, .height = 250, .x_low = 70, .x_high = 100, .y_high = GAINS};
+    picture p = picture_open(folder, "23-kernel", "Loads of a warp, and measured gains", 900, 400);
+    text(&p, 20, 30, START, "128-byte lines that a load of 32 lanes touches");
+    draw_warp_load(&p, 80, "a lane for each row of 4,096 bf16", 2 * 4096, 2);
+    draw_warp_load(&p, 180, "a lane for each channel", 2, 2);
+    draw_warp_load(&p, 250, "a lane for each pack of 8 channels", 16, 16);
+    text(&p, 420, 30, START, "Measured gains on one H200, bf16");
+    for (int percent = 70; percent <= 100; percent += 10) {
+        char label[8];
+        snprintf(label, sizeof label, "%d%%", percent);
+        chart_mark_x(&p, &c, percent, label);
+    }
+    chart_titles(&p, &c, "", "share of the rate of a copy");
+    for (int i = 0; i < GAINS; i++) {
+        double y = c.top + c.height * (i + 0.5) / GAINS, x1 = chart_x(&c, gains[i].before);
+        frame(&p, x1, y - 7, chart_x(&c, gains[i].after) - x1, 14, fills[i % 2 ? ORANGE : BLUE]);
+        text(&p, c.left - 8, y - 3, END, "%s", gains[i].shape);
+        text(&p, c.left - 8, y + 11, END, "%s", gains[i].change);
+        text(&p, x1 - 5, y + 4, END, "%.0f", gains[i].before);
+        text(&p, chart_x(&c, gains[i].after) + 5, y + 4, START, "%.0f", gains[i].after);
+    }
+    picture_close(&p);
+}
+
+/* ---- 24: generation ---------------------------------------------------------------------------------------------- */
+
+enum { TEXTS = 7, TEXT_SLOTS = 3, TEXT_LENGTH = 16, TEXT_ROWS = 4, TEXT_PROMPT = 6, TEXT_FORWARD = 8 };
+
+/* Texts to generate, without a model: every drawn token is 1. */
+typedef struct texts {
+    mt_batcher *batcher;
+    mt_sequence sequences[TEXTS];
+    int32_t tokens[TEXTS][TEXT_LENGTH];
+} texts;
+
+/* `alike`: all prompts are equal. */
+static void texts_begin(texts *t, const int *new_tokens, bool alike) {
+    mt_batcher_plan plan = {TEXT_SLOTS, TEXT_LENGTH, TEXT_FORWARD, TEXT_ROWS, 16};
+    t->batcher = mt_batcher_create(&plan);
+    for (int i = 0; i < TEXTS; i++) {
+        for (int j = 0; j < TEXT_PROMPT; j++) t->tokens[i][j] = alike ? 2 + j : 100 * i + j;
+        t->sequences[i] = (mt_sequence){.id = i,
+                                        .tokens = t->tokens[i],
+                                        .num_prompt = TEXT_PROMPT,
+                                        .num_tokens = TEXT_PROMPT,
+                                        .max_tokens = TEXT_PROMPT + new_tokens[i],
+                                        .slot = -1,
+                                        .finish = MT_UNFINISHED};
+    }
+}
+
+/* One forward; rows[i] is the number of tokens of text i in it. False at the end. */
+static bool texts_step(texts *t, int64_t *rows) {
+    mt_batcher *b = t->batcher;
+    memset(rows, 0, TEXTS * sizeof *rows);
+    if (mt_batcher_next(b, t->sequences, TEXTS) == 0) return false;
+    for (int64_t s = 0; s < b->batch.num_spans; s++)
+        for (int i = 0; i < TEXTS; i++)
+            if (t->sequences[i].slot == b->batch.spans[s].k_start / TEXT_LENGTH) rows[i] = b->batch.spans[s].q_len;
+    for (int64_t l = 0; l < b->num_logits; l++) {
+        mt_sequence *sequence = &t->sequences[b->logit_sequences[l]];
+        sequence->tokens[sequence->num_tokens++] = 1;
+        if (sequence->num_tokens == sequence->max_tokens) sequence->finish = MT_FINISH_LENGTH;
+    }
+    return true;
+}
+
+static void draw_forward_cell(picture *p, double x, double y, int64_t rows, bool is_prompt) {
+    if (rows == 0) return;
+    frame(p, x, y, 22, 18, fills[is_prompt ? ORANGE : BLUE]);
+    text(p, x + 11, y + 13, MIDDLE, "%lld", (long long)rows);
+}
+
+/* Batches of TEXT_SLOTS texts that begin and end together, each prompt in one forward. Returns the forwards. */
+static int draw_static_batches(picture *p, double x, double y, const int *new_tokens) {
+    int begin = 0;
+    for (int first = 0; first < TEXTS; first += TEXT_SLOTS) {
+        int longest = 0;
+        for (int i = first; i < first + TEXT_SLOTS && i < TEXTS; i++) {
+            for (int f = 0; f < new_tokens[i]; f++)
+                draw_forward_cell(p, x + 22 * (begin + f), y + 20 * i, f == 0 ? TEXT_PROMPT : 1, f == 0);
+            longest = new_tokens[i] > longest ? new_tokens[i] : longest;
+        }
+        begin += longest;
+    }
+    return begin;
+}
+
+/* The page table after all of three equal prompts are read. */
+static void draw_pages(picture *p, double x, double y) {
+    static const int new_tokens[TEXTS] = {6, 6, 6, 1, 1, 1, 1};
+    texts t;
+    int64_t rows[TEXTS];
+    texts_begin(&t, new_tokens, true);
+    for (int forward = 0; forward < 4; forward++) texts_step(&t, rows);
+    text(p, x, y - 40, START, "Pages of %d tokens, three", TEXT_ROWS);
+    text(p, x, y - 24, START, "samples of one prompt of %d", TEXT_PROMPT);
+    for (int i = 0; i < 3; i++) {
+        int64_t slot = t.sequences[i].slot, pages = mt_divide_up(t.sequences[i].num_tokens - 1, TEXT_ROWS);
+        text(p, x, y + 26 * i + 16, START, "sample %d", i);
+        for (int64_t page = 0; page < pages; page++) {
+            int32_t number = t.batcher->batch.pages[slot * TEXT_LENGTH / TEXT_ROWS + page];
+            bool shared = t.batcher->batch.pages[t.sequences[0].slot * TEXT_LENGTH / TEXT_ROWS + page] == number &&
+                          t.batcher->batch.pages[t.sequences[1].slot * TEXT_LENGTH / TEXT_ROWS + page] == number;
+            frame(p, x + 70 + 34 * (double)page, y + 26 * i, 34, 22, fills[shared ? GREEN : BLUE]);
+            text(p, x + 87 + 34 * (double)page, y + 26 * i + 15, MIDDLE, "%d", number);
+        }
+    }
+    text(p, x, y + 104, START, "numbers: pages of the cache");
+    box(p, x, y + 113, 10, 10, fills[GREEN]);
+    text(p, x + 16, y + 122, START, "shared");
+    mt_batcher_destroy(t.batcher);
+}
+
+static void draw_generation(const char *folder) {
+    static const int new_tokens[TEXTS] = {3, 9, 4, 2, 6, 3, 5};
+    const double x = 150, top = 76, below = 272;
+    texts t;
+    int64_t rows[TEXTS];
+    int forwards = 0;
+    picture p = picture_open(folder, "24-generation", "Continuous and static batching, and shared pages", 900, 470);
+    texts_begin(&t, new_tokens, false);
+    bool begun[TEXTS] = {false};
+    for (; texts_step(&t, rows); forwards++)
+        for (int i = 0; i < TEXTS; i++) {
+            draw_forward_cell(&p, x + 22 * forwards, top + 20 * i, rows[i], !begun[i]);
+            begun[i] = begun[i] || t.sequences[i].num_tokens > TEXT_PROMPT;
+        }
+    mt_batcher_destroy(t.batcher);
+    text(&p, 20, 30, START, "Continuous batching: %d texts, %d at once, %d forwards of at most %d tokens", TEXTS,
+         TEXT_SLOTS, forwards, TEXT_FORWARD);
+    forwards = draw_static_batches(&p, x, below, new_tokens);
+    text(&p, 20, below - 24, START, "Static batches: %d forwards", forwards);
+    for (int i = 0; i < TEXTS; i++)
+        for (int part = 0; part < 2; part++)
+            text(&p, x - 10, (part ? below : top) + 20 * i + 13, END, "text %d, %d new", i, new_tokens[i]);
+    for (int f = 0; f < forwards; f++) text(&p, x + 22 * f + 11, below + 20 * TEXTS + 14, MIDDLE, "%d", f + 1);
+    text(&p, x + 11 * forwards, below + 20 * TEXTS + 34, MIDDLE, "forward; in a cell: tokens of the text in it");
+    box(&p, 660, 270, 10, 10, fills[ORANGE]);
+    text(&p, 676, 279, START, "reads the prompt");
+    box(&p, 660, 290, 10, 10, fills[BLUE]);
+    text(&p, 676, 299, START, "one token, and writes one");
+    draw_pages(&p, 660, 100);
+    picture_close(&p);
+}
+
+/* ---- 25: packing ------------------------------------------------------------------------------------------------- */
+
+enum { PACKED_SAMPLES = 30, PACKED_ROW = 1024, DYNAMIC_SAMPLES = 72, DYNAMIC_RANKS = 8, DYNAMIC_LONGEST = 65536 };
+
+/* A sample in a row that begins at x; `scale` pixels a token. */
+static void draw_sample(picture *p, double x, double y, double scale, int64_t at, int64_t length, int64_t number) {
+    double width = scale * (double)length;
+    frame(p, x + scale * (double)at, y, width, 14, fills[number % NUM_FILLS]);
+    if (width > 22) text(p, x + scale * (double)at + width / 2, y + 11, MIDDLE, "%lld", (long long)length);
+}
+
+static void draw_packed_rows(picture *p, double x, double y) {
+    const double scale = 330.0 / PACKED_ROW;
+    int64_t lengths[PACKED_SAMPLES], total = 0;
+    mt_rows rows;
+    for (int64_t i = 0; i < PACKED_SAMPLES; i++)
+        total += lengths[i] = mt_lognormal_length(8, i, 110, MT_MOCK_SIGMA, PACKED_ROW);
+    mt_rows_pack(&rows, lengths, PACKED_SAMPLES, PACKED_ROW, PACKED_SAMPLES, 1, 0);
+    text(p, x, y - 24, START, "%d samples in %lld rows of %d tokens:", PACKED_SAMPLES, (long long)rows.count,
+         PACKED_ROW);
+    text(p, x, y - 8, START, "%.0f%% full; one in each row: %.0f%%",
+         100 * (double)total / (double)(rows.count * PACKED_ROW),
+         100 * (double)total / (PACKED_SAMPLES * (double)PACKED_ROW));
+    for (int64_t r = 0; r < rows.count; r++) {
+        int64_t at = 0;
+        double top = y + 18 * (double)r;
+        frame(p, x, top, scale * PACKED_ROW, 14, SHEET);
+        for (int64_t i = rows.first[r]; i < rows.first[r + 1]; at += lengths[rows.order[i++]])
+            draw_sample(p, x, top, scale, at, lengths[rows.order[i]], rows.order[i]);
+    }
+    double end = y + 18 * (double)rows.count;
+    for (int64_t tokens = 0; tokens <= PACKED_ROW; tokens += 256)
+        text(p, x + scale * (double)tokens, end + 14, MIDDLE, "%lld", (long long)tokens);
+    text(p, x + scale * PACKED_ROW / 2, end + 32, MIDDLE, "tokens of a row");
+    mt_rows_free(&rows);
+}
+
+/* Draws the batches of a plan; `ranks` of the picture share one of the plan's. Work becomes seconds at 600 TFLOP/s. */
+static void draw_plan(picture *p, const chart *c, const mt_step_plan *plan, int64_t ranks, bool meets) {
+    double *start = mt_calloc(mt_max(plan->num_batches, 1) * 8);
+    mt_step_plan_time(plan, meets, start);
+    for (int64_t slot = 0; slot < plan->num_slots; slot++)
+        for (int64_t r = 0; r < plan->num_ranks; r++) {
+            int64_t b = plan->batch_of[slot * plan->num_ranks + r];
+            int64_t size = ranks > 1 ? ranks : plan->batches[b].context_size, color = 0;
+            while ((int64_t)1 << color < size) color++;
+            double x = chart_x(c, start[b] / 600e12), width = plan->batches[b].work / 600e12 * c->width / c->x_high;
+            if (ranks > 1 || r == 0 || plan->batch_of[slot * plan->num_ranks + r - 1] != b)
+                frame(p, x, c->top + 16 * (double)(r * ranks), width, 16 * (double)size, fills[color]);
+        }
+    free(start);
+}
+
+/* Plans of a step for 8 ranks, static and dynamic, of the shape of Llama 2 7B. */
+static void draw_dynamic_context(picture *p, const chart *fixed, const chart *dynamic) {
+    static const char *const words[] = {"--num-layers",
+                                        "32",
+                                        "--hidden-size",
+                                        "4096",
+                                        "--ffn-hidden-size",
+                                        "11008",
+                                        "--lr",
+                                        "1e-3",
+                                        "--num-attention-heads",
+                                        "32",
+                                        "--swiglu",
+                                        "--vocab-size",
+                                        "32000",
+                                        "--train-iters",
+                                        "1",
+                                        "--max-position-embeddings",
+                                        "64"};
+    mt_options o;
+    mt_rows rows;
+    mt_step_plan plan;
+    int64_t lengths[DYNAMIC_SAMPLES], first[DYNAMIC_SAMPLES + 1] = {0}, count = 0;
+    mt_piece pieces[DYNAMIC_SAMPLES];
+    parse_options(&o, words, sizeof words / sizeof *words);
+    mt_plan_shape shape = {1, 1, DYNAMIC_LONGEST, .work = mt_token_work_of(&o)};
+    for (int64_t i = 0; i < DYNAMIC_SAMPLES; i++)
+        lengths[i] = mt_lognormal_length(11, i, 2048, MT_MOCK_SIGMA, DYNAMIC_LONGEST);
+    mt_rows_pack(&rows, lengths, DYNAMIC_SAMPLES, DYNAMIC_LONGEST, DYNAMIC_SAMPLES, 1, 0);
+    for (int64_t r = 0; r < rows.count; first[++r] = count)
+        for (int64_t i = rows.first[r]; i < rows.first[r + 1]; i++)
+            pieces[count++] = (mt_piece){rows.order[i], lengths[rows.order[i]], 0};
+    mt_step_plan_balance(&plan, pieces, first, rows.count, &shape);
+    for (int64_t b = 0; b < plan.num_batches; b++) { // each row on all ranks
+        double tokens = 0, pairs = 0;
+        for (int64_t i = plan.batches[b].first; i < plan.batches[b].first + plan.batches[b].count; i++)
+            tokens += (double)plan.pieces[i].length, pairs += pow((double)plan.pieces[i].length, 2);
+        plan.batches[b].work = mt_shared_work(&shape.work, tokens, pairs, DYNAMIC_RANKS);
+    }
+    draw_plan(p, fixed, &plan, DYNAMIC_RANKS, false);
+    mt_step_plan_free(&plan);
+    shape.num_ranks = shape.context_size = DYNAMIC_RANKS;
+    shape.min_context_size = 1, shape.rank_tokens = DYNAMIC_LONGEST / DYNAMIC_RANKS;
+    mt_step_plan_solve(&plan, pieces, count, &shape);
+    draw_plan(p, dynamic, &plan, 1, false);
+    mt_step_plan_free(&plan);
+    mt_rows_free(&rows);
+    mt_options_free(&o);
+}
+
+static void draw_packing(const char *folder) {
+    chart c = {.left = 500, .top = 64, .width = 370, .height = 128, .x_high = 5, .y_high = DYNAMIC_RANKS};
+    chart fixed = c, dynamic = c;
+    dynamic.top = 236;
+    picture p = picture_open(folder, "25-packing", "Packed rows, and dynamic context parallelism", 900, 460);
+    draw_packed_rows(&p, 30, 60);
+    text(&p, 430, 30, START, "A step of Llama 2 7B on 8 ranks, predicted: every row on all ranks");
+    text(&p, 430, 222, START, "each sample on 1, 2, 4 or 8");
+    for (int part = 0; part < 2; part++) {
+        const chart *at = part ? &dynamic : &fixed;
+        for (int r = 0; r < DYNAMIC_RANKS; r++) text(&p, 490, at->top + 16 * r + 12, END, "rank %d", r);
+        line(&p, at->left, at->top + 128, at->left + at->width, at->top + 128, GRID, 0.6);
+    }
+    for (int second = 0; second <= 5; second++) {
+        char label[8];
+        snprintf(label, sizeof label, "%d", second);
+        chart_mark_x(&p, &dynamic, second, label);
+    }
+    draw_dynamic_context(&p, &fixed, &dynamic);
+    text(&p, 685, dynamic.top + 128 + 36, MIDDLE, "seconds");
+    for (int k = 0; k < 4; k++) {
+        box(&p, 500 + 95 * k, 425, 10, 10, fills[k]);
+        text(&p, 516 + 95 * k, 434, START, "%d rank%s", 1 << k, k ? "s" : "");
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
+    draw_mini(argv[1]);
     draw_masks(argv[1]);
     draw_bucket(argv[1]);
     draw_layer(argv[1]);
@@ -1838,5 +2380,10 @@ int main(int argc, char **argv) {
     draw_recomputation(argv[1]);
     draw_fp8(argv[1]);
     draw_ratios(argv[1]);
+    draw_collectives(argv[1]);
+    draw_attention(argv[1]);
+    draw_kernel(argv[1]);
+    draw_generation(argv[1]);
+    draw_packing(argv[1]);
     return 0;
 }

@@ -4,6 +4,7 @@
 #include "../data/file.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
+#include "../data/rollout.h"
 
 #include <ftw.h>
 #include <stdlib.h>

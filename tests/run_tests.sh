@@ -1,7 +1,10 @@
 #!/bin/sh
-# Runs test suites one after another, prints a line for each, and adds up their tests.
+# Runs test suites, prints a line for each, and adds up their tests.
 #
 #   usage: tests/run_tests.sh DIR SUITE...
+#
+# TEST_JOBS suites run at a time, by default 1. Suites on several ranks, or that measure time or wait for a limit, run
+# alone at the end.
 #
 # SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run on four
 # ranks, *_mpi8 on eight. A C suite is a cmocka program. A shell suite prints "ok NAME", "not ok NAME" or "skipped:
@@ -10,7 +13,7 @@
 set -u
 directory=$1
 shift
-total_passed=0 total_failed=0 total_skipped=0
+alone=' cuda demo faults keeps_going profile two_hosts '
 
 # Ranks on one machine share its cores, and containers often run as root.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
@@ -49,16 +52,15 @@ count() {
                print passed + 0, failed + 0, skipped + shell_skipped }' "$1"
 }
 
-# run_suite NAME PROGRAM
+# run_suite NAME PROGRAM: prints its line, behind its log if a test failed, and writes the numbers to DIR/NAME.result.
 run_suite() {
-    name=$1 program=$2 log=$directory/$(basename "$2").log
-    mkdir -p "$directory"
+    name=$1 program=$2 log=$directory/$(basename "$2").log passed=0 failed=0 skipped=0
     rm -f "$log" "$log".*
     began=$(date +%s)
     case $name-$program in
     *_mpi-* | *_mpi.sh-* | *_mpi8-*)
         if [ -z "${HAVE_MPI:-}" ] || ! command -v mpirun >/dev/null; then
-            total_skipped=$((total_skipped + 1))
+            echo 0 0 1 >"$directory/$name.result"
             echo "- $name: skipped, MPI is absent"
             return
         fi
@@ -85,9 +87,7 @@ run_suite() {
     124) failed=$((failed + 1)) && echo "stopped after $limit seconds" >>"$log" ;;
     *) if [ "$failed" = 0 ]; then failed=1 && echo "exit status $status" >>"$log"; fi ;;
     esac
-    total_passed=$((total_passed + passed))
-    total_failed=$((total_failed + failed))
-    total_skipped=$((total_skipped + skipped))
+    echo "$passed $failed $skipped" >"$directory/$name.result"
     if [ "$failed" = 0 ]; then
         if [ "$skipped" = 0 ]; then note=''; else note=", $skipped skipped"; fi
         echo "✓ $name: $passed passed$note ($seconds s)"
@@ -98,20 +98,39 @@ run_suite() {
     fi
 }
 
+if [ "${1:-}" = --one ]; then # called below
+    case $2 in
+    *.sh) output=$(run_suite "$2" "tests/test_$2") ;;
+    *) output=$(run_suite "$2" "$directory/test_$2") ;;
+    esac
+    echo "$output" # at once, so that suites do not mix their lines
+    exit 0
+fi
+
+together='' later='' unknown=0
 for suite in "$@"; do
     found=no
-    if [ -f "tests/test_$suite.c" ]; then
+    for name in "$suite" "$suite.sh"; do
+        case $name in *.sh) file=tests/test_$name ;; *) file=tests/test_$name.c ;; esac
+        [ -f "$file" ] || continue
         found=yes
-        run_suite "$suite" "$directory/test_$suite"
-    fi
-    if [ -f "tests/test_$suite.sh" ]; then
-        found=yes
-        run_suite "$suite.sh" "tests/test_$suite.sh"
-    fi
-    if [ $found = no ]; then
-        total_failed=$((total_failed + 1))
-        echo "✗ $suite: there is no tests/test_$suite.c or tests/test_$suite.sh"
-    fi
+        case $suite,$alone in
+        *_mpi,* | *_mpi8,* | *" $suite "*) later="$later $name" ;;
+        *) together="$together $name" ;;
+        esac
+    done
+    [ $found = yes ] && continue
+    unknown=$((unknown + 1))
+    echo "✗ $suite: there is no tests/test_$suite.c or tests/test_$suite.sh"
 done
-echo "$total_passed passed, $total_failed failed, $total_skipped skipped"
-[ $total_failed = 0 ]
+
+mkdir -p "$directory"
+rm -f "$directory"/*.result
+# shellcheck disable=SC2086
+[ -z "$together" ] || printf '%s\n' $together | xargs -P "${TEST_JOBS:-1}" -n 1 "$0" "$directory" --one
+for name in $later; do "$0" "$directory" --one "$name"; done
+# A suite without a result, whose runner was killed, counts as failed.
+# shellcheck disable=SC2086
+for name in $together $later; do cat "$directory/$name.result" 2>/dev/null || echo 0 1 0; done |
+    awk -v failed=$unknown '{ passed += $1; failed += $2; skipped += $3 }
+        END { printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped; exit failed > 0 }'

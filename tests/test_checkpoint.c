@@ -495,10 +495,14 @@ static void someone_elses_model_is_not_overwritten(void **state) {
     assert_int_equal(mkdir(at("other"), 0777), 0);
     assert_int_equal(mkdir(at("other/latest"), 0777), 0);
     assert_save_fails(&f, at("other"), "other/latest: is not a link");
+    assert_int_equal(mkdir(at("third"), 0777), 0);
+    assert_int_equal(mkdir(at("third/latest_checkpointed_iteration.txt"), 0777), 0);
     write_text(at("file"), "");
     mt_error error;
     assert_int_equal(mt_checkpoint_prepare(f.model, at("model"), &error), -1);
     assert_says(&error, "is a model's own folder");
+    assert_int_equal(mt_checkpoint_prepare(f.model, at("third"), &error), -1);
+    assert_says(&error, "third/latest_checkpointed_iteration.txt: is not a file");
     assert_int_equal(mt_checkpoint_prepare(f.model, at("new/one"), &error), 0);
     assert_save_fails(&f, at("file"), "cannot be made");
     assert_save_fails(&f, at("file/out"), "cannot be made");

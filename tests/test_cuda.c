@@ -645,7 +645,8 @@ static void expert_bias_step(run *r, const int64_t *n) { // -, E
 }
 
 static mt_cross_entropy_args tokens_of(const int64_t *n) { // T, stride, first, count, vocabulary, entropy
-    return (mt_cross_entropy_args){.T = n[0], .stride = n[1], .first = n[2], .count = n[3]};
+    float scale = n[0] % 2 ? 0.75f : 0;                    // of the logits; 0: 1
+    return (mt_cross_entropy_args){.T = n[0], .stride = n[1], .first = n[2], .count = n[3], .logit_scale = scale};
 }
 
 /* The operation only asks for the presence of `entropy`. */

@@ -764,6 +764,9 @@ static void mock_data_counts_upwards_and_is_reproducible(void **state) {
     assert_ok(mt_dataset_get(mt_data_split(data, MT_SPLIT_TRAIN), 8, again, &error), &error);
     assert_memory_equal(tokens, again, sizeof tokens);
     mt_data_close(data);
+    config.sizes[MT_SPLIT_TRAIN] = 2000000000000;
+    assert_int_equal(mt_data_open(&data, &config, &error), -1);
+    assert_non_null(strstr(error.text, "lower --train-iters"));
 }
 
 static void a_tokens_file_is_read_in_order_and_checked(void **state) {

@@ -2,6 +2,7 @@
  * a language model's folder that gets one; and what is refused. */
 #include "../data/checkpoint.h"
 #include "../data/options.h"
+#include "folder.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -9,7 +10,6 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -184,13 +184,12 @@ static void folders_are_written_as_they_are_read(void **state) {
     for (int head = 0; head < 2; head++) {
         fixture f, again = {0};
         open_head(&f, head);
-        char folder[] = "/tmp/mt-heads-XXXXXX", command[64], path[64], *config = mt_options_write_hf_config(&f.options);
+        char *config = mt_options_write_hf_config(&f.options);
         float before[CAPACITY], after[CAPACITY];
         mt_error error;
-        assert_non_null(mkdtemp(folder));
-        if (mt_safetensors_save_folder(f.model, folder, "model", 1 << 20, &error) != 0) fail_msg("%s", error.text);
-        snprintf(path, sizeof path, "%s/config.json", folder);
-        FILE *file = fopen(path, "wb");
+        assert_int_equal(make_root(state), 0);
+        if (mt_safetensors_save_folder(f.model, root, "model", 1 << 20, &error) != 0) fail_msg("%s", error.text);
+        FILE *file = fopen(at("config.json"), "wb");
         fputs(config, file);
         fclose(file);
         if (parse(&again.options, "--stage rm --load tests/golden/tune/reward", &error) != 0)
@@ -199,15 +198,14 @@ static void folders_are_written_as_they_are_read(void **state) {
         if (mt_options_read_hf_config(&again.options, config, (int64_t)strlen(config), "config.json", &error) != 0)
             fail_msg("%s", error.text);
         assert_int_equal(again.options.head_type, head == 0 ? MT_HEAD_SEQUENCE : MT_HEAD_TOKEN);
-        create(&again, folder, &losses[head]);
+        create(&again, root, &losses[head]);
         fill(&again, folders[head], head == 0);
         mt_model_forward(f.model, &f.batch, false), mt_model_read(f.model, before, NULL, NULL);
         mt_model_forward(again.model, &again.batch, false), mt_model_read(again.model, after, NULL, NULL);
         assert_memory_equal(before, after, f.batch.num_tokens * 4);
         close_fixture(&f), close_fixture(&again);
         free(config);
-        snprintf(command, sizeof command, "rm -r %s", folder);
-        assert_int_equal(system(command), 0);
+        assert_int_equal(remove_root(state), 0);
     }
 }
 

@@ -1145,17 +1145,18 @@ static void rows_scatter_and_gather_within_their_width(void **state) {
 typedef struct loss_shape {
     int64_t T, V, stride;
     const int32_t *labels;
+    double scale; // of the logits
 } loss_shape;
 
 /* out = loss[T], entropy[T] of in = logits[T, V]. */
 static void loss_reference(double *out, const double *in, const void *shape) {
     const loss_shape *s = shape;
     for (int64_t t = 0; t < s->T; t++) {
-        const double *x = in + t * s->V;
-        double sum = 0, weighted = 0, max = x[0];
-        for (int64_t i = 1; i < s->V; i++) max = fmax(max, x[i]); // so that a vocabulary of 1 has exactly no loss
-        for (int64_t i = 0; i < s->V; i++) sum += exp(x[i] - max), weighted += exp(x[i] - max) * x[i];
-        out[t] = max + log(sum) - (s->labels[t] >= 0 && s->labels[t] < s->V ? x[s->labels[t]] : 0);
+        const double *x = in + t * s->V, k = s->scale;
+        double sum = 0, weighted = 0, max = k * x[0];
+        for (int64_t i = 1; i < s->V; i++) max = fmax(max, k * x[i]); // so that a vocabulary of 1 has exactly no loss
+        for (int64_t i = 0; i < s->V; i++) sum += exp(k * x[i] - max), weighted += exp(k * x[i] - max) * k * x[i];
+        out[t] = max + log(sum) - (s->labels[t] >= 0 && s->labels[t] < s->V ? k * x[s->labels[t]] : 0);
         out[s->T + t] = max + log(sum) - weighted / sum;
     }
 }
@@ -1166,7 +1167,7 @@ static void loss_over_parts(const matrix *logits, const loss_shape *s, int64_t p
     float all[4 * 64], packed[8 * 4 * 64];
     int64_t size = mt_dtype_size(logits->dtype), each = (s->V + parts - 1) / parts, n = 0;
     mt_cross_entropy_args a = {.T = s->T, .stride = logits->stride, .labels = s->labels};
-    a.logp = logp, a.entropy = entropy, a.lse = lse;
+    a.logit_scale = (float)s->scale, a.logp = logp, a.entropy = entropy, a.lse = lse;
     for (; a.first < s->V; a.first += each, n++) {
         a.count = a.first + each < s->V ? each : s->V - a.first;
         a.logits = logits->data + a.first * size, a.stats = packed + n * 4 * s->T;
@@ -1190,7 +1191,7 @@ static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dty
     assert_near("loss", got, want, T, 1e-6);
     assert_near("entropy", got + T, want + T, T, 2e-6);
     mt_cross_entropy_args a = {.T = T, .stride = s->stride, .labels = s->labels, .entropy = entropy, .lse = lse};
-    a.dlogp = dlogp, a.dentropy = dentropy;
+    a.logit_scale = (float)s->scale, a.dlogp = dlogp, a.dentropy = dentropy;
     for (; a.first < V; a.first += each) {
         matrix part = matrix_new(T, s->stride, s->stride, dtype); // the last ranks' columns are padding
         double *values = zeros(T * s->stride);
@@ -1218,8 +1219,9 @@ static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dty
 static void cross_entropy_matches_float64_and_finite_differences(void **state) {
     (void)state;
     static const int32_t few[] = {0, 12, 3, -100, 6, 13}, many[] = {1024, 0, 2068, 1023};
-    static const loss_shape shapes[] = {{1, 1, 1, few}, {6, 13, 16, few}, {6, 13, 13, few}, {4, 2069, 2080, many}};
-    for (int k = 0; k < 8; k++) {
+    static const loss_shape shapes[] = {
+        {1, 1, 1, few, 1}, {6, 13, 16, few, 1}, {6, 13, 13, few, 1}, {4, 2069, 2080, many, 1}, {6, 13, 16, few, 1.25}};
+    for (int k = 0; k < 10; k++) {
         check_cross_entropy(&shapes[k / 2], 1, both[k % 2]);
         check_cross_entropy(&shapes[k / 2], 3, both[k % 2]);
     }

@@ -77,20 +77,22 @@ gains() {
 
 grpo_learns() {
     learn 1 "$work/grpo" --rollout-batch-size 16 --num-return-sequences 8 --train-iters 60 --lr 2e-3 \
-        --reward number && gains "$work/grpo"
+        --reward number && gains "$work/grpo" && series advantage "$work/grpo" | grep -q . &&
+        ! grep -q 'ref_kl\|entropy\|value_\|groups_dropped' "$work/grpo" # not measured
 }
 
 ppo_with_a_critic_learns() {
     learn 1 "$work/ppo" --rollout-batch-size 128 --num-return-sequences 1 --train-iters 40 --lr 2e-3 \
         --adv-estimator gae --whiten-advantages --critic-lr 5e-3 --ppo-epochs 2 --global-batch-size 64 \
         --kl-loss-coef 0.001 --value-clip 0.5 && gains "$work/ppo" &&
-        series value_loss "$work/ppo" | awk 'NR == 1 { first = $1 } END { exit !($1 < first) }'
+        series value_loss "$work/ppo" | awk 'NR == 1 { first = $1 } END { exit !($1 < first) }' &&
+        series value_target "$work/ppo" | grep -q . && series ref_kl "$work/ppo" | grep -q .
 }
 
 every_layout_does_the_same() {
     for method in "--adv-estimator grpo --dynamic-sampling" \
         "--adv-estimator gae --whiten-advantages --kl-in-reward --kl-coef 0.01 --entropy-coeff 0.01" \
-        "--adv-estimator rloo --pg-variant gspo --kl-loss-coef 0.01 --loss-agg-mode seq-mean-token-mean"; do
+        "--adv-estimator rloo --pg-variant gspo --kl-loss-coef 0.01 --temperature 0.7"; do
         set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
             --global-batch-size 8
         # shellcheck disable=SC2086
@@ -117,17 +119,39 @@ EOF
 }
 
 a_resumed_run_goes_on_as_before() {
-    for method in grpo gae; do
-        set -- --rollout-batch-size 6 --num-return-sequences 4 --lr 1e-3 --adv-estimator $method --ppo-epochs 2 \
-            --global-batch-size 8
-        learn 1 "$work/whole" "$@" --train-iters 4 || return 1
-        learn 1 "$work/parts" "$@" --train-iters 2 --save "$work/run.$method" || return 1
+    for method in grpo "grpo --dynamic-sampling" "gae --kl-loss-coef 0.01"; do
+        run=$work/run.${method##* } reference=
+        [ "${method%% *}" = grpo ] || reference="--ref-load $work/base"
+        set -- --rollout-batch-size 6 --num-return-sequences 4 --lr 1e-3 --ppo-epochs 2 --global-batch-size 8
         # shellcheck disable=SC2086
-        "$train" --stage rl --load "$work/run.$method" --save "$work/run.$method" --data-path "$work/rl.jsonl" \
-            --seq-length 16 --max-new-tokens 4 --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common \
-            "$@" --train-iters 4 >"$work/out" 2>"$work/err" || return 1
-        for key in reward lm_loss grad_norm value_loss; do same "$work/whole" "$work/parts" $key 0 || return 1; done
+        learn 1 "$work/whole" "$@" --adv-estimator $method --train-iters 4 &&
+            learn 1 "$work/parts" "$@" --adv-estimator $method --train-iters 2 --save "$run" || return 1
+        # shellcheck disable=SC2086
+        "$train" --stage rl --load "$run" --save "$run" --data-path "$work/rl.jsonl" --seq-length 16 \
+            --max-new-tokens 4 --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common "$@" \
+            --adv-estimator $method $reference --train-iters 4 >"$work/out" 2>"$work/err" || return 1
+        for key in reward lm_loss grad_norm value_loss ref_kl groups_dropped sampling_rounds; do
+            case $key in value_loss | ref_kl | groups_dropped | sampling_rounds)
+                grep -q "$key" "$work/whole" || continue ;;
+            esac
+            same "$work/whole" "$work/parts" $key 0 || return 1
+        done
+        [ "${method##* }" != --dynamic-sampling ] || cp "$work/whole" "$work/dynamic"
     done
+    # other prompts replaced the dropped ones
+    dropped=$(series groups_dropped "$work/dynamic" | awk '{ sum += $1 } END { print sum }')
+    [ "$dropped" -gt 0 ] && says "\"consumed_prompts\": $((24 + dropped))," \
+        "$work/run.--dynamic-sampling/iter_0000004/trainer.json"
+}
+
+# The rewards of all responses are alike: no iteration has a step.
+iterations_without_a_step_are_skipped() {
+    learn 1 "$work/skips" --rollout-batch-size 4 --num-return-sequences 2 --train-iters 2 --lr 1e-3 \
+        --dynamic-sampling --dynamic-sampling-max-rounds 3 --reward command \
+        --reward-command 'while read -r line; do echo 1; done' &&
+        says ' 1/2 .* no step: no prompt has rewards that differ .* groups dropped 12  1 skipped' "$work/out" &&
+        says ' 2/2 .* 2 skipped' "$work/out" && says '"sampling_rounds": 3,' "$work/skips" &&
+        ! grep -q 'nan\|null\|lm_loss' "$work/out" "$work/skips"
 }
 
 # Pairs: the digits in ascending order are preferred.
@@ -196,6 +220,25 @@ EOF
     [ "$(grep -c '^error: ' "$work/err")" = 1 ] && grep -q 'exit 3' "$work/err"
 }
 
+# A reward program that answers two iterations, then dies, or hangs while a signal asks the run to stop.
+rewards_that_end_lose_nothing() {
+    cat >"$work/ends.sh" <<'EOF'
+for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16; do read -r line && echo 0.$i; done
+read -r line
+eval "$MT_TEST_THEN"
+EOF
+    set -- --rollout-batch-size 4 --num-return-sequences 2 --train-iters 9 --lr 1e-3 --reward command \
+        --reward-command "exec sh $work/ends.sh" --reward-timeout-seconds 99
+    export MT_TEST_THEN='exit 3'
+    learn 1 "$work/ends" "$@" --save "$work/dies" && return 1
+    [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says '^error: .*exit status 3 after 0 answers to 8' "$work/err" &&
+        says '^saved iteration 2 to' "$work/out" || return 1
+    MT_TEST_THEN='kill -TERM $PPID; exec sleep 60'
+    began=$(date +%s)
+    learn 1 "$work/ends" "$@" --save "$work/hangs" && says '^saved iteration 2 to' "$work/out" &&
+        says 'stopped early after iteration 2' "$work/out" && [ $(($(date +%s) - began)) -lt 40 ]
+}
+
 # On a small model, with a few lines.
 recipes_run() {
     set -- --load "$work/base" --seq-length 16 --chat-template plain --device cpu --hidden-dropout 0 \
@@ -224,7 +267,27 @@ contradictions_are_refused() {
     refused 'ref-load has no effect' "$@" --ref-load "$work/base" || return 1
     refused 'is a language model' "$@" --reward model --reward-load "$work/base" || return 1
     refused 'is a model with a value head' "$@" --kl-loss-coef 0.1 --ref-load "$work/rm.model" || return 1
+    refused 'the run resumes at iteration 4; name the model with which it began by --ref-load' "$train" --stage rl \
+        --load "$work/run.0.01" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 \
+        --lr 1e-3 --chat-template plain --adv-estimator gae --kl-loss-coef 0.01 --rollout-batch-size 6 \
+        --num-return-sequences 4 || return 1
     refused 'exclude each other' "$@" --overlong-mask --overlong-penalty 1 || return 1
+    refused 'exclude each other' "$@" --overlong-penalty 1 --overlong-buffer-length 2 || return 1
+    refused 'must be at most --max-new-tokens 4' "$@" --overlong-buffer-length 5 || return 1
+    refused 'gspo and gmpo .* seq-mean-token-mean' "$@" --pg-variant gspo --loss-agg-mode token-mean || return 1
+    refused 'eval-iters 9: --stage rl has no evaluation' "$@" --eval-iters 9 || return 1
+    for given in eval-interval=9 profile trace=x.json log-straggler loss-on=all long-samples=drop split=1,0,0 \
+        variable-seq-lengths response-key=r dataloader-type=cyclic eod-mask-loss; do
+        option=${given%%=*} value=${given#*=}
+        [ "$option" = "$value" ] && value=
+        refused "stage rl.* and --$option exclude each other" "$@" "--$option" ${value:+"$value"} || return 1
+    done
+    refused 'rollout-batch-size x --num-return-sequences, the default --global-batch-size, = 6 must be' "$@" \
+        --rollout-batch-size 3 --num-return-sequences 2 --micro-batch-size 4 || return 1
+    head -n 50 "$work/rl.jsonl" >"$work/other.jsonl"
+    refused 'the prompts are not those with which the run began' "$train" --stage rl --load "$work/run.grpo" \
+        --data-path "$work/other.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 --lr 1e-3 \
+        --chat-template plain --rollout-batch-size 6 --num-return-sequences 4 --global-batch-size 8 || return 1
     refused 'begun with --rollout-batch-size 6' "$train" --stage rl --load "$work/run.grpo" \
         --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
         --train-iters 9 --lr 1e-3 --chat-template plain --rollout-batch-size 5 \
@@ -238,6 +301,8 @@ check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 [ "${HAVE_MPI:-}" ] && check every_layout_does_the_same every_layout_does_the_same
 check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 [ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards
+check iterations_without_a_step_are_skipped iterations_without_a_step_are_skipped
+check rewards_that_end_lose_nothing rewards_that_end_lose_nothing
 check dpo_learns_an_order dpo_learns
 check a_reward_model_rewards a_reward_model_rewards
 check adapters_learn_with_their_base_as_reference adapters_learn

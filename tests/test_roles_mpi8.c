@@ -4,20 +4,19 @@
 #include "../data/options.h"
 #include "../data/transfer.h"
 #include "../data/watchdog.h"
+#include "folder.h"
 
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include <cmocka.h>
 
 enum { ROW_LENGTH = 16, VOCABULARY = 61, WATCHED_FILES = 16 }; // of data/watchdog.c
 
 static mt_grid job;
-static char folder[256]; // of checkpoints; the same on all ranks
 
 #define TP    " --tensor-model-parallel-size "
 #define SP    " --sequence-parallel"
@@ -116,24 +115,20 @@ static double step(role *r) {
 
 static void save(role *r) {
     mt_error error = {{0}};
-    if (mt_checkpoint_save(r->model, &r->state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(r->model, &r->state, at("run"), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
     mt_barrier(&job.world);
 }
 
 static void load(role *r) {
     mt_error error = {{0}};
-    if (mt_checkpoint_load(r->model, &r->state, folder, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(r->model, &r->state, at("run"), &error) != 0) fail_msg("%s", error.text);
     mt_barrier(&job.world);
 }
 
-static void folder_remove(void) {
-    char command[400];
-    int status = 0;
+static void remove_checkpoint(void) {
     mt_barrier(&job.world);
-    snprintf(command, sizeof command, "rm -rf '%s'", folder);
-    if (job.world.rank == 0) status = system(command);
-    mt_broadcast(&job.world, &status, sizeof status, 0);
-    assert_int_equal(status, 0);
+    if (job.world.rank == 0 && (remove_root(NULL) != 0 || make_root(NULL) != 0)) mt_die("%s: not removed", root);
+    mt_barrier(&job.world);
 }
 
 /* Fails unless this rank's weights, and its master weights where `masters`, are the same bits. */
@@ -284,7 +279,7 @@ static void assert_as_by_checkpoint(role *to, role *from, const struct pair *p, 
     load(&loaded);
     assert_same(to, &loaded, p->train, what);
     role_close(&loaded);
-    folder_remove();
+    remove_checkpoint();
 }
 
 /* Another model of the source's layout gets the weights back. */
@@ -441,10 +436,8 @@ static void models_of_different_shapes_are_refused(void **state) {
 int main(int argc, char **argv) {
     mt_grid_start(&job, &argc, &argv);
     if (!job.world.comm || job.world.size != 8) mt_die("start me with mpirun -np 8");
-    snprintf(folder, sizeof folder, "%s/mt_roles_XXXXXX", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");
-    if (job.world.rank == 0 && !mkdtemp(folder)) mt_die("no temporary folder");
-    mt_broadcast(&job.world, folder, sizeof folder, 0);
-    strcat(folder, "/run");
+    if (job.world.rank == 0 && make_root(NULL) != 0) mt_die("%s: cannot be made", root);
+    mt_broadcast(&job.world, root, sizeof root, 0);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_transfer_equals_a_checkpoint_on_every_pair_of_layouts),
         cmocka_unit_test(adapters_move_without_their_base),
@@ -452,8 +445,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(models_of_different_shapes_are_refused),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
-    *strrchr(folder, '/') = 0;
-    folder_remove();
+    if (job.world.rank == 0 && remove_root(NULL) != 0) mt_die("%s: not removed", root);
     mt_grid_stop(&job);
     return failures;
 }

@@ -235,12 +235,12 @@ static void responses_are_scored_as_text(void **state) {
     mt_reward_function *exact, *command;
     begin_step(&r, &prompts);
     assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
-    if (mt_rollouts_score(&r, exact, tokenizer, &error) != 0) fail_msg("%s", error.text);
+    if (mt_rollouts_score(&r, 0, exact, tokenizer, &error) != 0) fail_msg("%s", error.text);
     mt_reward_close(exact);
     const double expected[RESPONSES] = {1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0};
     for (int s = 0; s < RESPONSES; s++) assert_true(r.scores[s] == expected[s]);
     assert_int_equal(mt_reward_open(&command, MT_REWARD_COMMAND, "read -r l; echo x; sleep 9", 5, &error), 0);
-    assert_int_equal(mt_rollouts_score(&r, command, tokenizer, &error), -1);
+    assert_int_equal(mt_rollouts_score(&r, 0, command, tokenizer, &error), -1);
     assert_non_null(strstr(error.text, "wrote \"x\""));
     mt_reward_close(command);
     end_step(&r, &prompts);
@@ -259,7 +259,7 @@ static void special_tokens_are_not_scored(void **state) {
     mt_rollouts_begin(&r, &prompts, order, 1, 1);
     mt_rollouts_set(&r, 0, tokens, 2, false);
     assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
-    if (mt_rollouts_score(&r, exact, chat, &error) != 0) fail_msg("%s", error.text);
+    if (mt_rollouts_score(&r, 0, exact, chat, &error) != 0) fail_msg("%s", error.text);
     assert_true(r.scores[0] == 1);
     mt_reward_close(exact);
     end_step(&r, &prompts);
@@ -323,7 +323,17 @@ static void overlong_responses_are_masked_or_penalised(void **state) {
     assert_true(r.rewards[9] == 0.5 && r.rewards[10] == 0.5 && r.rewards[11] == 1.5);
     end_step(&r, &prompts);
 
-    c.overlong_buffer = 4, c.reward_clip = 1; // from 2 tokens on
+    // DAPO: a factor of 2 over the last 4 of 6 tokens: -2 (length - 2) / 4, from 0 to -2
+    c.overlong_buffer = 4, c.overlong_penalty = 2;
+    static const double lengths[RESPONSES] = {2, 3, 2, 2, 2, 2, 2, 2, 5, 5, 5, 6};
+    static const double punished[RESPONSES] = {1, -0.5, 1, 0, 0, 0, 1, 1, -1.5, -1, -1, 0};
+    begin_step(&r, &prompts);
+    mt_rollouts_select(&r, &c);
+    for (int s = 0; s < RESPONSES; s++) assert_true((double)r.response_tokens[s] == lengths[s]);
+    for (int s = 0; s < RESPONSES; s++) assert_true(r.rewards[s] == punished[s]);
+    end_step(&r, &prompts);
+
+    c.overlong_penalty = 0.5, c.reward_clip = 1;
     begin_step(&r, &prompts);
     mt_rollouts_select(&r, &c);
     assert_true(r.rewards[0] == 1 && r.rewards[1] == -0.125 && r.rewards[9] == 0.5 - 0.375 && r.rewards[11] == 1);
@@ -379,9 +389,9 @@ static void mini_batches_divide_the_sequences(void **state) {
         bool seen[RESPONSES] = {false};
         int64_t count = 0;
         for (int64_t i = 0; i < batches; i++) {
-            int64_t size = mt_rollouts_mini_batch(&r, 1, 5, 0, i, batches, first + count);
+            int64_t size = mt_rollouts_mini_batch(&r, true, 1, 5, 0, i, batches, first + count);
             assert_true(size >= RESPONSES / batches && size <= RESPONSES / batches + 1);
-            assert_int_equal(mt_rollouts_mini_batch(&r, 1, 5, 0, i, batches, again), size);
+            assert_int_equal(mt_rollouts_mini_batch(&r, true, 1, 5, 0, i, batches, again), size);
             assert_memory_equal(first + count, again, (size_t)size * 8);
             count += size;
         }
@@ -391,9 +401,39 @@ static void mini_batches_divide_the_sequences(void **state) {
     }
     static const int64_t keys[][3] = {{2, 5, 0}, {1, 6, 0}, {1, 5, 1}};
     for (int i = 0; i < 3; i++) {
-        mt_rollouts_mini_batch(&r, keys[i][0], keys[i][1], keys[i][2], 0, 1, other);
+        mt_rollouts_mini_batch(&r, true, keys[i][0], keys[i][1], keys[i][2], 0, 1, other);
         assert_memory_not_equal(first, other, sizeof first);
     }
+    assert_int_equal(mt_rollouts_mini_batch(&r, false, 1, 5, 0, 1, 3, other), 4);
+    for (int64_t i = 0; i < 4; i++) assert_int_equal(other[i], 4 + i);
+    end_step(&r, &prompts);
+}
+
+/* Other prompts in further rounds: their responses follow the first ones, which stay. */
+static void further_prompts_extend_a_step(void **state) {
+    (void)state;
+    mt_rollouts r;
+    mt_samples prompts;
+    mt_error error;
+    mt_reward_function *exact;
+    const int64_t more[] = {3, 1};
+    const int32_t two[] = {'2', 256};
+    begin_step(&r, &prompts);
+    mt_rollouts_extend(&r, more, 2);
+    assert_true(r.count == RESPONSES + 2 * GROUP && r.num_prompts == GROUPS + 2);
+    for (int64_t s = RESPONSES; s < r.count; s++) mt_rollouts_set(&r, s, two, 2, false);
+    assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
+    if (mt_rollouts_score(&r, RESPONSES, exact, tokenizer, &error) != 0) fail_msg("%s", error.text);
+    mt_reward_close(exact);
+    for (int s = 0; s < RESPONSES; s++) assert_true(r.scores[s] == scores[s]);
+    for (int s = RESPONSES; s < r.count; s++) assert_true(r.scores[s] == (s >= RESPONSES + GROUP));
+    mt_rollouts_select(&r, &(mt_rollout_config){0});
+    assert_string_equal(sequence_text(&r, 0), "c,1|");
+    assert_string_equal(sequence_text(&r, RESPONSES), "dddd,2|");
+    assert_string_equal(sequence_text(&r, RESPONSES + GROUP), "bbb,2|");
+    assert_true(r.groups[RESPONSES] == GROUPS && r.groups[RESPONSES + GROUP] == GROUPS + 1);
+    mt_rollouts_select(&r, &(mt_rollout_config){.dynamic_sampling = true});
+    assert_true(r.samples.count == 9 && r.stats.groups_dropped == 3);
     end_step(&r, &prompts);
 }
 
@@ -430,7 +470,8 @@ static int64_t check_micro_batch(mt_rollouts *r, mt_batch *batch, const double *
 /* Runs a mini-batch through micro-batches of `ranks` ranks: every counted token comes once, a policy loss over
  * micro-batches equals that of the whole, and what is stored comes back. */
 static void check_micro_batches(mt_rollouts *r, int64_t ranks, bool packs, bool regroups) {
-    int64_t sequences[RESPONSES], count = mt_rollouts_mini_batch(r, 1, 2, 3, 0, 1, sequences), seen = 0, counted = 0;
+    int64_t sequences[RESPONSES], count = mt_rollouts_mini_batch(r, true, 1, 2, 3, 0, 1, sequences), seen = 0,
+                                  counted = 0;
     mt_plan_shape shape = {.num_ranks = ranks, .micro_batch_size = 2, .row_length = 12, .regroups = regroups};
     mt_step_plan plan;
     mt_batch batch;
@@ -503,6 +544,7 @@ int main(void) {
         cmocka_unit_test(overlong_responses_are_masked_or_penalised),
         cmocka_unit_test(advantages_come_from_the_stored_numbers),
         cmocka_unit_test(mini_batches_divide_the_sequences),
+        cmocka_unit_test(further_prompts_extend_a_step),
         cmocka_unit_test(micro_batches_carry_every_token_once),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);

@@ -66,4 +66,5 @@ expect ranks_are_skipped_without_mpi 0 '0 passed, 0 failed, 1 skipped' ranks_mpi
 expect shell_suites_are_counted 1 '1 passed, 1 failed, 1 skipped' shell
 expect status_77_is_skipped 0 '0 passed, 0 failed, 1 skipped' silent
 expect an_unknown_suite_fails 1 '0 passed, 1 failed, 0 skipped' nothing
+export TEST_JOBS=3
 expect suites_are_added_up 1 '5 passed, 3 failed, 1 skipped' good bad crashing leaking

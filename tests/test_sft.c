@@ -141,6 +141,26 @@ static void pairs_become_two_samples(void **state) {
            2, plain);
 }
 
+static void equal_pairs_are_left_out(void **state) {
+    (void)state;
+    const char *lines = "{\"prompt\": \"p\", \"chosen\": \"a\", \"rejected\": \"bc\"}\n"
+                        "{\"prompt\": \"p\", \"chosen\": \"bc\", \"rejected\": \"bc\"}\n"
+                        "{\"prompt\": \"p\", \"chosen\": \"abcdx\", \"rejected\": \"abcdy\"}\n"
+                        "{\"prompt\": \"p\", \"chosen\": \"ab\", \"rejected\": \"abcdx\"}\n";
+    const char *const kept[] = {"p[a|]", "p[bc|]", "p[ab|]", "p[abcd]"};
+    char log[1000] = "";
+    mt_sft_config c = {.pairs = true, .seq_length = 4};
+    expect_error(c, lines, "x.jsonl:2: \"chosen\" and \"rejected\" are the same response");
+    c.skip_bad_samples = 1, c.log = fmemopen(log, sizeof log, "w");
+    expect(c, lines, 4, kept);
+    fclose(c.log);
+    assert_non_null(strstr(log, ": 4 samples, "));
+    assert_non_null(strstr(log, "; 1 were truncated to --seq-length; 1 pairs are left out, whose responses are the "
+                                "same once truncated; 1 bad lines"));
+    c.log = NULL;
+    expect_error(c, "{\"prompt\": \"pppp\", \"chosen\": \"ab\", \"rejected\": \"ac\"}\n", "the same once truncated");
+}
+
 static void bad_lines_are_named_and_counted(void **state) {
     (void)state;
     const char *lines = "{\"prompt\": \"a\", \"response\": \"b\"}\n{\"prompt\": \"a\"\n\n{\"prompt\": 1}\n"
@@ -236,6 +256,7 @@ int main(void) {
         cmocka_unit_test(the_loss_counts_all_responses_or_the_last),
         cmocka_unit_test(long_samples_are_truncated_or_dropped),
         cmocka_unit_test(pairs_become_two_samples),
+        cmocka_unit_test(equal_pairs_are_left_out),
         cmocka_unit_test(bad_lines_are_named_and_counted),
         cmocka_unit_test(what_is_not_a_sample_is_refused),
         cmocka_unit_test(files_that_cannot_be_read_are_refused),

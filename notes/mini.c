@@ -1,0 +1,1195 @@
+/* mini.c: Megatron in one file. It trains a small Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU, or experts)
+ * with tensor, sequence, pipeline, context, data and expert parallelism. Every forward stands beside its backward,
+ * written by hand. It needs a C compiler and MPI:
+ *
+ *   mpicc -O2 -std=c11 notes/mini.c -lm -o mini        (or make everything: build/default/notes/mini)
+ *   ./mini
+ *   mpirun -np 4 ./mini --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+ *
+ * All numbers are doubles, so layouts of ranks agree to about 12 digits: a larger difference is an error, not rounding.
+ * Options have the names that ./train gives them. A micro-batch is one sequence; the optimizer's state is sharded over
+ * the data ranks; the output layer is untied; tensor parallelism does not cut experts. megatron.c has the rest: fp32,
+ * bf16 and fp8, GPUs, communication beside computation, other models, checkpoints, datasets, generation.
+ *
+ * Reading order: the grid of ranks, products and other parts of a layer, the borders of tensor parallelism, ring
+ * attention, MLP and experts, embedding and loss, parameters, pipeline, optimizer, the command line, main.
+ *
+ * Shapes, for one rank:
+ *   T     tokens: --seq-length / context ranks           C  hidden size
+ *   rows  T, or T / tensor ranks between regions          D  channels of a head
+ *   H, G  query heads, key and value heads               F  width of the MLP
+ * w[N, K] has N rows of K numbers, as in torch.nn.Linear: y[T, N] = x[T, K] w^T. Backward functions add to dx and to
+ * w.dw; memory begins with zeros. */
+#include <math.h>
+#include <mpi.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ==== options, errors, memory ===================================================================================== */
+
+typedef struct options {
+    int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, vocab_size, seq_length;
+    int64_t num_experts, moe_router_topk; // num_experts 0: a dense MLP
+    int64_t global_batch_size, train_iters;
+    int64_t tp, pp, vp, cp, ep; // sizes of the parallelisms; vp: virtual stages per pipeline rank
+    bool sequence_parallel;
+    double norm_epsilon, rotary_base, lr, adam_beta1, adam_beta2, adam_eps, weight_decay, clip_grad;
+    const char *load, *tokens_file; // NULL: random weights; synthetic tokens
+} options;
+
+/* Ends the job if some rank has an error text; every rank calls it. Rank 0 prints the text of the lowest such rank. */
+static void stop_on_error(char error[256]) {
+    int rank, size, first;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    first = error[0] ? rank : size;
+    MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+    if (first == size) return;
+    MPI_Bcast(error, 256, MPI_CHAR, first, MPI_COMM_WORLD);
+    if (rank == 0) fprintf(stderr, "error: %s\n", error);
+    MPI_Finalize();
+    exit(1);
+}
+
+/* Memory that begins with zeros; ends the job if there is none. */
+static void *allocate(int64_t bytes) {
+    void *memory = calloc(1, (size_t)bytes + 1);
+    if (memory) return memory;
+    fprintf(stderr, "error: no memory for %lld bytes\n", (long long)bytes);
+    MPI_Abort(MPI_COMM_WORLD, 1);
+    exit(1);
+}
+
+/* ==== the grid of ranks =========================================================================================== */
+
+/* Ranks that communicate with each other, and this rank's place among them. */
+typedef struct group {
+    MPI_Comm comm;
+    int rank, size;
+} group;
+
+typedef struct grid {
+    group world, tensor, context, data, pipeline;
+    group data_context; // ranks with the same dense parameters
+    group expert;       // ranks that share the experts of a layer
+    group expert_data;  // ranks with the same experts
+} grid;
+
+/* Ranks with the same color form a group. */
+static group make_group(int64_t color) {
+    group g;
+    MPI_Comm_split(MPI_COMM_WORLD, (int)color, 0, &g.comm);
+    MPI_Comm_rank(g.comm, &g.rank);
+    MPI_Comm_size(g.comm, &g.size);
+    return g;
+}
+
+/* The digits of a rank are, from the fastest: tensor, context, data, pipeline. A group varies one digit. Experts divide
+ * the ranks of a pipeline stage anew: ep neighbours have all experts of a layer together. */
+static grid build_grid(const options *o) {
+    grid g = {.world = make_group(0)};
+    int64_t rank = g.world.rank, stage_ranks = g.world.size / o->pp, dp = stage_ranks / (o->tp * o->cp);
+    int64_t t = rank % o->tp, c = rank / o->tp % o->cp, d = rank / (o->tp * o->cp) % dp, p = rank / stage_ranks;
+    g.tensor = make_group(rank / o->tp);
+    g.context = make_group(t + o->tp * (d + dp * p));
+    g.data = make_group(t + o->tp * (c + o->cp * p));
+    g.pipeline = make_group(rank % stage_ranks);
+    g.data_context = make_group(t + o->tp * p);
+    g.expert = make_group(rank / o->ep); // ep divides stage_ranks
+    g.expert_data = make_group(p * o->ep + rank % o->ep);
+    return g;
+}
+
+static void all_reduce(const group *g, double *x, int64_t n, MPI_Op operation) {
+    MPI_Allreduce(MPI_IN_PLACE, x, (int)n, MPI_DOUBLE, operation, g->comm);
+}
+
+/* whole[size, n] = the ranks' part[n], one after another. */
+static void all_gather(const group *g, double *whole, const double *part, int64_t n) {
+    MPI_Allgather(part, (int)n, MPI_DOUBLE, whole, (int)n, MPI_DOUBLE, g->comm);
+}
+
+/* part[n] = this rank's part of the sum over ranks of whole[size, n]. */
+static void reduce_scatter(const group *g, double *part, const double *whole, int64_t n) {
+    MPI_Reduce_scatter_block(whole, part, (int)n, MPI_DOUBLE, MPI_SUM, g->comm);
+}
+
+/* ==== the model =================================================================================================== */
+
+/* A parameter, or several whose rows follow each other, and its gradient. */
+typedef struct tensor {
+    double *w, *dw;
+} tensor;
+
+typedef struct mlp {
+    tensor gate_up; // [2 F, C]: the rows of gate, then those of up
+    tensor down;    // [C, F]
+} mlp;
+
+typedef struct layer {
+    tensor input_norm; // [C]
+    tensor qkv;        // [(H + 2 G) D, C]
+    tensor out;        // [C, H D]
+    tensor mlp_norm;   // [C]
+    tensor router;     // [experts, C]
+    mlp *mlps;         // the dense one, or this rank's experts
+} layer;
+
+/* How a rank's part is cut out of a parameter. */
+typedef enum cut {
+    CUT_NONE,    // the same on all tensor ranks
+    CUT_ROWS,    // over the tensor ranks: outputs of a product (column parallel in Megatron's words)
+    CUT_COLUMNS, // over the tensor ranks: inputs of a product (row parallel)
+    CUT_EXPERT   // whole, on one rank of the expert group
+} cut;
+
+/* Parameters whose gradients are summed over the same ranks. Each of these ranks updates one shard of the buffer. */
+typedef struct buffer {
+    group group;
+    int64_t count, shard, first; // count = group size x shard, padded; first: where this rank's shard begins
+    double *w, *dw;              // [count]
+    double *grad, *moment[2];    // [shard]
+} buffer;
+
+/* A row of the parameter table: the name in a Hugging Face folder, the shape of the whole, and this rank's part. */
+typedef struct parameter {
+    char name[96];
+    int64_t rows, columns;
+    cut cut;
+    tensor *owner; // receives w and dw; NULL: it follows another parameter of the same tensor
+    buffer *buffer;
+    int64_t offset, count; // in its buffer
+} parameter;
+
+enum { DENSE, EXPERTS, NUM_BUFFERS };
+
+typedef struct model {
+    options o;
+    grid g;
+    int64_t T, rows, C, H, G, D, F;       // on this rank
+    int64_t V, experts, stage_layers;     // vocabulary, experts of a layer, layers of a virtual stage; on this rank
+    int64_t num_stages, micro_batches;    // of the whole pipeline; of this rank and step
+    int32_t *tokens;                      // [global_batch_size train_iters, seq_length + 1]
+    tensor embedding, final_norm, output; // [V, C], [C], [V, C]
+    layer *layers;                        // [vp, stage_layers]
+    parameter *parameters;
+    int64_t num_parameters;
+    buffer buffers[NUM_BUFFERS];
+} model;
+
+/* Rows that a rank sends to the experts' ranks and receives back. */
+typedef struct dispatch {
+    int *expert;                                              // [rows, topk]
+    double *prob;                                             // [rows, topk]
+    int *order;                                               // [rows topk] places in `expert`, sorted by expert
+    int *received;                                            // [ep, experts] rows from each rank for each expert
+    int *send_count, *send_offset, *recv_count, *recv_offset; // [ep] in numbers, not rows
+    double *x, *gate_up, *activated;                          // of the received rows
+    double *y;                                                // [rows topk, C] the experts' outputs, in `order`
+} dispatch;
+
+/* The values of a layer that its backward reads. */
+typedef struct saved {
+    double *x, *normed, *qkv, *attended, *lse;     // lse [T, H]: log of the sum of exponentials of attention's scores
+    double *middle, *mlp_in, *gate_up, *activated; // `middle`: the residual stream between attention and MLP
+    dispatch dispatch;
+} saved;
+
+typedef struct block {
+    struct block *next;
+    double values[];
+} block;
+
+/* A micro-batch in a virtual stage, from its forward to its backward. */
+typedef struct pass {
+    block *memory; // everything that take() returned, scratch included
+    int64_t chunk, micro_batch;
+    int64_t sequence; // its row of `tokens`
+    saved *layers;    // [stage_layers]
+    double *last, *last_normed, *probabilities;
+} pass;
+
+/* Memory that begins with zeros and lives until release(). */
+static void *take(pass *p, int64_t bytes) {
+    block *b = allocate((int64_t)sizeof *b + bytes);
+    b->next = p->memory;
+    p->memory = b;
+    return b->values;
+}
+
+static double *take_rows(pass *p, int64_t rows, int64_t width) {
+    return take(p, rows * width * (int64_t)sizeof(double));
+}
+
+static void release(pass *p) {
+    for (block *b = p->memory, *next; b; b = next) next = b->next, free(b);
+    p->memory = NULL;
+}
+
+/* ==== products, norm, RoPE, SwiGLU ================================================================================ */
+
+/* y[T, N] = x[T, K] w[N, K]^T */
+static void linear_forward(double *y, const double *x, tensor w, int64_t T, int64_t N, int64_t K) {
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t n = 0; n < N; n++) {
+            double sum = 0;
+            for (int64_t k = 0; k < K; k++) sum += x[t * K + k] * w.w[n * K + k];
+            y[t * N + n] = sum;
+        }
+}
+
+/* dx += dy w, dw += dy^T x */
+static void linear_backward(double *dx, tensor w, const double *dy, const double *x, int64_t T, int64_t N, int64_t K) {
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t n = 0; n < N; n++)
+            for (int64_t k = 0; k < K; k++) {
+                dx[t * K + k] += dy[t * N + n] * w.w[n * K + k];
+                w.dw[n * K + k] += dy[t * N + n] * x[t * K + k];
+            }
+}
+
+static void add(double *y, const double *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] += x[i];
+}
+
+static double dot(const double *a, const double *b, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* RMSNorm: y = w x / r with r = sqrt(mean of x^2 + epsilon), for each row. */
+static void norm_forward(const model *m, double *y, const double *x, tensor w) {
+    for (int64_t t = 0; t < m->rows; t++) {
+        const double *row = x + t * m->C;
+        double r = sqrt(dot(row, row, m->C) / (double)m->C + m->o.norm_epsilon);
+        for (int64_t c = 0; c < m->C; c++) y[t * m->C + c] = w.w[c] * row[c] / r;
+    }
+}
+
+/* With u = x / r and du = w dy: dx += (du - u mean(u du)) / r, dw += u dy. */
+static void norm_backward(const model *m, double *dx, tensor w, const double *dy, const double *x) {
+    for (int64_t t = 0; t < m->rows; t++) {
+        const double *row = x + t * m->C, *drow = dy + t * m->C;
+        double r = sqrt(dot(row, row, m->C) / (double)m->C + m->o.norm_epsilon), mean = 0;
+        for (int64_t c = 0; c < m->C; c++) mean += row[c] / r * w.w[c] * drow[c] / (double)m->C;
+        for (int64_t c = 0; c < m->C; c++) {
+            dx[t * m->C + c] += (w.w[c] * drow[c] - row[c] / r * mean) / r;
+            w.dw[c] += row[c] / r * drow[c];
+        }
+    }
+}
+
+/* The position of token `i` of context rank `rank`. A sequence is cut into 2 cp chunks; rank r has chunks r and
+ * 2 cp - 1 - r, an early and a late one, so that all ranks see equally many keys under the causal mask (zig-zag). */
+static int64_t token_position(const model *m, int64_t rank, int64_t i) {
+    int64_t half = m->T / 2, chunk = i < half ? rank : 2 * m->o.cp - 1 - rank;
+    return chunk * half + i % half;
+}
+
+/* RoPE: rotates channels (d, d + D/2) of queries and keys by position / base^(2d/D). The backward is the rotation by
+ * the opposite angle: direction -1. */
+static void rope(const model *m, double *qkv, double direction) {
+    int64_t width = (m->H + 2 * m->G) * m->D, half = m->D / 2;
+    for (int64_t t = 0; t < m->T; t++)
+        for (int64_t h = 0; h < m->H + m->G; h++)
+            for (int64_t d = 0; d < half; d++) {
+                double frequency = pow(m->o.rotary_base, -2.0 * (double)d / (double)m->D);
+                double angle = direction * frequency * (double)token_position(m, m->g.context.rank, t);
+                double *a = qkv + t * width + h * m->D + d, *b = a + half, x = *a, y = *b;
+                *a = x * cos(angle) - y * sin(angle);
+                *b = x * sin(angle) + y * cos(angle);
+            }
+}
+
+/* SwiGLU: y[T, F] = silu(gate) up, with gate_up[T, 2 F] and silu(x) = x / (1 + exp(-x)). */
+static void swiglu_forward(double *y, const double *gate_up, int64_t T, int64_t F) {
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t f = 0; f < F; f++) {
+            double gate = gate_up[t * 2 * F + f], up = gate_up[t * 2 * F + F + f];
+            y[t * F + f] = gate / (1 + exp(-gate)) * up;
+        }
+}
+
+static void swiglu_backward(double *dgate_up, const double *dy, const double *gate_up, int64_t T, int64_t F) {
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t f = 0; f < F; f++) {
+            double gate = gate_up[t * 2 * F + f], up = gate_up[t * 2 * F + F + f], sigmoid = 1 / (1 + exp(-gate));
+            dgate_up[t * 2 * F + f] += dy[t * F + f] * up * sigmoid * (1 + gate * (1 - sigmoid));
+            dgate_up[t * 2 * F + F + f] += dy[t * F + f] * gate * sigmoid;
+        }
+}
+
+/* ==== the borders of tensor parallelism =========================================================================== */
+/* Inside a region each tensor rank has a part of the heads or of the MLP's width, and all T tokens. Outside, it has all
+ * channels of all T tokens, or with sequence parallelism of T / tensor ranks of them (`rows`). The backward of one
+ * function is the forward of another:
+ *
+ *                        forward                                 backward
+ *   enter_tensor_region  copy, or all-gather of rows             all-reduce, or reduce-scatter of rows
+ *   leave_tensor_region  all-reduce, or reduce-scatter of rows   copy, or all-gather of rows */
+
+/* whole[T, C] = x[rows, C] of all ranks */
+static void enter_tensor_region_forward(const model *m, double *whole, const double *x) {
+    if (m->o.sequence_parallel)
+        all_gather(&m->g.tensor, whole, x, m->rows * m->C);
+    else
+        memcpy(whole, x, (size_t)(m->rows * m->C) * sizeof *x);
+}
+
+/* dx[rows, C] = the sum over ranks of dwhole[T, C] */
+static void enter_tensor_region_backward(const model *m, double *dx, double *dwhole) {
+    if (m->o.sequence_parallel) {
+        reduce_scatter(&m->g.tensor, dx, dwhole, m->rows * m->C);
+    } else {
+        all_reduce(&m->g.tensor, dwhole, m->T * m->C, MPI_SUM);
+        memcpy(dx, dwhole, (size_t)(m->T * m->C) * sizeof *dx);
+    }
+}
+
+/* y[rows, C] = the sum over ranks of partial[T, C] */
+static void leave_tensor_region_forward(const model *m, double *y, double *partial) {
+    enter_tensor_region_backward(m, y, partial);
+}
+
+/* dpartial[T, C] = dy[rows, C] of all ranks */
+static void leave_tensor_region_backward(const model *m, double *dpartial, const double *dy) {
+    enter_tensor_region_forward(m, dpartial, dy);
+}
+
+/* ==== attention over a ring of context ranks ====================================================================== */
+/* A query needs the keys of all earlier tokens, and some are on other context ranks. Keys and values pass around a
+ * ring: in step s, rank r holds those of rank r - s. No matrix of scores is kept: the softmax is computed online. */
+
+/* Sends x[n] to the next context rank and receives the previous one's in its place. */
+static void ring_shift(const model *m, double *x, int64_t n) {
+    int next = (m->g.context.rank + 1) % m->g.context.size;
+    int previous = (m->g.context.rank + m->g.context.size - 1) % m->g.context.size;
+    MPI_Sendrecv_replace(x, (int)n, MPI_DOUBLE, next, 0, previous, 0, m->g.context.comm, MPI_STATUS_IGNORE);
+}
+
+/* kv[T, 2 G D]: the keys and values of qkv[T, (H + 2 G) D]. */
+static void copy_keys_and_values(const model *m, double *kv, const double *qkv) {
+    int64_t width = (m->H + 2 * m->G) * m->D, size = 2 * m->G * m->D;
+    for (int64_t t = 0; t < m->T; t++) memcpy(kv + t * size, qkv + t * width + m->H * m->D, (size_t)size * sizeof *kv);
+}
+
+/* The queries of this rank attend to the keys of context rank `owner`. For a query and head: `max` is the largest score
+ * so far, `sum` the sum of exp(score - max), and out[D] the sum of exp(score - max) value. */
+static void attend_forward(const model *m, double *out, double *max, double *sum, const double *qkv, const double *kv,
+                           int64_t owner) {
+    int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
+    for (int64_t t = 0; t < m->T; t++)
+        for (int64_t h = 0; h < m->H; h++)
+            for (int64_t j = 0; j < m->T; j++) {
+                if (token_position(m, owner, j) > token_position(m, m->g.context.rank, t)) continue; // causal
+                const double *q = qkv + t * width + h * D, *k = kv + (j * 2 * m->G + h * m->G / m->H) * D;
+                const double *v = k + m->G * D;
+                double score = dot(q, k, D) / sqrt((double)D), *o = out + (t * m->H + h) * D;
+                double new_max = fmax(max[t * m->H + h], score), shrink = exp(max[t * m->H + h] - new_max);
+                double p = exp(score - new_max);
+                for (int64_t d = 0; d < D; d++) o[d] = o[d] * shrink + p * v[d];
+                sum[t * m->H + h] = sum[t * m->H + h] * shrink + p;
+                max[t * m->H + h] = new_max;
+            }
+}
+
+/* With the final lse, p = exp(score - lse) is the probability. `delta` is the sum over keys of p dp = dout out. */
+static void attend_backward(const model *m, double *dqkv, double *dkv, const double *dout, const double *delta,
+                            const double *lse, const double *qkv, const double *kv, int64_t owner) {
+    int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
+    for (int64_t t = 0; t < m->T; t++)
+        for (int64_t h = 0; h < m->H; h++)
+            for (int64_t j = 0; j < m->T; j++) {
+                if (token_position(m, owner, j) > token_position(m, m->g.context.rank, t)) continue;
+                int64_t at_k = (j * 2 * m->G + h * m->G / m->H) * D, at_v = at_k + m->G * D;
+                const double *q = qkv + t * width + h * D, *k = kv + at_k, *v = kv + at_v;
+                const double *o = dout + (t * m->H + h) * D;
+                double p = exp(dot(q, k, D) / sqrt((double)D) - lse[t * m->H + h]);
+                double dscore = p * (dot(o, v, D) - delta[t * m->H + h]) / sqrt((double)D);
+                for (int64_t d = 0; d < D; d++) {
+                    dqkv[t * width + h * D + d] += dscore * k[d];
+                    dkv[at_k + d] += dscore * q[d];
+                    dkv[at_v + d] += p * o[d];
+                }
+            }
+}
+
+/* Sets s->attended[T, H D] and s->lse. */
+static void ring_attention_forward(const model *m, pass *p, saved *s) {
+    int64_t size = m->T * 2 * m->G * m->D, heads = m->T * m->H, cp = m->o.cp;
+    double *kv = take_rows(p, 1, size), *max = take_rows(p, 1, heads), *sum = take_rows(p, 1, heads);
+    s->attended = take_rows(p, heads, m->D), s->lse = take_rows(p, 1, heads);
+    copy_keys_and_values(m, kv, s->qkv);
+    for (int64_t i = 0; i < heads; i++) max[i] = -INFINITY;
+    for (int64_t step = 0; step < cp; step++) {
+        attend_forward(m, s->attended, max, sum, s->qkv, kv, (m->g.context.rank - step + cp) % cp);
+        if (step < cp - 1) ring_shift(m, kv, size);
+    }
+    for (int64_t i = 0; i < heads; i++) {
+        for (int64_t d = 0; d < m->D; d++) s->attended[i * m->D + d] /= sum[i];
+        s->lse[i] = max[i] + log(sum[i]);
+    }
+}
+
+/* dqkv[T, (H + 2 G) D] from dattended[T, H D]. The gradients of keys and values pass around the ring with them; after
+ * cp shifts they are back at their owner, with the parts of all ranks. */
+static void ring_attention_backward(const model *m, pass *p, double *dqkv, const double *dattended, const saved *s) {
+    int64_t width = (m->H + 2 * m->G) * m->D, size = m->T * 2 * m->G * m->D, cp = m->o.cp;
+    double *kv = take_rows(p, 2, size), *dkv = kv + size, *delta = take_rows(p, m->T, m->H);
+    copy_keys_and_values(m, kv, s->qkv);
+    for (int64_t i = 0; i < m->T * m->H; i++) delta[i] = dot(dattended + i * m->D, s->attended + i * m->D, m->D);
+    for (int64_t step = 0; step < cp; step++) {
+        int64_t owner = (m->g.context.rank - step + cp) % cp;
+        attend_backward(m, dqkv, dkv, dattended, delta, s->lse, s->qkv, kv, owner);
+        ring_shift(m, kv, 2 * size);
+    }
+    for (int64_t t = 0; t < m->T; t++) add(dqkv + t * width + m->H * m->D, dkv + t * 2 * m->G * m->D, 2 * m->G * m->D);
+}
+
+/* y = x + attention(norm(x)), for x[rows, C] */
+static double *attention_forward(const model *m, pass *p, const layer *l, saved *s, double *x) {
+    int64_t width = (m->H + 2 * m->G) * m->D;
+    double *normed = take_rows(p, m->rows, m->C), *partial = take_rows(p, m->T, m->C), *y = take_rows(p, m->rows, m->C);
+    s->x = x, s->normed = take_rows(p, m->T, m->C), s->qkv = take_rows(p, m->T, width);
+    norm_forward(m, normed, x, l->input_norm);
+    enter_tensor_region_forward(m, s->normed, normed);
+    linear_forward(s->qkv, s->normed, l->qkv, m->T, width, m->C);
+    rope(m, s->qkv, 1);
+    ring_attention_forward(m, p, s);
+    linear_forward(partial, s->attended, l->out, m->T, m->C, m->H * m->D);
+    leave_tensor_region_forward(m, y, partial);
+    add(y, x, m->rows * m->C);
+    return y;
+}
+
+static double *attention_backward(const model *m, pass *p, const layer *l, const saved *s, const double *dy) {
+    int64_t width = (m->H + 2 * m->G) * m->D;
+    double *dpartial = take_rows(p, m->T, m->C), *dattended = take_rows(p, m->T, m->H * m->D);
+    double *dqkv = take_rows(p, m->T, width), *dwhole = take_rows(p, m->T, m->C);
+    double *dnormed = take_rows(p, m->rows, m->C), *dx = take_rows(p, m->rows, m->C);
+    leave_tensor_region_backward(m, dpartial, dy);
+    linear_backward(dattended, l->out, dpartial, s->attended, m->T, m->C, m->H * m->D);
+    ring_attention_backward(m, p, dqkv, dattended, s);
+    rope(m, dqkv, -1);
+    linear_backward(dwhole, l->qkv, dqkv, s->normed, m->T, width, m->C);
+    enter_tensor_region_backward(m, dnormed, dwhole);
+    norm_backward(m, dx, l->input_norm, dnormed, s->x);
+    add(dx, dy, m->rows * m->C); // the residual connection
+    return dx;
+}
+
+/* ==== MLP and experts ============================================================================================= */
+
+/* y[n, C] = (silu(x gate^T) (x up^T)) down^T, for n rows. A dense MLP has F = ffn_hidden_size / tensor ranks, so y is a
+ * partial sum; an expert has the whole width. */
+static void mlp_forward(const model *m, const mlp *w, double *y, double *gate_up, double *activated, const double *x,
+                        int64_t n) {
+    linear_forward(gate_up, x, w->gate_up, n, 2 * m->F, m->C);
+    swiglu_forward(activated, gate_up, n, m->F);
+    linear_forward(y, activated, w->down, n, m->C, m->F);
+}
+
+static void mlp_backward(const model *m, pass *p, const mlp *w, double *dx, const double *dy, const double *gate_up,
+                         const double *activated, const double *x, int64_t n) {
+    double *dactivated = take_rows(p, n, m->F), *dgate_up = take_rows(p, n, 2 * m->F);
+    linear_backward(dactivated, w->down, dy, activated, n, m->C, m->F);
+    swiglu_backward(dgate_up, dactivated, gate_up, n, m->F);
+    linear_backward(dx, w->gate_up, dgate_up, x, n, 2 * m->F, m->C);
+}
+
+/* The experts with the topk largest logits of each row, and their probabilities: a softmax over these logits. */
+static void route_forward(const model *m, pass *p, tensor router, dispatch *d, const double *x) {
+    int64_t E = m->o.num_experts, topk = m->o.moe_router_topk;
+    double *logits = take_rows(p, m->rows, E);
+    d->expert = take(p, m->rows * topk * (int64_t)sizeof(int)), d->prob = take_rows(p, m->rows, topk);
+    linear_forward(logits, x, router, m->rows, E, m->C);
+    for (int64_t t = 0; t < m->rows; t++) {
+        double *logit = logits + t * E, *prob = d->prob + t * topk, sum = 0;
+        for (int64_t k = 0; k < topk; k++) {
+            int best = 0;
+            for (int e = 1; e < E; e++)
+                if (logit[e] > logit[best]) best = e;
+            d->expert[t * topk + k] = best;
+            prob[k] = logit[best];
+            logit[best] = -INFINITY; // not chosen again
+        }
+        for (int64_t k = topk - 1; k >= 0; k--) sum += prob[k] = exp(prob[k] - prob[0]);
+        for (int64_t k = 0; k < topk; k++) prob[k] /= sum;
+    }
+}
+
+static void route_backward(const model *m, pass *p, tensor router, const dispatch *d, double *dx, const double *dprob,
+                           const double *x) {
+    int64_t E = m->o.num_experts, topk = m->o.moe_router_topk;
+    double *dlogits = take_rows(p, m->rows, E);
+    for (int64_t t = 0; t < m->rows; t++) {
+        const double *prob = d->prob + t * topk, *dp = dprob + t * topk;
+        double mean = dot(prob, dp, topk);
+        for (int64_t k = 0; k < topk; k++) dlogits[t * E + d->expert[t * topk + k]] = prob[k] * (dp[k] - mean);
+    }
+    linear_backward(dx, router, dlogits, x, m->rows, E, m->C);
+}
+
+/* Sorts the chosen experts and exchanges the numbers of rows. Rank r of the expert group has experts [r n, (r + 1) n)
+ * with n = m->experts, so rows in the order of their experts are also in the order of ranks. Returns the number of rows
+ * that this rank will receive: from rank 0 for its first expert, for its second, ..., from rank 1, ... */
+static int64_t plan_dispatch(const model *m, pass *p, dispatch *d) {
+    int64_t slots = m->rows * m->o.moe_router_topk, ep = m->o.ep, total = 0;
+    int *load = take(p, m->o.num_experts * (int64_t)sizeof(int)), *counts = take(p, 4 * ep * (int64_t)sizeof(int));
+    d->order = take(p, slots * (int64_t)sizeof(int));
+    d->received = take(p, m->o.num_experts * (int64_t)sizeof(int));
+    d->send_count = counts, d->send_offset = counts + ep;
+    d->recv_count = counts + 2 * ep, d->recv_offset = counts + 3 * ep;
+    for (int e = 0, place = 0; e < m->o.num_experts; e++)
+        for (int slot = 0; slot < slots; slot++)
+            if (d->expert[slot] == e) d->order[place++] = slot, load[e]++;
+    MPI_Alltoall(load, (int)m->experts, MPI_INT, d->received, (int)m->experts, MPI_INT, m->g.expert.comm);
+    for (int64_t r = 0; r < ep; r++) {
+        for (int64_t e = r * m->experts; e < (r + 1) * m->experts; e++) {
+            d->send_count[r] += load[e] * (int)m->C;
+            d->recv_count[r] += d->received[e] * (int)m->C;
+        }
+        if (r > 0) d->send_offset[r] = d->send_offset[r - 1] + d->send_count[r - 1];
+        if (r > 0) d->recv_offset[r] = d->recv_offset[r - 1] + d->recv_count[r - 1];
+        total += d->recv_count[r] / m->C;
+    }
+    return total;
+}
+
+/* Rows to the ranks of their experts, and back. The backward of one is the other. */
+static void send_rows(const model *m, const dispatch *d, double *received, const double *rows) {
+    MPI_Alltoallv(rows, d->send_count, d->send_offset, MPI_DOUBLE, received, d->recv_count, d->recv_offset, MPI_DOUBLE,
+                  m->g.expert.comm);
+}
+
+static void return_rows(const model *m, const dispatch *d, double *rows, const double *received) {
+    MPI_Alltoallv(received, d->recv_count, d->recv_offset, MPI_DOUBLE, rows, d->send_count, d->send_offset, MPI_DOUBLE,
+                  m->g.expert.comm);
+}
+
+/* y[rows, C] = the sum over a row's experts of probability x expert(x) */
+static void experts_forward(const model *m, pass *p, const layer *l, dispatch *d, double *y, const double *x) {
+    int64_t topk = m->o.moe_router_topk, slots = m->rows * topk, C = m->C, row = 0;
+    route_forward(m, p, l->router, d, x);
+    int64_t n = plan_dispatch(m, p, d);
+    double *sent = take_rows(p, slots, C), *outputs = take_rows(p, n, C);
+    d->x = take_rows(p, n, C), d->gate_up = take_rows(p, n, 2 * m->F), d->activated = take_rows(p, n, m->F);
+    d->y = take_rows(p, slots, C);
+    for (int64_t i = 0; i < slots; i++) memcpy(sent + i * C, x + d->order[i] / topk * C, (size_t)C * sizeof *x);
+    send_rows(m, d, d->x, sent);
+    for (int64_t e = 0; e < m->o.num_experts; row += d->received[e++]) // e: the sender, and one of this rank's experts
+        mlp_forward(m, &l->mlps[e % m->experts], outputs + row * C, d->gate_up + row * 2 * m->F,
+                    d->activated + row * m->F, d->x + row * C, d->received[e]);
+    return_rows(m, d, d->y, outputs);
+    for (int64_t i = 0; i < slots; i++)
+        for (int64_t c = 0; c < C; c++) y[d->order[i] / topk * C + c] += d->prob[d->order[i]] * d->y[i * C + c];
+}
+
+static void experts_backward(const model *m, pass *p, const layer *l, const dispatch *d, double *dx, const double *dy,
+                             const double *x) {
+    int64_t topk = m->o.moe_router_topk, slots = m->rows * topk, C = m->C, row = 0;
+    int64_t n = (d->recv_offset[m->o.ep - 1] + d->recv_count[m->o.ep - 1]) / C;
+    double *dprob = take_rows(p, m->rows, topk), *sent = take_rows(p, slots, C), *dsent = take_rows(p, slots, C);
+    double *doutputs = take_rows(p, n, C), *dreceived = take_rows(p, n, C);
+    for (int64_t i = 0; i < slots; i++) {
+        const double *dtoken = dy + d->order[i] / topk * C;
+        dprob[d->order[i]] = dot(dtoken, d->y + i * C, C);
+        for (int64_t c = 0; c < C; c++) sent[i * C + c] = d->prob[d->order[i]] * dtoken[c];
+    }
+    send_rows(m, d, doutputs, sent);
+    for (int64_t e = 0; e < m->o.num_experts; row += d->received[e++])
+        mlp_backward(m, p, &l->mlps[e % m->experts], dreceived + row * C, doutputs + row * C,
+                     d->gate_up + row * 2 * m->F, d->activated + row * m->F, d->x + row * C, d->received[e]);
+    return_rows(m, d, dsent, dreceived);
+    for (int64_t i = 0; i < slots; i++) add(dx + d->order[i] / topk * C, dsent + i * C, C);
+    route_backward(m, p, l->router, d, dx, dprob, x);
+}
+
+/* y = x + mlp(norm(x)), or the experts in the mlp's place, for x[rows, C] */
+static double *mlp_block_forward(const model *m, pass *p, const layer *l, saved *s, double *x) {
+    double *normed = take_rows(p, m->rows, m->C), *y = take_rows(p, m->rows, m->C);
+    s->middle = x;
+    norm_forward(m, normed, x, l->mlp_norm);
+    if (m->o.num_experts) {
+        s->mlp_in = normed; // experts work on this rank's rows: no region
+        experts_forward(m, p, l, &s->dispatch, y, normed);
+    } else {
+        double *partial = take_rows(p, m->T, m->C);
+        s->mlp_in = take_rows(p, m->T, m->C);
+        s->gate_up = take_rows(p, m->T, 2 * m->F), s->activated = take_rows(p, m->T, m->F);
+        enter_tensor_region_forward(m, s->mlp_in, normed);
+        mlp_forward(m, l->mlps, partial, s->gate_up, s->activated, s->mlp_in, m->T);
+        leave_tensor_region_forward(m, y, partial);
+    }
+    add(y, x, m->rows * m->C);
+    return y;
+}
+
+static double *mlp_block_backward(const model *m, pass *p, const layer *l, const saved *s, const double *dy) {
+    double *dnormed = take_rows(p, m->rows, m->C), *dx = take_rows(p, m->rows, m->C);
+    if (m->o.num_experts) {
+        experts_backward(m, p, l, &s->dispatch, dnormed, dy, s->mlp_in);
+    } else {
+        double *dpartial = take_rows(p, m->T, m->C), *dwhole = take_rows(p, m->T, m->C);
+        leave_tensor_region_backward(m, dpartial, dy);
+        mlp_backward(m, p, l->mlps, dwhole, dpartial, s->gate_up, s->activated, s->mlp_in, m->T);
+        enter_tensor_region_backward(m, dnormed, dwhole);
+    }
+    norm_backward(m, dx, l->mlp_norm, dnormed, s->middle);
+    add(dx, dy, m->rows * m->C);
+    return dx;
+}
+
+/* ==== embedding and loss ========================================================================================== */
+/* Both are cut by rows of the vocabulary: tensor rank r has tokens [r V, (r + 1) V). */
+
+/* The token at place `i` of this rank, and `ahead` places later in its sequence, counted from this rank's first row of
+ * the vocabulary. */
+static int64_t local_token(const model *m, const pass *p, int64_t i, int64_t ahead) {
+    const int32_t *sequence = m->tokens + p->sequence * (m->o.seq_length + 1);
+    return sequence[token_position(m, m->g.context.rank, i) + ahead] - m->g.tensor.rank * m->V;
+}
+
+static double *embedding_forward(const model *m, pass *p) {
+    double *partial = take_rows(p, m->T, m->C), *x = take_rows(p, m->rows, m->C);
+    for (int64_t t = 0; t < m->T; t++) { // tokens of other ranks stay 0
+        int64_t token = local_token(m, p, t, 0);
+        if (token >= 0 && token < m->V) add(partial + t * m->C, m->embedding.w + token * m->C, m->C);
+    }
+    leave_tensor_region_forward(m, x, partial);
+    return x;
+}
+
+static void embedding_backward(const model *m, pass *p, const double *dx) {
+    double *dpartial = take_rows(p, m->T, m->C);
+    leave_tensor_region_backward(m, dpartial, dx);
+    for (int64_t t = 0; t < m->T; t++) {
+        int64_t token = local_token(m, p, t, 0);
+        if (token >= 0 && token < m->V) add(m->embedding.dw + token * m->C, dpartial + t * m->C, m->C);
+    }
+}
+
+/* Cross-entropy of the next token, summed over this rank's tokens; logits of other vocabulary rows stay on their rank.
+ * Sets p->probabilities[T, V]. */
+static double loss_forward(const model *m, pass *p, double *x) {
+    double *normed = take_rows(p, m->rows, m->C), *logits = take_rows(p, m->T, m->V), loss = 0;
+    double *max = take_rows(p, 1, m->T), *sums = take_rows(p, 2, m->T), *of_label = sums + m->T;
+    p->last = x, p->last_normed = take_rows(p, m->T, m->C), p->probabilities = logits;
+    norm_forward(m, normed, x, m->final_norm);
+    enter_tensor_region_forward(m, p->last_normed, normed);
+    linear_forward(logits, p->last_normed, m->output, m->T, m->V, m->C);
+    for (int64_t t = 0; t < m->T; t++) {
+        max[t] = logits[t * m->V];
+        for (int64_t v = 1; v < m->V; v++) max[t] = fmax(max[t], logits[t * m->V + v]);
+    }
+    all_reduce(&m->g.tensor, max, m->T, MPI_MAX);
+    for (int64_t t = 0; t < m->T; t++) {
+        int64_t label = local_token(m, p, t, 1);
+        if (label >= 0 && label < m->V) of_label[t] = logits[t * m->V + label] - max[t];
+        for (int64_t v = 0; v < m->V; v++) sums[t] += logits[t * m->V + v] = exp(logits[t * m->V + v] - max[t]);
+    }
+    all_reduce(&m->g.tensor, sums, 2 * m->T, MPI_SUM);
+    for (int64_t t = 0; t < m->T; t++) {
+        for (int64_t v = 0; v < m->V; v++) p->probabilities[t * m->V + v] /= sums[t];
+        loss += log(sums[t]) - of_label[t];
+    }
+    return loss;
+}
+
+/* dx[rows, C] of the loss's mean over all tokens of the step: dlogits = (probability - 1 at the label) / tokens. */
+static double *loss_backward(const model *m, pass *p) {
+    double *dlogits = p->probabilities, *dwhole = take_rows(p, m->T, m->C);
+    double *dnormed = take_rows(p, m->rows, m->C), *dx = take_rows(p, m->rows, m->C);
+    for (int64_t t = 0; t < m->T; t++) {
+        int64_t label = local_token(m, p, t, 1);
+        if (label >= 0 && label < m->V) dlogits[t * m->V + label] -= 1;
+    }
+    for (int64_t i = 0; i < m->T * m->V; i++) dlogits[i] /= (double)(m->o.global_batch_size * m->o.seq_length);
+    linear_backward(dwhole, m->output, dlogits, p->last_normed, m->T, m->V, m->C);
+    enter_tensor_region_backward(m, dnormed, dwhole);
+    norm_backward(m, dx, m->final_norm, dnormed, p->last);
+    return dx;
+}
+
+/* ==== parameters ================================================================================================== */
+
+/* Adds a row to the table. `owner` receives its memory later, in allocate_buffers(). */
+static void add_parameter(model *m, tensor *owner, cut cut, int64_t rows, int64_t columns, const char *format, ...) {
+    parameter *p = &m->parameters[m->num_parameters++];
+    *p = (parameter){.rows = rows, .columns = columns, .cut = cut, .owner = owner};
+    p->buffer = &m->buffers[cut == CUT_EXPERT ? EXPERTS : DENSE];
+    p->offset = p->buffer->count;
+    p->count = rows * columns / (cut == CUT_ROWS || cut == CUT_COLUMNS ? m->o.tp : 1);
+    p->buffer->count += p->count;
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(p->name, sizeof p->name, format, arguments);
+    va_end(arguments);
+}
+
+/* Layer `n` of the model, with the names of Llama, and of Mixtral for experts. */
+static void add_layer(model *m, layer *l, int n) {
+    const options *o = &m->o;
+    int64_t C = m->C, D = m->D, E = o->num_experts, first = m->g.expert.rank * m->experts;
+    const char *attention = "model.layers.%d.self_attn.%s_proj.weight", *dense = "model.layers.%d.mlp.%s_proj.weight";
+    const char *moe = "model.layers.%d.block_sparse_moe.experts.%d.w%d.weight";
+    add_parameter(m, &l->input_norm, CUT_NONE, 1, C, "model.layers.%d.input_layernorm.weight", n);
+    add_parameter(m, &l->qkv, CUT_ROWS, o->num_attention_heads * D, C, attention, n, "q");
+    add_parameter(m, NULL, CUT_ROWS, o->num_query_groups * D, C, attention, n, "k");
+    add_parameter(m, NULL, CUT_ROWS, o->num_query_groups * D, C, attention, n, "v");
+    add_parameter(m, &l->out, CUT_COLUMNS, C, o->num_attention_heads * D, attention, n, "o");
+    add_parameter(m, &l->mlp_norm, CUT_NONE, 1, C, "model.layers.%d.post_attention_layernorm.weight", n);
+    l->mlps = allocate((m->experts + 1) * (int64_t)sizeof *l->mlps);
+    if (E) add_parameter(m, &l->router, CUT_NONE, E, C, "model.layers.%d.block_sparse_moe.gate.weight", n);
+    for (int64_t e = 0; e < m->experts; e++) {
+        add_parameter(m, &l->mlps[e].gate_up, CUT_EXPERT, m->F, C, moe, n, (int)(first + e), 1);
+        add_parameter(m, NULL, CUT_EXPERT, m->F, C, moe, n, (int)(first + e), 3);
+        add_parameter(m, &l->mlps[e].down, CUT_EXPERT, C, m->F, moe, n, (int)(first + e), 2);
+    }
+    if (E) return;
+    add_parameter(m, &l->mlps->gate_up, CUT_ROWS, o->ffn_hidden_size, C, dense, n, "gate");
+    add_parameter(m, NULL, CUT_ROWS, o->ffn_hidden_size, C, dense, n, "up");
+    add_parameter(m, &l->mlps->down, CUT_COLUMNS, C, o->ffn_hidden_size, dense, n, "down");
+}
+
+/* Memory of both buffers: weights and gradients whole, the optimizer's state for one shard of the group. */
+static void allocate_buffers(model *m) {
+    m->buffers[DENSE].group = m->g.data_context, m->buffers[EXPERTS].group = m->g.expert_data;
+    for (buffer *b = m->buffers; b < m->buffers + NUM_BUFFERS; b++) {
+        b->shard = (b->count + b->group.size - 1) / b->group.size;
+        b->count = b->shard * b->group.size;
+        b->first = b->shard * b->group.rank;
+        b->w = allocate(b->count * 8), b->dw = allocate(b->count * 8), b->grad = allocate(b->shard * 8);
+        b->moment[0] = allocate(b->shard * 8), b->moment[1] = allocate(b->shard * 8);
+    }
+    for (parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++)
+        if (p->owner) *p->owner = (tensor){p->buffer->w + p->offset, p->buffer->dw + p->offset};
+}
+
+static void create_model(model *m) {
+    const options *o = &m->o;
+    m->C = o->hidden_size, m->D = o->hidden_size / o->num_attention_heads;
+    m->T = o->seq_length / o->cp, m->rows = o->sequence_parallel ? m->T / o->tp : m->T;
+    m->H = o->num_attention_heads / o->tp, m->G = o->num_query_groups / o->tp, m->V = o->vocab_size / o->tp;
+    m->F = o->num_experts ? o->ffn_hidden_size : o->ffn_hidden_size / o->tp, m->experts = o->num_experts / o->ep;
+    m->num_stages = o->pp * o->vp, m->stage_layers = o->num_layers / m->num_stages;
+    m->micro_batches = o->global_batch_size / m->g.data.size;
+    m->layers = allocate(o->vp * m->stage_layers * (int64_t)sizeof *m->layers);
+    m->parameters = allocate((o->vp * m->stage_layers * (9 + 3 * m->experts) + 3) * (int64_t)sizeof *m->parameters);
+    if (m->g.pipeline.rank == 0)
+        add_parameter(m, &m->embedding, CUT_ROWS, o->vocab_size, m->C, "model.embed_tokens.weight");
+    for (int64_t i = 0; i < o->vp * m->stage_layers; i++) { // virtual stage i / stage_layers of this rank
+        int64_t stage = i / m->stage_layers * o->pp + m->g.pipeline.rank;
+        add_layer(m, &m->layers[i], (int)(stage * m->stage_layers + i % m->stage_layers));
+    }
+    if (m->g.pipeline.rank == o->pp - 1) {
+        add_parameter(m, &m->final_norm, CUT_NONE, 1, m->C, "model.norm.weight");
+        add_parameter(m, &m->output, CUT_ROWS, o->vocab_size, m->C, "lm_head.weight");
+    }
+    allocate_buffers(m);
+}
+
+/* A number in [0, 1) that depends on its arguments only, so that weights do not depend on the layout (splitmix64). */
+static double random_number(const char *name, int64_t index) {
+    uint64_t x = (uint64_t)index;
+    for (; *name; name++) x = (x + (unsigned char)*name) * UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return (double)((x ^ x >> 31) >> 11) / 9007199254740992.0; // 2^53
+}
+
+/* Number (row, column) of a whole parameter: from the file's fp32 numbers, or without a file 1 for norms and random
+ * numbers with standard deviation 0.02 for matrices. */
+static double initial_weight(const parameter *p, const float *file, int64_t row, int64_t column) {
+    int64_t index = row * p->columns + column;
+    if (file) return (double)file[index];
+    return p->rows == 1 ? 1 : 0.02 * sqrt(12) * (random_number(p->name, index) - 0.5);
+}
+
+/* Fills this rank's part of a parameter: its rows or columns of the whole. */
+static void fill_parameter(model *m, const parameter *p, const float *file) {
+    int64_t rows = p->cut == CUT_ROWS ? p->rows / m->o.tp : p->rows;
+    int64_t columns = p->cut == CUT_COLUMNS ? p->columns / m->o.tp : p->columns;
+    int64_t first_row = p->cut == CUT_ROWS ? m->g.tensor.rank * rows : 0;
+    int64_t first_column = p->cut == CUT_COLUMNS ? m->g.tensor.rank * columns : 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++)
+            p->buffer->w[p->offset + r * columns + c] = initial_weight(p, file, first_row + r, first_column + c);
+}
+
+/* The bytes of a file, with a 0 after them; NULL if it cannot be read. */
+static char *read_file(const char *path, int64_t *size) {
+    FILE *file = fopen(path, "rb");
+    char *bytes = NULL;
+    if (file && fseek(file, 0, SEEK_END) == 0 && (*size = ftell(file)) >= 0) bytes = calloc(1, (size_t)*size + 1);
+    if (bytes && (fseek(file, 0, SEEK_SET) != 0 || fread(bytes, 1, (size_t)*size, file) != (size_t)*size))
+        free(bytes), bytes = NULL;
+    if (file) fclose(file);
+    return bytes;
+}
+
+/* The numbers of an fp32 tensor in a safetensors file: 8 bytes with the length of the header, the header (JSON), the
+ * data. NULL if there is no such tensor with `count` numbers. */
+static const float *find_tensor(const char *file, int64_t size, const char *name, int64_t count) {
+    char key[128], type[8];
+    long long begin, end;
+    uint64_t header;
+    if (size < 8) return NULL;
+    memcpy(&header, file, 8);
+    if (header > (uint64_t)size - 8 || header % 4 != 0) return NULL;
+    snprintf(key, sizeof key, "\"%s\":{", name);
+    const char *entry = strstr(file + 8, key), *offsets = entry ? strstr(entry, "\"data_offsets\":[") : NULL;
+    if (!offsets || sscanf(entry + strlen(key), "\"dtype\":\"%7[A-Z0-9]\"", type) != 1 || strcmp(type, "F32") != 0)
+        return NULL;
+    if (sscanf(offsets, "\"data_offsets\":[%lld,%lld]", &begin, &end) != 2 || begin < 0 || begin % 4 != 0) return NULL;
+    if (end - begin != count * 4 || end > size - 8 - (int64_t)header) return NULL;
+    return (const float *)(const void *)(file + 8 + header + begin);
+}
+
+/* Weights from --load, a Hugging Face folder with one fp32 safetensors file, or random ones. */
+static void load_weights(model *m) {
+    char error[256] = "", path[1024];
+    int64_t size = 0;
+    char *file = NULL;
+    if (m->o.load) {
+        snprintf(path, sizeof path, "%s/model.safetensors", m->o.load);
+        file = read_file(path, &size);
+        if (!file) snprintf(error, sizeof error, "%.200s: cannot be read", path);
+    }
+    for (int64_t i = 0; i < m->num_parameters && !error[0]; i++) {
+        const parameter *p = &m->parameters[i];
+        const float *data = file ? find_tensor(file, size, p->name, p->rows * p->columns) : NULL;
+        if (file && !data)
+            snprintf(error, sizeof error, "%.100s has no %s with %lld x %lld numbers in F32", path, p->name,
+                     (long long)p->rows, (long long)p->columns);
+        if (!error[0]) fill_parameter(m, p, data);
+    }
+    free(file);
+    stop_on_error(error);
+}
+
+/* Tokens from --tokens-file (int32, as ./train reads them), or synthetic: each sequence counts in steps of its own. */
+static void load_tokens(model *m) {
+    int64_t row = m->o.seq_length + 1, wanted = m->o.global_batch_size * m->o.train_iters, size = wanted * row * 4;
+    char error[256] = "", *file = NULL;
+    if (m->o.tokens_file && !(file = read_file(m->o.tokens_file, &size)))
+        snprintf(error, sizeof error, "%.200s: cannot be read", m->o.tokens_file);
+    else if (size / 4 / row < wanted)
+        snprintf(error, sizeof error, "%.100s: holds %lld sequences of %lld tokens, training needs %lld",
+                 m->o.tokens_file, (long long)(size / 4 / row), (long long)row, (long long)wanted);
+    m->tokens = file ? (int32_t *)(void *)file : allocate(size);
+    for (int64_t i = 0; i < wanted * row && !error[0]; i++) {
+        int64_t start = (int64_t)(random_number("start", i / row) * 1000);
+        int64_t step = 1 + (int64_t)(random_number("step", i / row) * 3);
+        if (!file) m->tokens[i] = (int32_t)((start + step * (i % row)) % m->o.vocab_size);
+        if (m->tokens[i] < 0 || m->tokens[i] >= m->o.vocab_size)
+            snprintf(error, sizeof error, "%.100s: token %d is not in the vocabulary", m->o.tokens_file, m->tokens[i]);
+    }
+    stop_on_error(error);
+}
+
+/* ==== pipeline ==================================================================================================== */
+
+/* The forward or backward of a micro-batch through one of this rank's virtual stages (chunk). */
+typedef struct action {
+    bool forward;
+    int64_t chunk, micro_batch;
+} action;
+
+/* Forward or backward number `i`: groups of pp micro-batches pass through all chunks, one chunk after another. */
+static action nth_action(const model *m, bool forward, int64_t i) {
+    int64_t pp = m->o.pp, vp = m->o.vp, chunk = vp == 1 ? 0 : i / pp % vp;
+    int64_t micro_batch = vp == 1 ? i : i / (pp * vp) * pp + i % pp;
+    return (action){forward, forward ? chunk : vp - 1 - chunk, micro_batch};
+}
+
+/* 1F1B: after a warm-up of forwards, a rank does one forward, one backward, in turn. A rank keeps the activations of at
+ * most its warm-up and one more. Interleaved: several chunks a rank shorten the time in which ranks wait. */
+static void make_schedule(const model *m, action *list) {
+    int64_t total = m->micro_batches * m->o.vp, ahead = m->o.pp - 1 - m->g.pipeline.rank, forward = 0, count = 0;
+    int64_t warmup = m->o.vp == 1 ? ahead : 2 * ahead + (m->o.vp - 1) * m->o.pp;
+    while (forward < warmup && forward < total) list[count++] = nth_action(m, true, forward++);
+    for (int64_t backward = 0; backward < total; backward++) {
+        if (forward < total) list[count++] = nth_action(m, true, forward++);
+        list[count++] = nth_action(m, false, backward);
+    }
+}
+
+/* Stage s is chunk s / pp of pipeline rank s % pp. A message's tag names the receiving stage, micro-batch, direction.
+ */
+static int message_tag(const model *m, const pass *p, int64_t stage, bool forward) {
+    return (int)((p->micro_batch * m->num_stages + stage) * 2 + forward);
+}
+
+/* Sends x[rows, C] to a stage. The buffered send copies the message, so that no rank waits for a receiver. */
+static void send_to_stage(const model *m, const pass *p, const double *x, int64_t stage, bool forward) {
+    MPI_Bsend(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(stage % m->o.pp), message_tag(m, p, stage, forward),
+              m->g.pipeline.comm);
+}
+
+/* The message for `stage`, which this rank has, from the stage before or after it. */
+static double *receive(const model *m, pass *p, int64_t stage, bool forward) {
+    double *x = take_rows(p, m->rows, m->C);
+    int64_t from = forward ? stage - 1 : stage + 1;
+    MPI_Recv(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(from % m->o.pp), message_tag(m, p, stage, forward),
+             m->g.pipeline.comm, MPI_STATUS_IGNORE);
+    return x;
+}
+
+/* Returns the loss; 0 from all stages except the last one. */
+static double stage_forward(const model *m, pass *p) {
+    int64_t stage = p->chunk * m->o.pp + m->g.pipeline.rank;
+    double *x = stage == 0 ? embedding_forward(m, p) : receive(m, p, stage, true);
+    p->layers = take(p, m->stage_layers * (int64_t)sizeof *p->layers);
+    for (int64_t i = 0; i < m->stage_layers; i++) {
+        const layer *l = &m->layers[p->chunk * m->stage_layers + i];
+        x = attention_forward(m, p, l, &p->layers[i], x);
+        x = mlp_block_forward(m, p, l, &p->layers[i], x);
+    }
+    if (stage == m->num_stages - 1) return loss_forward(m, p, x);
+    send_to_stage(m, p, x, stage + 1, true);
+    return 0;
+}
+
+static void stage_backward(const model *m, pass *p) {
+    int64_t stage = p->chunk * m->o.pp + m->g.pipeline.rank;
+    double *dx = stage == m->num_stages - 1 ? loss_backward(m, p) : receive(m, p, stage, false);
+    for (int64_t i = m->stage_layers - 1; i >= 0; i--) {
+        const layer *l = &m->layers[p->chunk * m->stage_layers + i];
+        dx = mlp_block_backward(m, p, l, &p->layers[i], dx);
+        dx = attention_backward(m, p, l, &p->layers[i], dx);
+    }
+    if (stage == 0)
+        embedding_backward(m, p, dx);
+    else
+        send_to_stage(m, p, dx, stage - 1, false);
+    release(p);
+}
+
+/* Forwards and backwards of all micro-batches of step `step`, counted from 0; returns this rank's sum of losses. */
+static double run_schedule(const model *m, const action *list, pass *passes, int64_t step) {
+    double loss = 0;
+    for (int64_t i = 0; i < 2 * m->micro_batches * m->o.vp; i++) {
+        action a = list[i];
+        pass *p = &passes[a.chunk * m->micro_batches + a.micro_batch];
+        if (!a.forward) {
+            stage_backward(m, p);
+            continue;
+        }
+        *p = (pass){.chunk = a.chunk, .micro_batch = a.micro_batch};
+        p->sequence = step * m->o.global_batch_size + a.micro_batch * m->g.data.size + m->g.data.rank;
+        loss += stage_forward(m, p);
+    }
+    return loss;
+}
+
+/* ==== optimizer =================================================================================================== */
+
+/* Gradients become sums over all tokens of the step, and each rank receives its shard of them. With sequence
+ * parallelism, the tensor ranks have used their copies of a parameter for different rows. */
+static void reduce_gradients(model *m) {
+    for (parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++)
+        if (m->o.sequence_parallel && p->cut == CUT_NONE)
+            all_reduce(&m->g.tensor, p->buffer->dw + p->offset, p->count, MPI_SUM);
+    for (buffer *b = m->buffers; b < m->buffers + NUM_BUFFERS; b++) reduce_scatter(&b->group, b->grad, b->dw, b->shard);
+}
+
+/* The part of a parameter that this rank updates: numbers [*begin, *end) of its shard, none if *begin >= *end. */
+static void owned_range(const parameter *p, int64_t *begin, int64_t *end) {
+    *begin = p->offset - p->buffer->first, *end = *begin + p->count;
+    if (*begin < 0) *begin = 0;
+    if (*end > p->buffer->shard) *end = p->buffer->shard;
+}
+
+/* The norm of the whole gradient: every number counts once, although some ranks have copies. */
+static double gradient_norm(const model *m) {
+    double sum = 0;
+    for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++) {
+        int64_t begin, end;
+        if (p->cut == CUT_NONE && m->g.tensor.rank != 0) continue;
+        owned_range(p, &begin, &end);
+        for (int64_t i = begin; i < end; i++) sum += p->buffer->grad[i] * p->buffer->grad[i];
+    }
+    all_reduce(&m->g.world, &sum, 1, MPI_SUM);
+    return sqrt(sum);
+}
+
+/* AdamW of this rank's shards, with gradients times `scale`; then all ranks gather the weights. Norms do not decay. */
+static void adamw_step(model *m, double scale, int64_t step) {
+    const options *o = &m->o;
+    double correction1 = 1 - pow(o->adam_beta1, (double)step), correction2 = 1 - pow(o->adam_beta2, (double)step);
+    for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++) {
+        double *w = p->buffer->w + p->buffer->first, *m1 = p->buffer->moment[0], *m2 = p->buffer->moment[1];
+        double decay = p->rows == 1 ? 0 : o->weight_decay;
+        int64_t begin, end;
+        owned_range(p, &begin, &end);
+        for (int64_t i = begin; i < end; i++) {
+            double g = p->buffer->grad[i] * scale;
+            m1[i] = o->adam_beta1 * m1[i] + (1 - o->adam_beta1) * g;
+            m2[i] = o->adam_beta2 * m2[i] + (1 - o->adam_beta2) * g * g;
+            w[i] -= o->lr * (m1[i] / correction1 / (sqrt(m2[i] / correction2) + o->adam_eps) + decay * w[i]);
+        }
+    }
+    for (buffer *b = m->buffers; b < m->buffers + NUM_BUFFERS; b++) {
+        memcpy(b->grad, b->w + b->first, (size_t)b->shard * sizeof *b->w); // grad serves as scratch
+        all_gather(&b->group, b->w, b->grad, b->shard);
+    }
+}
+
+/* ==== the command line =========================================================================================== */
+
+/* Names, fields and defaults. */
+typedef struct option_row {
+    const char *name;
+    enum { INTEGER, REAL, TEXT, FLAG } kind;
+    size_t field;
+    double value;
+} option_row;
+
+static const option_row option_rows[] = {
+    {"--num-layers", INTEGER, offsetof(options, num_layers), 4},
+    {"--hidden-size", INTEGER, offsetof(options, hidden_size), 32},
+    {"--ffn-hidden-size", INTEGER, offsetof(options, ffn_hidden_size), 80},
+    {"--num-attention-heads", INTEGER, offsetof(options, num_attention_heads), 4},
+    {"--num-query-groups", INTEGER, offsetof(options, num_query_groups), 2},
+    {"--vocab-size", INTEGER, offsetof(options, vocab_size), 160},
+    {"--seq-length", INTEGER, offsetof(options, seq_length), 32},
+    {"--num-experts", INTEGER, offsetof(options, num_experts), 0},
+    {"--moe-router-topk", INTEGER, offsetof(options, moe_router_topk), 2},
+    {"--global-batch-size", INTEGER, offsetof(options, global_batch_size), 8},
+    {"--train-iters", INTEGER, offsetof(options, train_iters), 5},
+    {"--tensor-model-parallel-size", INTEGER, offsetof(options, tp), 1},
+    {"--sequence-parallel", FLAG, offsetof(options, sequence_parallel), 0},
+    {"--pipeline-model-parallel-size", INTEGER, offsetof(options, pp), 1},
+    {"--num-virtual-stages-per-pipeline-rank", INTEGER, offsetof(options, vp), 1},
+    {"--context-parallel-size", INTEGER, offsetof(options, cp), 1},
+    {"--expert-model-parallel-size", INTEGER, offsetof(options, ep), 1},
+    {"--norm-epsilon", REAL, offsetof(options, norm_epsilon), 1e-5},
+    {"--rotary-base", REAL, offsetof(options, rotary_base), 10000},
+    {"--lr", REAL, offsetof(options, lr), 1e-3},
+    {"--adam-beta1", REAL, offsetof(options, adam_beta1), 0.9},
+    {"--adam-beta2", REAL, offsetof(options, adam_beta2), 0.999},
+    {"--adam-eps", REAL, offsetof(options, adam_eps), 1e-8},
+    {"--weight-decay", REAL, offsetof(options, weight_decay), 0.01},
+    {"--clip-grad", REAL, offsetof(options, clip_grad), 1},
+    {"--load", TEXT, offsetof(options, load), 0},
+    {"--tokens-file", TEXT, offsetof(options, tokens_file), 0},
+};
+enum { NUM_OPTIONS = sizeof option_rows / sizeof *option_rows };
+
+/* Writes why the options do not fit together, or to `ranks` ranks, into `error`. */
+static void check_options(const options *o, int64_t ranks, char error[256]) {
+    int64_t model_ranks = o->tp * o->cp * o->pp, data_ranks = ranks / model_ranks;
+    int64_t micro_batches = data_ranks ? o->global_batch_size / data_ranks : 0;
+    double mlps = (double)(o->num_experts ? o->num_experts : 1), C = (double)o->hidden_size;
+    double per_layer = C * (4 * C + 3 * mlps * (double)o->ffn_hidden_size);
+    double activations = C * (double)o->seq_length * (double)(o->global_batch_size * o->vp);
+    const struct {
+        bool wrong;
+        const char *message;
+    } rules[] = {
+        {ranks % model_ranks != 0, "the number of ranks is no multiple of tensor x context x pipeline parallel size"},
+        {data_ranks && o->global_batch_size % data_ranks != 0, "--global-batch-size must divide by the data ranks"},
+        {o->hidden_size % (2 * o->num_attention_heads) != 0, "--hidden-size must divide by twice the heads"},
+        {o->num_attention_heads % o->num_query_groups != 0, "--num-attention-heads must divide by --num-query-groups"},
+        {o->num_query_groups % o->tp != 0, "--num-query-groups must divide by --tensor-model-parallel-size"},
+        {o->ffn_hidden_size % o->tp != 0, "--ffn-hidden-size must divide by --tensor-model-parallel-size"},
+        {o->vocab_size % o->tp != 0, "--vocab-size must divide by --tensor-model-parallel-size"},
+        {o->seq_length % (2 * o->cp) != 0, "--seq-length must divide by twice --context-parallel-size"},
+        {o->sequence_parallel && o->seq_length / o->cp % o->tp != 0,
+         "--sequence-parallel: the tokens of a context rank must divide by --tensor-model-parallel-size"},
+        {o->num_layers % (o->pp * o->vp) != 0, "--num-layers must divide by the pipeline's stages"},
+        {o->vp > 1 && o->pp == 1, "--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size"},
+        {o->vp > 1 && micro_batches % o->pp != 0,
+         "virtual stages need a multiple of --pipeline-model-parallel-size micro-batches"},
+        {o->num_experts && o->moe_router_topk > o->num_experts, "--moe-router-topk exceeds --num-experts"},
+        {o->num_experts && o->tp > 1 && !o->sequence_parallel,
+         "--num-experts with tensor parallelism needs --sequence-parallel"},
+        {o->num_experts % o->ep != 0 || (o->ep > 1 && !o->num_experts),
+         "--num-experts must be a multiple of --expert-model-parallel-size"},
+        {ranks / o->pp % o->ep != 0, "--expert-model-parallel-size must divide the ranks of a pipeline stage"},
+        {o->adam_beta1 >= 1 || o->adam_beta2 >= 1, "--adam-beta1 and --adam-beta2 must be less than 1"},
+        {per_layer * (double)o->num_layers + (double)(o->vocab_size * o->hidden_size) > 1e8 || activations > 2e7,
+         "model or batch are too large for this program; ./train has no such limit"}};
+    for (size_t i = 0; i < sizeof rules / sizeof *rules && !error[0]; i++)
+        if (rules[i].wrong) snprintf(error, 256, "%s", rules[i].message);
+}
+
+static void set_option(options *o, const option_row *row, double number, const char *text) {
+    void *field = (char *)o + row->field;
+    if (row->kind == INTEGER) *(int64_t *)field = (int64_t)number;
+    if (row->kind == REAL) *(double *)field = number;
+    if (row->kind == TEXT) *(const char **)field = text;
+    if (row->kind == FLAG) *(bool *)field = number != 0;
+}
+
+static options parse_options(int argc, char **argv) {
+    options o = {0};
+    char error[256] = "";
+    int ranks;
+    for (int r = 0; r < NUM_OPTIONS; r++) set_option(&o, &option_rows[r], option_rows[r].value, NULL);
+    for (int i = 1, r = 0; i < argc && !error[0]; i++, r = 0) {
+        while (r < NUM_OPTIONS && strcmp(argv[i], option_rows[r].name) != 0) r++;
+        const option_row *row = &option_rows[r < NUM_OPTIONS ? r : 0];
+        const char *text = row->kind == FLAG ? "1" : argv[i + 1] ? argv[i + 1] : "";
+        char *end;
+        double number = strtod(text, &end);
+        if (r == NUM_OPTIONS)
+            snprintf(error, sizeof error, "%.99s: unknown option; option_rows in mini.c lists the options", argv[i]);
+        else if (row->kind == TEXT ? !text[0] : end == text || *end || !(number >= 0 && number <= 1e9))
+            snprintf(error, sizeof error, "%s %.99s: needs %s", argv[i], text,
+                     row->kind == TEXT ? "a path" : "a number");
+        else if (row->kind == INTEGER && !(number >= 1 && number <= 1 << 20 && number == floor(number)))
+            snprintf(error, sizeof error, "%s %.99s: needs a whole number from 1 to 2^20", argv[i], text);
+        else
+            set_option(&o, row, number, text);
+        i += row->kind != FLAG;
+    }
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    if (!error[0]) check_options(&o, ranks, error);
+    stop_on_error(error);
+    return o;
+}
+
+/* ==== main ======================================================================================================== */
+
+/* Step `step`, counted from 1. */
+static void train_step(model *m, const action *list, pass *passes, int64_t step) {
+    for (buffer *b = m->buffers; b < m->buffers + NUM_BUFFERS; b++) memset(b->dw, 0, (size_t)b->count * sizeof *b->dw);
+    double loss = run_schedule(m, list, passes, step - 1) / (double)(m->o.global_batch_size * m->o.seq_length);
+    if (m->g.tensor.rank != 0) loss = 0; // the tensor ranks have the same loss
+    all_reduce(&m->g.world, &loss, 1, MPI_SUM);
+    reduce_gradients(m);
+    double norm = gradient_norm(m), clip = m->o.clip_grad > 0 ? m->o.clip_grad / (norm + 1e-6) : 1;
+    adamw_step(m, clip < 1 ? clip : 1, step);
+    if (m->g.world.rank == 0) printf("step %3lld  loss %.12f  grad norm %.12f\n", (long long)step, loss, norm);
+}
+
+int main(int argc, char **argv) {
+    MPI_Init(&argc, &argv);
+    model m = {.o = parse_options(argc, argv)};
+    m.g = build_grid(&m.o);
+    create_model(&m);
+    load_weights(&m);
+    load_tokens(&m);
+    if (m.g.world.rank == 0)
+        printf("%d ranks: TP %d x CP %d x DP %d x PP %d, EP %d\n", m.g.world.size, m.g.tensor.size, m.g.context.size,
+               m.g.data.size, m.g.pipeline.size, m.g.expert.size);
+    int64_t count = m.micro_batches * m.o.vp;
+    int bytes = 2 * (int)count * (int)(m.rows * m.C * 8 + MPI_BSEND_OVERHEAD); // all messages of a step
+    void *messages = allocate(bytes);
+    MPI_Buffer_attach(messages, bytes);
+    action *list = allocate(2 * count * (int64_t)sizeof *list);
+    pass *passes = allocate(count * (int64_t)sizeof *passes);
+    make_schedule(&m, list);
+    for (int64_t step = 1; step <= m.o.train_iters; step++) train_step(&m, list, passes, step);
+    MPI_Buffer_detach(&messages, &bytes);
+    MPI_Finalize();
+    return 0;
+}

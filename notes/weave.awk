@@ -1,0 +1,85 @@
+# Puts the code that a page quotes between the page's lines, from the sources as they are now. The marker
+#
+#   <!-- quote FILE NAME -->
+#   <!-- quote FILE NAME from "TEXT" to "TEXT" -->
+#
+# is followed by an indented block: the function, type or table NAME of FILE, or its lines from the first one that has
+# the first TEXT to the next one that has the second. `awk -f notes/weave.awk PAGE` prints the page with each block as
+# it must be; a marker without such code is an error.
+#
+# A definition begins with a line that is not indented and ends with the first line that begins with a brace, as
+# clang-format writes them.
+
+function fail(reason) {
+    printf "%s:%d: %s\n", FILENAME, FNR, reason >"/dev/stderr"
+    failed = 1
+}
+
+# Reads the lines of a definition into code[1..]; returns their number. A prototype is no definition. The name may stand
+# in any line before the body.
+function find_definition(file, name,    line, count, start, has_body, is_it, ends) {
+    count = has_body = 0
+    start = "(^|[^A-Za-z0-9_])" name "([^A-Za-z0-9_]|$)"
+    while ((getline line <file) > 0) {
+        if (!has_body && line ~ /^[A-Za-z_]/ && line !~ /^extern "C" {$/) count = is_it = 0
+        else if (count == 0) continue
+        code[++count] = line
+        if (has_body) ends = line ~ /^}/
+        else {
+            if (line ~ start) is_it = 1
+            has_body = line ~ /{/
+            ends = line ~ /{.*}/
+            if (!has_body && line ~ /;/) count = 0
+        }
+        if (!ends) continue
+        if (is_it) break
+        count = has_body = ends = 0
+    }
+    close(file)
+    return has_body ? count : 0
+}
+
+function print_quote(    count, i, from, to) {
+    count = find_definition(words[3], words[4])
+    if (count == 0) {
+        fail(words[3] " has no definition of " words[4])
+        return
+    }
+    from = 1
+    to = count
+    if (has_range) {
+        for (from = 1; from <= count && index(code[from], range_from) == 0; from++) continue
+        for (to = from; to <= count && index(code[to], range_to) == 0; to++) continue
+        if (to > count) {
+            fail(words[4] " has no lines from \"" range_from "\" to \"" range_to "\"")
+            return
+        }
+    }
+    for (i = from; i <= to; i++) print code[i] == "" ? "" : "    " code[i]
+}
+
+# The part of the marker in quotation marks.
+function read_range(text,    parts) {
+    has_range = split(text, parts, "\"") >= 5
+    range_from = parts[2]
+    range_to = parts[4]
+}
+
+/^<!-- quote / {
+    print
+    split($0, words, " ")
+    read_range($0)
+    print ""
+    print_quote()
+    replaces = 1
+    next
+}
+
+# The block that was there: indented lines, with empty ones between them.
+replaces && (/^$/ || /^    /) { next }
+replaces {
+    replaces = 0
+    print ""
+}
+{ print }
+END { exit failed }
