@@ -151,6 +151,52 @@ static void open_shape(mt_options *options, const char *config) {
     parse_options(options, words, sizeof words / sizeof *words);
 }
 
+/* ---- 0: the ranks of notes/mini.c -------------------------------------------------------------------------------- */
+
+/* `parts` boxes; the ones in the set of bits `held` are filled. */
+static void draw_strip(picture *p, double x, double y, int parts, unsigned held, const char *fill) {
+    const double width = 136.0 / parts;
+    for (int i = 0; i < parts; i++) frame(p, x + width * i, y, width, 22, held >> i & 1 ? fill : "#ffffff");
+}
+
+/* The other member of a group of two. */
+static int partner(const mt_grid_shape *shape, mt_group_kind kind, int rank) {
+    int members[8];
+    MT_CHECK(mt_grid_members(members, shape, kind, rank) == 2);
+    return members[0] + members[1] - rank;
+}
+
+static void draw_mini(const char *folder) {
+    enum { RANKS = 8, COLUMNS = 4 };
+    static const char *const titles[COLUMNS] = {"layers", "heads, MLP, vocabulary", "chunks of the sequence",
+                                                "its optimizer state"};
+    static const int parts[COLUMNS] = {4, 2, 4, 2}, fill[COLUMNS] = {BLUE, ORANGE, GREEN, PURPLE};
+    const mt_grid_shape shape = {.tensor = 2,
+                                 .context = 2,
+                                 .data = 1,
+                                 .pipeline = 2,
+                                 .expert_tensor = 1,
+                                 .expert = 1,
+                                 .expert_data = 4,
+                                 .num_query_groups = 2};
+    picture p = picture_open(folder, "00-ranks", "What each of eight ranks holds", 900, 356);
+    text(&p, 20, 26, START,
+         "8 ranks: TP 2 x CP 2 x PP 2, two virtual stages a rank. Parts of the whole that each rank holds:");
+    for (int i = 0; i < COLUMNS; i++) text(&p, 80 + 160 * i, 54, START, "%s", titles[i]);
+    text(&p, 736, 54, START, "exchanges with");
+    for (int rank = 0; rank < RANKS; rank++) {
+        int tensor = partner(&shape, MT_GROUP_TENSOR, rank), context = partner(&shape, MT_GROUP_CONTEXT, rank);
+        int pipeline = partner(&shape, MT_GROUP_PIPELINE, rank);
+        int t = tensor < rank, c = context < rank, stage = pipeline < rank;
+        const unsigned held[COLUMNS] = {5u << stage, 1u << t, 1u << c | 1u << (3 - c), 1u << c};
+        double y = 66 + 34 * rank;
+        text(&p, 66, y + 15, END, "rank %d", rank);
+        for (int i = 0; i < COLUMNS; i++) draw_strip(&p, 80 + 160 * i, y, parts[i], held[i], fills[fill[i]]);
+        text(&p, 736, y + 15, START, "tp %d  cp %d  pp %d", tensor, context, pipeline);
+    }
+    picture_close(&p);
+}
+
 /* ---- 1: attention masks ------------------------------------------------------------------------------------------ */
 
 /* A string of letters as a dataset; a full stop ends a document. */
@@ -266,52 +312,6 @@ static void draw_masks(const char *folder) {
     draw_batch(&p, 630, 50, "one of 16, a window of 4", &batch, 4);
     mt_batch_free(&batch);
     draw_decoding(&p, 40, 450);
-    picture_close(&p);
-}
-
-/* ---- 00: the ranks of notes/mini.c ------------------------------------------------------------------------------- */
-
-/* `parts` boxes; the ones in the set of bits `held` are filled. */
-static void draw_strip(picture *p, double x, double y, int parts, unsigned held, const char *fill) {
-    const double width = 136.0 / parts;
-    for (int i = 0; i < parts; i++) frame(p, x + width * i, y, width, 22, held >> i & 1 ? fill : "#ffffff");
-}
-
-/* The other member of a group of two. */
-static int partner(const mt_grid_shape *shape, mt_group_kind kind, int rank) {
-    int members[8];
-    MT_CHECK(mt_grid_members(members, shape, kind, rank) == 2);
-    return members[0] + members[1] - rank;
-}
-
-static void draw_mini(const char *folder) {
-    enum { RANKS = 8, COLUMNS = 4 };
-    static const char *const titles[COLUMNS] = {"layers", "heads, MLP, vocabulary", "chunks of the sequence",
-                                                "its optimizer state"};
-    static const int parts[COLUMNS] = {4, 2, 4, 2}, fill[COLUMNS] = {BLUE, ORANGE, GREEN, PURPLE};
-    const mt_grid_shape shape = {.tensor = 2,
-                                 .context = 2,
-                                 .data = 1,
-                                 .pipeline = 2,
-                                 .expert_tensor = 1,
-                                 .expert = 1,
-                                 .expert_data = 4,
-                                 .num_query_groups = 2};
-    picture p = picture_open(folder, "00-ranks", "What each of eight ranks holds", 900, 356);
-    text(&p, 20, 26, START,
-         "8 ranks: TP 2 x CP 2 x PP 2, two virtual stages a rank. Parts of the whole that each rank holds:");
-    for (int i = 0; i < COLUMNS; i++) text(&p, 80 + 160 * i, 54, START, "%s", titles[i]);
-    text(&p, 736, 54, START, "exchanges with");
-    for (int rank = 0; rank < RANKS; rank++) {
-        int tensor = partner(&shape, MT_GROUP_TENSOR, rank), context = partner(&shape, MT_GROUP_CONTEXT, rank);
-        int pipeline = partner(&shape, MT_GROUP_PIPELINE, rank);
-        int t = tensor < rank, c = context < rank, stage = pipeline < rank;
-        const unsigned held[COLUMNS] = {5u << stage, 1u << t, 1u << c | 1u << (3 - c), 1u << c};
-        double y = 66 + 34 * rank;
-        text(&p, 66, y + 15, END, "rank %d", rank);
-        for (int i = 0; i < COLUMNS; i++) draw_strip(&p, 80 + 160 * i, y, parts[i], held[i], fills[fill[i]]);
-        text(&p, 736, y + 15, START, "tp %d  cp %d  pp %d", tensor, context, pipeline);
-    }
     picture_close(&p);
 }
 
