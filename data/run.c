@@ -158,7 +158,8 @@ static void open_model(mt_run *r) {
         mt_model_init(r->model);
     if (!o->load && o->load_adapter)
         refuse(r, mt_checkpoint_load_adapter(r->model, &r->state, o->load_adapter, false, &error), &error);
-    refuse(r, mt_reference_open(&r->reference, o, &r->state, &r->grid, r->ops, &plan, &error), &error);
+    FILE *log = r->grid.world.rank == 0 ? stdout : NULL;
+    refuse(r, mt_reference_open(&r->reference, r->model, r->ops, &r->state, log, &error), &error);
     if (o->stage == MT_STAGE_RL) open_rl(r, &plan);
     if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
     mt_batch_alloc(&r->batch, here * o->context_parallel_size);
