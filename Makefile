@@ -10,6 +10,7 @@
 ## make trace         draw a step of RANKS=4 ranks as OUT=build/trace.html; OPTIONS="..." of train, or TRACE=FILE.json
 ## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
+## make puzzle N=1    build notes/mini.c with an error to find: N=1 to 10, notes/00-megatron-in-one-file.md
 ## make notes         write the code that the notes quote from the sources again
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
@@ -81,7 +82,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: fuzz-programs fuzz-layouts plot trace pictures notes demo demo-rl deps deps-dev probe lint sizes format \
+.PHONY: fuzz-programs fuzz-layouts plot trace pictures notes puzzle demo demo-rl deps deps-dev probe lint sizes format \
 	format-check clean FORCE
 all:
 
@@ -97,8 +98,8 @@ else
 
 # ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
 
-COMPILES := $(filter-out help notes clean deps deps-dev lint sizes format format-check plot probe fuzz uninstall,\
-	$(or $(MAKECMDGOALS),all))
+COMPILES := $(filter-out help notes puzzle clean deps deps-dev lint sizes format format-check plot probe fuzz \
+	uninstall,$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
@@ -289,6 +290,14 @@ bench-checkpoint: $(B)/tests/bench_checkpoint
 pictures: $(DRAW)
 	$(if $^,$^ notes)
 
+PUZZLE ?= build/puzzle-$(N)
+puzzle:
+	@[ -f 'notes/puzzles/$(N).patch' ] || { echo "make puzzle N=1: N is 1 to 10" >&2; exit 1; }
+	@mkdir -p build
+	@patch -s -F0 -o '$(PUZZLE).c' notes/mini.c 'notes/puzzles/$(N).patch'
+	@mpicc -std=c11 -O1 -o '$(PUZZLE)' '$(PUZZLE).c' -lm; status=$$?; rm -f '$(PUZZLE).c'; exit $$status
+	@echo "built $(PUZZLE): where does it differ from notes/mini.c?"
+
 notes:
 	@for page in notes/*.md README.md; do \
 		awk -f notes/weave.awk $$page >$$page.new && mv $$page.new $$page || { rm -f $$page.new; exit 1; }; done
@@ -347,9 +356,9 @@ clean:
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libjansson-dev libyaml-dev \
-	libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox
+	libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch
 DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel jansson-devel libyaml-devel pcre2-devel \
-	utf8proc-devel libcmocka-devel gnuplot
+	utf8proc-devel libcmocka-devel gnuplot patch
 BREW := gcc make pkg-config open-mpi openblas libomp jansson libyaml pcre2 utf8proc cmocka gnuplot
 
 # Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.

@@ -14,6 +14,7 @@
 #include "data/response.h"
 #include "data/rollout.h"
 #include "data/score.h"
+#include "data/sft.h"
 #include "data/tokenizer.h"
 #include "data/watchdog.h"
 
@@ -244,18 +245,43 @@ static void write_responses(run *r, const mt_sequence *sequences, int64_t count)
     check(r, mt_new_file_close(&file, status, &error), &error);
 }
 
-/* --prompt, all texts at once, or --prompt-tokens. */
+/* The prompts of a file, the same on every rank. */
+static mt_samples read_prompts(run *r) {
+    char *path = r->options.prompts;
+    const char *name = "prompts";
+    mt_samples prompts;
+    mt_error error;
+    mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = r->tokenizer_path, .prompts = true};
+    config.chat_template = r->options.chat_template, config.vocab_size = r->options.vocab_size;
+    config.seq_length = r->context - 1, config.refuses_long = true; // a line of results for each line
+    check(r, mt_samples_read(&prompts, &config, r->tokenizer, &error), &error);
+    uint64_t print = mt_samples_fingerprint(&prompts);
+    check(r, mt_fingerprints_agree(&print, &name, 1, &r->grid.world, &error), &error);
+    return prompts;
+}
+
+/* Begins a sequence from prompt `i` of --prompts, --prompt or --prompt-tokens. */
+static int begin_prompt(const run *r, const mt_samples *prompts, int64_t i, mt_sequence *sequence, int64_t id,
+                        mt_error *error) {
+    const mt_options *o = &r->options;
+    if (o->prompt_tokens) return mt_sequence_parse(sequence, id, o->prompt_tokens, r->context, o, error);
+    if (o->prompt.count > 0)
+        return begin_text(r, sequence, id, o->prompt.items[i], (int64_t)strlen(o->prompt.items[i]), error);
+    int64_t first = prompts->offsets[i], tokens = prompts->offsets[i + 1] - first;
+    return mt_sequence_begin(sequence, id, prompts->tokens + first, tokens, r->context, o, error);
+}
+
+/* --prompt or --prompts, all texts at once, or --prompt-tokens. */
 static void answer_prompts(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    int64_t each = o->num_return_sequences, count = (o->prompt_tokens ? 1 : o->prompt.count) * each;
+    mt_samples prompts = {0};
+    if (o->prompts) prompts = read_prompts(r);
+    int64_t each = o->num_return_sequences, count = each * mt_max(prompts.count + o->prompt.count, 1);
     int64_t longest = 0, prompt_tokens = 0;
     mt_sequence *sequences = mt_malloc(count * (int64_t)sizeof *sequences);
     for (int64_t s = 0; s < count; s++) {
-        const char *text = o->prompt_tokens ? NULL : o->prompt.items[s / each];
-        int status = o->prompt_tokens ? mt_sequence_parse(&sequences[s], s, o->prompt_tokens, r->context, o, &error)
-                                      : begin_text(r, &sequences[s], s, text, (int64_t)strlen(text), &error);
-        check(r, status, &error);
+        check(r, begin_prompt(r, &prompts, s / each, &sequences[s], s, &error), &error);
         longest = mt_max(longest, sequences[s].max_tokens);
         prompt_tokens += s % each == 0 ? sequences[s].num_prompt : 0;
     }
@@ -264,6 +290,7 @@ static void answer_prompts(run *r) {
     generate(r, sequences, count, true);
     if (o->out) write_responses(r, sequences, count);
     forget(r, sequences, count);
+    mt_samples_free(&prompts);
     free(sequences);
 }
 
@@ -414,7 +441,7 @@ int main(int argc, char **argv) {
     } else {
         open_tokenizer(&r);
         if (o->chat) open_chat(&r);
-        if (o->prompt_tokens || o->prompt.count > 0)
+        if (o->prompt_tokens || o->prompts || o->prompt.count > 0)
             answer_prompts(&r);
         else
             all = answer_lines(&r);

@@ -497,6 +497,9 @@ typedef struct mt_options {
     mt_schedule_kind pipeline_schedule;
     char *print_schedule; // an SVG file, or "-": print only
     int64_t print_launch; // of so many ranks at most: print only
+    bool plan_explain;    // print only; see data/planner.h
+    int64_t gpus, gpus_per_host;
+    char *gpu; // the name of a machine, or its file
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
     int64_t ddp_bucket_size; // parameters of layers whose gradients are reduced together; 0: each layer alone
     mt_strategy data_parallel_sharding_strategy;
@@ -556,6 +559,12 @@ typedef struct mt_options {
     mt_reward_kind reward;
     char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
     double reward_timeout_seconds, critic_lr;
+    /* models that take turns; a size of 0: see mt_model_role_sizes */
+    int64_t rollout_tensor_model_parallel_size, rollout_expert_model_parallel_size;
+    int64_t teacher_tensor_model_parallel_size, teacher_pipeline_model_parallel_size;
+    int64_t teacher_expert_model_parallel_size;
+    int64_t ref_tensor_model_parallel_size, ref_pipeline_model_parallel_size, ref_expert_model_parallel_size;
+    bool param_offload, grad_offload, optimizer_offload;
     /* checkpoints and reports */
     char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
     bool print_config;
@@ -568,7 +577,7 @@ typedef struct mt_options {
     mt_strings prompt;
     bool chat;
     char *system_prompt;
-    char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
+    char *prompts, *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
     double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;

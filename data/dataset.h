@@ -296,6 +296,9 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
  * it and the step's result must not be used. */
 int mt_feed_batch(void *feed, int64_t index, mt_batch *batch, mt_error *error);
 
+/* The same, but micro-batch `index` of another rank that reads different samples; of datasets of rows only. */
+int mt_feed_batch_of(mt_feed *feed, int64_t index, int64_t rank, mt_batch *batch, mt_error *error);
+
 /* After the step. Errors, the same on every rank: a rank could not read its data; a rank read other data than the first
  * rank of its model replica (the fingerprints at the start leave out parts of large files). Every rank calls it. */
 int mt_feed_check(const mt_feed *feed, const mt_grid *grid, int64_t iteration, mt_error *error);

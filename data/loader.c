@@ -306,6 +306,15 @@ int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error
     return 0;
 }
 
+int mt_feed_batch_of(mt_feed *feed, int64_t index, int64_t rank, mt_batch *batch, mt_error *error) {
+    mt_feed other = *feed;
+    MT_CHECK(feed->loader->dataset->packing);
+    other.rank = rank, other.shared = false;
+    int status = mt_feed_batch(&other, index, batch, error);
+    feed->status = other.status, feed->error = other.error;
+    return status;
+}
+
 /* Names the rank that read other data than the first rank of its replica. */
 static int refuse_difference(const mt_grid *grid, int64_t replica, double print, int64_t iteration, mt_error *error) {
     const mt_group *world = &grid->world;

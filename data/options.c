@@ -752,10 +752,11 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
                                            "adv-estimator", "kl-in-reward", "kd-objective", "dynamic-sampling"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
-    if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(chat_template) && !o->chat && !o->score)
+    if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(chat_template) && !o->chat && !o->score &&
+        !o->prompts)
         return true;
     if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(num_return_sequences) && o->prompt.count == 0 &&
-        !o->prompt_tokens)
+        !o->prompts && !o->prompt_tokens)
         return true;
     for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
         bool listed = false, samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
@@ -1141,18 +1142,19 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
     if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
     if (o->score && !o->out && !o->entropy_out && !o->logits_out)
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
-    if (o->out && !o->score && !o->prompt_tokens && o->prompt.count == 0)
-        return mt_error_set(error, "--out needs --score, --prompt or --prompt-tokens");
-    if (o->num_return_sequences > 1 && !o->prompt_tokens && o->prompt.count == 0)
-        return mt_error_set(error, "--num-return-sequences needs --prompt or --prompt-tokens");
+    bool prompted = o->prompts || o->prompt_tokens || o->prompt.count > 0;
+    if (o->out && !o->score && !prompted)
+        return mt_error_set(error, "--out needs --score, --prompt, --prompts or --prompt-tokens");
+    if (o->num_return_sequences > 1 && !prompted)
+        return mt_error_set(error, "--num-return-sequences needs --prompt, --prompts or --prompt-tokens");
     for (int64_t i = 0; i < o->stop.count; i++)
         if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
     int64_t page = o->inference_dynamic_batching_block_size;
     if ((page & (page - 1)) != 0)
         return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
                             (long long)page, MT_PAGE_ROWS);
-    if (MT_GIVEN(o, chat_template) && !o->chat && !o->score)
-        return mt_error_set(error, "--chat-template needs --chat or --score");
+    if (MT_GIVEN(o, chat_template) && !o->chat && !o->score && !o->prompts)
+        return mt_error_set(error, "--chat-template needs --chat, --prompts or --score");
     if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
         return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
     return 0;

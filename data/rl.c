@@ -1,6 +1,8 @@
 /* rl.c: an iteration of reinforcement learning. All ranks hold all responses and their numbers in host memory, so that
- * each computes the same advantages; models score and train micro-batches that are dealt to data-parallel ranks.
+ * each computes the same advantages; models score and train micro-batches that are dealt to data-parallel ranks. The
+ * models are roles (model_role.h), which take turns.
  *
+ *   transfer  weights of the actor to the generator, if that has a layout of its own
  *   generate  responses of the actor             rollout.c
  *   reward    scores of the responses            rewards.c, or a reward model
  *   score     log-probabilities of the actor and of the reference, values of the critic
@@ -12,9 +14,11 @@
 #include "file.h"
 #include "options.h"
 #include "prompts.h"
+#include "model_role.h"
 #include "rollout.h"
 #include "rollouts.h"
 #include "stage.h"
+#include "transfer.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -22,19 +26,19 @@
 
 /* A model beside the actor. */
 typedef struct partner {
-    mt_options options; // the actor's, with other folders and its own head; shares their strings
-    char *folder;       // NULL: the actor's options->load
+    mt_model_role role;
+    char *folder; // NULL: the actor's options->load
     mt_stage_loss loss;
-    mt_model *model; // NULL: there is none
 } partner;
 
 /* The phases of an iteration that are timed. */
-enum { GENERATION, REWARDS, SCORING, TRAINING, NUM_PHASES };
+enum { TRANSFER, GENERATION, REWARDS, SCORING, TRAINING, NUM_PHASES };
 
 struct mt_rl {
     mt_rl_config config;
-    mt_model *actor;
+    mt_model_role actor, generator;
     partner reference, critic, reward_model;
+    mt_transfer *transfer; // from actor to generator; NULL: the actor generates
     mt_saver *critic_saver;
     char *critic_folder;  // that it saves to
     int64_t critic_steps; // AdamW steps of the critic
@@ -50,45 +54,52 @@ struct mt_rl {
     int64_t untrained, bad_steps; // iterations of this run without a step; steps without an update, as last reported
     mt_report_number numbers[MT_MAX_REPORT_NUMBERS];
     int64_t num_numbers;
-    /* the micro-batches at hand */
-    mt_step_plan plan;
-    mt_loss_input stored; // by the sink
+    mt_step_plan plan; // the micro-batches at hand
 };
 
 /* ---- models */
 
-void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
+/* Adds the memory for responses to the plan of a model with `options`. */
+static void plan_generation(mt_model_plan *plan, const mt_options *o) {
     int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->data_parallel_size);
     plan->page_rows = o->inference_dynamic_batching_block_size;
     mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->seq_length, o->kv_cache_tokens);
 }
 
+void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
+    mt_options apart = *o;
+    if (!mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) plan_generation(plan, o);
+}
+
 /* Creates and loads a model for scoring, or with a loss for training. */
 static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, const mt_loss *loss,
                         mt_run_state *state, mt_error *error) {
-    const mt_rl_config *c = &rl->config;
-    mt_model_plan plan = *actor_plan;
-    plan.cache_rows = plan.page_rows = plan.cache_sequences = 0;
+    mt_model_role *role = &p->role;
+    mt_model_plan plan = mt_model_role_plan(role, actor_plan, rl->config.options->context_parallel_size);
     plan.train = loss != NULL, plan.loss = loss;
-    const char *folder = p->folder ? p->folder : p->options.load;
-    if (mt_model_create(&p->model, &p->options, c->grid, c->ops, &plan, error) != 0) return -1;
-    if (folder) return mt_checkpoint_load(p->model, state, folder, error);
-    mt_model_init(p->model);
+    const char *folder = p->folder ? p->folder : role->options.load;
+    if (mt_model_role_create(role, &plan, error) != 0) return -1;
+    if (!folder) mt_model_init(role->model);
+    if (folder && mt_checkpoint_load(role->model, state, folder, error) != 0) return -1;
+    mt_model_role_print(role, rl->config.log);
     return 0;
 }
 
-/* The folder of a partner, whose model must have the actor's shape; its head is what the folder has. */
-static int choose_folder(mt_rl *rl, partner *p, const char *folder, const char *option, mt_error *error) {
-    const mt_options *o = rl->config.options;
-    p->options = *o, p->options.lora_rank = 0; // only the actor has adapters
+/* Begins a partner with its folder, whose model must have the actor's shape; its head is what the folder has. */
+static int begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder, const char *option,
+                         mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_model_role_begin(&p->role, name, c->options, c->grid, c->ops);
+    p->role.options.lora_rank = 0; // only the actor has adapters
     if (!folder) return 0;
     p->folder = mt_strdup(folder);
-    int status = mt_options_check_folder(o, folder, option, &p->options.head_type, error);
-    return mt_agree(&rl->config.grid->world, status != 0, error);
+    int status = mt_options_check_folder(c->options, folder, option, &p->role.options.head_type, error);
+    return mt_agree(&c->grid->world, status != 0, error);
 }
 
 static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
+    partner *p = &rl->reference;
     mt_run_state unused = {0};
     if (o->kl_loss_coef == 0 && !o->kl_in_reward) {
         if (!o->ref_load) return 0;
@@ -98,35 +109,39 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
         return mt_error_set(error,
                             "the run resumes at iteration %lld; name the model with which it began by --ref-load",
                             (long long)state->iteration);
-    if (choose_folder(rl, &rl->reference, o->ref_load, "--ref-load", error) != 0) return -1;
-    if (rl->reference.options.head_type != MT_HEAD_LM)
+    if (begin_partner(rl, p, "reference", o->ref_load, "--ref-load", error) != 0) return -1;
+    if (p->role.options.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
                             o->ref_load);
-    return open_partner(rl, &rl->reference, plan, NULL, &unused, error);
+    if (mt_model_role_place(&p->role, mt_model_role_sizes_of_reference(o), "--ref-*-model-parallel-size", error) != 0)
+        return -1;
+    return open_partner(rl, p, plan, NULL, &unused, error);
 }
 
 /* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints. */
 static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     partner *p = &rl->critic;
-    mt_run_state own = {0};
+    mt_options *own = &p->role.options;
+    mt_run_state loaded = {0};
     char name[64];
     if (o->adv_estimator != MT_ADV_GAE) return 0;
     char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL, *saved = NULL;
     snprintf(name, sizeof name, "critic/iter_%07lld", (long long)state->iteration);
     if (state->iteration > 0 && !o->critic_load) saved = mt_path_join(o->load, name);
-    int status = choose_folder(rl, p, saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
-    p->options.value_head = p->options.head_type != MT_HEAD_TOKEN; // a reward model's has no bias
-    if (o->keep_checkpoints > 0) p->options.keep_checkpoints++;    // it is saved before the actor
-    p->options.head_type = MT_HEAD_TOKEN;
-    p->options.lr = o->critic_lr, p->options.min_lr = fmin(o->min_lr, o->critic_lr);
-    if (status == 0) status = open_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), &own, error);
-    rl->critic_steps = own.optimizer_step;
+    int status =
+        begin_partner(rl, p, "critic", saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
+    own->value_head = own->head_type != MT_HEAD_TOKEN;    // a reward model's has no bias
+    if (o->keep_checkpoints > 0) own->keep_checkpoints++; // it is saved before the actor
+    own->head_type = MT_HEAD_TOKEN;
+    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    if (status == 0) status = open_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), &loaded, error);
+    rl->critic_steps = loaded.optimizer_step;
     if (status == 0 && o->save && rl->config.grid->world.rank == 0)
-        status = mt_checkpoint_prepare(p->model, folder, error);
+        status = mt_checkpoint_prepare(p->role.model, folder, error);
     status = mt_agree(&rl->config.grid->world, status != 0, error);
     if (status == 0 && o->save)
-        mt_saver_open(&rl->critic_saver, p->model, folder, rl->config.extra, rl->config.context, false);
+        mt_saver_open(&rl->critic_saver, p->role.model, folder, rl->config.extra, rl->config.context, false);
     free(saved);
     return status;
 }
@@ -134,18 +149,42 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state 
 static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     const mt_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
+    partner *p = &rl->reward_model;
     mt_run_state unused = {0};
     int status = 0;
     if (o->reward == MT_REWARD_MODEL) {
-        if (choose_folder(rl, &rl->reward_model, o->reward_load, "--reward-load", error) != 0) return -1;
-        if (rl->reward_model.options.head_type == MT_HEAD_LM)
+        if (begin_partner(rl, p, "reward model", o->reward_load, "--reward-load", error) != 0) return -1;
+        if (p->role.options.head_type == MT_HEAD_LM)
             return mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
                                 o->reward_load);
-        return open_partner(rl, &rl->reward_model, plan, NULL, &unused, error);
+        return open_partner(rl, p, plan, NULL, &unused, error);
     }
     const char *argument = o->reward == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
     if (world->rank == 0) status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);
     return mt_agree(world, status != 0, error);
+}
+
+/* The generator of another layout than the actor's: a model that gets the actor's weights in each iteration, with
+ * adapters its base once. */
+static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_model_role *role = &rl->generator;
+    bool adapts = c->options->lora_rank > 0;
+    mt_model_plan plan = {.max_tokens = mt_min(c->options->seq_length, MT_PREFILL_TOKENS)};
+    mt_transfer *base = NULL;
+    mt_model_role_begin(role, "generator", c->options, c->grid, c->ops);
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_generator(c->options);
+    if (mt_model_role_place(role, sizes, "--rollout-tensor-model-parallel-size", error) != 0) return -1;
+    if (!mt_model_role_is_apart(role)) return 0;
+    plan_generation(&plan, &role->options);
+    plan.host_memory = actor_plan->host_memory;
+    if (mt_model_role_create(role, &plan, error) != 0) return -1;
+    mt_model_role_print(role, c->log);
+    if (adapts && mt_transfer_open(&base, role->model, rl->actor.model, false, 0, error) != 0) return -1;
+    if (adapts) mt_transfer_run(base);
+    mt_transfer_close(base);
+    if (mt_transfer_open(&rl->transfer, role->model, rl->actor.model, adapts, 0, error) != 0) return -1;
+    return mt_model_role_use(role, MT_USE_NOTHING, error);
 }
 
 /* ---- opening */
@@ -215,19 +254,27 @@ static void configure_rollouts(mt_rl *rl) {
 int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
                mt_error *error) {
     mt_rl *rl = mt_calloc(sizeof *rl);
-    rl->config = *config, rl->actor = actor;
+    rl->config = *config;
+    mt_model_role_lend(&rl->actor, "actor", actor);
+    mt_model_role_print(&rl->actor, config->log);
     configure_rollouts(rl);
     int status = read_prompts(rl, state, error);
+    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_NOTHING, error); // room for the others
     if (status == 0) status = open_reference(rl, plan, state, error);
+    if (status == 0) status = mt_model_role_use(&rl->reference.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_critic(rl, plan, state, error);
+    if (status == 0) status = mt_model_role_use(&rl->critic.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_reward(rl, plan, error);
+    if (status == 0) status = mt_model_role_use(&rl->reward_model.role, MT_USE_NOTHING, error);
+    if (status == 0) status = open_generator(rl, plan, error);
+    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_ALL, error);
     *out = status == 0 ? rl : NULL;
     if (status != 0) mt_rl_close(rl);
     return status;
 }
 
 static void close_partner(partner *p) {
-    mt_model_destroy(p->model);
+    mt_model_role_close(&p->role);
     free(p->folder);
 }
 
@@ -237,6 +284,8 @@ void mt_rl_close(mt_rl *rl) {
     mt_step_plan_free(&rl->plan);
     free(rl->critic_folder);
     mt_reward_close(rl->reward);
+    mt_transfer_close(rl->transfer);
+    mt_model_role_close(&rl->generator);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
     free(rl->generated);
@@ -245,11 +294,16 @@ void mt_rl_close(mt_rl *rl) {
 }
 
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
-    if (!rl->critic_saver) return 0;
+    mt_model_role *critic = &rl->critic.role;
     mt_run_state own = *state;
+    if (!rl->critic_saver) return 0;
     own.optimizer_step = rl->critic_steps;
-    if (mt_train_finish(rl->critic.model, error) != 0) return -1;
-    return mt_saver_save(rl->critic_saver, &own, error);
+    if (mt_train_finish(critic->model, error) != 0) return -1;
+    if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 || mt_model_role_use(critic, MT_USE_ALL, error) != 0)
+        return -1;
+    if (mt_saver_save(rl->critic_saver, &own, error) != 0) return -1;
+    if (mt_model_role_use(critic, MT_USE_NOTHING, error) != 0) return -1;
+    return mt_model_role_use(&rl->actor, MT_USE_ALL, error);
 }
 
 int mt_rl_finish(mt_rl *rl, mt_error *error) {
@@ -302,6 +356,23 @@ static void take_response(mt_rl *rl, int64_t s, const mt_sequence *q, int64_t to
            (size_t)written * 4);
 }
 
+/* The model that writes responses. */
+static mt_model_role *generator_of(mt_rl *rl) {
+    return rl->transfer ? &rl->generator : &rl->actor;
+}
+
+/* Gives a generator apart the actor's present weights; parts of the actor rest. */
+static int prepare_generator(mt_rl *rl, mt_error *error) {
+    mt_model_role *actor = &rl->actor, *generator = &rl->generator;
+    if (!rl->transfer) return mt_model_role_use(actor, MT_USE_PARAMS, error);
+    if (mt_train_finish(actor->model, error) != 0) return -1;
+    if (mt_model_role_use(actor, MT_USE_NOTHING, error) != 0) return -1;
+    if (mt_model_role_use(generator, MT_USE_PARAMS, error) != 0) return -1;
+    mt_transfer_run(rl->transfer);
+    generator->ops->stream_synchronize(mt_model_stream(generator->model));
+    return 0;
+}
+
 /* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. */
 static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *error) {
     const mt_options *o = rl->config.options;
@@ -318,7 +389,10 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
     }
-    if (status == 0) status = mt_rollout_generate(rl->actor, &rollout, texts, lengths, prompts, sequences, error);
+    mt_model_role *generator = generator_of(rl);
+    if (status == 0) status = mt_model_role_use(generator, MT_USE_PARAMS, error);
+    if (status == 0)
+        status = mt_rollout_generate(generator->model, &rollout, texts, lengths, prompts, sequences, error);
     if (status == 0) {
         if (first == 0)
             mt_rollouts_begin(r, &rl->prompts, order, prompts, group);
@@ -334,7 +408,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
         }
     }
     free(order), free(lengths), free(texts), free(sequences);
-    return status;
+    return status == 0 ? mt_model_role_use(generator, MT_USE_NOTHING, error) : status;
 }
 
 /* ---- micro-batches */
@@ -344,29 +418,44 @@ static void plan_batches(mt_rl *rl, const int64_t *sequences, int64_t count) {
     mt_rollouts_plan(&rl->plan, &rl->rollouts, sequences, count, rl->config.options->sequence_packing, &rl->shape);
 }
 
-/* The source of scoring and of training. */
-static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+/* The source of scoring: a planned micro-batch of any data-parallel rank. */
+static int fill_batch_of(void *context, int64_t slot, int64_t rank, mt_batch *batch, mt_error *error) {
     const mt_rl *rl = context;
     (void)error;
-    mt_step_plan_fill(&rl->plan, index, rl->config.grid->data.rank, &rl->rollouts.samples, 0, batch);
+    mt_step_plan_fill(&rl->plan, slot, rank, &rl->rollouts.samples, 0, batch);
     mt_rollouts_load(&rl->rollouts, batch);
     return 0;
 }
 
+/* The source of training. */
+static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    const mt_rl *rl = context;
+    return fill_batch_of(context, index, rl->config.grid->data.rank, batch, error);
+}
+
+/* The numbers that a role computes of all sequences. */
+typedef struct scoring {
+    mt_rollouts *rollouts;
+    mt_loss_input input;
+    const mt_grid *grid;
+} scoring;
+
 /* The sink of scoring, on the ranks with the loss: one of each replica keeps the numbers. */
 static void store(void *context, int64_t micro_batch, const mt_batch *batch, const double *numbers,
                   const double *entropy) {
-    mt_rl *rl = context;
-    const mt_grid *grid = rl->config.grid;
+    const scoring *s = context;
     (void)micro_batch, (void)entropy;
-    if (grid->tensor.rank == 0 && grid->context.rank == 0) mt_rollouts_store(&rl->rollouts, rl->stored, batch, numbers);
+    if (s->grid->tensor.rank == 0 && s->grid->context.rank == 0)
+        mt_rollouts_store(s->rollouts, s->input, batch, numbers);
 }
 
-/* Scores the planned micro-batches by a model; afterwards all ranks have the numbers of all sequences. */
-static int score(mt_rl *rl, mt_model *model, mt_loss_input input, mt_batch *batch, mt_error *error) {
-    rl->stored = input;
-    if (!model) return 0;
-    if (mt_score_tokens(model, rl->plan.num_slots, fill_batch, rl, batch, store, rl, error) != 0) return -1;
+/* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
+static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
+    scoring s = {&rl->rollouts, input, role->grid};
+    if (!role->model) return 0;
+    if (mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s, error) !=
+        0)
+        return -1;
     mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.inputs[input], rl->rollouts.T, MT_F64);
     return 0;
 }
@@ -384,7 +473,7 @@ static int score_by_model(mt_rl *rl, mt_batch *batch, mt_error *error) {
     mt_rollouts_select(r, &all);
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, r->samples.count);
-    int status = score(rl, rl->reward_model.model, MT_OLD_VALUES, batch, error);
+    int status = score(rl, &rl->reward_model.role, MT_OLD_VALUES, batch, error);
     for (int64_t s = 0; s < r->samples.count && status == 0; s++)
         r->scores[r->response_of[s]] = r->inputs[MT_OLD_VALUES][r->spans[s].q_start + r->spans[s].q_len - 1];
     free(sequences);
@@ -409,7 +498,9 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
     const mt_options *o = rl->config.options;
     mt_rollouts *r = &rl->rollouts;
     int64_t most = o->dynamic_sampling ? o->dynamic_sampling_max_rounds : 1, missing = o->rollout_batch_size;
-    int status = 0;
+    double begin = mt_time();
+    int status = prepare_generator(rl, error);
+    rl->seconds[TRANSFER] = lap(&begin);
     mt_rollouts_free(r);
     for (rl->rounds = 0; missing > 0 && rl->rounds < most && status == 0; rl->rounds++) {
         int64_t first = r->count;
@@ -417,7 +508,8 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
         status = generate(rl, state->consumed_prompts + r->num_prompts, missing, error);
         rl->seconds[GENERATION] += lap(&then);
         if (status == 0)
-            status = rl->reward_model.model ? score_by_model(rl, batch, error) : score_by_function(rl, first, error);
+            status =
+                rl->reward_model.role.model ? score_by_model(rl, batch, error) : score_by_function(rl, first, error);
         if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
         rl->seconds[REWARDS] += lap(&then);
         missing = o->rollout_batch_size - (r->num_prompts - r->stats.groups_dropped);
@@ -445,34 +537,39 @@ static double generation_gap(const mt_rl *rl) {
     return gap;
 }
 
-/* A step of a model on the planned micro-batches. */
-static int train_step(mt_rl *rl, mt_model *model, const mt_run_state *state, int64_t *optimizer_step, mt_batch *batch,
-                      mt_metrics *metrics, mt_error *error) {
-    mt_run_state inner = *state;
-    inner.optimizer_step = *optimizer_step;
-    int status = mt_train_step(model, &inner, rl->plan.num_slots, fill_batch, rl, batch, metrics, error);
-    *optimizer_step = inner.optimizer_step;
-    return status;
-}
-
-static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+/* Steps of a role on all mini-batches. metrics: of the last one (NULL: not wanted). */
+static int train_role(mt_rl *rl, mt_model_role *role, const mt_run_state *state, int64_t *optimizer_step,
+                      mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     const mt_options *o = rl->config.options;
     const mt_rollouts *r = &rl->rollouts;
     int64_t mini_batches = mt_divide_up(r->samples.count, o->global_batch_size), *sequences = all_sequences(rl);
-    mt_metrics of_critic = {0};
-    int status = 0;
-    for (int64_t i = 0; i < o->ppo_epochs * mini_batches && status == 0; i++) {
-        bool last = i + 1 == o->ppo_epochs * mini_batches;
+    int64_t steps = o->ppo_epochs * mini_batches;
+    int status = mt_model_role_use(role, MT_USE_ALL, error);
+    for (int64_t i = 0; i < steps && status == 0; i++) {
         int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->seed, state->iteration, i / mini_batches,
                                                i % mini_batches, mini_batches, sequences);
+        mt_run_state inner = *state;
+        inner.optimizer_step = *optimizer_step;
         plan_batches(rl, sequences, count);
-        status = train_step(rl, rl->actor, state, &state->optimizer_step, batch, last ? metrics : NULL, error);
-        if (status == 0 && rl->critic.model)
-            status = train_step(rl, rl->critic.model, state, &rl->critic_steps, batch,
-                                last && metrics ? &of_critic : NULL, error);
+        status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, rl, batch,
+                               i + 1 == steps ? metrics : NULL, error);
+        *optimizer_step = inner.optimizer_step;
     }
-    rl->value_loss = of_critic.loss;
     free(sequences);
+    return status;
+}
+
+/* The critic first: the actor stays awake for the end of the iteration. */
+static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    mt_model_role *critic = &rl->critic.role;
+    mt_metrics of_critic = {0};
+    int status = 0;
+    if (critic->model) {
+        status = train_role(rl, critic, state, &rl->critic_steps, batch, metrics ? &of_critic : NULL, error);
+        if (status == 0) status = mt_model_role_use(critic, MT_USE_NOTHING, error);
+    }
+    if (status == 0) status = train_role(rl, &rl->actor, state, &state->optimizer_step, batch, metrics, error);
+    rl->value_loss = of_critic.loss;
     return status;
 }
 
@@ -482,9 +579,9 @@ static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, rl->rollouts.samples.count);
     free(sequences);
-    int status = score(rl, rl->actor, MT_OLD_LOGP, batch, error);
-    if (status == 0) status = score(rl, rl->reference.model, MT_REF_LOGP, batch, error);
-    if (status == 0) status = score(rl, rl->critic.model, MT_OLD_VALUES, batch, error);
+    int status = score(rl, &rl->actor, MT_OLD_LOGP, batch, error);
+    if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);
+    if (status == 0) status = score(rl, &rl->critic.role, MT_OLD_VALUES, batch, error);
     if (status == 0) mt_rollouts_advantages(&rl->rollouts, &rl->rollout_config);
     rl->seconds[SCORING] = lap(&then);
     if (status == 0) status = train(rl, state, batch, metrics, error);
@@ -499,7 +596,8 @@ static void add_number(mt_rl *rl, const char *name, double value, bool on_line) 
 
 /* The numbers that the iteration has. */
 static void collect_numbers(mt_rl *rl) {
-    static const char *const phases[NUM_PHASES] = {[GENERATION] = "generation seconds",
+    static const char *const phases[NUM_PHASES] = {[TRANSFER] = "transfer seconds",
+                                                   [GENERATION] = "generation seconds",
                                                    [REWARDS] = "reward seconds",
                                                    [SCORING] = "scoring seconds",
                                                    [TRAINING] = "training seconds"};
@@ -515,11 +613,12 @@ static void collect_numbers(mt_rl *rl) {
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
     if (trained && (o->temperature == 1 || draws_from_all(o)))
         add_number(rl, "generation gap", generation_gap(rl), true);
-    if (trained && rl->critic.model) add_number(rl, "value loss", rl->value_loss, true);
-    if (trained && rl->critic.model) add_number(rl, "value target", stats->value_target, false);
+    if (trained && rl->critic.role.model) add_number(rl, "value loss", rl->value_loss, true);
+    if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
     if (trained) add_number(rl, "advantage", stats->advantage, false);
     if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
-    for (int i = 0; i < NUM_PHASES; i++) add_number(rl, phases[i], rl->seconds[i], false);
+    for (int i = rl->transfer || rl->actor.rests ? TRANSFER : GENERATION; i < NUM_PHASES; i++)
+        add_number(rl, phases[i], rl->seconds[i], false);
 }
 
 void mt_rl_report(const mt_rl *rl, mt_report *report) {
@@ -537,6 +636,9 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     int status = roll_out(rl, state, batch, error);
     bool trains = mt_rollouts_count(r) > 0;
     if (status == 0 && trains) status = learn(rl, state, batch, metrics, error);
+    mt_error cause;
+    if (status >= 0 && mt_model_role_use(&rl->actor, MT_USE_ALL, &cause) != 0) // also without rewards or steps
+        return mt_error_set(error, "%s", cause.text);
     if (status != 0) return status;
     rl->untrained += !trains;
     collect_numbers(rl);

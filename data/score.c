@@ -3,6 +3,7 @@
 #include "score.h"
 
 #include "file.h"
+#include "model_role.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -170,18 +171,6 @@ static void keep_scores(void *context, int64_t micro_batch, const mt_batch *batc
     }
 }
 
-/* One rank of each replica has the loss and the first part of each sequence: it sends the replica's results. */
-static void find_owners(mt_scoring *s) {
-    const mt_grid *grid = mt_model_grid(s->model);
-    bool owns = grid->pipeline.rank == grid->pipeline.size - 1 && grid->tensor.rank == 0 && grid->context.rank == 0;
-    double *owners = mt_calloc(grid->data.size * 8);
-    if (owns) owners[grid->data.rank] = grid->world.rank;
-    mt_all_reduce_sum(&grid->world, owners, grid->data.size, MT_F64);
-    s->owners = mt_malloc(grid->data.size * (int64_t)sizeof *s->owners);
-    for (int i = 0; i < grid->data.size; i++) s->owners[i] = (int)owners[i];
-    free(owners);
-}
-
 static json_t *json_scores(const float *scores, int64_t count, int which) {
     json_t *list = json_array();
     for (int64_t i = 0; i < count; i++) json_array_append_new(list, json_real((double)scores[i * NUM_SCORES + which]));
@@ -320,7 +309,7 @@ static int score_rounds(mt_scoring *s, mt_error *error) {
 int64_t mt_scoring_run(mt_scoring *s, mt_model *model, int64_t *tokens, mt_error *error) {
     const mt_group *world = &mt_model_grid(model)->world;
     s->model = model, *tokens = 0;
-    find_owners(s);
+    s->owners = mt_grid_owners(mt_model_grid(model));
     int status = world->rank == 0 ? open_outputs(s, error) : 0;
     status = mt_agree(world, status != 0, error);
     if (status == 0) status = score_rounds(s, error);

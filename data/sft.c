@@ -361,6 +361,9 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
     for (int64_t i = 0; i < r->turns.count; i++) r->turns.data[i] = 0;
     const mt_chat_message *last = &r->messages[r->num_messages - 1];
     mt_question question = {0};
+    if (r->ids.count > c->seq_length && c->refuses_long)
+        return mt_error_set(error, "has a prompt of %lld tokens, which leaves no room in a context of %lld",
+                            (long long)r->ids.count, (long long)c->seq_length + 1);
     if (read_answer(r, object, &question, error) != 0) return -1;
     if (r->ids.count > c->seq_length) {
         free(question.answer);

@@ -5,6 +5,7 @@
 #include "checkpoint.h"
 #include "file.h"
 #include "option_table.h"
+#include "model_role.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -99,9 +100,11 @@ static const size_t of_the_run[] = {MT_AT(tensor_model_parallel_size),
                                     MT_AT(global_batch_size),
                                     MT_AT(distributed_timeout_seconds)};
 
-/* Options of the model in the folder --teacher-load, on the layout of the run. Its vocabulary is the student's. */
-static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *grid, mt_error *error) {
+/* Options of the model in the folder --teacher-load, on its own layout or that of the run. Its vocabulary is the
+ * student's. */
+static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *grid, bool *apart, mt_error *error) {
     mt_error cause;
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_teacher(o);
     mt_options_default(t);
     for (size_t i = 0; i < sizeof of_the_run / sizeof *of_the_run; i++)
         mt_option_copy(t, o, mt_option_of(of_the_run[i]));
@@ -117,7 +120,13 @@ static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *gr
                             "--teacher-load %s: has a vocabulary of %lld tokens and the student one of %lld; take a "
                             "teacher with the student's tokenizer",
                             t->load, (long long)t->vocab_size, (long long)o->vocab_size);
-    if (t->window_size != o->window_size && o->context_parallel_size > 1)
+    if (t->num_experts == 0 && sizes.expert > 1)
+        return mt_error_set(error,
+                            "--teacher-expert-model-parallel-size %lld: the model of --teacher-load %s has no "
+                            "experts; leave it out",
+                            (long long)sizes.expert, t->load);
+    *apart = mt_model_role_sizes_apply(t, sizes);
+    if (t->window_size != o->window_size && t->context_parallel_size > 1)
         return mt_error_set(error,
                             "--teacher-load %s: has --window-size %lld and the student %lld, which distribute tokens "
                             "otherwise; set --context-parallel-size to 1",
@@ -176,17 +185,21 @@ typedef struct scores {
 } scores;
 
 struct mt_reference {
-    mt_options options; // the trained model's, except the folder; shares their strings. Of a teacher: its own
-    bool is_teacher;
+    mt_model_role role, trained;
+    bool is_teacher, owns_options;
     int64_t logits_topk;
-    mt_model *model;
     mt_feed *feed;
     scores *scores; // [capacity] of the feed's micro-batches
     int64_t capacity;
+    /* of a role apart: its replicas score micro-batches of any rank, and send the results */
+    scores *found; // [found_capacity] of the micro-batches that this rank's replica scores
+    int64_t found_capacity;
+    int *owners;  // [data-parallel ranks of the role] the rank that sends
+    int *readers; // [world size] the data-parallel rank in the trained model of a rank with its loss, or -1
 };
 
 static int load_reference(mt_reference *r, const mt_options *options, const mt_run_state *state, mt_error *error) {
-    const mt_group *world = &mt_model_grid(r->model)->world;
+    const mt_group *world = &r->role.grid->world;
     mt_run_state unused = {0};
     if (!options->ref_load && state->iteration > 0 && options->lora_rank == 0)
         return mt_error_set(error,
@@ -194,7 +207,7 @@ static int load_reference(mt_reference *r, const mt_options *options, const mt_r
                             "by --ref-load",
                             (long long)state->iteration);
     if (!options->ref_load && !options->load) {
-        mt_model_init(r->model);
+        mt_model_init(r->role.model);
         return 0;
     }
     mt_head_type head;
@@ -204,30 +217,71 @@ static int load_reference(mt_reference *r, const mt_options *options, const mt_r
     if (options->ref_load && head != MT_HEAD_LM)
         return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
                             options->ref_load);
-    return mt_checkpoint_load(r->model, &unused, options->ref_load ? options->ref_load : options->load, error);
+    return mt_checkpoint_load(r->role.model, &unused, options->ref_load ? options->ref_load : options->load, error);
 }
 
 static int load_teacher(mt_reference *r, mt_error *error) {
     mt_run_state unused = {0};
-    return mt_checkpoint_load(r->model, &unused, r->options.load, error);
+    return mt_checkpoint_load(r->role.model, &unused, r->role.options.load, error);
 }
 
-int mt_reference_open(mt_reference **reference, const mt_options *options, const mt_run_state *state,
-                      const mt_grid *grid, const mt_ops *ops, const mt_model_plan *plan, mt_error *error) {
+/* The ranks of the trained model that read scores: those with its loss. */
+static int *find_readers(const mt_grid *grid) {
+    const mt_group *world = &grid->world;
+    double *numbers = mt_calloc(world->size * 8);
+    int *readers = mt_malloc(world->size * (int64_t)sizeof *readers);
+    if (grid->pipeline.rank == grid->pipeline.size - 1) numbers[world->rank] = grid->data.rank + 1;
+    mt_all_reduce_sum(world, numbers, world->size, MT_F64);
+    for (int rank = 0; rank < world->size; rank++) readers[rank] = (int)numbers[rank] - 1;
+    free(numbers);
+    return readers;
+}
+
+/* The options of the role, and its grid. */
+static int place_role(mt_reference *r, const mt_ops *ops, mt_error *error) {
+    const mt_options *o = &r->trained.options;
+    const mt_grid *grid = r->trained.grid;
+    bool apart = false;
+    int status;
+    mt_model_role_begin(&r->role, r->is_teacher ? "teacher" : "reference", o, grid, ops);
+    r->role.options.lora_rank = 0; // the reference of adapters is their base
+    if (r->is_teacher) {
+        r->owns_options = true;
+        status = teacher_options(&r->role.options, o, grid, &apart, error);
+        status = mt_agree(&grid->world, status != 0, error);
+        if (status == 0 && apart) status = mt_model_role_build_grid(&r->role, error);
+    } else {
+        status =
+            mt_model_role_place(&r->role, mt_model_role_sizes_of_reference(o), "--ref-*-model-parallel-size", error);
+    }
+    if (status == 0 && mt_model_role_is_apart(&r->role) && o->dynamic_context_parallel)
+        return mt_error_set(error,
+                            "--dynamic-context-parallel and a %s on another layout exclude each other; leave one "
+                            "out",
+                            r->role.name);
+    return status;
+}
+
+int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops *ops, const mt_run_state *state,
+                      FILE *log, mt_error *error) {
+    const mt_options *options = mt_model_options(trained);
     *reference = NULL;
     if (options->stage != MT_STAGE_DPO && options->stage != MT_STAGE_KD) return 0;
     mt_reference *r = mt_calloc(sizeof *r);
-    mt_model_plan scoring = *plan;
-    int status = 0;
     r->is_teacher = options->stage == MT_STAGE_KD;
     r->logits_topk = options->logits_topk;
-    scoring.train = false, scoring.loss = NULL;
-    if (r->is_teacher)
-        status = mt_agree(&grid->world, teacher_options(&r->options, options, grid, error) != 0, error);
-    else
-        r->options = *options, r->options.lora_rank = 0; // the reference of adapters is their base
-    if (status == 0) status = mt_model_create(&r->model, &r->options, grid, ops, &scoring, error);
+    mt_model_role_lend(&r->trained, r->is_teacher ? "student" : "trained model", trained);
+    mt_model_role_print(&r->trained, log);
+    int status = place_role(r, ops, error);
+    mt_model_plan plan = mt_model_role_plan(&r->role, mt_model_get_plan(trained), options->context_parallel_size);
+    if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_NOTHING, error); // room for the other
+    if (status == 0) status = mt_model_role_create(&r->role, &plan, error);
     if (status == 0) status = r->is_teacher ? load_teacher(r, error) : load_reference(r, options, state, error);
+    if (status == 0) mt_model_role_print(&r->role, log);
+    if (status == 0) status = mt_model_role_use(&r->role, MT_USE_NOTHING, error);
+    if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_ALL, error);
+    if (status == 0 && mt_model_role_is_apart(&r->role))
+        r->owners = mt_grid_owners(r->role.grid), r->readers = find_readers(r->trained.grid);
     if (status == 0)
         *reference = r;
     else
@@ -235,49 +289,64 @@ int mt_reference_open(mt_reference **reference, const mt_options *options, const
     return status;
 }
 
-static void clear_scores(mt_reference *r) {
-    for (int64_t i = 0; i < r->capacity; i++) {
-        mt_teacher_logits *teacher = &r->scores[i].teacher;
-        free(r->scores[i].logp), free(teacher->tokens), free(teacher->ids), free(teacher->logits);
-        r->scores[i] = (scores){0};
-    }
+static void clear_score(scores *s) {
+    free(s->logp), free(s->teacher.tokens), free(s->teacher.ids), free(s->teacher.logits);
+    *s = (scores){0};
+}
+
+/* Empties a list and gives it room for `count` micro-batches. */
+static void clear_scores(scores **list, int64_t *capacity, int64_t count) {
+    for (int64_t i = 0; i < *capacity; i++) clear_score(&(*list)[i]);
+    if (count <= *capacity) return;
+    *list = mt_realloc(*list, count * (int64_t)sizeof **list);
+    memset(*list + *capacity, 0, (size_t)(count - *capacity) * sizeof **list);
+    *capacity = count;
 }
 
 void mt_reference_close(mt_reference *r) {
     if (!r) return;
-    clear_scores(r);
-    free(r->scores);
-    mt_model_destroy(r->model);
-    if (r->is_teacher) mt_options_free(&r->options);
+    clear_scores(&r->scores, &r->capacity, 0), clear_scores(&r->found, &r->found_capacity, 0);
+    free(r->scores), free(r->found), free(r->owners), free(r->readers);
+    mt_options options = r->role.options;
+    mt_model_role_close(&r->role);
+    if (r->owns_options) mt_options_free(&options);
     free(r);
 }
 
-/* The sinks of mt_score_tokens. */
-static void keep_scores(void *context, int64_t micro_batch, const mt_batch *batch, const double *logp,
+/* ---- scores of a step */
+
+/* The place of the scores of micro-batch `number` of the run, on the ranks that compute them. */
+static scores *scores_of(const mt_reference *r, int64_t number) {
+    return &(mt_model_role_is_apart(&r->role) ? r->found : r->scores)[number / r->role.grid->data.size];
+}
+
+/* The sinks of mt_model_role_score. */
+static void keep_scores(void *context, int64_t number, const mt_batch *batch, const double *logp,
                         const double *entropy) {
-    scores *kept = &((mt_reference *)context)->scores[micro_batch];
+    scores *kept = scores_of(context, number);
     (void)entropy;
     kept->num_tokens = batch->num_tokens;
     kept->logp = mt_malloc(batch->num_tokens * 4);
     for (int64_t t = 0; t < batch->num_tokens; t++) kept->logp[t] = (float)logp[t];
 }
 
-static void keep_logits(void *context, int64_t micro_batch, const mt_batch *batch, const double *logp,
+static void keep_logits(void *context, int64_t number, const mt_batch *batch, const double *logp,
                         const double *entropy) {
     mt_reference *r = context;
-    mt_teacher_logits *kept = &r->scores[micro_batch].teacher;
-    int64_t V = r->options.vocab_size, K = r->logits_topk > 0 ? r->logits_topk : V, position;
+    mt_teacher_logits *kept = &scores_of(r, number)->teacher;
+    mt_model *model = r->role.model;
+    int64_t V = r->role.options.vocab_size, K = r->logits_topk > 0 ? r->logits_topk : V, position;
     (void)logp, (void)entropy;
     kept->K = K;
-    for (int64_t t = 0; (position = mt_score_logits(r->model, t, NULL)) >= 0; t++)
+    for (int64_t t = 0; (position = mt_score_logits(model, t, NULL)) >= 0; t++)
         kept->count += batch->loss_mask[position] != 0;
     kept->tokens = mt_malloc(kept->count * 4), kept->logits = mt_malloc(kept->count * K * 4);
     if (K < V) kept->ids = mt_malloc(kept->count * K * 4);
     float *logits = K < V ? mt_malloc(V * 4) : NULL;
     label *heap = K < V ? mt_malloc(K * (int64_t)sizeof *heap) : NULL;
-    for (int64_t t = 0, row = 0; (position = mt_score_logits(r->model, t, NULL)) >= 0; t++) {
+    for (int64_t t = 0, row = 0; (position = mt_score_logits(model, t, NULL)) >= 0; t++) {
         if (batch->loss_mask[position] == 0) continue;
-        (void)mt_score_logits(r->model, t, K < V ? logits : kept->logits + row * K);
+        (void)mt_score_logits(model, t, K < V ? logits : kept->logits + row * K);
         if (K < V) take_greatest(kept->ids + row * K, kept->logits + row * K, logits, V, K, heap);
         kept->tokens[row++] = (int32_t)t;
     }
@@ -285,23 +354,107 @@ static void keep_logits(void *context, int64_t micro_batch, const mt_batch *batc
     free(heap);
 }
 
-int mt_reference_score(mt_reference *r, mt_feed *feed, mt_batch *batch, mt_error *error) {
-    clear_scores(r);
-    if (feed->micro_batches > r->capacity) {
-        r->scores = mt_realloc(r->scores, feed->micro_batches * (int64_t)sizeof *r->scores);
-        memset(r->scores + r->capacity, 0, (size_t)(feed->micro_batches - r->capacity) * sizeof *r->scores);
-        r->capacity = feed->micro_batches;
+/* The source of scoring: a micro-batch of this rank, or for a role apart of any rank. */
+static int read_batch(void *context, int64_t slot, int64_t rank, mt_batch *batch, mt_error *error) {
+    mt_reference *r = context;
+    return mt_model_role_is_apart(&r->role) ? mt_feed_batch_of(r->feed, slot, rank, batch, error)
+                                            : mt_feed_batch(r->feed, slot, batch, error);
+}
+
+/* Sends `bytes` bytes on world rank `from` to rank `to`, which allocates them. On the same rank they are copied. */
+static void move(const mt_group *world, const void *sent, void **received, int64_t bytes, int from, int to) {
+    if (bytes == 0) return;
+    if (world->rank == to) *received = mt_malloc(bytes);
+    if (from == to)
+        memcpy(*received, sent, (size_t)bytes);
+    else if (world->rank == from)
+        mt_send(world, sent, bytes, to);
+    else
+        mt_receive(world, *received, bytes, from);
+}
+
+/* Gives rank `to` the scores of rank `from`; both call it. */
+static void move_scores(const mt_group *world, const scores *found, scores *kept, int from, int to) {
+    const mt_teacher_logits *t = found ? &found->teacher : NULL;
+    int64_t sizes[4] = {0}, *received = NULL;
+    if (found) sizes[0] = found->logp ? found->num_tokens : 0, sizes[1] = t->count, sizes[2] = t->K;
+    if (found) sizes[3] = t->ids ? t->K : 0;
+    move(world, sizes, (void **)&received, sizeof sizes, from, to);
+    if (received) memcpy(sizes, received, sizeof sizes);
+    free(received);
+    int64_t count = sizes[1], K = sizes[2];
+    scores unused = {0}, *into = kept ? kept : &unused;
+    into->num_tokens = sizes[0], into->teacher.count = count, into->teacher.K = K;
+    move(world, found ? found->logp : NULL, (void **)&into->logp, sizes[0] * 4, from, to);
+    move(world, t ? t->tokens : NULL, (void **)&into->teacher.tokens, count * 4, from, to);
+    move(world, t ? t->ids : NULL, (void **)&into->teacher.ids, count * sizes[3] * 4, from, to);
+    move(world, t ? t->logits : NULL, (void **)&into->teacher.logits, count * K * 4, from, to);
+}
+
+/* Gives the scores that the replicas of a role apart computed to the ranks that read them. All ranks go through the
+ * messages in one order, so none waits for ever. */
+static void deliver_scores(mt_reference *r) {
+    const mt_group *world = &r->role.grid->world;
+    int64_t ranks = r->trained.grid->data.size, replicas = r->role.grid->data.size,
+            count = r->feed->micro_batches * ranks;
+    for (int64_t number = 0; number < count; number++) {
+        int from = r->owners[number % replicas];
+        scores *found = world->rank == from ? &r->found[number / replicas] : NULL;
+        for (int to = 0; to < world->size; to++) {
+            if (r->readers[to] != number % ranks || (world->rank != from && world->rank != to)) continue;
+            move_scores(world, found, world->rank == to ? &r->scores[number / ranks] : NULL, from, to);
+        }
+        if (found) clear_score(found);
     }
+}
+
+int mt_reference_score(mt_reference *r, mt_feed *feed, mt_batch *batch, mt_error *error) {
+    int64_t slots = feed->micro_batches, ranks = r->trained.grid->data.size;
+    bool apart = mt_model_role_is_apart(&r->role);
+    clear_scores(&r->scores, &r->capacity, slots);
+    if (apart) clear_scores(&r->found, &r->found_capacity, mt_divide_up(slots * ranks, r->role.grid->data.size));
     r->feed = feed;
-    return mt_score_tokens(r->model, feed->micro_batches, mt_feed_batch, feed, batch,
-                           r->is_teacher ? keep_logits : keep_scores, r, error);
+    if (mt_model_role_use(&r->trained, MT_USE_NOTHING, error) != 0) return -1;
+    if (mt_model_role_score(&r->role, slots, ranks, read_batch, r, batch, r->is_teacher ? keep_logits : keep_scores, r,
+                            error) != 0)
+        return -1;
+    if (apart) deliver_scores(r);
+    return mt_model_role_use(&r->trained, MT_USE_ALL, error);
+}
+
+/* ---- batches with scores */
+
+/* Keeps the logits of this rank's tokens. A role apart numbers tokens by their place in the micro-batch, which context
+ * parallelism of the trained model distributes as mt_context_shard does. */
+static void take_own_logits(const mt_reference *r, mt_teacher_logits *t, mt_batch *batch) {
+    const mt_options *o = &r->trained.options;
+    const mt_grid *grid = r->trained.grid;
+    const mt_group *ring = &grid->context_ring, *a2a = &grid->context_a2a;
+    int64_t T = mt_rank_tokens(o, batch->num_tokens), kept = 0, K = t->K;
+    mt_batch_pad(batch, T * o->context_parallel_size);
+    int64_t *cuts = mt_malloc((2 * ring->size + 1) * 8);
+    int32_t *rows = mt_malloc(T * a2a->size * 4), *own = rows + a2a->rank * T;
+    mt_context_cut(cuts, batch, ring->size, o->window_size);
+    mt_context_rows(rows, cuts, ring->size, ring->rank);
+    for (int64_t i = 0, at = 0; i < t->count; i++) { // both ascend
+        while (at < T && own[at] < t->tokens[i]) at++;
+        if (at == T || own[at] != t->tokens[i]) continue;
+        t->tokens[kept] = (int32_t)at;
+        if (t->ids) memmove(t->ids + kept * K, t->ids + i * K, (size_t)K * 4);
+        memmove(t->logits + kept++ * K, t->logits + i * K, (size_t)K * 4);
+    }
+    t->count = kept;
+    free(cuts), free(rows);
 }
 
 int mt_reference_batch(void *reference, int64_t index, mt_batch *batch, mt_error *error) {
     mt_reference *r = reference;
     scores *kept = &r->scores[index];
     if (mt_feed_batch(r->feed, index, batch, error) != 0) return -1;
+    bool apart = mt_model_role_is_apart(&r->role), is_cut = r->trained.options.context_parallel_size > 1;
+    if (apart && is_cut && kept->teacher.K > 0) take_own_logits(r, &kept->teacher, batch);
     batch->teacher = kept->teacher.K > 0 ? &kept->teacher : NULL;
-    if (kept->logp) memcpy(batch->loss_inputs[MT_REF_LOGP], kept->logp, (size_t)kept->num_tokens * 4);
+    int64_t tokens = apart ? mt_min(kept->num_tokens, batch->num_tokens) : kept->num_tokens;
+    if (kept->logp) memcpy(batch->loss_inputs[MT_REF_LOGP], kept->logp, (size_t)tokens * 4);
     return 0;
 }

@@ -34,18 +34,19 @@ int mt_options_check_folder(const mt_options *options, const char *folder, const
  * teacher, go into the batches of a training step or of an evaluation. */
 typedef struct mt_reference mt_reference;
 
-/* Opens the reference of a stage that has one, on the grid of the trained model; else *reference is NULL. The weights
- * of --stage dpo's are those of options->ref_load, or else those with which the run begins (`state` says if it has
- * begun). The teacher of --stage kd is the model of options->teacher_load, in its own shape. `plan` is that of the
- * trained model. Errors: a folder with another shape of model, of a teacher with another vocabulary; a run that resumes
- * without --ref-load; too little memory. Every rank calls it. */
-int mt_reference_open(mt_reference **reference, const mt_options *options, const mt_run_state *state,
-                      const mt_grid *grid, const mt_ops *ops, const mt_model_plan *plan, mt_error *error);
+/* Opens the reference of a stage that has one, for a model that trains; else *reference is NULL. The weights of --stage
+ * dpo's are those of options->ref_load, or else those with which the run begins (`state` says if it has begun). The
+ * teacher of --stage kd is the model of options->teacher_load, in its own shape. Either may have a layout of its own
+ * (mt_model_role_sizes_of_reference, mt_model_role_sizes_of_teacher). Lines about it go to `log` (NULL: nowhere).
+ * Errors: a folder with another shape of model, of a teacher with another vocabulary; a run that resumes without
+ * --ref-load; too little memory. Every rank calls it. */
+int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops *ops, const mt_run_state *state,
+                      FILE *log, mt_error *error);
 void mt_reference_close(mt_reference *reference);
 
-/* Scores all micro-batches of a feed. `batch` is scratch. Then mt_reference_batch with `reference` as its context is
- * the source of the same micro-batches with MT_REF_LOGP or `teacher` filled in, once for a teacher. Every rank calls
- * it. */
+/* Scores all micro-batches of a feed; the trained model rests meanwhile if its options say so. `batch` is scratch. Then
+ * mt_reference_batch with `reference` as its context is the source of the same micro-batches with MT_REF_LOGP or
+ * `teacher` filled in, once for a teacher. Every rank calls it. */
 int mt_reference_score(mt_reference *reference, mt_feed *feed, mt_batch *batch, mt_error *error);
 int mt_reference_batch(void *reference, int64_t index, mt_batch *batch, mt_error *error);
 

@@ -10,6 +10,7 @@
 #include "../data/file.h"
 #include "../data/options.h"
 #include "../data/report.h"
+#include "../data/sft.h"
 #include "../data/timeline.h"
 #include "../megatron.h"
 
@@ -120,6 +121,13 @@ static void text(picture *p, double x, double y, anchor anchor, const char *form
     text_in(p, INK, x, y, anchor, words);
 }
 
+/* A text that hides what lies below it. */
+static void label(picture *p, double x, double y, anchor anchor, const char *words) {
+    double width = 6.7 * (double)strlen(words);
+    box(p, anchor == MIDDLE ? x - width / 2 - 2 : x - 2, y - 10, width + 4, 13, SHEET);
+    text_in(p, INK, x, y, anchor, words);
+}
+
 /* Formats a count with thousands separators: 15,730,944. Returns `buffer`. */
 static const char *grouped(int64_t value, char buffer[32]) {
     char digits[24];
@@ -149,6 +157,52 @@ static void open_shape(mt_options *options, const char *config) {
     const char *const words[] = {"--hf-config", config, "--global-batch-size", "4", "--train-iters", "1",
                                  "--lr",        "1e-3"};
     parse_options(options, words, sizeof words / sizeof *words);
+}
+
+/* ---- 0: the ranks of notes/mini.c -------------------------------------------------------------------------------- */
+
+/* `parts` boxes; the ones in the set of bits `held` are filled. */
+static void draw_strip(picture *p, double x, double y, int parts, unsigned held, const char *fill) {
+    const double width = 136.0 / parts;
+    for (int i = 0; i < parts; i++) frame(p, x + width * i, y, width, 22, held >> i & 1 ? fill : "#ffffff");
+}
+
+/* The other member of a group of two. */
+static int partner(const mt_grid_shape *shape, mt_group_kind kind, int rank) {
+    int members[8];
+    MT_CHECK(mt_grid_members(members, shape, kind, rank) == 2);
+    return members[0] + members[1] - rank;
+}
+
+static void draw_mini(const char *folder) {
+    enum { RANKS = 8, COLUMNS = 4 };
+    static const char *const titles[COLUMNS] = {"layers", "heads, MLP, vocabulary", "chunks of the sequence",
+                                                "its optimizer state"};
+    static const int parts[COLUMNS] = {4, 2, 4, 2}, fill[COLUMNS] = {BLUE, ORANGE, GREEN, PURPLE};
+    const mt_grid_shape shape = {.tensor = 2,
+                                 .context = 2,
+                                 .data = 1,
+                                 .pipeline = 2,
+                                 .expert_tensor = 1,
+                                 .expert = 1,
+                                 .expert_data = 4,
+                                 .num_query_groups = 2};
+    picture p = picture_open(folder, "00-ranks", "What each of eight ranks holds", 900, 356);
+    text(&p, 20, 26, START,
+         "8 ranks: TP 2 x CP 2 x PP 2, two virtual stages a rank. Parts of the whole that each rank holds:");
+    for (int i = 0; i < COLUMNS; i++) text(&p, 80 + 160 * i, 54, START, "%s", titles[i]);
+    text(&p, 736, 54, START, "exchanges with");
+    for (int rank = 0; rank < RANKS; rank++) {
+        int tensor = partner(&shape, MT_GROUP_TENSOR, rank), context = partner(&shape, MT_GROUP_CONTEXT, rank);
+        int pipeline = partner(&shape, MT_GROUP_PIPELINE, rank);
+        int t = tensor < rank, c = context < rank, stage = pipeline < rank;
+        const unsigned held[COLUMNS] = {5u << stage, 1u << t, 1u << c | 1u << (3 - c), 1u << c};
+        double y = 66 + 34 * rank;
+        text(&p, 66, y + 15, END, "rank %d", rank);
+        for (int i = 0; i < COLUMNS; i++) draw_strip(&p, 80 + 160 * i, y, parts[i], held[i], fills[fill[i]]);
+        text(&p, 736, y + 15, START, "tp %d  cp %d  pp %d", tensor, context, pipeline);
+    }
+    picture_close(&p);
 }
 
 /* ---- 1: attention masks ------------------------------------------------------------------------------------------ */
@@ -336,9 +390,11 @@ static void draw_fused(picture *p, const table *t, mt_role first, mt_role last, 
     const mt_param *a = table_find(t, first), *b = table_find(t, last);
     int64_t end = b->offset + b->rows * b->cols;
     double left = x + scale * (double)a->offset, right = x + scale * (double)end;
+    char words[64];
+    snprintf(words, sizeof words, "one product: w[%lld, %lld]", (long long)((end - a->offset) / a->cols),
+             (long long)a->cols);
     bracket(p, left, right, y - 4);
-    text(p, (left + right) / 2, y - 14, MIDDLE, "one product: w[%lld, %lld]", (long long)((end - a->offset) / a->cols),
-         (long long)a->cols);
+    label(p, (left + right) / 2, y - 14, MIDDLE, words);
 }
 
 /* Draws the bytes of one parameter: one box per array of the bucket. */
@@ -664,12 +720,15 @@ static void draw_stream(picture *p, double x, double cell, int32_t samples[][SEQ
     draw_tokens(p, x, 136, cell, stream, used);
     for (int64_t i = used; i < num_tokens; i++) frame(p, x + cell * (double)i, 136, cell - 1, 20, SHEET);
     text(p, x + cell * (double)used, 172, START, "left over");
-    text(p, x, 200, START, "samples of %d + 1 tokens, in the order in which training reads them", SEQ_LENGTH);
+    char title[96];
+    for (int s = 0; s < count; s++)
+        line(p, x + cell * s * SEQ_LENGTH, 158, x + cell * s * SEQ_LENGTH, 212 + 24 * order[s], GRID, 0.6);
+    snprintf(title, sizeof title, "samples of %d + 1 tokens, in the order in which training reads them", SEQ_LENGTH);
+    label(p, x, 200, START, title);
     for (int s = 0; s < count; s++) {
         double y = 212 + 24 * order[s];
         draw_tokens(p, x + cell * s * SEQ_LENGTH, y, cell, samples[order[s]], SEQ_LENGTH + 1);
         text(p, x - 6, y + 14, END, "%d", order[s]);
-        line(p, x + cell * s * SEQ_LENGTH, 158, x + cell * s * SEQ_LENGTH, y, GRID, 0.6);
     }
 }
 
@@ -768,6 +827,7 @@ static void draw_rates(const char *folder) {
     }
     for (int i = 0; i <= ITERATIONS; i += 20) text(&p, x + width * i / ITERATIONS, y + height + 18, MIDDLE, "%d", i);
     text(&p, x + width / 2, y + height + 36, MIDDLE, "iteration");
+    text(&p, x - 55, y - 14, START, "learning rate");
     for (int s = 0; s < 5; s++) {
         mt_options options;
         open_rates(&options, styles[s]);
@@ -871,6 +931,7 @@ static void draw_bubbles(const char *folder) {
     }
     for (int m = PP; m <= MOST; m += PP) text(&p, x + width * (m - PP) / (MOST - PP), y + height + 18, MIDDLE, "%d", m);
     text(&p, x + width / 2, y + height + 36, MIDDLE, "micro-batches per step, on %d ranks", PP);
+    text(&p, x - 55, y - 14, START, "bubble: idle time, in percent of the time of the work");
     for (int k = 0; k < 4; k++) {
         fprintf(p.file, "<path d=\"");
         for (int64_t m = PP; m <= MOST; m += PP) {
@@ -968,6 +1029,7 @@ typedef struct stretch {
     double begin, end;
     int64_t bucket;
     bool backward;
+    enum { PRODUCT, GATHER, SUM } kind;
 } stretch;
 
 /* A simulated backend: matrix products and collectives advance the time by their size and do nothing else. */
@@ -996,12 +1058,13 @@ static int64_t bucket_at(const void *values) {
     mt_die("the address of a collective is in no bucket");
 }
 
-static void record(mt_stream *stream, double duration, const void *values) {
+static stretch *record(mt_stream *stream, double duration, const void *values) {
     int lane = lane_of(stream);
     MT_CHECK(recorder.count < MAX_STRETCHES);
-    recorder.stretches[recorder.count++] =
-        (stretch){lane, recorder.now[lane], recorder.now[lane] + duration, bucket_at(values), false};
+    stretch *added = &recorder.stretches[recorder.count++];
+    *added = (stretch){lane, recorder.now[lane], recorder.now[lane] + duration, bucket_at(values), false, PRODUCT};
     recorder.now[lane] += duration;
+    return added;
 }
 
 static mt_stream *recorded_create(void *workspace, int64_t bytes, bool deterministic) {
@@ -1042,18 +1105,27 @@ static void recorded_backward_weight(float *dw, float *dbias, const void *dy, co
 static void recorded_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                             mt_stream *stream) {
     (void)out;
-    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in);
+    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in)->kind = GATHER;
 }
 
 static void recorded_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                              mt_stream *stream) {
     (void)out;
-    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in);
+    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in)->kind = SUM;
 }
 
 static void recorded_destroy(mt_stream *stream) {
     (void)stream;
     recorder.streams--;
+}
+
+static void draw_talk_axis(picture *p, double x, double y, double scale, int end) {
+    line(p, x, y, x + scale * end, y, FAINT, 0.8);
+    for (int t = 0; t <= end; t += 25) {
+        line(p, x + scale * t, y, x + scale * t, y + 5, FAINT, 0.8);
+        text(p, x + scale * t, y + 17, MIDDLE, "%d", t);
+    }
+    text(p, x + scale * end / 2, y + 34, MIDDLE, "time, in 100,000 multiplications");
 }
 
 /* Draws a forward and a backward: one row per stream, one box per piece of work, one colour per bucket. */
@@ -1079,24 +1151,28 @@ static void draw_talk(picture *p, double y, bool overlaps, double scale) {
     for (int i = 0; i < recorder.count; i++) {
         const stretch *at = &recorder.stretches[i];
         const char *fill = at->bucket == 0 ? fills[TEAL] : fills[(at->bucket - 1) % TEAL];
-        frame(p, 110 + scale * at->begin, y + 30 * at->stream, scale * (at->end - at->begin), 22, fill);
+        double top = y + 30 * at->stream + (at->kind == GATHER ? 11 : 0), height = at->kind == PRODUCT ? 22 : 11;
+        frame(p, 110 + scale * at->begin, top, scale * (at->end - at->begin), height, fill);
         end = fmax(end, at->end);
     }
+    if (overlaps) draw_talk_axis(p, 110, y + 30 * recorder.streams + 4, scale, 150);
     text(p, 110 + scale * end + 8, y + 14, START, "%.0f", end);
     mt_batch_free(&batch);
     sharer_close(&s);
 }
 
 static void draw_sharing(const char *folder) {
-    picture p = picture_open(folder, "09-shards", "Memory of data-parallel ranks", 900, 400);
+    picture p = picture_open(folder, "09-shards", "Memory of data-parallel ranks", 900, 450);
     text(&p, 25, 28, START,
          "A layer's bucket on rank %d of %d: the part that is always in memory, and its bytes per parameter",
          SHARING_RANK, SHARING_RANKS);
     for (int i = 0; i < NUM_STRATEGIES; i++) draw_strategy(&p, 70 + 26 * i, strategies[i]);
     text(&p, 25, 214, START,
-         "A forward and a backward with optim_grads_params, one colour per bucket: matrix products, gathers, sums");
-    draw_talk(&p, 236, false, 5);
-    draw_talk(&p, 284, true, 5);
+         "A forward and a backward with optim_grads_params, one colour per bucket. High boxes: matrix products; low "
+         "ones:");
+    text(&p, 25, 230, START, "at the bottom gathers of parameters, at the top sums of gradients");
+    draw_talk(&p, 252, false, 5);
+    draw_talk(&p, 300, true, 5);
     picture_close(&p);
 }
 
@@ -1475,6 +1551,7 @@ static void draw_routing(picture *p, double x, const char *title, const int32_t 
     for (int e = 0; e < EXPERTS; e++) {
         double high = 2.5 * (double)loads[e], middle = x + width * (e + 0.5);
         frame(p, x + width * e + 1, y + cell * ROUTED + 90 - high, width - 2, high, fills[e % NUM_FILLS]);
+        text(p, middle, y + cell * ROUTED + 14, MIDDLE, "%d", e);
         text(p, middle, y + cell * ROUTED + 104, MIDDLE, "%d", (int)loads[e]);
     }
 }
@@ -1489,8 +1566,9 @@ static void draw_routers(const char *folder) {
     mt_router router = {.num_experts = EXPERTS, .topk = CHOICES, .sigmoid = true, .scaling = 1};
     mt_router together = {.num_experts = EXPERTS, .topk = CHOICES, .pre_softmax = true, .scaling = 1};
     picture p = picture_open(folder, "14-routing", "Four ways to choose experts", 900, 490);
-    text(&p, 20, 28, START, "%d tokens choose %d of %d experts by the same logits; below, the load of each expert",
-         ROUTED, CHOICES, EXPERTS);
+    text(&p, 20, 28, START,
+         "%d tokens, one a row, choose %d of %d experts, one a column, by the same logits; below, loads", ROUTED,
+         CHOICES, EXPERTS);
     routed_logits(logits);
     for (int t = 0; t < ROUTED; t++) index[t] = t;
     ops->route_forward(probs, experts, &invalid, logits, NULL, ROUTED, &router, NULL);
@@ -2182,8 +2260,231 @@ static void draw_generation(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 25: packing ------------------------------------------------------------------------------------------------- */
+
+enum { PACKED_SAMPLES = 30, PACKED_ROW = 1024, DYNAMIC_SAMPLES = 72, DYNAMIC_RANKS = 8, DYNAMIC_LONGEST = 65536 };
+
+/* A sample in a row that begins at x; `scale` pixels a token. */
+static void draw_sample(picture *p, double x, double y, double scale, int64_t at, int64_t length, int64_t number) {
+    double width = scale * (double)length;
+    frame(p, x + scale * (double)at, y, width, 14, fills[number % NUM_FILLS]);
+    if (width > 22) text(p, x + scale * (double)at + width / 2, y + 11, MIDDLE, "%lld", (long long)length);
+}
+
+static void draw_packed_rows(picture *p, double x, double y) {
+    const double scale = 330.0 / PACKED_ROW;
+    int64_t lengths[PACKED_SAMPLES], total = 0;
+    mt_rows rows;
+    for (int64_t i = 0; i < PACKED_SAMPLES; i++)
+        total += lengths[i] = mt_lognormal_length(8, i, 110, MT_MOCK_SIGMA, PACKED_ROW);
+    mt_rows_pack(&rows, lengths, PACKED_SAMPLES, PACKED_ROW, PACKED_SAMPLES, 1, 0);
+    text(p, x, y - 24, START, "%d samples in %lld rows of %d tokens:", PACKED_SAMPLES, (long long)rows.count,
+         PACKED_ROW);
+    text(p, x, y - 8, START, "%.0f%% full; one in each row: %.0f%%",
+         100 * (double)total / (double)(rows.count * PACKED_ROW),
+         100 * (double)total / (PACKED_SAMPLES * (double)PACKED_ROW));
+    for (int64_t r = 0; r < rows.count; r++) {
+        int64_t at = 0;
+        double top = y + 18 * (double)r;
+        frame(p, x, top, scale * PACKED_ROW, 14, SHEET);
+        for (int64_t i = rows.first[r]; i < rows.first[r + 1]; at += lengths[rows.order[i++]])
+            draw_sample(p, x, top, scale, at, lengths[rows.order[i]], rows.order[i]);
+    }
+    double end = y + 18 * (double)rows.count;
+    for (int64_t tokens = 0; tokens <= PACKED_ROW; tokens += 256)
+        text(p, x + scale * (double)tokens, end + 14, MIDDLE, "%lld", (long long)tokens);
+    text(p, x + scale * PACKED_ROW / 2, end + 32, MIDDLE, "tokens of a row");
+    mt_rows_free(&rows);
+}
+
+/* Draws the batches of a plan; `ranks` of the picture share one of the plan's. Work becomes seconds at 600 TFLOP/s. */
+static void draw_plan(picture *p, const chart *c, const mt_step_plan *plan, int64_t ranks, bool meets) {
+    double *start = mt_calloc(mt_max(plan->num_batches, 1) * 8);
+    mt_step_plan_time(plan, meets, start);
+    for (int64_t slot = 0; slot < plan->num_slots; slot++)
+        for (int64_t r = 0; r < plan->num_ranks; r++) {
+            int64_t b = plan->batch_of[slot * plan->num_ranks + r];
+            int64_t size = ranks > 1 ? ranks : plan->batches[b].context_size, color = 0;
+            while ((int64_t)1 << color < size) color++;
+            double x = chart_x(c, start[b] / 600e12), width = plan->batches[b].work / 600e12 * c->width / c->x_high;
+            if (ranks > 1 || r == 0 || plan->batch_of[slot * plan->num_ranks + r - 1] != b)
+                frame(p, x, c->top + 16 * (double)(r * ranks), width, 16 * (double)size, fills[color]);
+        }
+    free(start);
+}
+
+/* Plans of a step for 8 ranks, static and dynamic, of the shape of Llama 2 7B. */
+static void draw_dynamic_context(picture *p, const chart *fixed, const chart *dynamic) {
+    static const char *const words[] = {"--num-layers",
+                                        "32",
+                                        "--hidden-size",
+                                        "4096",
+                                        "--ffn-hidden-size",
+                                        "11008",
+                                        "--lr",
+                                        "1e-3",
+                                        "--num-attention-heads",
+                                        "32",
+                                        "--swiglu",
+                                        "--vocab-size",
+                                        "32000",
+                                        "--train-iters",
+                                        "1",
+                                        "--max-position-embeddings",
+                                        "64"};
+    mt_options o;
+    mt_rows rows;
+    mt_step_plan plan;
+    int64_t lengths[DYNAMIC_SAMPLES], first[DYNAMIC_SAMPLES + 1] = {0}, count = 0;
+    mt_piece pieces[DYNAMIC_SAMPLES];
+    parse_options(&o, words, sizeof words / sizeof *words);
+    mt_plan_shape shape = {1, 1, DYNAMIC_LONGEST, .work = mt_token_work_of(&o)};
+    for (int64_t i = 0; i < DYNAMIC_SAMPLES; i++)
+        lengths[i] = mt_lognormal_length(11, i, 2048, MT_MOCK_SIGMA, DYNAMIC_LONGEST);
+    mt_rows_pack(&rows, lengths, DYNAMIC_SAMPLES, DYNAMIC_LONGEST, DYNAMIC_SAMPLES, 1, 0);
+    for (int64_t r = 0; r < rows.count; first[++r] = count)
+        for (int64_t i = rows.first[r]; i < rows.first[r + 1]; i++)
+            pieces[count++] = (mt_piece){rows.order[i], lengths[rows.order[i]], 0};
+    mt_step_plan_balance(&plan, pieces, first, rows.count, &shape);
+    for (int64_t b = 0; b < plan.num_batches; b++) { // each row on all ranks
+        double tokens = 0, pairs = 0;
+        for (int64_t i = plan.batches[b].first; i < plan.batches[b].first + plan.batches[b].count; i++)
+            tokens += (double)plan.pieces[i].length, pairs += pow((double)plan.pieces[i].length, 2);
+        plan.batches[b].work = mt_shared_work(&shape.work, tokens, pairs, DYNAMIC_RANKS);
+    }
+    draw_plan(p, fixed, &plan, DYNAMIC_RANKS, false);
+    mt_step_plan_free(&plan);
+    shape.num_ranks = shape.context_size = DYNAMIC_RANKS;
+    shape.min_context_size = 1, shape.rank_tokens = DYNAMIC_LONGEST / DYNAMIC_RANKS;
+    mt_step_plan_solve(&plan, pieces, count, &shape);
+    draw_plan(p, dynamic, &plan, 1, false);
+    mt_step_plan_free(&plan);
+    mt_rows_free(&rows);
+    mt_options_free(&o);
+}
+
+static void draw_packing(const char *folder) {
+    chart c = {.left = 500, .top = 64, .width = 370, .height = 128, .x_high = 5, .y_high = DYNAMIC_RANKS};
+    chart fixed = c, dynamic = c;
+    dynamic.top = 236;
+    picture p = picture_open(folder, "25-packing", "Packed rows, and dynamic context parallelism", 900, 460);
+    draw_packed_rows(&p, 30, 60);
+    text(&p, 430, 30, START, "A step of Llama 2 7B on 8 ranks, predicted: every row on all ranks");
+    text(&p, 430, 222, START, "each sample on 1, 2, 4 or 8");
+    for (int part = 0; part < 2; part++) {
+        const chart *at = part ? &dynamic : &fixed;
+        for (int r = 0; r < DYNAMIC_RANKS; r++) text(&p, 490, at->top + 16 * r + 12, END, "rank %d", r);
+        line(&p, at->left, at->top + 128, at->left + at->width, at->top + 128, GRID, 0.6);
+    }
+    for (int second = 0; second <= 5; second++) {
+        char label[8];
+        snprintf(label, sizeof label, "%d", second);
+        chart_mark_x(&p, &dynamic, second, label);
+    }
+    draw_dynamic_context(&p, &fixed, &dynamic);
+    text(&p, 685, dynamic.top + 128 + 36, MIDDLE, "seconds");
+    for (int k = 0; k < 4; k++) {
+        box(&p, 500 + 95 * k, 425, 10, 10, fills[k]);
+        text(&p, 516 + 95 * k, 434, START, "%d rank%s", 1 << k, k ? "s" : "");
+    }
+    picture_close(&p);
+}
+
+/* ---- 26: adapters ------------------------------------------------------------------------------------------------ */
+
+/* W [N, K] beside B [N, r] and A [r, K], and how two tensor-parallel ranks cut them. */
+static void draw_cut_adapter(picture *p, double x, double y, const char *title, bool is_column) {
+    const double wide = 130, high = 110, rank = 22;
+    text(p, x, y - 22, START, "%s", title);
+    for (int r = 0; r < 2; r++) {
+        const char *fill = fills[r ? ORANGE : BLUE];
+        if (is_column) {
+            frame(p, x, y + high / 2 * r, wide, high / 2, fill);
+            frame(p, x + wide + 40, y + high / 2 * r, rank, high / 2, fill);
+        } else {
+            frame(p, x + wide / 2 * r, y, wide / 2, high, fill);
+            frame(p, x + wide + 80 + wide / 2 * r, y + 44, wide / 2, rank, fill);
+        }
+    }
+    if (is_column)
+        frame(p, x + wide + 80, y + 44, wide, rank, fills[GREEN]);
+    else
+        frame(p, x + wide + 40, y, rank, high, fills[GREEN]);
+    text(p, x + wide + 20, y + high / 2 + 4, MIDDLE, "+");
+    text(p, x + wide + 71, y + high / 2 + 4, MIDDLE, "x");
+    text(p, x + wide / 2, y + high + 16, MIDDLE, "W [N, K]");
+    text(p, x + wide + 40 + rank / 2, y + high + 16, MIDDLE, "B [N, r]");
+    text(p, x + wide + 80 + wide / 2, y + 44 + rank + 16, MIDDLE, "A [r, K]");
+}
+
+/* GiB of a table's rows without data parallelism: in bf16 18 bytes for each trained parameter, 2 for the others. */
+static double trained_gib(int64_t lora_rank, double *trained) {
+    mt_options o;
+    char rank[16];
+    snprintf(rank, sizeof rank, "%lld", (long long)lora_rank);
+    const char *const words[] = {"--hf-config",
+                                 "data/configs/llama3-8b.json",
+                                 "--global-batch-size",
+                                 "4",
+                                 "--train-iters",
+                                 "1",
+                                 "--lr",
+                                 "1e-3",
+                                 "--bf16",
+                                 "--lora-rank",
+                                 rank,
+                                 "--lora-target",
+                                 "all-linear"};
+    int count = sizeof words / sizeof *words;
+    parse_options(&o, words, lora_rank > 0 ? count : count - 4);
+    table t = table_open(&o);
+    double frozen = 0;
+    *trained = 0;
+    for (int64_t i = 0; i < t.count; i++) {
+        double elements = (double)(t.rows[i].rows * t.rows[i].cols);
+        *(lora_rank == 0 || mt_param_is_adapter(&t.rows[i]) ? trained : &frozen) += elements;
+    }
+    table_close(&t);
+    mt_options_free(&o);
+    return (2 * frozen + 18 * *trained) / 0x1p30;
+}
+
+static void draw_adapters(const char *folder) {
+    static const int64_t ranks[] = {0, 256, 64, 16, 4};
+    const double left = 560, width = 270;
+    picture p = picture_open(folder, "26-adapters", "Adapters on two ranks, and memory by rank", 900, 400);
+    draw_cut_adapter(&p, 30, 76, "column parallel: N is cut, and B with it", true);
+    draw_cut_adapter(&p, 30, 250, "row parallel: K is cut, and A with it", false);
+    box(&p, 30, 19, 10, 10, fills[BLUE]);
+    text(&p, 46, 28, START, "rank 0");
+    box(&p, 110, 19, 10, 10, fills[ORANGE]);
+    text(&p, 126, 28, START, "rank 1");
+    box(&p, 190, 19, 10, 10, fills[GREEN]);
+    text(&p, 206, 28, START, "both");
+    text(&p, 440, 28, START, "Llama 3 8B, bf16: weights, gradients and optimizer's state, GiB");
+    chart c = {.left = left, .top = 50, .width = width, .height = 250, .x_high = 150, .y_high = 1};
+    for (int i = 0; i <= 3; i++) {
+        char label[8];
+        snprintf(label, sizeof label, "%d", 50 * i);
+        chart_mark_x(&p, &c, 50 * i, label);
+    }
+    text(&p, left + width / 2, c.top + c.height + 36, MIDDLE, "GiB");
+    for (int i = 0; i < 5; i++) {
+        double trained, gib = trained_gib(ranks[i], &trained), y = 64 + 48 * i;
+        frame(&p, left, y, width * gib / 150, 24, fills[i == 0 ? ORANGE : BLUE]);
+        if (i == 0)
+            text(&p, left - 10, y + 10, END, "all trained");
+        else
+            text(&p, left - 10, y + 10, END, "rank %lld", (long long)ranks[i]);
+        text(&p, left - 10, y + 24, END, "%.0f M", trained * 1e-6);
+        text(&p, left + width * gib / 150 + 8, y + 16, START, "%.1f", gib);
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
+    draw_mini(argv[1]);
     draw_masks(argv[1]);
     draw_bucket(argv[1]);
     draw_layer(argv[1]);
@@ -2207,5 +2508,7 @@ int main(int argc, char **argv) {
     draw_attention(argv[1]);
     draw_kernel(argv[1]);
     draw_generation(argv[1]);
+    draw_packing(argv[1]);
+    draw_adapters(argv[1]);
     return 0;
 }

@@ -278,6 +278,32 @@ writes_json_lines() {
     done
 }
 
+# Prompts of a file, two at once: each line is continued as its prompt alone, in the order of the file.
+answers_a_file_of_prompts() {
+    makes_model_of_bytes || return 1
+    : >"$work/prompts.jsonl"
+    for text in Hello aa bbb x 'a longer text'; do
+        "$infer" --load "$work/bytes" --prompt "$text" --temperature 0 --max-new-tokens 7 --print-tokens \
+            2>"$work/err" || return 1
+        printf '{"prompt": "%s", "answer": 1}\n' "$text" >>"$work/prompts.jsonl"
+    done >"$work/alone"
+    sed -i '3s/.*/{"messages": [{"role": "user", "content": "bbb"}]}/' "$work/prompts.jsonl"
+    set -- --load "$work/bytes" --prompts "$work/prompts.jsonl" --chat-template plain --temperature 0 \
+        --max-new-tokens 7
+    "$infer" "$@" --inference-max-requests 2 --out "$work/lines.jsonl" >"$work/out" 2>"$work/err" || return 1
+    sed 's/.*"tokens":\[\([^]]*\)\].*/\1/' "$work/lines.jsonl" | tr , ' ' | cmp "$work/alone" - &&
+        [ "$(sed 's/{"prompt":\([0-9]\),"sample":0,.*/\1/' "$work/lines.jsonl" | tr '\n' ' ')" = '0 1 2 3 4 ' ] &&
+        refuses 'prompts needs --out' "$@" && refuses 'prompts and --prompt exclude' "$@" --prompt a --out "$work/x" ||
+        return 1
+    if [ "${HAVE_MPI:-}" ]; then
+        layout 3 "$@" --out "$work/ranks.jsonl" >"$work/out" 2>"$work/err" &&
+            sed 's/"logprobs.*//' "$work/lines.jsonl" >"$work/one" &&
+            sed 's/"logprobs.*//' "$work/ranks.jsonl" | cmp "$work/one" - || return 1
+    fi
+    printf '{"prompt": "%050d"}\n' 0 >>"$work/prompts.jsonl"
+    refuses 'prompts.jsonl:6: has a prompt of 50 tokens, which leaves no room in a context of 48' "$@" --out "$work/x"
+}
+
 # A stop string spans tokens; the text is cut before it. The model of bytes writes ill-formed ones.
 ends_at_stop_strings() {
     makes_model_of_bytes || return 1
@@ -310,7 +336,7 @@ refuses_bad_generation() {
         refuses 'block-size 12 is not a power of two' "$@" --inference-dynamic-batching-block-size 12 &&
         refuses 'stop and --print-tokens exclude' "$@" --stop x &&
         refuses 'stop: a text is empty' --load $golden/llama --tokenizer-type ByteLevel --prompt a --stop '' &&
-        refuses 'out needs --score, --prompt or --prompt-tokens' --load $golden/llama --out "$work/x" &&
+        refuses 'out needs --score, --prompt, --prompts or --prompt-tokens' --load $golden/llama --out "$work/x" &&
         refuses 'num-return-sequences needs --prompt' --load $golden/llama --num-return-sequences 2 &&
         refuses 'nowhere/x' "$@" --out "$work/nowhere/x"
 }
@@ -416,6 +442,7 @@ check score_takes_the_whole_file_by_default scores_whole_file
 check bf16_weights_generate runs_in_bf16
 check a_seed_repeats_a_text repeats_by_seed
 check several_prompts_are_answered_like_each_alone answers_several_prompts
+check a_file_of_prompts_is_answered_like_each_alone answers_a_file_of_prompts
 check each_line_of_standard_input_is_answered answers_lines
 check a_conversation_continues_its_turns holds_a_conversation
 check a_full_context_starts_the_conversation_again a_conversation_starts_again

@@ -119,8 +119,9 @@ EOF
 }
 
 a_resumed_run_goes_on_as_before() {
-    for method in grpo "grpo --dynamic-sampling" gae; do
-        run=$work/run.${method##* }
+    for method in grpo "grpo --dynamic-sampling" "gae --kl-loss-coef 0.01"; do
+        run=$work/run.${method##* } reference=
+        [ "${method%% *}" = grpo ] || reference="--ref-load $work/base"
         set -- --rollout-batch-size 6 --num-return-sequences 4 --lr 1e-3 --ppo-epochs 2 --global-batch-size 8
         # shellcheck disable=SC2086
         learn 1 "$work/whole" "$@" --adv-estimator $method --train-iters 4 &&
@@ -128,9 +129,9 @@ a_resumed_run_goes_on_as_before() {
         # shellcheck disable=SC2086
         "$train" --stage rl --load "$run" --save "$run" --data-path "$work/rl.jsonl" --seq-length 16 \
             --max-new-tokens 4 --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common "$@" \
-            --adv-estimator $method --train-iters 4 >"$work/out" 2>"$work/err" || return 1
-        for key in reward lm_loss grad_norm value_loss groups_dropped sampling_rounds; do
-            case $key in value_loss | groups_dropped | sampling_rounds)
+            --adv-estimator $method $reference --train-iters 4 >"$work/out" 2>"$work/err" || return 1
+        for key in reward lm_loss grad_norm value_loss ref_kl groups_dropped sampling_rounds; do
+            case $key in value_loss | ref_kl | groups_dropped | sampling_rounds)
                 grep -q "$key" "$work/whole" || continue ;;
             esac
             same "$work/whole" "$work/parts" $key 0 || return 1
@@ -266,6 +267,10 @@ contradictions_are_refused() {
     refused 'ref-load has no effect' "$@" --ref-load "$work/base" || return 1
     refused 'is a language model' "$@" --reward model --reward-load "$work/base" || return 1
     refused 'is a model with a value head' "$@" --kl-loss-coef 0.1 --ref-load "$work/rm.model" || return 1
+    refused 'the run resumes at iteration 4; name the model with which it began by --ref-load' "$train" --stage rl \
+        --load "$work/run.0.01" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 \
+        --lr 1e-3 --chat-template plain --adv-estimator gae --kl-loss-coef 0.01 --rollout-batch-size 6 \
+        --num-return-sequences 4 || return 1
     refused 'exclude each other' "$@" --overlong-mask --overlong-penalty 1 || return 1
     refused 'exclude each other' "$@" --overlong-penalty 1 --overlong-buffer-length 2 || return 1
     refused 'must be at most --max-new-tokens 4' "$@" --overlong-buffer-length 5 || return 1

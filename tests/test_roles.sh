@@ -118,6 +118,30 @@ verl_is_read() {
         refused 'a critic trains beside its actor' "$train" --config "$roles/verl.yaml" --role critic
 }
 
+# The keys of DAPO; those of a section that is off have no effect.
+verl_learns_as_dapo() {
+    sed 's/^    shuffle: false$/    shuffle: true/' "$roles/verl.yaml" >"$work/dapo.yaml"
+    cat >>"$work/dapo.yaml" <<'EOF'
+algorithm:
+  filter_groups: {enable: true, metric: acc, max_num_gen_batches: 7}
+reward_model:
+  reward_manager: dapo
+  overlong_buffer: {enable: true, len: 16, penalty_factor: 0.5, log: false}
+EOF
+    prints "$work/dapo.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches true &&
+        sets algorithm.filter_groups.enable dynamic-sampling true &&
+        sets algorithm.filter_groups.max_num_gen_batches dynamic-sampling-max-rounds 7 &&
+        sets reward_model.overlong_buffer.len overlong-buffer-length 16 &&
+        sets reward_model.overlong_buffer.penalty_factor overlong-penalty-factor 0.5 &&
+        unused reward_model.reward_manager 'the role reward' && unused trainer.test_freq 'of no use in this run' ||
+        return 1
+    sed -i 's/enable: true/enable: false/; s/max_num_gen_batches: 7/max_num_gen_batches: 0/' "$work/dapo.yaml"
+    prints "$work/dapo.yaml" actor_train && unused reward_model.overlong_buffer.len 'off: enable is not true' &&
+        unused reward_model.overlong_buffer.penalty_factor 'off: enable is not true' &&
+        ! grep -q '^  overlong\|^  dynamic' "$work/out" || return 1
+    prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false
+}
+
 # Keys whose options do not exist are named with them, in one error; values that ask for nothing are accepted.
 absent_options_are_named() {
     printf '%s\n' 'teacher_temperature: 2' 'seed: 3' 'student:' '  training_args:' '    learning_rate: 1' \
@@ -331,6 +355,7 @@ check every_role_is_read every_role_is_read
 check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
+check verl_learns_as_dapo verl_learns_as_dapo
 check absent_options_are_named absent_options_are_named
 check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name
 check values_are_checked values_are_checked

@@ -1,0 +1,91 @@
+/* model_role.h: models that take turns on the ranks of a job, such as an actor and its reference. A role is a model,
+ * its layout of the ranks, and the parts of it that rest on the host while others work. */
+#ifndef MT_MODEL_ROLE_H
+#define MT_MODEL_ROLE_H
+
+#include "../megatron.h"
+
+#include <stdio.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A layout that options name for a role. 0: not given. Then tensor and pipeline sizes are the run's; expert and context
+ * sizes are the run's if all given sizes are, otherwise 1. The other ranks are data-parallel. */
+typedef struct mt_model_role_sizes {
+    int64_t tensor, pipeline, expert, context;
+    bool whole; // weights are not sharded over data-parallel ranks
+} mt_model_role_sizes;
+
+/* The layouts of --rollout-*, --teacher-* and --ref-*. Without one of its options, the generator is the actor. */
+mt_model_role_sizes mt_model_role_sizes_of_generator(const mt_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_teacher(const mt_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_reference(const mt_options *options);
+
+/* Gives options the layout, if it is another than they have; returns true then. They must be derived again. */
+bool mt_model_role_sizes_apply(mt_options *options, mt_model_role_sizes sizes);
+
+typedef struct mt_model_role {
+    const char *name;      // for reports
+    mt_options options;    // the run's with its own layout, folder and head; shares their strings
+    const mt_grid *grid;   // the run's, or own_grid
+    mt_grid own_grid;      // of another layout
+    const mt_ops *ops;     //
+    mt_model *model;       // NULL: there is none
+    mt_batch batch;        // with own_grid: scratch
+    unsigned rests, awake; // parts (bits 1 << mt_part) that rest while others work; parts in use
+    bool is_lent;          // the model is another owner's
+} mt_model_role;
+
+/* A role with the options and the layout of a run, whose grid is given. It stays at its address. */
+void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options *options, const mt_grid *grid,
+                         const mt_ops *ops);
+
+/* The trained model of a run as a role, all of it awake. The caller destroys the model. */
+void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained);
+
+/* Gives the role the layout; `option` names it in errors. Derives its options, unless `derived`, and makes a grid.
+ * Every rank calls it. */
+int mt_model_role_place(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error);
+
+/* Makes a grid for options whose layout is not the run's. mt_model_role_place does so itself. */
+int mt_model_role_build_grid(mt_model_role *role, mt_error *error);
+
+/* The plan to score the micro-batches of a run with this plan and context size. */
+mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan *of_run, int64_t context_size);
+
+/* Creates the model, with a batch of plan->max_tokens tokens if it has a grid of its own. */
+int mt_model_role_create(mt_model_role *role, const mt_model_plan *plan, mt_error *error);
+
+/* Destroys what the role owns. Every rank calls it. */
+void mt_model_role_close(mt_model_role *role);
+
+/* True if the role has another layout than the run. */
+bool mt_model_role_is_apart(const mt_model_role *role);
+
+/* The parts that work next are woken (bits 1 << mt_part; 0: none), the others rest if the options say so. Without
+ * --param-offload and its kin nothing happens. Between two steps; every rank calls it. */
+enum { MT_USE_NOTHING = 0, MT_USE_PARAMS = 1 << MT_PART_PARAMS, MT_USE_ALL = (1 << MT_NUM_PARTS) - 1 };
+int mt_model_role_use(mt_model_role *role, unsigned parts, mt_error *error);
+
+/* Fills `batch` with micro-batch `slot` of data-parallel rank `rank` of the run's grid. Every rank can. */
+typedef int mt_model_role_source(void *context, int64_t slot, int64_t rank, mt_batch *batch, mt_error *error);
+
+/* Scores the micro-batches of a run, `slots` of each of `ranks` data-parallel ranks, by mt_score_tokens. Their numbers
+ * are slot * ranks + rank, and replica r of the role's n has the numbers r, r + n, r + 2 n and so on: on its ranks with
+ * the loss `sink` receives them. `batch` is scratch of the run. Wakes the parameters, and lets them rest again. */
+int mt_model_role_score(mt_model_role *role, int64_t slots, int64_t ranks, mt_model_role_source *source, void *context,
+                        mt_batch *batch, mt_score_sink *sink, void *sink_context, mt_error *error);
+
+/* The world ranks [data-parallel ranks] that send the results of their replicas: the first with the loss. To free.
+ * Every rank calls it. */
+int *mt_grid_owners(const mt_grid *grid);
+
+/* Prints the layout and the memory plan of a role apart, and what rests of any role; NULL: nowhere. */
+void mt_model_role_print(const mt_model_role *role, FILE *file);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

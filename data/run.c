@@ -1,0 +1,326 @@
+/* run.c: what a run of train opens, saves and closes. */
+#include "run.h"
+
+#include "file.h"
+#include "host_memory.h"
+#include "launch.h"
+#include "planner.h"
+#include "profile.h"
+#include "timeline.h"
+#include "trace.h"
+#include "watchdog.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- errors */
+
+/* Ends the program if a function failed on any rank, before anything is saved. Every rank calls it. */
+static void refuse(mt_run *r, int status, mt_error *error) {
+    mt_report_refusal(&r->grid, &r->options, status, error);
+}
+
+void mt_run_report_saved(mt_run *r) {
+    if (mt_saver_in_place(r->saver) == r->saved) return;
+    r->saved = mt_saver_in_place(r->saver);
+    mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->saved, r->options.save);
+}
+
+void mt_run_check(mt_run *r, int status, mt_error *error) {
+    mt_error other;
+    if (status == 0) return;
+    (void)mt_saver_finish(r->saver, &other);
+    mt_run_report_saved(r);
+    refuse(r, -1, error);
+}
+
+/* ---- tokenizer and data */
+
+/* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
+static void take_tokenizer(mt_run *r, char *folder) {
+    mt_error error;
+    mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
+    r->tokenizer_folder = folder;
+    if (mt_tokenizer_open_folder(&r->tokenizer, folder, &error) == 0) return;
+    if (r->options.save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
+    r->tokenizer = NULL;
+}
+
+/* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
+ * saved with the checkpoints, so that they can generate text. */
+static int open_tokenizer(mt_run *r, mt_error *error) {
+    mt_options *o = &r->options;
+    if (o->tokenizer_type) {
+        if (mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, error) != 0) return -1;
+    } else if (o->load) {
+        char *folder = mt_options_load_folder(o, error);
+        if (!folder) return -1;
+        take_tokenizer(r, folder);
+    }
+    if (!r->tokenizer) return 0;
+    if (o->save && mt_tokenizer_check_links(r->tokenizer, error) != 0) return -1;
+    int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
+    if (o->vocab_size == 0) o->vocab_size = vocab_size;
+    if (!o->tokenizer_type || o->vocab_size >= vocab_size) return 0;
+    return mt_error_set(
+        error, "--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
+        (long long)vocab_size, (long long)o->vocab_size);
+}
+
+/* Every rank must have the same tokenizer, or none. */
+static int agree_on_tokenizer(const mt_run *r, mt_error *error) {
+    const char *name = "tokenizer";
+    uint64_t print = mt_tokenizer_fingerprint(r->tokenizer);
+    return mt_fingerprints_agree(&print, &name, 1, &r->grid.world, error);
+}
+
+static void configure_data(mt_run *r) {
+    const mt_options *o = &r->options;
+    r->data_config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
+    r->data_config.tokenizer = r->tokenizer;
+    r->data_config.tokenizer_path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
+    r->data_config.log = r->grid.world.rank == 0 ? stdout : NULL;
+}
+
+static void open_data(mt_run *r) {
+    mt_error error;
+    mt_options *o = &r->options;
+    mt_data_config *config = &r->data_config;
+    configure_data(r);
+    refuse(r, mt_data_open(&r->data, config, &error), &error);
+    refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
+    if (o->train_epochs > 0) { // now their steps are known
+        int64_t rows = mt_data_split(r->data, MT_SPLIT_TRAIN)->num_samples;
+        o->train_iters = (rows + o->global_batch_size - 1) / o->global_batch_size;
+        refuse(r, mt_options_finish(o, MT_PROGRAM_TRAIN, r->grid.world.size, &error), &error);
+    }
+    if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        const mt_dataset *dataset = mt_data_split(r->data, split);
+        int status = dataset ? mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size,
+                                              r->grid.data.rank, r->grid.data.size, &error)
+                             : 0;
+        refuse(r, status, &error);
+    }
+}
+
+/* ---- models */
+
+/* If the checkpoint that the tokenizer came from is damaged, all is taken from the one before. */
+static void load(mt_run *r) {
+    char *found;
+    mt_error error;
+    int64_t eod = r->data_config.eod_id;
+    int status = mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error);
+    refuse(r, status, &error);
+    if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
+        free(found);
+        return;
+    }
+    take_tokenizer(r, found);
+    if (r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
+        status = mt_error_set(
+            &error, "%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
+    refuse(r, status, &error);
+}
+
+static int save_tokenizer(void *context, const char *folder, mt_error *error) {
+    const mt_run *r = context;
+    return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
+}
+
+/* The models beside an actor, and its prompts. */
+static void open_rl(mt_run *r, const mt_model_plan *plan) {
+    mt_error error;
+    mt_rl_config config = {&r->options, &r->grid, r->ops, r->tokenizer, .extra = save_tokenizer, .context = r};
+    config.tokenizer_path = r->options.tokenizer_type ? r->options.tokenizer_model : r->tokenizer_folder;
+    config.log = r->grid.world.rank == 0 ? stdout : NULL;
+    refuse(r, mt_rl_open(&r->rl, &config, r->model, plan, &r->state, &error), &error);
+}
+
+static void open_model(mt_run *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    int64_t here = o->dynamic_context_parallel ? o->max_seqlen_per_dp_cp_rank
+                                               : mt_rank_tokens(o, o->micro_batch_size * mt_row_length(o));
+    mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
+    plan.loss = mt_stage_loss_of(&r->loss, o);
+    plan.host_memory = mt_host_memory_available("");
+    if (o->stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
+    const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
+    refuse(r, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
+    int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;
+    refuse(r, status, &error);
+    if (r->grid.world.rank == 0) mt_report_plan(r->model, stdout);
+    if (o->load)
+        load(r);
+    else
+        mt_model_init(r->model);
+    if (!o->load && o->load_adapter)
+        refuse(r, mt_checkpoint_load_adapter(r->model, &r->state, o->load_adapter, false, &error), &error);
+    FILE *log = r->grid.world.rank == 0 ? stdout : NULL;
+    refuse(r, mt_reference_open(&r->reference, r->model, r->ops, &r->state, log, &error), &error);
+    if (o->stage == MT_STAGE_RL) open_rl(r, &plan);
+    if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
+    mt_batch_alloc(&r->batch, here * o->context_parallel_size);
+}
+
+/* ---- saving */
+
+void mt_run_save(mt_run *r) {
+    mt_error error;
+    if (!r->options.save) return;
+    mt_run_check(r, mt_train_finish(r->model, &error), &error);
+    if (mt_train_bad_iteration(r->model) > 0) return;
+    if (r->rl) mt_run_check(r, mt_rl_save(r->rl, &r->state, &error), &error);
+    mt_run_check(r, mt_saver_save(r->saver, &r->state, &error), &error);
+    mt_run_report_saved(r);
+    r->last_saved = r->state.iteration;
+}
+
+void mt_run_save_progress(mt_run *r) {
+    if (r->state.iteration > r->report.first_iteration && r->state.iteration != r->last_saved) mt_run_save(r);
+}
+
+/* ---- what is printed instead of training */
+
+static void print_schedule(mt_run *r) {
+    mt_error error;
+    int status = r->options.dynamic_context_parallel ? open_tokenizer(r, &error) : 0; // to read samples
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
+    refuse(r, status, &error);
+    if (r->grid.world.rank == 0 && r->options.dynamic_context_parallel) {
+        configure_data(r);
+        status = mt_step_print(&r->options, &r->data_config, stdout, &error);
+    } else if (r->grid.world.rank == 0) {
+        status = mt_schedule_print(&r->options, stdout, &error);
+    }
+    refuse(r, status, &error);
+}
+
+static void print_config(mt_run *r) {
+    mt_error error;
+    int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
+    int status = mt_options_read_shape(&r->options, &error);
+    if (status == 0) status = open_tokenizer(r, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, ranks, &error);
+    if (r->grid.world.rank == 0)
+        mt_options_print_config(&r->options, MT_PROGRAM_TRAIN, ranks, status != 0 ? &error : NULL, stdout);
+}
+
+static void print_launch(mt_run *r) {
+    mt_error error;
+    r->grid = mt_grid_of_one;
+    int status = open_tokenizer(r, &error);
+    if (status == 0) status = mt_launch_print(&r->options, stdout, &error);
+    if (status != 0) mt_options_name_typed(&r->options, &error);
+    if (status != 0) mt_die("%s", error.text);
+}
+
+/* GPUs and ranks are imagined. */
+static void print_plan(mt_run *r) {
+    mt_error error;
+    r->grid = mt_grid_of_one;
+    int status = open_tokenizer(r, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->options.gpus, &error);
+    if (status == 0) status = mt_plan_explain(&r->options, stdout, &error);
+    if (status != 0) mt_options_name_typed(&r->options, &error);
+    if (status != 0) mt_die("%s", error.text);
+}
+
+/* ---- the whole */
+
+/* Rank 0 prints what the run will do: a paragraph, the options that were given, and the grid. */
+static void print_opening(const mt_run *r) {
+    const mt_options *o = &r->options;
+    if (r->grid.world.rank != 0) return;
+    mt_report_opening(o, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
+    mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
+    mt_options_warn(o, stdout);
+    if (r->data) mt_loader_print(r->loaders[MT_SPLIT_TRAIN], 0, mt_global_batch_size(o, 0), stdout);
+    if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, stdout);
+}
+
+/* Closes everything that is open in all runs, printing ones too. */
+static void stop(mt_run *r) {
+    mt_tokenizer_close(r->tokenizer);
+    free(r->tokenizer_folder);
+    mt_options_free(&r->options);
+    mt_grid_stop(&r->grid);
+}
+
+/* True if the options ask to print something; after mt_grid_start, except --print-launch and --plan-explain. */
+static bool prints(mt_run *r) {
+    if (r->options.print_launch > 0)
+        print_launch(r);
+    else if (r->options.plan_explain)
+        print_plan(r);
+    else if (r->options.print_config)
+        print_config(r);
+    else if (r->options.print_schedule)
+        print_schedule(r);
+    else
+        return false;
+    stop(r);
+    return true;
+}
+
+bool mt_run_open(mt_run *r, int *argc, char ***argv) {
+    *r = (mt_run){.start = mt_time(), .saved = -1, .last_saved = -1};
+    mt_error error;
+    mt_signals_hold();
+    if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
+    int status = mt_options_parse(&r->options, MT_PROGRAM_TRAIN, *argc, *argv, &error);
+    mt_signals_select(&r->options);
+    bool alone = r->options.print_launch > 0 || r->options.plan_explain; // needs no other rank
+    if (status == 0 && alone && prints(r)) return false;
+    mt_watch_start(&r->options);
+    mt_grid_start(&r->grid, argc, argv);
+    refuse(r, status, &error);
+    if (prints(r)) return false;
+    refuse(r, open_tokenizer(r, &error), &error);
+    refuse(r, agree_on_tokenizer(r, &error), &error);
+    status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
+    refuse(r, status, &error);
+    refuse(r, mt_options_agree(&r->options, &r->grid.world, &error), &error);
+    refuse(r, mt_grid_build(&r->grid, &r->options, &error), &error);
+    refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
+    r->ops = mt_backend_open(r->options.device, &r->grid, &error);
+    refuse(r, r->ops ? 0 : -1, &error);
+    if (r->options.num_iterations > 0 && r->options.stage != MT_STAGE_RL) open_data(r);
+    print_opening(r);
+    open_model(r);
+    refuse(r, mt_report_open(&r->report, r->model, &r->state, &error), &error);
+    status = r->options.trace ? mt_trace_open(&r->options, &r->grid, &r->state, &error) : 0;
+    refuse(r, status, &error);
+    return true;
+}
+
+/* Every rank measures its ceilings, so that they share the machine as the steps did. */
+static void print_profile(const mt_run *r) {
+    FILE *file = r->grid.world.rank == 0 ? stdout : NULL;
+    if (r->options.profile) {
+        mt_barrier(&r->grid.world);
+        mt_profile_print(r->options.bf16 ? MT_BF16 : MT_F32, file);
+        mt_profile_print_communication(&r->grid, file);
+    }
+    mt_profile_close();
+}
+
+void mt_run_close(mt_run *r) {
+    mt_error error;
+    if (r->rl) mt_run_check(r, mt_rl_finish(r->rl, &error), &error);
+    mt_run_check(r, mt_saver_finish(r->saver, &error), &error);
+    mt_run_report_saved(r);
+    mt_report_close(&r->report);
+    for (int split = 0; split < MT_NUM_SPLITS; split++) mt_loader_close(r->loaders[split]);
+    mt_data_close(r->data);
+    mt_batch_free(&r->batch);
+    mt_saver_close(r->saver);
+    mt_rl_close(r->rl);
+    mt_reference_close(r->reference);
+    mt_model_destroy(r->model);
+    print_profile(r);
+    stop(r);
+}

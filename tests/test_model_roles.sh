@@ -1,0 +1,200 @@
+#!/bin/sh
+# Models that take turns: a generator, a reference and a teacher on layouts of their own compute what they do on the
+# trained model's, and parts that rest between phases change no bit.
+set -u
+. tests/suite.sh
+needs_mpi
+export OMP_NUM_THREADS=1
+
+common="--chat-template plain --seq-length 16 --hidden-dropout 0 --attention-dropout 0 --device cpu --log-interval 1
+    --lr-decay-style constant --make-vocab-size-divisible-by 2"
+shape="--num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm
+    --position-embedding-type rope --disable-bias-linear --tokenizer-type ByteLevel"
+experts="--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0"
+rest="--param-offload --grad-offload --optimizer-offload"
+
+# Two digits in either order; the ascending one is right.
+write_data() {
+    awk -v work="$work" 'BEGIN {
+        for (i = 0; i < 200; i++) {
+            a = i * 7 % 10; b = (int(i / 10) * 3 + i) % 10
+            low = a < b ? a : b; high = a < b ? b : a
+            if (low == high) continue
+            shown = int(i / 3) % 2 ? b a : a b
+            printf "{\"prompt\": \"%d%d>\", \"response\": \"%s\"}\n", a, b, shown > work "/sft.jsonl"
+            printf "{\"prompt\": \"%d%d>\", \"answer\": \"%d%d\"}\n", a, b, low, high > work "/rl.jsonl"
+            printf "{\"prompt\": \"%d%d>\", \"chosen\": \"%d%d\", \"rejected\": \"%d%d\"}\n", a, b, low, high, high,
+                low > work "/dpo.jsonl"
+        }
+    }'
+}
+
+learn_form() {
+    # shellcheck disable=SC2086
+    "$train" --sft --data-path "$work/sft.jsonl" $shape $common --variable-seq-lengths --micro-batch-size 32 \
+        --train-iters 150 --lr 5e-3 --eval-iters 0 --save "$work/dense" >"$work/out" 2>"$work/err" &&
+        "$train" --sft --data-path "$work/sft.jsonl" $shape $experts $common --variable-seq-lengths \
+            --micro-batch-size 32 --train-iters 150 --lr 5e-3 --eval-iters 0 --save "$work/experts" >"$work/out" \
+            2>"$work/err"
+}
+
+# run RANKS METRICS ARGUMENTS...
+run() {
+    ranks=$1 metrics=$work/$2
+    shift 2
+    launch=
+    [ "$ranks" = 1 ] || launch="$(mpirun_here) -np $ranks"
+    # shellcheck disable=SC2086
+    $launch "$train" $common --metrics "$metrics" --overwrite "$@" >"$work/out" 2>"$work/err"
+}
+
+# iterate RANKS METRICS MODEL ARGUMENTS...: reinforcement learning of a critic too.
+iterate() {
+    ranks=$1 metrics=$2 base=$3
+    shift 3
+    run "$ranks" "$metrics" --stage rl --load "$work/$base" --finetune --data-path "$work/rl.jsonl" --eval-iters 0 \
+        --max-new-tokens 4 --micro-batch-size 4 --reward number --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
+        --rollout-batch-size 6 --num-return-sequences 4 --global-batch-size 16 --kl-loss-coef 0.01 "$@"
+}
+
+distill() {
+    ranks=$1 metrics=$2
+    shift 2
+    # shellcheck disable=SC2086
+    run "$ranks" "$metrics" --stage kd --teacher-load "$work/dense" --data-path "$work/sft.jsonl" --split 90,10,0 \
+        $shape --num-layers 4 --hidden-size 16 --ffn-hidden-size 48 --lr 5e-3 --eval-iters 1 --train-iters 3 \
+        --micro-batch-size 2 --global-batch-size 8 --vocab-size 257 "$@"
+}
+
+prefer() {
+    ranks=$1 metrics=$2
+    shift 2
+    run "$ranks" "$metrics" --stage dpo --load "$work/dense" --finetune --data-path "$work/dpo.jsonl" \
+        --split 90,10,0 --variable-seq-lengths --micro-batch-size 4 --global-batch-size 16 \
+        --train-iters 3 --lr 1e-3 --eval-iters 1 \
+        "$@"
+}
+
+# series KEY METRICS: the key's numbers.
+series() {
+    sed -n "s/.*\"$1\": \([-0-9.e+]*\).*/\1/p" "$work/$2"
+}
+
+# same A B TOLERANCE KEY...: two runs have the same numbers.
+same() {
+    first=$1 second=$2 tolerance=$3
+    shift 3
+    for key in "$@"; do
+        series "$key" "$first" >"$work/a"
+        series "$key" "$second" >"$work/b"
+        [ -s "$work/a" ] && [ "$(wc -l <"$work/a")" = "$(wc -l <"$work/b")" ] || {
+            echo "$first and $second: other numbers of $key"
+            return 1
+        }
+        paste "$work/a" "$work/b" | awk -v t="$tolerance" -v key="$key" '
+            { d = $1 - $2; if (d < 0) d = -d; s = $1 < 0 ? -$1 : $1 }
+            d > t * (1 + s) { print key ": " $0; exit 1 }' || return 1
+    done
+}
+
+# as_one METRICS: the same rollouts and steps as of one rank; generation and training agree.
+as_one() {
+    same one "$1" 1e-5 reward response_tokens lm_loss ref_kl grad_norm &&
+        series generation_gap "$1" | awk '$1 > 1e-4 { print "gap " $1; exit 1 }'
+}
+
+a_generator_and_a_reference_have_layouts_of_their_own() {
+    iterate 1 one dense --adv-estimator gae && iterate 4 apart dense --adv-estimator gae \
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer \
+        --rollout-tensor-model-parallel-size 1 --ref-tensor-model-parallel-size 1 &&
+        as_one apart && same one apart 1e-5 value_loss || return 1
+    series reward one | sort -u | awk 'END { exit NR < 2 }' || return 1 # the weights that wrote the responses changed
+    says '^generator: a model of its own on tensor 1 x pipeline 1 x data 4 ranks$' "$work/out" &&
+        says '^reference: a model of its own on tensor 1 x pipeline 2 x data 2 ranks$' "$work/out" &&
+        [ "$(grep -c '^memory plan' "$work/out")" = 3 ] && [ "$(grep -c '^  KV cache' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    iterate 4 rest dense --adv-estimator gae --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+        --use-distributed-optimizer --rollout-tensor-model-parallel-size 1 --ref-tensor-model-parallel-size 1 $rest &&
+        same apart rest 0 reward lm_loss value_loss grad_norm generation_gap &&
+        says '^actor: optimizer state, .* rest on the host while other models work$' "$work/out" &&
+        says '^actor: gradients, .* are released while' "$work/out" &&
+        says '^generator: weights, .* rest on the host' "$work/out" && says '^critic: optimizer state' "$work/out"
+}
+
+a_generator_has_experts_of_its_own() {
+    iterate 1 one experts || return 1
+    # shellcheck disable=SC2086
+    iterate 4 dense_experts experts --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 \
+        --use-distributed-optimizer --rollout-tensor-model-parallel-size 1 $rest && as_one dense_experts &&
+        iterate 4 spread experts --expert-model-parallel-size 4 --rollout-tensor-model-parallel-size 2 \
+            --rollout-expert-model-parallel-size 2 && as_one spread &&
+        says 'tensor 2 x pipeline 1 x data 2 ranks, experts on 2$' "$work/out"
+}
+
+# The base goes to the generator once, the adapters in each iteration.
+adapters_go_to_the_generator() {
+    set -- --lora-rank 4 --lora-alpha 32 --lora-target all-linear --lr 1e-2
+    iterate 1 one dense "$@" && iterate 4 lora dense "$@" --tensor-model-parallel-size 2 \
+        --pipeline-model-parallel-size 2 --rollout-tensor-model-parallel-size 1 && as_one lora
+}
+
+a_teacher_has_a_layout_of_its_own() {
+    for k in 0 20; do
+        distill 1 teacher --logits-topk $k &&
+            distill 4 apart --logits-topk $k --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+                --teacher-tensor-model-parallel-size 1 --teacher-pipeline-model-parallel-size 1 &&
+            same teacher apart 1e-6 lm_loss divergence grad_norm || return 1
+    done
+    # shellcheck disable=SC2086
+    distill 4 apart --logits-topk 20 --context-parallel-size 4 --cp-comm-type a2a+p2p \
+        --hierarchical-context-parallel-sizes 2 2 --teacher-tensor-model-parallel-size 2 $rest &&
+        same teacher apart 1e-6 lm_loss divergence grad_norm &&
+        says '^teacher: a model of its own on tensor 2 x pipeline 1 x data 2 ranks$' "$work/out" || return 1
+    # a layout that the student cannot have with this teacher of two layers
+    distill 4 apart --logits-topk 20 --pipeline-model-parallel-size 4 --teacher-pipeline-model-parallel-size 2 &&
+        same teacher apart 1e-6 lm_loss divergence grad_norm
+}
+
+preferences_have_a_reference_elsewhere() {
+    # shellcheck disable=SC2086
+    prefer 1 dpo && prefer 1 rest $rest && same dpo rest 0 lm_loss grad_norm &&
+        prefer 4 apart --context-parallel-size 2 --ref-tensor-model-parallel-size 2 \
+            --ref-pipeline-model-parallel-size 2 && same dpo apart 1e-6 lm_loss grad_norm
+}
+
+# The critic, which rests, is saved and found again.
+a_run_with_rest_resumes() {
+    set -- --adv-estimator gae --rollout-tensor-model-parallel-size 2 $rest
+    iterate 2 whole dense "$@" && iterate 2 parts dense "$@" --train-iters 2 --save "$work/run" || return 1
+    # shellcheck disable=SC2046,SC2086
+    $(mpirun_here) -np 2 "$train" $common --stage rl --load "$work/run" --save "$work/run" --ref-load "$work/dense" \
+        --data-path "$work/rl.jsonl" --eval-iters 0 --max-new-tokens 4 --micro-batch-size 4 --reward number \
+        --train-iters 3 --lr 1e-3 --ppo-epochs 2 --rollout-batch-size 6 --num-return-sequences 4 \
+        --global-batch-size 16 --kl-loss-coef 0.01 --metrics "$work/last" "$@" >"$work/out" 2>"$work/err" || return 1
+    series value_loss whole | tail -n 1 >"$work/a" && series value_loss last >"$work/b" && cmp "$work/a" "$work/b"
+}
+
+others_are_refused() {
+    iterate 2 none dense --rollout-tensor-model-parallel-size 3 && return 1
+    says '^error: --rollout-tensor-model-parallel-size: the number of ranks 2 must be a multiple of' "$work/err" ||
+        return 1
+    distill 2 none --context-parallel-size 2 --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 16 \
+        --teacher-tensor-model-parallel-size 2 && return 1
+    says '^error: --dynamic-context-parallel and a teacher on another layout exclude each other' "$work/err" || return 1
+    refused 'rollout-expert-model-parallel-size needs --num-experts' "$train" --stage rl --load "$work/dense" \
+        --rollout-tensor-model-parallel-size 1 --rollout-expert-model-parallel-size 2 &&
+        refused 'teacher-tensor-model-parallel-size needs --stage kd' "$train" --stage rl --load "$work/dense" \
+            --teacher-tensor-model-parallel-size 2 &&
+        refused 'param-offload needs --stage dpo|rl|kd' "$train" --load "$work/dense" --param-offload --mock-data
+}
+
+write_data
+check learn_form learn_form
+check a_generator_and_a_reference_have_layouts_of_their_own a_generator_and_a_reference_have_layouts_of_their_own
+check a_generator_has_experts_of_its_own a_generator_has_experts_of_its_own
+check adapters_go_to_the_generator adapters_go_to_the_generator
+check a_teacher_has_a_layout_of_its_own a_teacher_has_a_layout_of_its_own
+check preferences_have_a_reference_elsewhere preferences_have_a_reference_elsewhere
+check a_run_with_rest_resumes a_run_with_rest_resumes
+check others_are_refused others_are_refused
+exit $failed
