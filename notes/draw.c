@@ -2450,6 +2450,80 @@ static void draw_adapters(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 27: divergence ---------------------------------------------------------------------------------------------- */
+
+enum { DESCENT_STEPS = 80, MAGNITUDES = 481 };
+
+/* Gradient descent on (slow^2 + 20 fast^2) / 2, from a fast direction that is almost right. */
+static void draw_descent(picture *p, const chart *c, double rate, const char *stroke) {
+    double steps[DESCENT_STEPS], loss[DESCENT_STEPS], slow = 1, fast = 1e-3;
+    for (int i = 0; i < DESCENT_STEPS; i++) {
+        steps[i] = i, loss[i] = (slow * slow + 20 * fast * fast) / 2;
+        slow *= 1 - rate, fast *= 1 - 20 * rate;
+    }
+    chart_curve(p, c, steps, loss, DESCENT_STEPS, stroke);
+}
+
+/* The distance to the next number of a format, by magnitude; `bits` of the significand are stored. */
+static void draw_spacing(picture *p, const chart *c, int bits, int least, double largest, const char *stroke) {
+    double magnitude[MAGNITUDES], spacing[MAGNITUDES];
+    int count = 0;
+    for (; count < MAGNITUDES; count++) {
+        double x = magnitude[count] = c->x_low * pow(c->x_high / c->x_low, (double)count / (MAGNITUDES - 1));
+        int power = (int)floor(log2(x) + 1e-9);
+        if (x > largest) break;
+        spacing[count] = ldexp(1, (power > least ? power : least) - bits);
+    }
+    chart_curve(p, c, magnitude, spacing, count, stroke);
+}
+
+static void draw_divergence(const char *folder) {
+    static const char *const decades[] = {"0.001", "0.01", "0.1", "1", "10", "100", "1,000", "10,000", "100,000"};
+    static const double rates[] = {0.05, 0.095, 0.104, 0.115};
+    chart left = {.left = 70, .top = 70, .width = 330, .height = 270, .x_high = DESCENT_STEPS - 1, .y_log = true};
+    left.y_low = 1e-6, left.y_high = 10;
+    chart right = {.left = 530, .top = 70, .width = 340, .height = 270, .x_log = true, .y_log = true};
+    right.x_low = 1e-3, right.x_high = 1e5, right.y_low = 1e-12, right.y_high = 1e3;
+    picture p = picture_open(folder, "27-divergence", "Step size and stability, and the spacing of formats", 900, 430);
+    text(&p, 20, 30, START, "Gradient descent, curvatures 1 and 20");
+    for (int i = 0; i <= 60; i += 20) {
+        char label[8];
+        snprintf(label, sizeof label, "%d", i);
+        chart_mark_x(&p, &left, i, label);
+    }
+    for (int power = -6; power <= 0; power += 2) {
+        char label[8];
+        snprintf(label, sizeof label, "1e%+d", power);
+        chart_mark_y(&p, &left, pow(10, power), power ? label : "1");
+    }
+    chart_titles(&p, &left, "loss", "step");
+    for (int i = 0; i < 4; i++) {
+        char name[32];
+        draw_descent(&p, &left, rates[i], strokes[i]);
+        snprintf(name, sizeof name, "%.2f", 20 * rates[i]);
+        chart_legend(&p, 70 + 88 * i, 414, strokes[i], name);
+    }
+    text(&p, 70, 396, START, "rate times the greater curvature:");
+    text(&p, 450, 30, START, "Distance to the next number");
+    for (int i = 0; i < 9; i += 2) chart_mark_x(&p, &right, pow(10, i - 3), decades[i]);
+    for (int power = -12; power <= 3; power += 3) {
+        char label[8];
+        snprintf(label, sizeof label, "1e%+d", power);
+        chart_mark_y(&p, &right, pow(10, power), power ? label : "1");
+    }
+    chart_titles(&p, &right, "distance", "magnitude of the number");
+    draw_spacing(&p, &right, 3, -6, 448, strokes[1]);
+    draw_spacing(&p, &right, 7, -126, INFINITY, strokes[0]);
+    draw_spacing(&p, &right, 10, -14, 65504, strokes[2]);
+    draw_spacing(&p, &right, 23, -126, INFINITY, strokes[4]);
+    static const struct {
+        const char *name;
+        int stroke;
+    } formats[] = {{"e4m3", 1}, {"bf16", 0}, {"fp16", 2}, {"fp32", 4}};
+    for (int i = 0; i < 4; i++) chart_legend(&p, 530 + 88 * i, 414, strokes[formats[i].stroke], formats[i].name);
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -2478,5 +2552,6 @@ int main(int argc, char **argv) {
     draw_generation(argv[1]);
     draw_packing(argv[1]);
     draw_adapters(argv[1]);
+    draw_divergence(argv[1]);
     return 0;
 }
