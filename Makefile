@@ -10,7 +10,7 @@
 ## make trace         draw a step of RANKS=4 ranks as OUT=build/trace.html; OPTIONS="..." of train, or TRACE=FILE.json
 ## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
-## make puzzle N=1   build notes/mini.c with an error to find: N=1 to 10, notes/00-megatron-in-one-file.md
+## make puzzle N=1    build notes/mini.c with an error to find: N=1 to 10, notes/00-megatron-in-one-file.md
 ## make notes         write the code that the notes quote from the sources again
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
@@ -356,9 +356,9 @@ clean:
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libjansson-dev libyaml-dev \
-	libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox
+	libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch
 DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel jansson-devel libyaml-devel pcre2-devel \
-	utf8proc-devel libcmocka-devel gnuplot
+	utf8proc-devel libcmocka-devel gnuplot patch
 BREW := gcc make pkg-config open-mpi openblas libomp jansson libyaml pcre2 utf8proc cmocka gnuplot
 
 # Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.

@@ -152,6 +152,52 @@ static void open_shape(mt_options *options, const char *config) {
     parse_options(options, words, sizeof words / sizeof *words);
 }
 
+/* ---- 0: the ranks of notes/mini.c -------------------------------------------------------------------------------- */
+
+/* `parts` boxes; the ones in the set of bits `held` are filled. */
+static void draw_strip(picture *p, double x, double y, int parts, unsigned held, const char *fill) {
+    const double width = 136.0 / parts;
+    for (int i = 0; i < parts; i++) frame(p, x + width * i, y, width, 22, held >> i & 1 ? fill : "#ffffff");
+}
+
+/* The other member of a group of two. */
+static int partner(const mt_grid_shape *shape, mt_group_kind kind, int rank) {
+    int members[8];
+    MT_CHECK(mt_grid_members(members, shape, kind, rank) == 2);
+    return members[0] + members[1] - rank;
+}
+
+static void draw_mini(const char *folder) {
+    enum { RANKS = 8, COLUMNS = 4 };
+    static const char *const titles[COLUMNS] = {"layers", "heads, MLP, vocabulary", "chunks of the sequence",
+                                                "its optimizer state"};
+    static const int parts[COLUMNS] = {4, 2, 4, 2}, fill[COLUMNS] = {BLUE, ORANGE, GREEN, PURPLE};
+    const mt_grid_shape shape = {.tensor = 2,
+                                 .context = 2,
+                                 .data = 1,
+                                 .pipeline = 2,
+                                 .expert_tensor = 1,
+                                 .expert = 1,
+                                 .expert_data = 4,
+                                 .num_query_groups = 2};
+    picture p = picture_open(folder, "00-ranks", "What each of eight ranks holds", 900, 356);
+    text(&p, 20, 26, START,
+         "8 ranks: TP 2 x CP 2 x PP 2, two virtual stages a rank. Parts of the whole that each rank holds:");
+    for (int i = 0; i < COLUMNS; i++) text(&p, 80 + 160 * i, 54, START, "%s", titles[i]);
+    text(&p, 736, 54, START, "exchanges with");
+    for (int rank = 0; rank < RANKS; rank++) {
+        int tensor = partner(&shape, MT_GROUP_TENSOR, rank), context = partner(&shape, MT_GROUP_CONTEXT, rank);
+        int pipeline = partner(&shape, MT_GROUP_PIPELINE, rank);
+        int t = tensor < rank, c = context < rank, stage = pipeline < rank;
+        const unsigned held[COLUMNS] = {5u << stage, 1u << t, 1u << c | 1u << (3 - c), 1u << c};
+        double y = 66 + 34 * rank;
+        text(&p, 66, y + 15, END, "rank %d", rank);
+        for (int i = 0; i < COLUMNS; i++) draw_strip(&p, 80 + 160 * i, y, parts[i], held[i], fills[fill[i]]);
+        text(&p, 736, y + 15, START, "tp %d  cp %d  pp %d", tensor, context, pipeline);
+    }
+    picture_close(&p);
+}
+
 /* ---- 1: attention masks ------------------------------------------------------------------------------------------ */
 
 /* A string of letters as a dataset; a full stop ends a document. */
@@ -267,52 +313,6 @@ static void draw_masks(const char *folder) {
     draw_batch(&p, 630, 50, "one of 16, a window of 4", &batch, 4);
     mt_batch_free(&batch);
     draw_decoding(&p, 40, 450);
-    picture_close(&p);
-}
-
-/* ---- 00: the ranks of notes/mini.c ------------------------------------------------------------------------------- */
-
-/* `parts` boxes; the ones in the set of bits `held` are filled. */
-static void draw_strip(picture *p, double x, double y, int parts, unsigned held, const char *fill) {
-    const double width = 136.0 / parts;
-    for (int i = 0; i < parts; i++) frame(p, x + width * i, y, width, 22, held >> i & 1 ? fill : "#ffffff");
-}
-
-/* The other member of a group of two. */
-static int partner(const mt_grid_shape *shape, mt_group_kind kind, int rank) {
-    int members[8];
-    MT_CHECK(mt_grid_members(members, shape, kind, rank) == 2);
-    return members[0] + members[1] - rank;
-}
-
-static void draw_mini(const char *folder) {
-    enum { RANKS = 8, COLUMNS = 4 };
-    static const char *const titles[COLUMNS] = {"layers", "heads, MLP, vocabulary", "chunks of the sequence",
-                                                "its optimizer state"};
-    static const int parts[COLUMNS] = {4, 2, 4, 2}, fill[COLUMNS] = {BLUE, ORANGE, GREEN, PURPLE};
-    const mt_grid_shape shape = {.tensor = 2,
-                                 .context = 2,
-                                 .data = 1,
-                                 .pipeline = 2,
-                                 .expert_tensor = 1,
-                                 .expert = 1,
-                                 .expert_data = 4,
-                                 .num_query_groups = 2};
-    picture p = picture_open(folder, "00-ranks", "What each of eight ranks holds", 900, 356);
-    text(&p, 20, 26, START,
-         "8 ranks: TP 2 x CP 2 x PP 2, two virtual stages a rank. Parts of the whole that each rank holds:");
-    for (int i = 0; i < COLUMNS; i++) text(&p, 80 + 160 * i, 54, START, "%s", titles[i]);
-    text(&p, 736, 54, START, "exchanges with");
-    for (int rank = 0; rank < RANKS; rank++) {
-        int tensor = partner(&shape, MT_GROUP_TENSOR, rank), context = partner(&shape, MT_GROUP_CONTEXT, rank);
-        int pipeline = partner(&shape, MT_GROUP_PIPELINE, rank);
-        int t = tensor < rank, c = context < rank, stage = pipeline < rank;
-        const unsigned held[COLUMNS] = {5u << stage, 1u << t, 1u << c | 1u << (3 - c), 1u << c};
-        double y = 66 + 34 * rank;
-        text(&p, 66, y + 15, END, "rank %d", rank);
-        for (int i = 0; i < COLUMNS; i++) draw_strip(&p, 80 + 160 * i, y, parts[i], held[i], fills[fill[i]]);
-        text(&p, 736, y + 15, START, "tp %d  cp %d  pp %d", tensor, context, pipeline);
-    }
     picture_close(&p);
 }
 
@@ -2358,6 +2358,98 @@ static void draw_packing(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 26: adapters ------------------------------------------------------------------------------------------------ */
+
+/* W [N, K] beside B [N, r] and A [r, K], and how two tensor-parallel ranks cut them. */
+static void draw_cut_adapter(picture *p, double x, double y, const char *title, bool is_column) {
+    const double wide = 130, high = 110, rank = 22;
+    text(p, x, y - 22, START, "%s", title);
+    for (int r = 0; r < 2; r++) {
+        const char *fill = fills[r ? ORANGE : BLUE];
+        if (is_column) {
+            frame(p, x, y + high / 2 * r, wide, high / 2, fill);
+            frame(p, x + wide + 40, y + high / 2 * r, rank, high / 2, fill);
+        } else {
+            frame(p, x + wide / 2 * r, y, wide / 2, high, fill);
+            frame(p, x + wide + 80 + wide / 2 * r, y + 44, wide / 2, rank, fill);
+        }
+    }
+    if (is_column)
+        frame(p, x + wide + 80, y + 44, wide, rank, fills[GREEN]);
+    else
+        frame(p, x + wide + 40, y, rank, high, fills[GREEN]);
+    text(p, x + wide + 20, y + high / 2 + 4, MIDDLE, "+");
+    text(p, x + wide + 71, y + high / 2 + 4, MIDDLE, "x");
+    text(p, x + wide / 2, y + high + 16, MIDDLE, "W [N, K]");
+    text(p, x + wide + 40 + rank / 2, y + high + 16, MIDDLE, "B [N, r]");
+    text(p, x + wide + 80 + wide / 2, y + 44 + rank + 16, MIDDLE, "A [r, K]");
+}
+
+/* GiB of a table's rows without data parallelism: in bf16 18 bytes for each trained parameter, 2 for the others. */
+static double trained_gib(int64_t lora_rank, double *trained) {
+    mt_options o;
+    char rank[16];
+    snprintf(rank, sizeof rank, "%lld", (long long)lora_rank);
+    const char *const words[] = {"--hf-config",
+                                 "data/configs/llama3-8b.json",
+                                 "--global-batch-size",
+                                 "4",
+                                 "--train-iters",
+                                 "1",
+                                 "--lr",
+                                 "1e-3",
+                                 "--bf16",
+                                 "--lora-rank",
+                                 rank,
+                                 "--lora-target",
+                                 "all-linear"};
+    int count = sizeof words / sizeof *words;
+    parse_options(&o, words, lora_rank > 0 ? count : count - 4);
+    table t = table_open(&o);
+    double frozen = 0;
+    *trained = 0;
+    for (int64_t i = 0; i < t.count; i++) {
+        double elements = (double)(t.rows[i].rows * t.rows[i].cols);
+        *(lora_rank == 0 || mt_param_is_adapter(&t.rows[i]) ? trained : &frozen) += elements;
+    }
+    table_close(&t);
+    mt_options_free(&o);
+    return (2 * frozen + 18 * *trained) / 0x1p30;
+}
+
+static void draw_adapters(const char *folder) {
+    static const int64_t ranks[] = {0, 256, 64, 16, 4};
+    const double left = 560, width = 270;
+    picture p = picture_open(folder, "26-adapters", "Adapters on two ranks, and memory by rank", 900, 400);
+    draw_cut_adapter(&p, 30, 76, "column parallel: N is cut, and B with it", true);
+    draw_cut_adapter(&p, 30, 250, "row parallel: K is cut, and A with it", false);
+    box(&p, 30, 19, 10, 10, fills[BLUE]);
+    text(&p, 46, 28, START, "rank 0");
+    box(&p, 110, 19, 10, 10, fills[ORANGE]);
+    text(&p, 126, 28, START, "rank 1");
+    box(&p, 190, 19, 10, 10, fills[GREEN]);
+    text(&p, 206, 28, START, "both");
+    text(&p, 440, 28, START, "Llama 3 8B, bf16: weights, gradients and optimizer's state, GiB");
+    chart c = {.left = left, .top = 50, .width = width, .height = 250, .x_high = 150, .y_high = 1};
+    for (int i = 0; i <= 3; i++) {
+        char label[8];
+        snprintf(label, sizeof label, "%d", 50 * i);
+        chart_mark_x(&p, &c, 50 * i, label);
+    }
+    text(&p, left + width / 2, c.top + c.height + 36, MIDDLE, "GiB");
+    for (int i = 0; i < 5; i++) {
+        double trained, gib = trained_gib(ranks[i], &trained), y = 64 + 48 * i;
+        frame(&p, left, y, width * gib / 150, 24, fills[i == 0 ? ORANGE : BLUE]);
+        if (i == 0)
+            text(&p, left - 10, y + 10, END, "all trained");
+        else
+            text(&p, left - 10, y + 10, END, "rank %lld", (long long)ranks[i]);
+        text(&p, left - 10, y + 24, END, "%.0f M", trained * 1e-6);
+        text(&p, left + width * gib / 150 + 8, y + 16, START, "%.1f", gib);
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -2385,5 +2477,6 @@ int main(int argc, char **argv) {
     draw_kernel(argv[1]);
     draw_generation(argv[1]);
     draw_packing(argv[1]);
+    draw_adapters(argv[1]);
     return 0;
 }

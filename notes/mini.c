@@ -89,8 +89,8 @@ static group make_group(int64_t color) {
     return g;
 }
 
-/* The digits of a rank are, from the fastest: tensor, context, data, pipeline. A group varies one digit. Experts divide
- * the ranks of a pipeline stage anew: ep neighbours have all experts of a layer together. */
+/* The digits of a rank are, from the fastest: tensor, context, data, pipeline. A group varies one digit; data_context
+ * two. Experts divide the ranks of a pipeline stage anew: ep neighbours have all experts of a layer together. */
 static grid build_grid(const options *o) {
     grid g = {.world = make_group(0)};
     int64_t rank = g.world.rank, stage_ranks = g.world.size / o->pp, dp = stage_ranks / (o->tp * o->cp);
@@ -342,7 +342,7 @@ static void enter_tensor_region_forward(const model *m, double *whole, const dou
         memcpy(whole, x, (size_t)(m->rows * m->C) * sizeof *x);
 }
 
-/* dx[rows, C] = the sum over ranks of dwhole[T, C] */
+/* dx[rows, C] = the sum over ranks of dwhole[T, C], which is overwritten */
 static void enter_tensor_region_backward(const model *m, double *dx, double *dwhole) {
     if (m->o.sequence_parallel) {
         reduce_scatter(&m->g.tensor, dx, dwhole, m->rows * m->C);
@@ -379,8 +379,9 @@ static void copy_keys_and_values(const model *m, double *kv, const double *qkv) 
     for (int64_t t = 0; t < m->T; t++) memcpy(kv + t * size, qkv + t * width + m->H * m->D, (size_t)size * sizeof *kv);
 }
 
-/* The queries of this rank attend to the keys of context rank `owner`. For a query and head: `max` is the largest score
- * so far, `sum` the sum of exp(score - max), and out[D] the sum of exp(score - max) value. */
+/* The queries of this rank attend to the keys of context rank `owner`; query head h to key head h G / H. For a query
+ * and head: `max` is the largest score so far, `sum` the sum of exp(score - max), out[D] the sum of exp(score - max)
+ * value. */
 static void attend_forward(const model *m, double *out, double *max, double *sum, const double *qkv, const double *kv,
                            int64_t owner) {
     int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
