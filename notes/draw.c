@@ -1896,7 +1896,7 @@ static void draw_ratios(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 21 to 27: charts ----------------------------------------------------------------------------------------------
+/* ---- 20 to 27: charts ----------------------------------------------------------------------------------------------
  */
 
 static const char *const strokes[] = {"#2f6db0", "#c0561a", "#2e7d32", "#8e5ea8", "#5b6470"};
@@ -1950,6 +1950,54 @@ static void chart_curve(picture *p, const chart *c, const double *x, const doubl
 static void chart_legend(picture *p, double x, double y, const char *stroke, const char *name) {
     line(p, x, y - 4, x + 22, y - 4, stroke, 2);
     text(p, x + 30, y, START, "%s", name);
+}
+
+/* ---- 20: preferences --------------------------------------------------------------------------------------------- */
+
+enum { MARGINS = 161 };
+
+/* The loss of a pair with margin h at beta 1, and minus its derivative by h. */
+static double pair_loss(mt_preference_variant variant, double h, double *pull) {
+    const mt_preference_config config = {.variant = variant, .beta = 1};
+    const mt_span sequences[] = {{0, 1, 0, 1, true}, {1, 1, 1, 1, true}};
+    const float mask[] = {1, 1};
+    const double logp[] = {h, 0};
+    double dlogp[2] = {0};
+    const mt_loss_tokens tokens = {
+        .T = 2, .num_sequences = 2, .sequences = sequences, .mask = mask, .logp = logp, .dlogp = dlogp};
+    mt_loss_sums sums = {0};
+    mt_preference_loss(&tokens, &config, &sums);
+    *pull = -dlogp[0];
+    return sums.loss;
+}
+
+static void draw_preferences(const char *folder) {
+    static const char *const names[] = {"sigmoid", "ipo", "hinge"};
+    static const mt_preference_variant variants[] = {MT_PREFERENCE_SIGMOID, MT_PREFERENCE_IPO, MT_PREFERENCE_HINGE};
+    picture p = picture_open(folder, "20-preferences", "Losses of a pair, and their derivatives", 900, 360);
+    for (int side = 0; side < 2; side++) {
+        chart c = {.left = 70 + 430 * side, .top = 60, .width = 360, .height = 220, .x_low = -2, .x_high = 4};
+        c.y_low = side ? -1 : 0, c.y_high = side ? 2 : 3;
+        text(&p, c.left - 50, 28, START, side ? "How hard the pair pulls its margin up" : "Loss of a pair, beta = 1");
+        for (int i = -2; i <= 4; i++) {
+            char label[8];
+            snprintf(label, sizeof label, "%d", i);
+            chart_mark_x(&p, &c, i, label);
+            if (i >= c.y_low && i <= c.y_high) chart_mark_y(&p, &c, i, label);
+        }
+        chart_titles(&p, &c, side ? "minus its derivative" : "loss", "margin h");
+        for (int v = 0; v < 3; v++) {
+            double h[MARGINS], y[MARGINS], pull;
+            for (int i = 0; i < MARGINS; i++) {
+                h[i] = -2 + 6.0 * i / (MARGINS - 1);
+                y[i] = pair_loss(variants[v], h[i], &pull);
+                if (side) y[i] = pull;
+            }
+            chart_curve(&p, &c, h, y, MARGINS, strokes[v]);
+            chart_legend(&p, c.left + 110 * v, 344, strokes[v], names[v]);
+        }
+    }
+    picture_close(&p);
 }
 
 /* ---- 21: collectives --------------------------------------------------------------------------------------------- */
@@ -2577,6 +2625,7 @@ int main(int argc, char **argv) {
     draw_recomputation(argv[1]);
     draw_fp8(argv[1]);
     draw_ratios(argv[1]);
+    draw_preferences(argv[1]);
     draw_collectives(argv[1]);
     draw_attention(argv[1]);
     draw_kernel(argv[1]);
