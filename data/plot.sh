@@ -1,6 +1,7 @@
 #!/bin/sh
 # Draws the curves of training runs from the files that --metrics writes: loss, gradient norm, tokens per second,
-# memory, learning rate and skipped steps, as an SVG or a PNG. Prints the loss as characters to the terminal too.
+# memory, learning rate, skipped steps and rewards, where a run has them, as an SVG or a PNG. Prints the loss as
+# characters to the terminal too.
 #
 #   usage: data/plot.sh RUN.jsonl[,RUN.jsonl...] [OUTPUT.svg|OUTPUT.png]
 set -euf
@@ -72,20 +73,45 @@ for run in $runs; do
     printf '%s' "$(basename -- "$run" .jsonl)" | tr '\001-\037\177' '?' | sed "s/'/''/g" >"$work/$number.title"
 done
 
-# Reinforcement learning has rewards, which are drawn in place of skipped steps.
-last="set title 'steps skipped so far'
-plot $(curve 8)"
+# has COLUMN [ABOVE]: true if a run has a number in the column, above this one.
+has() {
+    for i in $(seq "$number"); do
+        awk -v column="$1" -v above="${2:--1e308}" \
+            '$column != "NaN" && $column > above { found = 1 } END { exit !found }' "$work/$i" && return 0
+    done
+    return 1
+}
+
+# panel TITLE FORMAT COLUMN [ABOVE]: adds a panel, unless it would be empty.
+panel() {
+    has "$3" "${4:--1e308}" || return 0
+    panels=$((panels + 1))
+    printf "set title '%s'\nset format y '%s'\nplot %s\n" "$1" "$2" "$(curve "$3")" >>"$work/panels"
+}
+
+panels=1
+: >"$work/panels"
+panel 'gradient norm (before clipping)' '%g' 4
+echo 'set yrange [0:*]' >>"$work/panels"
+panel 'tokens per second' '%.0f' 6
+panel 'memory of a rank, GiB' '%g' 7 0
+echo 'set yrange [*:*]' >>"$work/panels"
+panel 'learning rate' '%.1e' 5
+echo 'set yrange [0:*]' >>"$work/panels"
+panel 'steps skipped so far' '%.0f' 8 0
+panel 'reward' '%.1f' 9
+rows=$(((panels + 1) / 2))
 shown="set title 'loss'
 plot $(curve 2 validation)"
-if awk '$9 != "NaN" { found = 1 } END { exit !found }' "$work/1"; then
-    last="set title 'reward'
+if has 9; then
+    shown="set title 'reward'
 set format y '%.1f'
 plot $(curve 9)"
-    shown=$last
 fi
 
-terminal="svg size 1200,1000 dynamic background 'white' font 'sans,13'"
-case $output in *.png) terminal="pngcairo size 1200,1000 font 'sans,11'" ;; esac
+size="1200,$((rows * 340))"
+terminal="svg size $size dynamic background 'white' font 'sans,13'"
+case $output in *.png) terminal="pngcairo size $size font 'sans,11'" ;; esac
 cat >"$work/plot" <<GNUPLOT
 set datafile missing 'NaN'
 set key noenhanced
@@ -93,26 +119,11 @@ set grid
 set xlabel 'iteration'
 set terminal $terminal
 set output 'curves'
-set multiplot layout 3,2
+set multiplot layout $rows,2
 set title 'loss'
 plot $(curve 2 validation)
 unset key
-set title 'gradient norm (before clipping)'
-plot $(curve 4)
-set title 'tokens per second'
-set format y '%.0f'
-set yrange [0:*]
-plot $(curve 6)
-set title 'memory of a rank, GiB'
-set format y '%g'
-plot $(curve 7)
-set yrange [*:*]
-set title 'learning rate'
-set format y '%.1e'
-plot $(curve 5)
-set format y '%.0f'
-set yrange [0:*]
-$last
+$(cat "$work/panels")
 unset multiplot
 unset output
 GNUPLOT

@@ -43,9 +43,10 @@ static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) 
 }
 
 /* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
-static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *costs, int64_t rank,
+static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *stages, int64_t rank,
                             int64_t index, double *now) {
     mt_action action = t->actions[index];
+    const mt_action_costs *costs = &stages[rank * t->schedule.vp + action.chunk];
     bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
     double start = *now;
     switch (action.kind) {
@@ -65,13 +66,13 @@ static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_c
 }
 
 /* Returns the work on the list of one rank, and sets its peak of forwards without their backward. */
-static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *stages) {
     double work = 0;
     int64_t held = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
         mt_action_kind kind = t->actions[i].kind;
         if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
-        work += mt_action_cost(kind, costs);
+        work += mt_action_cost(kind, &stages[rank * t->schedule.vp + t->actions[i].chunk]);
         if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
         if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
         if (held > t->live[rank]) t->live[rank] = held;
@@ -79,7 +80,8 @@ static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_co
     return work;
 }
 
-int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
+int mt_timeline_create_uneven(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs,
+                              int64_t in_flight) {
     int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
     *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
     for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
@@ -103,6 +105,14 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_act
     t->bubble = (t->span * (double)pp - work) / work;
     free(counters), free(times);
     return done == t->first[pp] ? 0 : -1;
+}
+
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
+    mt_action_costs *stages = mt_malloc(schedule->pp * schedule->vp * (int64_t)sizeof *stages);
+    for (int64_t i = 0; i < schedule->pp * schedule->vp; i++) stages[i] = *costs;
+    int status = mt_timeline_create_uneven(t, schedule, stages, in_flight);
+    free(stages);
+    return status;
 }
 
 void mt_timeline_free(mt_timeline *t) {
@@ -172,29 +182,35 @@ static void print_timeline(const mt_timeline *t, FILE *file) {
     free(row);
 }
 
-void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
+/* Draws the time [from, to); an action at its edge is cut. */
+static void draw_strip(const mt_timeline *t, FILE *svg, double x, double y, double unit, double from, double to) {
     static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_action_kind
     const double height = 24;
     for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
         double top = y + height * (double)rank;
         fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%lld</text>\n", x - 8, top + 15, (long long)rank);
         fprintf(svg, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#eceee9\"/>\n", x, top,
-                unit * t->span, height - 2);
+                unit * (to - from), height - 2);
         for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
             const mt_action *action = &t->actions[i];
-            if (action->peer >= 0) continue;
-            double left = x + unit * t->start[i], width = unit * (t->end[i] - t->start[i]);
+            double begin = fmax(t->start[i], from), end = fmin(t->end[i], to);
+            if (action->peer >= 0 || begin >= end) continue;
             double opacity = 1 - 0.7 * (double)action->chunk / (double)t->schedule.vp;
             fprintf(svg,
                     "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\"%.2f\" "
                     "stroke=\"#24292f\" stroke-width=\"0.6\"/>\n",
-                    left, top, width, height - 2, fills[action->kind], opacity);
-            fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n", left + width / 2, top + 15,
-                    (long long)action->micro_batch);
+                    x + unit * (begin - from), top, unit * (end - begin), height - 2, fills[action->kind], opacity);
+            fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n",
+                    x + unit * ((begin + end) / 2 - from), top + 15, (long long)action->micro_batch);
         }
-        fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * t->span + 8, top + 15,
+        if (to < t->span) continue;
+        fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * (to - from) + 8, top + 15,
                 (long long)t->live[rank]);
     }
+}
+
+void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
+    draw_strip(t, svg, x, y, unit, 0, t->span);
 }
 
 /* Such as "interleaved schedule: 4 ranks of 2 stages, 8 micro-batches". */
@@ -216,11 +232,12 @@ static int open_drawing(mt_new_file *file, const char *path, double width, doubl
     return 0;
 }
 
+/* In strips of at most 48 units of time, one below another. */
 static int save_timeline(const mt_timeline *t, const char *path, mt_error *error) {
-    const double unit = 24;
+    const double unit = 24, strip = fmin(t->span, 48), rows = 24 * (double)t->schedule.pp;
     char title[200];
     write_title(&t->schedule, title);
-    double width = fmax(60 + unit * t->span + 60, 640), height = 90 + 24 * (double)t->schedule.pp;
+    double width = fmax(60 + unit * strip + 60, 640), height = 66 + (rows + 24) * ceil(t->span / strip);
     mt_new_file file;
     if (open_drawing(&file, path, width, height, title, error) != 0) return -1;
     FILE *svg = file.stream;
@@ -228,7 +245,8 @@ static int save_timeline(const mt_timeline *t, const char *path, mt_error *error
             "<text x=\"40\" y=\"24\">%s: bubble %.1f%% of the work</text>\n<text x=\"40\" y=\"44\">blue: forward, "
             "green: backward, teal: its weights' part; lighter: later stages; right: peak live micro-batches</text>\n",
             title, 100 * t->bubble);
-    mt_timeline_draw(t, svg, 40, 64, unit);
+    for (double from = 0, y = 64; from < t->span; from += strip, y += rows + 24)
+        draw_strip(t, svg, 40, y, unit, from, fmin(from + strip, t->span));
     fprintf(svg, "</svg>\n");
     return mt_new_file_close(&file, 0, error);
 }

@@ -121,6 +121,13 @@ static void text(picture *p, double x, double y, anchor anchor, const char *form
     text_in(p, INK, x, y, anchor, words);
 }
 
+/* A text that hides what lies below it. */
+static void label(picture *p, double x, double y, anchor anchor, const char *words) {
+    double width = 6.7 * (double)strlen(words);
+    box(p, anchor == MIDDLE ? x - width / 2 - 2 : x - 2, y - 10, width + 4, 13, SHEET);
+    text_in(p, INK, x, y, anchor, words);
+}
+
 /* Formats a count with thousands separators: 15,730,944. Returns `buffer`. */
 static const char *grouped(int64_t value, char buffer[32]) {
     char digits[24];
@@ -383,9 +390,11 @@ static void draw_fused(picture *p, const table *t, mt_role first, mt_role last, 
     const mt_param *a = table_find(t, first), *b = table_find(t, last);
     int64_t end = b->offset + b->rows * b->cols;
     double left = x + scale * (double)a->offset, right = x + scale * (double)end;
+    char words[64];
+    snprintf(words, sizeof words, "one product: w[%lld, %lld]", (long long)((end - a->offset) / a->cols),
+             (long long)a->cols);
     bracket(p, left, right, y - 4);
-    text(p, (left + right) / 2, y - 14, MIDDLE, "one product: w[%lld, %lld]", (long long)((end - a->offset) / a->cols),
-         (long long)a->cols);
+    label(p, (left + right) / 2, y - 14, MIDDLE, words);
 }
 
 /* Draws the bytes of one parameter: one box per array of the bucket. */
@@ -711,12 +720,15 @@ static void draw_stream(picture *p, double x, double cell, int32_t samples[][SEQ
     draw_tokens(p, x, 136, cell, stream, used);
     for (int64_t i = used; i < num_tokens; i++) frame(p, x + cell * (double)i, 136, cell - 1, 20, SHEET);
     text(p, x + cell * (double)used, 172, START, "left over");
-    text(p, x, 200, START, "samples of %d + 1 tokens, in the order in which training reads them", SEQ_LENGTH);
+    char title[96];
+    for (int s = 0; s < count; s++)
+        line(p, x + cell * s * SEQ_LENGTH, 158, x + cell * s * SEQ_LENGTH, 212 + 24 * order[s], GRID, 0.6);
+    snprintf(title, sizeof title, "samples of %d + 1 tokens, in the order in which training reads them", SEQ_LENGTH);
+    label(p, x, 200, START, title);
     for (int s = 0; s < count; s++) {
         double y = 212 + 24 * order[s];
         draw_tokens(p, x + cell * s * SEQ_LENGTH, y, cell, samples[order[s]], SEQ_LENGTH + 1);
         text(p, x - 6, y + 14, END, "%d", order[s]);
-        line(p, x + cell * s * SEQ_LENGTH, 158, x + cell * s * SEQ_LENGTH, y, GRID, 0.6);
     }
 }
 
@@ -815,6 +827,7 @@ static void draw_rates(const char *folder) {
     }
     for (int i = 0; i <= ITERATIONS; i += 20) text(&p, x + width * i / ITERATIONS, y + height + 18, MIDDLE, "%d", i);
     text(&p, x + width / 2, y + height + 36, MIDDLE, "iteration");
+    text(&p, x - 55, y - 14, START, "learning rate");
     for (int s = 0; s < 5; s++) {
         mt_options options;
         open_rates(&options, styles[s]);
@@ -917,6 +930,7 @@ static void draw_bubbles(const char *folder) {
     }
     for (int m = PP; m <= MOST; m += PP) text(&p, x + width * (m - PP) / (MOST - PP), y + height + 18, MIDDLE, "%d", m);
     text(&p, x + width / 2, y + height + 36, MIDDLE, "micro-batches per step, on %d ranks", PP);
+    text(&p, x - 55, y - 14, START, "bubble: idle time, in percent of the time of the work");
     for (int k = 0; k < 4; k++) {
         fprintf(p.file, "<path d=\"");
         for (int64_t m = PP; m <= MOST; m += PP) {
@@ -1014,6 +1028,7 @@ typedef struct stretch {
     double begin, end;
     int64_t bucket;
     bool backward;
+    enum { PRODUCT, GATHER, SUM } kind;
 } stretch;
 
 /* A simulated backend: matrix products and collectives advance the time by their size and do nothing else. */
@@ -1042,12 +1057,13 @@ static int64_t bucket_at(const void *values) {
     mt_die("the address of a collective is in no bucket");
 }
 
-static void record(mt_stream *stream, double duration, const void *values) {
+static stretch *record(mt_stream *stream, double duration, const void *values) {
     int lane = lane_of(stream);
     MT_CHECK(recorder.count < MAX_STRETCHES);
-    recorder.stretches[recorder.count++] =
-        (stretch){lane, recorder.now[lane], recorder.now[lane] + duration, bucket_at(values), false};
+    stretch *added = &recorder.stretches[recorder.count++];
+    *added = (stretch){lane, recorder.now[lane], recorder.now[lane] + duration, bucket_at(values), false, PRODUCT};
     recorder.now[lane] += duration;
+    return added;
 }
 
 static mt_stream *recorded_create(void *workspace, int64_t bytes, bool deterministic) {
@@ -1088,18 +1104,27 @@ static void recorded_backward_weight(float *dw, float *dbias, const void *dy, co
 static void recorded_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                             mt_stream *stream) {
     (void)out;
-    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in);
+    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in)->kind = GATHER;
 }
 
 static void recorded_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                              mt_stream *stream) {
     (void)out;
-    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in);
+    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in)->kind = SUM;
 }
 
 static void recorded_destroy(mt_stream *stream) {
     (void)stream;
     recorder.streams--;
+}
+
+static void draw_talk_axis(picture *p, double x, double y, double scale, int end) {
+    line(p, x, y, x + scale * end, y, FAINT, 0.8);
+    for (int t = 0; t <= end; t += 25) {
+        line(p, x + scale * t, y, x + scale * t, y + 5, FAINT, 0.8);
+        text(p, x + scale * t, y + 17, MIDDLE, "%d", t);
+    }
+    text(p, x + scale * end / 2, y + 34, MIDDLE, "time, in 100,000 multiplications");
 }
 
 /* Draws a forward and a backward: one row per stream, one box per piece of work, one colour per bucket. */
@@ -1125,24 +1150,28 @@ static void draw_talk(picture *p, double y, bool overlaps, double scale) {
     for (int i = 0; i < recorder.count; i++) {
         const stretch *at = &recorder.stretches[i];
         const char *fill = at->bucket == 0 ? fills[TEAL] : fills[(at->bucket - 1) % TEAL];
-        frame(p, 110 + scale * at->begin, y + 30 * at->stream, scale * (at->end - at->begin), 22, fill);
+        double top = y + 30 * at->stream + (at->kind == GATHER ? 11 : 0), height = at->kind == PRODUCT ? 22 : 11;
+        frame(p, 110 + scale * at->begin, top, scale * (at->end - at->begin), height, fill);
         end = fmax(end, at->end);
     }
+    if (overlaps) draw_talk_axis(p, 110, y + 30 * recorder.streams + 4, scale, 150);
     text(p, 110 + scale * end + 8, y + 14, START, "%.0f", end);
     mt_batch_free(&batch);
     sharer_close(&s);
 }
 
 static void draw_sharing(const char *folder) {
-    picture p = picture_open(folder, "09-shards", "Memory of data-parallel ranks", 900, 400);
+    picture p = picture_open(folder, "09-shards", "Memory of data-parallel ranks", 900, 450);
     text(&p, 25, 28, START,
          "A layer's bucket on rank %d of %d: the part that is always in memory, and its bytes per parameter",
          SHARING_RANK, SHARING_RANKS);
     for (int i = 0; i < NUM_STRATEGIES; i++) draw_strategy(&p, 70 + 26 * i, strategies[i]);
     text(&p, 25, 214, START,
-         "A forward and a backward with optim_grads_params, one colour per bucket: matrix products, gathers, sums");
-    draw_talk(&p, 236, false, 5);
-    draw_talk(&p, 284, true, 5);
+         "A forward and a backward with optim_grads_params, one colour per bucket. High boxes: matrix products; low "
+         "ones:");
+    text(&p, 25, 230, START, "at the bottom gathers of parameters, at the top sums of gradients");
+    draw_talk(&p, 252, false, 5);
+    draw_talk(&p, 300, true, 5);
     picture_close(&p);
 }
 
@@ -1521,6 +1550,7 @@ static void draw_routing(picture *p, double x, const char *title, const int32_t 
     for (int e = 0; e < EXPERTS; e++) {
         double high = 2.5 * (double)loads[e], middle = x + width * (e + 0.5);
         frame(p, x + width * e + 1, y + cell * ROUTED + 90 - high, width - 2, high, fills[e % NUM_FILLS]);
+        text(p, middle, y + cell * ROUTED + 14, MIDDLE, "%d", e);
         text(p, middle, y + cell * ROUTED + 104, MIDDLE, "%d", (int)loads[e]);
     }
 }
@@ -1535,8 +1565,9 @@ static void draw_routers(const char *folder) {
     mt_router router = {.num_experts = EXPERTS, .topk = CHOICES, .sigmoid = true, .scaling = 1};
     mt_router together = {.num_experts = EXPERTS, .topk = CHOICES, .pre_softmax = true, .scaling = 1};
     picture p = picture_open(folder, "14-routing", "Four ways to choose experts", 900, 490);
-    text(&p, 20, 28, START, "%d tokens choose %d of %d experts by the same logits; below, the load of each expert",
-         ROUTED, CHOICES, EXPERTS);
+    text(&p, 20, 28, START,
+         "%d tokens, one a row, choose %d of %d experts, one a column, by the same logits; below, loads", ROUTED,
+         CHOICES, EXPERTS);
     routed_logits(logits);
     for (int t = 0; t < ROUTED; t++) index[t] = t;
     ops->route_forward(probs, experts, &invalid, logits, NULL, ROUTED, &router, NULL);
@@ -1865,7 +1896,7 @@ static void draw_ratios(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 21 to 27: charts ----------------------------------------------------------------------------------------------
+/* ---- 20 to 27: charts ----------------------------------------------------------------------------------------------
  */
 
 static const char *const strokes[] = {"#2f6db0", "#c0561a", "#2e7d32", "#8e5ea8", "#5b6470"};
@@ -1919,6 +1950,54 @@ static void chart_curve(picture *p, const chart *c, const double *x, const doubl
 static void chart_legend(picture *p, double x, double y, const char *stroke, const char *name) {
     line(p, x, y - 4, x + 22, y - 4, stroke, 2);
     text(p, x + 30, y, START, "%s", name);
+}
+
+/* ---- 20: preferences --------------------------------------------------------------------------------------------- */
+
+enum { MARGINS = 161 };
+
+/* The loss of a pair with margin h at beta 1, and minus its derivative by h. */
+static double pair_loss(mt_preference_variant variant, double h, double *pull) {
+    const mt_preference_config config = {.variant = variant, .beta = 1};
+    const mt_span sequences[] = {{0, 1, 0, 1, true}, {1, 1, 1, 1, true}};
+    const float mask[] = {1, 1};
+    const double logp[] = {h, 0};
+    double dlogp[2] = {0};
+    const mt_loss_tokens tokens = {
+        .T = 2, .num_sequences = 2, .sequences = sequences, .mask = mask, .logp = logp, .dlogp = dlogp};
+    mt_loss_sums sums = {0};
+    mt_preference_loss(&tokens, &config, &sums);
+    *pull = -dlogp[0];
+    return sums.loss;
+}
+
+static void draw_preferences(const char *folder) {
+    static const char *const names[] = {"sigmoid", "ipo", "hinge"};
+    static const mt_preference_variant variants[] = {MT_PREFERENCE_SIGMOID, MT_PREFERENCE_IPO, MT_PREFERENCE_HINGE};
+    picture p = picture_open(folder, "20-preferences", "Losses of a pair, and their derivatives", 900, 360);
+    for (int side = 0; side < 2; side++) {
+        chart c = {.left = 70 + 430 * side, .top = 60, .width = 360, .height = 220, .x_low = -2, .x_high = 4};
+        c.y_low = side ? -1 : 0, c.y_high = side ? 2 : 3;
+        text(&p, c.left - 50, 28, START, side ? "How hard the pair pulls its margin up" : "Loss of a pair, beta = 1");
+        for (int i = -2; i <= 4; i++) {
+            char label[8];
+            snprintf(label, sizeof label, "%d", i);
+            chart_mark_x(&p, &c, i, label);
+            if (i >= c.y_low && i <= c.y_high) chart_mark_y(&p, &c, i, label);
+        }
+        chart_titles(&p, &c, side ? "minus its derivative" : "loss", "margin h");
+        for (int v = 0; v < 3; v++) {
+            double h[MARGINS], y[MARGINS], pull;
+            for (int i = 0; i < MARGINS; i++) {
+                h[i] = -2 + 6.0 * i / (MARGINS - 1);
+                y[i] = pair_loss(variants[v], h[i], &pull);
+                if (side) y[i] = pull;
+            }
+            chart_curve(&p, &c, h, y, MARGINS, strokes[v]);
+            chart_legend(&p, c.left + 110 * v, 344, strokes[v], names[v]);
+        }
+    }
+    picture_close(&p);
 }
 
 /* ---- 21: collectives --------------------------------------------------------------------------------------------- */
@@ -2450,6 +2529,80 @@ static void draw_adapters(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 27: divergence ---------------------------------------------------------------------------------------------- */
+
+enum { DESCENT_STEPS = 80, MAGNITUDES = 481 };
+
+/* Gradient descent on (slow^2 + 20 fast^2) / 2, from a fast direction that is almost right. */
+static void draw_descent(picture *p, const chart *c, double rate, const char *stroke) {
+    double steps[DESCENT_STEPS], loss[DESCENT_STEPS], slow = 1, fast = 1e-3;
+    for (int i = 0; i < DESCENT_STEPS; i++) {
+        steps[i] = i, loss[i] = (slow * slow + 20 * fast * fast) / 2;
+        slow *= 1 - rate, fast *= 1 - 20 * rate;
+    }
+    chart_curve(p, c, steps, loss, DESCENT_STEPS, stroke);
+}
+
+/* The distance to the next number of a format, by magnitude; `bits` of the significand are stored. */
+static void draw_spacing(picture *p, const chart *c, int bits, int least, double largest, const char *stroke) {
+    double magnitude[MAGNITUDES], spacing[MAGNITUDES];
+    int count = 0;
+    for (; count < MAGNITUDES; count++) {
+        double x = magnitude[count] = c->x_low * pow(c->x_high / c->x_low, (double)count / (MAGNITUDES - 1));
+        int power = (int)floor(log2(x) + 1e-9);
+        if (x > largest) break;
+        spacing[count] = ldexp(1, (power > least ? power : least) - bits);
+    }
+    chart_curve(p, c, magnitude, spacing, count, stroke);
+}
+
+static void draw_divergence(const char *folder) {
+    static const char *const decades[] = {"0.001", "0.01", "0.1", "1", "10", "100", "1,000", "10,000", "100,000"};
+    static const double rates[] = {0.05, 0.095, 0.104, 0.115};
+    chart left = {.left = 70, .top = 70, .width = 330, .height = 270, .x_high = DESCENT_STEPS - 1, .y_log = true};
+    left.y_low = 1e-6, left.y_high = 10;
+    chart right = {.left = 530, .top = 70, .width = 340, .height = 270, .x_log = true, .y_log = true};
+    right.x_low = 1e-3, right.x_high = 1e5, right.y_low = 1e-12, right.y_high = 1e3;
+    picture p = picture_open(folder, "27-divergence", "Step size and stability, and the spacing of formats", 900, 430);
+    text(&p, 20, 30, START, "Gradient descent, curvatures 1 and 20");
+    for (int i = 0; i <= 60; i += 20) {
+        char label[8];
+        snprintf(label, sizeof label, "%d", i);
+        chart_mark_x(&p, &left, i, label);
+    }
+    for (int power = -6; power <= 0; power += 2) {
+        char label[8];
+        snprintf(label, sizeof label, "1e%+d", power);
+        chart_mark_y(&p, &left, pow(10, power), power ? label : "1");
+    }
+    chart_titles(&p, &left, "loss", "step");
+    for (int i = 0; i < 4; i++) {
+        char name[32];
+        draw_descent(&p, &left, rates[i], strokes[i]);
+        snprintf(name, sizeof name, "%.2f", 20 * rates[i]);
+        chart_legend(&p, 70 + 88 * i, 414, strokes[i], name);
+    }
+    text(&p, 70, 396, START, "rate times the greater curvature:");
+    text(&p, 450, 30, START, "Distance to the next number");
+    for (int i = 0; i < 9; i += 2) chart_mark_x(&p, &right, pow(10, i - 3), decades[i]);
+    for (int power = -12; power <= 3; power += 3) {
+        char label[8];
+        snprintf(label, sizeof label, "1e%+d", power);
+        chart_mark_y(&p, &right, pow(10, power), power ? label : "1");
+    }
+    chart_titles(&p, &right, "distance", "magnitude of the number");
+    draw_spacing(&p, &right, 3, -6, 448, strokes[1]);
+    draw_spacing(&p, &right, 7, -126, INFINITY, strokes[0]);
+    draw_spacing(&p, &right, 10, -14, 65504, strokes[2]);
+    draw_spacing(&p, &right, 23, -126, INFINITY, strokes[4]);
+    static const struct {
+        const char *name;
+        int stroke;
+    } formats[] = {{"e4m3", 1}, {"bf16", 0}, {"fp16", 2}, {"fp32", 4}};
+    for (int i = 0; i < 4; i++) chart_legend(&p, 530 + 88 * i, 414, strokes[formats[i].stroke], formats[i].name);
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -2472,11 +2625,13 @@ int main(int argc, char **argv) {
     draw_recomputation(argv[1]);
     draw_fp8(argv[1]);
     draw_ratios(argv[1]);
+    draw_preferences(argv[1]);
     draw_collectives(argv[1]);
     draw_attention(argv[1]);
     draw_kernel(argv[1]);
     draw_generation(argv[1]);
     draw_packing(argv[1]);
     draw_adapters(argv[1]);
+    draw_divergence(argv[1]);
     return 0;
 }

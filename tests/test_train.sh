@@ -408,5 +408,12 @@ check a_bad_trace_is_refused_before_training a_bad_trace_is_refused_before_train
 check the_longest_sequence_needs_too_much_memory refuses 'the model needs [0-9.]* GiB of memory' $small \
     --train-iters 1 --seq-length 1073741823 --max-position-embeddings 1073741823
 check an_unknown_option_names_the_nearest refuses 'did you mean --num-layers' --num-layer 3
+# 213 units of time in strips of 48: five rows of ranks, each with its numbers on the left.
+a_long_schedule_is_drawn_in_strips() {
+    "$train" --num-layers 32 --pipeline-model-parallel-size 8 --global-batch-size 64 \
+        --print-schedule "$work/long.svg" >"$work/out" 2>"$work/err" || return 1
+    says 'width="1272" height="1146"' "$work/long.svg" && [ "$(grep -c '"end">7</text>' "$work/long.svg")" = 5 ]
+}
+check a_long_schedule_is_drawn_in_strips a_long_schedule_is_drawn_in_strips
 check two_sources_of_data_are_refused refuses 'mock-data' --mock-data --data-path x $small --train-iters 1
 exit $failed
