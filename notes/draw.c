@@ -1897,7 +1897,7 @@ static void draw_ratios(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 21 to 27: charts ----------------------------------------------------------------------------------------------
+/* ---- 20 to 27: charts ----------------------------------------------------------------------------------------------
  */
 
 static const char *const strokes[] = {"#2f6db0", "#c0561a", "#2e7d32", "#8e5ea8", "#5b6470"};
@@ -1951,6 +1951,54 @@ static void chart_curve(picture *p, const chart *c, const double *x, const doubl
 static void chart_legend(picture *p, double x, double y, const char *stroke, const char *name) {
     line(p, x, y - 4, x + 22, y - 4, stroke, 2);
     text(p, x + 30, y, START, "%s", name);
+}
+
+/* ---- 20: preferences --------------------------------------------------------------------------------------------- */
+
+enum { MARGINS = 161 };
+
+/* The loss of a pair with margin h at beta 1, and minus its derivative by h. */
+static double pair_loss(mt_preference_variant variant, double h, double *pull) {
+    const mt_preference_config config = {.variant = variant, .beta = 1};
+    const mt_span sequences[] = {{0, 1, 0, 1, true}, {1, 1, 1, 1, true}};
+    const float mask[] = {1, 1};
+    const double logp[] = {h, 0};
+    double dlogp[2] = {0};
+    const mt_loss_tokens tokens = {
+        .T = 2, .num_sequences = 2, .sequences = sequences, .mask = mask, .logp = logp, .dlogp = dlogp};
+    mt_loss_sums sums = {0};
+    mt_preference_loss(&tokens, &config, &sums);
+    *pull = -dlogp[0];
+    return sums.loss;
+}
+
+static void draw_preferences(const char *folder) {
+    static const char *const names[] = {"sigmoid", "ipo", "hinge"};
+    static const mt_preference_variant variants[] = {MT_PREFERENCE_SIGMOID, MT_PREFERENCE_IPO, MT_PREFERENCE_HINGE};
+    picture p = picture_open(folder, "20-preferences", "Losses of a pair, and their derivatives", 900, 360);
+    for (int side = 0; side < 2; side++) {
+        chart c = {.left = 70 + 430 * side, .top = 60, .width = 360, .height = 220, .x_low = -2, .x_high = 4};
+        c.y_low = side ? -1 : 0, c.y_high = side ? 2 : 3;
+        text(&p, c.left - 50, 28, START, side ? "How hard the pair pulls its margin up" : "Loss of a pair, beta = 1");
+        for (int i = -2; i <= 4; i++) {
+            char label[8];
+            snprintf(label, sizeof label, "%d", i);
+            chart_mark_x(&p, &c, i, label);
+            if (i >= c.y_low && i <= c.y_high) chart_mark_y(&p, &c, i, label);
+        }
+        chart_titles(&p, &c, side ? "minus its derivative" : "loss", "margin h");
+        for (int v = 0; v < 3; v++) {
+            double h[MARGINS], y[MARGINS], pull;
+            for (int i = 0; i < MARGINS; i++) {
+                h[i] = -2 + 6.0 * i / (MARGINS - 1);
+                y[i] = pair_loss(variants[v], h[i], &pull);
+                if (side) y[i] = pull;
+            }
+            chart_curve(&p, &c, h, y, MARGINS, strokes[v]);
+            chart_legend(&p, c.left + 110 * v, 344, strokes[v], names[v]);
+        }
+    }
+    picture_close(&p);
 }
 
 /* ---- 21: collectives --------------------------------------------------------------------------------------------- */
@@ -2482,6 +2530,80 @@ static void draw_adapters(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 27: divergence ---------------------------------------------------------------------------------------------- */
+
+enum { DESCENT_STEPS = 80, MAGNITUDES = 481 };
+
+/* Gradient descent on (slow^2 + 20 fast^2) / 2, from a fast direction that is almost right. */
+static void draw_descent(picture *p, const chart *c, double rate, const char *stroke) {
+    double steps[DESCENT_STEPS], loss[DESCENT_STEPS], slow = 1, fast = 1e-3;
+    for (int i = 0; i < DESCENT_STEPS; i++) {
+        steps[i] = i, loss[i] = (slow * slow + 20 * fast * fast) / 2;
+        slow *= 1 - rate, fast *= 1 - 20 * rate;
+    }
+    chart_curve(p, c, steps, loss, DESCENT_STEPS, stroke);
+}
+
+/* The distance to the next number of a format, by magnitude; `bits` of the significand are stored. */
+static void draw_spacing(picture *p, const chart *c, int bits, int least, double largest, const char *stroke) {
+    double magnitude[MAGNITUDES], spacing[MAGNITUDES];
+    int count = 0;
+    for (; count < MAGNITUDES; count++) {
+        double x = magnitude[count] = c->x_low * pow(c->x_high / c->x_low, (double)count / (MAGNITUDES - 1));
+        int power = (int)floor(log2(x) + 1e-9);
+        if (x > largest) break;
+        spacing[count] = ldexp(1, (power > least ? power : least) - bits);
+    }
+    chart_curve(p, c, magnitude, spacing, count, stroke);
+}
+
+static void draw_divergence(const char *folder) {
+    static const char *const decades[] = {"0.001", "0.01", "0.1", "1", "10", "100", "1,000", "10,000", "100,000"};
+    static const double rates[] = {0.05, 0.095, 0.104, 0.115};
+    chart left = {.left = 70, .top = 70, .width = 330, .height = 270, .x_high = DESCENT_STEPS - 1, .y_log = true};
+    left.y_low = 1e-6, left.y_high = 10;
+    chart right = {.left = 530, .top = 70, .width = 340, .height = 270, .x_log = true, .y_log = true};
+    right.x_low = 1e-3, right.x_high = 1e5, right.y_low = 1e-12, right.y_high = 1e3;
+    picture p = picture_open(folder, "27-divergence", "Step size and stability, and the spacing of formats", 900, 430);
+    text(&p, 20, 30, START, "Gradient descent, curvatures 1 and 20");
+    for (int i = 0; i <= 60; i += 20) {
+        char label[8];
+        snprintf(label, sizeof label, "%d", i);
+        chart_mark_x(&p, &left, i, label);
+    }
+    for (int power = -6; power <= 0; power += 2) {
+        char label[8];
+        snprintf(label, sizeof label, "1e%+d", power);
+        chart_mark_y(&p, &left, pow(10, power), power ? label : "1");
+    }
+    chart_titles(&p, &left, "loss", "step");
+    for (int i = 0; i < 4; i++) {
+        char name[32];
+        draw_descent(&p, &left, rates[i], strokes[i]);
+        snprintf(name, sizeof name, "%.2f", 20 * rates[i]);
+        chart_legend(&p, 70 + 88 * i, 414, strokes[i], name);
+    }
+    text(&p, 70, 396, START, "rate times the greater curvature:");
+    text(&p, 450, 30, START, "Distance to the next number");
+    for (int i = 0; i < 9; i += 2) chart_mark_x(&p, &right, pow(10, i - 3), decades[i]);
+    for (int power = -12; power <= 3; power += 3) {
+        char label[8];
+        snprintf(label, sizeof label, "1e%+d", power);
+        chart_mark_y(&p, &right, pow(10, power), power ? label : "1");
+    }
+    chart_titles(&p, &right, "distance", "magnitude of the number");
+    draw_spacing(&p, &right, 3, -6, 448, strokes[1]);
+    draw_spacing(&p, &right, 7, -126, INFINITY, strokes[0]);
+    draw_spacing(&p, &right, 10, -14, 65504, strokes[2]);
+    draw_spacing(&p, &right, 23, -126, INFINITY, strokes[4]);
+    static const struct {
+        const char *name;
+        int stroke;
+    } formats[] = {{"e4m3", 1}, {"bf16", 0}, {"fp16", 2}, {"fp32", 4}};
+    for (int i = 0; i < 4; i++) chart_legend(&p, 530 + 88 * i, 414, strokes[formats[i].stroke], formats[i].name);
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -2504,11 +2626,13 @@ int main(int argc, char **argv) {
     draw_recomputation(argv[1]);
     draw_fp8(argv[1]);
     draw_ratios(argv[1]);
+    draw_preferences(argv[1]);
     draw_collectives(argv[1]);
     draw_attention(argv[1]);
     draw_kernel(argv[1]);
     draw_generation(argv[1]);
     draw_packing(argv[1]);
     draw_adapters(argv[1]);
+    draw_divergence(argv[1]);
     return 0;
 }
