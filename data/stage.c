@@ -13,12 +13,13 @@
 
 /* ---- losses */
 
-/* The metrics of a policy, without the divergence from a reference or the entropy where the loss has none. */
+/* The metrics of a policy, without the divergence from a reference where the loss has none, and without the entropy,
+ * which is a number of the whole iteration (rl.c). */
 static void choose_policy_metrics(mt_stage_loss *stage) {
     int64_t count = 0;
     for (const mt_loss_metric *row = mt_policy.metrics; row->name; row++) {
         if (row->number == MT_POLICY_REF_KL && !(stage->loss.inputs & 1 << MT_REF_LOGP)) continue;
-        if (row->number == MT_POLICY_ENTROPY && !stage->loss.uses_entropy) continue;
+        if (row->number == MT_POLICY_ENTROPY) continue;
         stage->metrics[count++] = *row;
     }
     stage->loss.metrics = stage->metrics;
