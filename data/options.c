@@ -772,6 +772,18 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     return false;
 }
 
+/* True for a size of --rollout-*, --teacher-* or --ref-*. */
+static bool mt_option_is_of_another_role(const mt_option *row) {
+    static const size_t sizes[] = {
+        MT_AT(rollout_tensor_model_parallel_size), MT_AT(rollout_expert_model_parallel_size),
+        MT_AT(teacher_tensor_model_parallel_size), MT_AT(teacher_pipeline_model_parallel_size),
+        MT_AT(teacher_expert_model_parallel_size), MT_AT(ref_tensor_model_parallel_size),
+        MT_AT(ref_pipeline_model_parallel_size),   MT_AT(ref_expert_model_parallel_size)};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (row->offset == sizes[i]) return true;
+    return false;
+}
+
 /* The option of the command line that an option of the file gives way to; NULL: none. */
 static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_option *row) {
     const mt_options *o = reader->options;
@@ -784,6 +796,11 @@ static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_
     if (row->offset == MT_AT(train_epochs) && o->train_iters > 0) return "train-iters";
     if (row->offset == MT_AT(sequence_parallel) && o->tensor_model_parallel_size == 1)
         return "tensor-model-parallel-size 1";
+    bool other_role = mt_option_is_of_another_role(row); // the file's layouts are for its own number of ranks
+    if (other_role && mt_option_is_typed(reader, MT_AT(tensor_model_parallel_size)))
+        return "tensor-model-parallel-size";
+    if (other_role && mt_option_is_typed(reader, MT_AT(pipeline_model_parallel_size)))
+        return "pipeline-model-parallel-size";
     for (const mt_option *same = mt_option_table; same->help; same++) {
         if (!same->name || same->offset != row->offset) continue;
         if (mt_option_rule_yields(reader, same, false, &rule)) return rule.other->name;
@@ -1302,6 +1319,11 @@ typedef struct mt_idle_option {
     const char *name, *reason;
 } mt_idle_option;
 
+static void mt_idle_options_print(const mt_idle_option *options, size_t count, FILE *file) {
+    for (size_t i = 0; i < count; i++)
+        if (options[i].is_idle) fprintf(file, "--%s has no effect: %s\n", options[i].name, options[i].reason);
+}
+
 static void mt_options_print_idle(const mt_options *o, FILE *file) {
     bool one = o->data_parallel_size * o->context_parallel_size == 1, cpu = o->device == MT_DEVICE_CPU;
     bool warms_up = o->lr_warmup_iters > 0 || o->lr_warmup_samples > 0 || o->lr_warmup_fraction > 0;
@@ -1358,8 +1380,23 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
         {expert_inputs && experts && varies, "offload-modules expert_fc1, moe_act",
          "the number of their rows depends on the data; --moe-pad-expert-input-to-capacity fixes it"},
     };
-    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
-        if (options[i].is_idle) fprintf(file, "--%s has no effect: %s\n", options[i].name, options[i].reason);
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
+/* Options of models that take turns. */
+static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
+    bool has_ref_sizes = o->ref_tensor_model_parallel_size > 0 || o->ref_pipeline_model_parallel_size > 0 ||
+                         o->ref_expert_model_parallel_size > 0;
+    bool unused = o->stage == MT_STAGE_RL && o->kl_loss_coef == 0 && !o->kl_in_reward;
+    const mt_idle_option options[] = {
+        {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
+         "on the CPU, all memory is the host's; only the order of work is simulated"},
+        {has_ref_sizes && unused, "ref-*-model-parallel-size",
+         "without --kl-loss-coef and --kl-in-reward there is no reference model"},
+        {o->ref_expert_model_parallel_size > 1 && o->num_experts == 0, "ref-expert-model-parallel-size",
+         "no layer has experts"},
+    };
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
 
 static void mt_options_print_chosen(const mt_options *o, FILE *file) {
@@ -1390,6 +1427,7 @@ void mt_options_warn(const mt_options *o, FILE *file) {
     MT_CHECK(lines);
     mt_options_print_chosen(o, lines);
     mt_options_print_idle(o, lines);
+    mt_options_print_idle_roles(o, lines);
     MT_CHECK(fclose(lines) == 0);
     mt_options_print_typed(o, text, file);
     free(text);

@@ -169,40 +169,44 @@ const mt_profile *mt_profile_read(void) {
 /* ==== the timed operations ======================================================================================= */
 /* Each row of the lists in megatron.h makes one function: the real call between two moments, recorded with its work. */
 
-static mt_work mt_work_product(int64_t M, int64_t N, int64_t K) {
+mt_work mt_work_product(int64_t M, int64_t N, int64_t K) {
     return (mt_work){.flops = 2.0 * (double)M * (double)N * (double)K};
 }
 
-static mt_work mt_work_bytes(int64_t elements, mt_dtype dtype) {
+mt_work mt_work_bytes(int64_t elements, mt_dtype dtype) {
     return (mt_work){.bytes = (double)elements * (double)mt_dtype_size(dtype)};
 }
 
 /* The pairs of a query and a key that it sees take over_d products of D channels (forward q k^T; backward that again,
  * dq and dk) and over_dv of Dv (forward p v; backward dout v^T and dv). */
-static mt_work mt_work_attention(const mt_attention *a, int over_d, int over_dv) {
+mt_work mt_work_attention(const mt_attention *a, int over_d, int over_dv) {
     int64_t pairs = 0;
-    for (int64_t s = 0; s < a->spans.count; s++)
-        for (int64_t i = 0, begin, end; i < a->spans.host[s].q_len; i++) {
-            mt_span_keys(&a->spans.host[s], a->window, i, &begin, &end);
+    for (const mt_span *s = a->spans.host; s < a->spans.host + a->spans.count; s++) {
+        bool whole = !s->causal && a->window == 0, triangle = s->causal && a->window == 0 && s->k_len >= s->q_len;
+        if (whole) pairs += s->q_len * s->k_len;
+        if (triangle) pairs += s->q_len * (s->k_len - s->q_len) + s->q_len * (s->q_len + 1) / 2;
+        for (int64_t i = 0, begin, end; !whole && !triangle && i < s->q_len; i++) {
+            mt_span_keys(s, a->window, i, &begin, &end);
             pairs += end - begin;
         }
+    }
     return mt_work_product(pairs, a->num_heads, over_d * a->head_size + over_dv * a->value_size);
 }
 
 /* Reads k_rope, the rope channels of q and kv; writes the rope channels of q, k and v. */
-static mt_work mt_work_latent_heads(const mt_latent_heads_args *a, mt_dtype dtype) {
+mt_work mt_work_latent_heads(const mt_latent_heads_args *a, mt_dtype dtype) {
     int64_t R = a->rotation.R, q = 2 * R, kv = a->N + a->Dv, k_and_v = a->N + R + a->Dv;
     return mt_work_bytes(a->T * R + a->T * a->H * (q + kv + k_and_v), dtype);
 }
 
 /* Key rows or query rows of all spans. */
-static int64_t mt_span_rows(const mt_spans *spans, bool of_keys) {
+int64_t mt_span_rows(const mt_spans *spans, bool of_keys) {
     int64_t rows = 0;
     for (int64_t s = 0; s < spans->count; s++) rows += of_keys ? spans->host[s].k_len : spans->host[s].q_len;
     return rows;
 }
 
-static int64_t mt_sent_to_others(const int64_t *counts, const mt_group *group) {
+int64_t mt_sent_to_others(const int64_t *counts, const mt_group *group) {
     int64_t sent = -counts[group->rank];
     for (int rank = 0; rank < group->size; rank++) sent += counts[rank];
     return sent;
@@ -210,7 +214,7 @@ static int64_t mt_sent_to_others(const int64_t *counts, const mt_group *group) {
 
 /* Bytes that each rank sends, and receives, at least. Sums of doubles are those of losses and norms; groups of replicas
  * exchange gradients and parameters. A group of one does nothing and is not recorded. */
-static mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype dtype, const mt_group *group) {
+mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype dtype, const mt_group *group) {
     static const struct {
         const char *group;
         mt_traffic traffic;
@@ -221,7 +225,7 @@ static mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype d
                   {"pipeline", MT_TRAFFIC_PIPELINE}, {"expert-tensor", MT_TRAFFIC_EXPERT},
                   {"stage", MT_TRAFFIC_SUMS}};
     mt_work work = mt_work_bytes(elements, dtype);
-    work.is_nothing = group->size == 1;
+    work.is_nothing = group->size == 1, work.group = group;
     work.traffic = operation == MT_OPERATION_all_gather ? MT_TRAFFIC_PARAMETERS : MT_TRAFFIC_GRADIENTS;
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
         if (strcmp(group->name, groups[i].group) == 0) work.traffic = groups[i].traffic;

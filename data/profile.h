@@ -78,8 +78,22 @@ const mt_profile *mt_profile_read(void);
 typedef struct mt_work {
     double flops, bytes;
     mt_traffic traffic;
-    bool is_nothing; // a collective of one rank: not recorded
+    bool is_nothing;       // a collective of one rank: not recorded
+    const mt_group *group; // of a collective or a message; else NULL
 } mt_work;
+
+/* The functions that the work of the operations in megatron.h calls. A product of M x K by K x N; elements read and
+ * written; attention, whose pairs of a query and a key that it sees take over_d products of D channels and over_dv of
+ * Dv; the heads of latent attention; elements that a rank sends. */
+mt_work mt_work_product(int64_t M, int64_t N, int64_t K);
+mt_work mt_work_bytes(int64_t elements, mt_dtype dtype);
+mt_work mt_work_attention(const mt_attention *attention, int over_d, int over_dv);
+mt_work mt_work_latent_heads(const mt_latent_heads_args *args, mt_dtype dtype);
+mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype dtype, const mt_group *group);
+
+/* Key rows or query rows of all spans; elements of counts[group size] that go to other ranks. */
+int64_t mt_span_rows(const mt_spans *spans, bool of_keys);
+int64_t mt_sent_to_others(const int64_t *counts, const mt_group *group);
 
 /* A recorded call of an operation. Times are those of mt_time(). */
 typedef struct mt_profile_call {

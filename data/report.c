@@ -693,6 +693,9 @@ void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *gr
     fprintf(file, ".\nData: ");
     if (data)
         print_data(o, data, file);
+    else if (o->stage == MT_STAGE_RL)
+        fprintf(file, "%lld responses to each of %lld prompts in each of %lld iterations",
+                (long long)o->num_return_sequences, (long long)o->rollout_batch_size, (long long)o->num_iterations);
     else
         fprintf(file, "none, the weights stay as they are");
     fprintf(file, ".\n");

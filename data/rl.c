@@ -51,6 +51,7 @@ struct mt_rl {
     float *generated; // the generator's log-probabilities of all tokens of the responses, one after another; NULL: none
     int64_t rounds;   // of responses
     double value_loss, seconds[NUM_PHASES];
+    double entropy;               // of the actor, summed over the tokens that count
     int64_t untrained, bad_steps; // iterations of this run without a step; steps without an update, as last reported
     mt_report_number numbers[MT_MAX_REPORT_NUMBERS];
     int64_t num_numbers;
@@ -438,25 +439,29 @@ typedef struct scoring {
     mt_rollouts *rollouts;
     mt_loss_input input;
     const mt_grid *grid;
+    double entropy; // summed over the tokens that count
 } scoring;
 
 /* The sink of scoring, on the ranks with the loss: one of each replica keeps the numbers. */
 static void store(void *context, int64_t micro_batch, const mt_batch *batch, const double *numbers,
                   const double *entropy) {
-    const scoring *s = context;
-    (void)micro_batch, (void)entropy;
-    if (s->grid->tensor.rank == 0 && s->grid->context.rank == 0)
-        mt_rollouts_store(s->rollouts, s->input, batch, numbers);
+    scoring *s = context;
+    (void)micro_batch;
+    if (s->grid->tensor.rank > 0 || s->grid->context.rank > 0) return;
+    mt_rollouts_store(s->rollouts, s->input, batch, numbers);
+    for (int64_t t = 0; t < batch->num_tokens && entropy; t++) s->entropy += batch->loss_mask[t] != 0 ? entropy[t] : 0;
 }
 
 /* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
 static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
-    scoring s = {&rl->rollouts, input, role->grid};
+    scoring s = {&rl->rollouts, input, role->grid, 0};
     if (!role->model) return 0;
     if (mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s, error) !=
         0)
         return -1;
     mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.inputs[input], rl->rollouts.T, MT_F64);
+    mt_all_reduce_sum(&rl->config.grid->world, &s.entropy, 1, MT_F64);
+    if (input == MT_OLD_LOGP) rl->entropy = s.entropy;
     return 0;
 }
 
@@ -603,7 +608,8 @@ static void collect_numbers(mt_rl *rl) {
                                                    [TRAINING] = "training seconds"};
     const mt_rollout_stats *stats = &rl->rollouts.stats;
     const mt_options *o = rl->config.options;
-    bool trained = mt_rollouts_count(&rl->rollouts) > 0, samples = o->dynamic_sampling;
+    double counted = (double)mt_rollouts_count(&rl->rollouts);
+    bool trained = counted > 0, samples = o->dynamic_sampling;
     rl->num_numbers = 0;
     add_number(rl, "reward", stats->score, true);
     add_number(rl, "reward deviation", stats->score_deviation, true);
@@ -616,6 +622,7 @@ static void collect_numbers(mt_rl *rl) {
     if (trained && rl->critic.role.model) add_number(rl, "value loss", rl->value_loss, true);
     if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
     if (trained) add_number(rl, "advantage", stats->advantage, false);
+    if (trained) add_number(rl, "entropy", rl->entropy / counted, false);
     if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
     for (int i = rl->transfer || rl->actor.rests ? TRANSFER : GENERATION; i < NUM_PHASES; i++)
         add_number(rl, phases[i], rl->seconds[i], false);

@@ -590,6 +590,10 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     } else if (row->kind == MT_KEY_MODEL) {
         expand_home(entry);
         add_option(r, line, "finetune", "true")->is_implied = true;
+    } else if (row->kind == MT_KEY_OFFLOAD) {
+        snprintf(value, sizeof value, "%s", first);
+        add_option(r, line, "grad-offload", value)->is_implied = true;
+        add_option(r, line, "optimizer-offload", value)->is_implied = true;
     } else if (row->kind != MT_KEY_OPTION) {
         derive_value(r, row, mapping, entry);
     }

@@ -27,16 +27,17 @@
     "fused=cudnn|local=unfused"
 
 /* Other engines, and reasons. */
-#define HYDRA        "hydra"
-#define RAY          "Ray and its processes"
-#define TRACKERS     "trackers (here --tensorboard-dir and --metrics)"
-#define PYTHON       "ROLL's Python classes"
-#define SERVER       "the generating engine (vllm, sglang)"
-#define TRANSFORMERS "transformers"
-#define VALIDATION   "the validation of responses: a validation here computes losses"
-#define SAMPLERS     "samplers of domains: samples come from all files alike"
-#define CHECKPOINTS  "formats of checkpoints: here they are Hugging Face folders with the optimizer's state"
-#define PROFILERS    "profilers (here --profile and --trace)"
+#define HYDRA          "hydra"
+#define RAY            "Ray and its processes"
+#define TRACKERS       "trackers (here --tensorboard-dir and --metrics)"
+#define PYTHON         "ROLL's Python classes"
+#define SERVER         "the generating engine (vllm, sglang)"
+#define TRANSFORMERS   "transformers"
+#define VALIDATION     "the validation of responses: a validation here computes losses"
+#define SAMPLERS       "samplers of domains: samples come from all files alike"
+#define CHECKPOINTS    "formats of checkpoints: here they are Hugging Face folders with the optimizer's state"
+#define ANOTHER_LAYOUT "the trained model's, or on another layout none"
+#define PROFILERS      "profilers (here --profile and --trace)"
 
 static const mt_role_key keys[] = {
     /* ---- ROLL: the pipeline */
@@ -137,21 +138,47 @@ static const mt_role_key keys[] = {
      "use_reward_scaling use_reward_norm add_len_reward",
      MT_KEY_REFUSED, "responses are weighted by their advantages alone"},
     {"roll", "error_max_len_threshold", MT_KEY_UNUSED, "error_max_len_clip, which is not supported"},
-    {"roll", "is_offload_states is_offload_optimizer_states_in_train_step", MT_KEY_FIXED,
-     "the roles of a run share the memory", "true|false"},
+    {"roll", "is_offload_states", MT_KEY_OFFLOAD, "param-offload", NULL, "actor_train student"},
+    {"roll", "is_offload_optimizer_states_in_train_step", MT_KEY_FIXED, "the optimizer's state is in use in a step",
+     "true|false"},
     // its roles
     {"roll", "actor_train actor_infer reference critic reward sft_train student teacher", MT_KEY_SECTION, "role", NULL,
      "="},
     {"roll", "actor_infer", MT_KEY_SECTION, "rollouts", NULL, "actor_train"},
     {"roll", "reference", MT_KEY_SECTION, "references", NULL, "actor_train"},
     {"roll", "critic", MT_KEY_SECTION, "critics", NULL, "actor_train"},
+    {"roll", "teacher", MT_KEY_SECTION, "teachers", NULL, "student"},
     {"roll", "rewards", MT_KEY_SECTION, "rewards", NULL, "="},
     {"rewards", "*", MT_KEY_SECTION, "role", NULL, "="},
-    // the parts of other roles that the actor's run has use for
+    // the parts of other roles that the run of an actor or of a student has use for
     {"rollouts", "generating_args", MT_KEY_SECTION, "generating_args"},
+    {"rollouts", "strategy_args", MT_KEY_SECTION, "rollouts.strategy_args"},
     {"rollouts", "*", MT_KEY_UNUSED, "the role actor_infer"},
+    {"rollouts.strategy_args", "strategy_config", MT_KEY_SECTION, "rollouts.strategy"},
+    {"rollouts.strategy_args", "*", MT_KEY_UNUSED, "the role actor_infer"},
+    {"rollouts.strategy", "tensor_model_parallel_size tensor_parallel_size tp_size", MT_KEY_OPTION,
+     "rollout-tensor-model-parallel-size"},
+    {"rollouts.strategy", "expert_model_parallel_size ep_size", MT_KEY_OPTION, "rollout-expert-model-parallel-size"},
+    {"rollouts.strategy", "*", MT_KEY_UNUSED, "the role actor_infer"},
     {"references", "model_args", MT_KEY_SECTION, "references.model"},
+    {"references", "strategy_args", MT_KEY_SECTION, "references.strategy_args"},
     {"references", "*", MT_KEY_UNUSED, "the role reference"},
+    {"references.strategy_args", "strategy_config", MT_KEY_STRATEGY, "references.strategy"},
+    {"references.strategy_args", "*", MT_KEY_UNUSED, "the role reference"},
+    {"references.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "ref-tensor-model-parallel-size"},
+    {"references.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "ref-pipeline-model-parallel-size"},
+    {"references.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "ref-expert-model-parallel-size"},
+    {"references.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"references.strategy", "*", MT_KEY_UNUSED, "the role reference"},
+    {"teachers", "strategy_args", MT_KEY_SECTION, "teachers.strategy_args"},
+    {"teachers", "*", MT_KEY_UNUSED, "the role teacher"},
+    {"teachers.strategy_args", "strategy_config", MT_KEY_STRATEGY, "teachers.strategy"},
+    {"teachers.strategy_args", "*", MT_KEY_UNUSED, "the role teacher"},
+    {"teachers.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "teacher-tensor-model-parallel-size"},
+    {"teachers.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "teacher-pipeline-model-parallel-size"},
+    {"teachers.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "teacher-expert-model-parallel-size"},
+    {"teachers.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"teachers.strategy", "*", MT_KEY_UNUSED, "the role teacher"},
     {"references.model", "model_name_or_path", MT_KEY_OPTION, "ref-load"},
     {"references.model", "*", MT_KEY_UNUSED, "the role reference"},
     {"critics", "model_args", MT_KEY_SECTION, "critics.model"},
@@ -304,6 +331,14 @@ static const mt_role_key keys[] = {
     {"actor_rollout_ref", "model", MT_KEY_SECTION, "verl.model", NULL, "actor_train actor_infer reference"},
     {"actor_rollout_ref", "actor", MT_KEY_SECTION, "verl.actor", NULL, "actor_train"},
     {"actor_rollout_ref", "ref", MT_KEY_SECTION, "verl.actor", NULL, "reference"},
+    {"actor_rollout_ref", "ref", MT_KEY_SECTION, "verl.refs", NULL, "actor_train"},
+    {"verl.refs", "megatron", MT_KEY_SECTION, "verl.refs.megatron"},
+    {"verl.refs", "*", MT_KEY_UNUSED, "the role reference"},
+    {"verl.refs.megatron", "tensor_model_parallel_size", MT_KEY_OPTION, "ref-tensor-model-parallel-size"},
+    {"verl.refs.megatron", "pipeline_model_parallel_size", MT_KEY_OPTION, "ref-pipeline-model-parallel-size"},
+    {"verl.refs.megatron", "expert_model_parallel_size", MT_KEY_OPTION, "ref-expert-model-parallel-size"},
+    {"verl.refs.megatron", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"verl.refs.megatron", "*", MT_KEY_UNUSED, "the role reference"},
     {"actor_rollout_ref", "rollout", MT_KEY_SECTION, "verl.rollout", NULL, "actor_train actor_infer"},
 
     {"verl.model", "path", MT_KEY_MODEL, "load"},
@@ -395,6 +430,10 @@ static const mt_role_key keys[] = {
     {"verl.rollout", "response_length", MT_KEY_OPTION, "max-new-tokens"},
     {"verl.rollout", "log_prob_micro_batch_size_per_gpu", MT_KEY_UNUSED,
      "scoring, whose micro-batches are those of training"},
+    {"verl.rollout", "tensor_model_parallel_size", MT_KEY_OPTION, "rollout-tensor-model-parallel-size", NULL,
+     "actor_train"},
+    {"verl.rollout", "expert_parallel_size", MT_KEY_OPTION, "rollout-expert-model-parallel-size", NULL, "actor_train"},
+    {"verl.rollout", "tensor_model_parallel_size expert_parallel_size", MT_KEY_UNUSED, SERVER},
     {"verl.rollout", "*", MT_KEY_UNUSED, SERVER},
 
     {"verl.algorithm", "adv_estimator", MT_KEY_OPTION, "adv-estimator", NULL, LEARNER},
@@ -519,11 +558,13 @@ bool mt_role_key_nearest(char nearest[112], const char *section, const char *nam
     int least = length < 6 ? 2 : 2 + (int)length / 4;
     const mt_role_key *elsewhere = NULL;
     const char *parent = find_parent(section);
+    static const char *const parts[] = {"critics", "references", "rollouts", "teachers", "refs"};
     bool is_verl = strncmp(section, "verl", 4) == 0;
     *nearest = 0;
     if (length > 64) return false;
     for (const mt_role_key *row = keys; row < keys + NUM_KEYS; row++) {
-        bool is_part = strstr(row->section, "critics") || strstr(row->section, "references"); // of another role
+        bool is_part = false; // of another role
+        for (size_t i = 0; i < sizeof parts / sizeof *parts && !is_part; i++) is_part = strstr(row->section, parts[i]);
         bool is_kin = (strncmp(row->section, "verl", 4) == 0) == is_verl && !is_part;
         if (!elsewhere && is_kin && is_listed(row->names, name, length)) elsewhere = row;
         if (*row->names == '*') continue;

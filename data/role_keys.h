@@ -17,6 +17,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_LENGTH,      // prompt_length + response_length, unless there is sequence_length
     MT_KEY_MINI_BATCH,  // prompts, times the responses of each
     MT_KEY_DUAL_CLIP,   // 1 + 2 x pg_clip if true
+    MT_KEY_OFFLOAD,     // --param-offload, --grad-offload and --optimizer-offload
     MT_KEY_LOSS_COEF,   // 0 unless the section's use_kl_loss is true
     MT_KEY_ENABLED,     // as it is, if the section's `enable` is true
     MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass

@@ -4,6 +4,7 @@
 #include "file.h"
 #include "host_memory.h"
 #include "launch.h"
+#include "planner.h"
 #include "profile.h"
 #include "timeline.h"
 #include "trace.h"
@@ -217,6 +218,17 @@ static void print_launch(mt_run *r) {
     if (status != 0) mt_die("%s", error.text);
 }
 
+/* GPUs and ranks are imagined. */
+static void print_plan(mt_run *r) {
+    mt_error error;
+    r->grid = mt_grid_of_one;
+    int status = open_tokenizer(r, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->options.gpus, &error);
+    if (status == 0) status = mt_plan_explain(&r->options, stdout, &error);
+    if (status != 0) mt_options_name_typed(&r->options, &error);
+    if (status != 0) mt_die("%s", error.text);
+}
+
 /* ---- the whole */
 
 /* Rank 0 prints what the run will do: a paragraph, the options that were given, and the grid. */
@@ -238,10 +250,12 @@ static void stop(mt_run *r) {
     mt_grid_stop(&r->grid);
 }
 
-/* True if the options ask to print something; after mt_grid_start, except --print-launch. */
+/* True if the options ask to print something; after mt_grid_start, except --print-launch and --plan-explain. */
 static bool prints(mt_run *r) {
     if (r->options.print_launch > 0)
         print_launch(r);
+    else if (r->options.plan_explain)
+        print_plan(r);
     else if (r->options.print_config)
         print_config(r);
     else if (r->options.print_schedule)
@@ -259,7 +273,8 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(&r->options, MT_PROGRAM_TRAIN, *argc, *argv, &error);
     mt_signals_select(&r->options);
-    if (status == 0 && r->options.print_launch > 0 && prints(r)) return false;
+    bool alone = r->options.print_launch > 0 || r->options.plan_explain; // needs no other rank
+    if (status == 0 && alone && prints(r)) return false;
     mt_watch_start(&r->options);
     mt_grid_start(&r->grid, argc, argv);
     refuse(r, status, &error);

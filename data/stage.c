@@ -13,12 +13,13 @@
 
 /* ---- losses */
 
-/* The metrics of a policy, without the divergence from a reference or the entropy where the loss has none. */
+/* The metrics of a policy, without the divergence from a reference where the loss has none, and without the entropy,
+ * which is a number of the whole iteration (rl.c). */
 static void choose_policy_metrics(mt_stage_loss *stage) {
     int64_t count = 0;
     for (const mt_loss_metric *row = mt_policy.metrics; row->name; row++) {
         if (row->number == MT_POLICY_REF_KL && !(stage->loss.inputs & 1 << MT_REF_LOGP)) continue;
-        if (row->number == MT_POLICY_ENTROPY && !stage->loss.uses_entropy) continue;
+        if (row->number == MT_POLICY_ENTROPY) continue;
         stage->metrics[count++] = *row;
     }
     stage->loss.metrics = stage->metrics;
@@ -361,42 +362,41 @@ static int read_batch(void *context, int64_t slot, int64_t rank, mt_batch *batch
                                             : mt_feed_batch(r->feed, slot, batch, error);
 }
 
-/* Sends `bytes` bytes on world rank `from` to rank `to`, which allocates them. On the same rank they are copied. */
-static void move(const mt_group *world, const void *sent, void **received, int64_t bytes, int from, int to) {
-    if (bytes == 0) return;
-    if (world->rank == to) *received = mt_malloc(bytes);
-    if (from == to)
-        memcpy(*received, sent, (size_t)bytes);
-    else if (world->rank == from)
+/* Sends `bytes` bytes from world rank `from` to rank `to`, which gets a copy to free; NULL elsewhere. Both call it. */
+static void *move(const mt_group *world, const void *sent, int64_t bytes, int from, int to) {
+    void *received = world->rank == to && bytes > 0 ? mt_malloc(bytes) : NULL;
+    if (bytes > 0 && from == to)
+        memcpy(received, sent, (size_t)bytes);
+    else if (bytes > 0 && world->rank == from)
         mt_send(world, sent, bytes, to);
-    else
-        mt_receive(world, *received, bytes, from);
+    else if (bytes > 0)
+        mt_receive(world, received, bytes, from);
+    return received;
 }
 
-/* Gives rank `to` the scores of rank `from`; both call it. */
+/* Gives rank `to` the scores `found` of rank `from`, as *kept there; both call it. Elsewhere the pointers are NULL. */
 static void move_scores(const mt_group *world, const scores *found, scores *kept, int from, int to) {
-    const mt_teacher_logits *t = found ? &found->teacher : NULL;
-    int64_t sizes[4] = {0}, *received = NULL;
-    if (found) sizes[0] = found->logp ? found->num_tokens : 0, sizes[1] = t->count, sizes[2] = t->K;
-    if (found) sizes[3] = t->ids ? t->K : 0;
-    move(world, sizes, (void **)&received, sizeof sizes, from, to);
+    static const scores none = {0};
+    const scores *s = found ? found : &none;
+    const mt_teacher_logits *t = &s->teacher;
+    int64_t sizes[] = {s->logp ? s->num_tokens : 0, t->count, t->K, t->ids ? t->K : 0};
+    int64_t *received = move(world, sizes, sizeof sizes, from, to);
     if (received) memcpy(sizes, received, sizeof sizes);
     free(received);
-    int64_t count = sizes[1], K = sizes[2];
-    scores unused = {0}, *into = kept ? kept : &unused;
-    into->num_tokens = sizes[0], into->teacher.count = count, into->teacher.K = K;
-    move(world, found ? found->logp : NULL, (void **)&into->logp, sizes[0] * 4, from, to);
-    move(world, t ? t->tokens : NULL, (void **)&into->teacher.tokens, count * 4, from, to);
-    move(world, t ? t->ids : NULL, (void **)&into->teacher.ids, count * sizes[3] * 4, from, to);
-    move(world, t ? t->logits : NULL, (void **)&into->teacher.logits, count * K * 4, from, to);
+    scores got = {.num_tokens = sizes[0], .teacher = {.count = sizes[1], .K = sizes[2]}};
+    got.logp = move(world, s->logp, sizes[0] * 4, from, to);
+    got.teacher.tokens = move(world, t->tokens, sizes[1] * 4, from, to);
+    got.teacher.ids = move(world, t->ids, sizes[1] * sizes[3] * 4, from, to);
+    got.teacher.logits = move(world, t->logits, sizes[1] * sizes[2] * 4, from, to);
+    if (kept) *kept = got;
 }
 
 /* Gives the scores that the replicas of a role apart computed to the ranks that read them. All ranks go through the
  * messages in one order, so none waits for ever. */
 static void deliver_scores(mt_reference *r) {
     const mt_group *world = &r->role.grid->world;
-    int64_t ranks = r->trained.grid->data.size, replicas = r->role.grid->data.size,
-            count = r->feed->micro_batches * ranks;
+    int64_t ranks = r->trained.grid->data.size, replicas = r->role.grid->data.size;
+    int64_t count = r->feed->micro_batches * ranks;
     for (int64_t number = 0; number < count; number++) {
         int from = r->owners[number % replicas];
         scores *found = world->rank == from ? &r->found[number / replicas] : NULL;

@@ -43,9 +43,10 @@ static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) 
 }
 
 /* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
-static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *costs, int64_t rank,
+static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *stages, int64_t rank,
                             int64_t index, double *now) {
     mt_action action = t->actions[index];
+    const mt_action_costs *costs = &stages[rank * t->schedule.vp + action.chunk];
     bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
     double start = *now;
     switch (action.kind) {
@@ -65,13 +66,13 @@ static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_c
 }
 
 /* Returns the work on the list of one rank, and sets its peak of forwards without their backward. */
-static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *stages) {
     double work = 0;
     int64_t held = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
         mt_action_kind kind = t->actions[i].kind;
         if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
-        work += mt_action_cost(kind, costs);
+        work += mt_action_cost(kind, &stages[rank * t->schedule.vp + t->actions[i].chunk]);
         if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
         if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
         if (held > t->live[rank]) t->live[rank] = held;
@@ -79,7 +80,8 @@ static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_co
     return work;
 }
 
-int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
+int mt_timeline_create_uneven(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs,
+                              int64_t in_flight) {
     int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
     *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
     for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
@@ -103,6 +105,14 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_act
     t->bubble = (t->span * (double)pp - work) / work;
     free(counters), free(times);
     return done == t->first[pp] ? 0 : -1;
+}
+
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
+    mt_action_costs *stages = mt_malloc(schedule->pp * schedule->vp * (int64_t)sizeof *stages);
+    for (int64_t i = 0; i < schedule->pp * schedule->vp; i++) stages[i] = *costs;
+    int status = mt_timeline_create_uneven(t, schedule, stages, in_flight);
+    free(stages);
+    return status;
 }
 
 void mt_timeline_free(mt_timeline *t) {

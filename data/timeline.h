@@ -33,6 +33,9 @@ typedef struct mt_timeline {
  * many messages. Free the timeline in either case. */
 int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_action_costs *costs,
                        int64_t in_flight);
+/* The same with costs[rank * vp + chunk] for every stage; `send` is that of the sender's stage. */
+int mt_timeline_create_uneven(mt_timeline *timeline, const mt_schedule *schedule, const mt_action_costs *costs,
+                              int64_t in_flight);
 void mt_timeline_free(mt_timeline *timeline);
 
 /* --print-schedule: for finished options, prints the pipeline layout, the schedule in characters (one row per rank; a

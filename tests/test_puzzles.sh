@@ -34,7 +34,9 @@ puzzle() {
     shift 3
     case "$*" in *--num-experts*) model=moe experts='--num-experts 4' ;; esac
     # shellcheck disable=SC2086
-    steps 1 "$work/puzzle-$n" $experts >"$work/one" && steps "$many" "$work/puzzle-$n" "$@" >"$work/many" || return 1
+    steps 1 "$work/puzzle-$n" $experts >"$work/one" &
+    steps "$many" "$work/puzzle-$n" "$@" >"$work/many"
+    wait
     cat "$work/$model" "$work/one" "$work/many" >"$work/out"
     [ "$(wc -l <"$work/out")" = 9 ] || return 1
     of_one=$(differs_first "$work/$model" "$work/one") of_many=$(differs_first "$work/$model" "$work/many")

@@ -142,6 +142,35 @@ EOF
     prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false
 }
 
+# Layouts of the roles beside the one that trains, and the parts of models that rest.
+layouts_of_other_roles_are_read() {
+    printf '%s\n' 'is_offload_states: true' 'actor_train:' '  model_args: {}' 'actor_infer:' '  strategy_args:' \
+        '    strategy_name: vllm' '    strategy_config: {block_size: 16, tensor_parallel_size: 4}' 'reference:' \
+        '  strategy_args:' '    strategy_name: megatron_infer' \
+        '    strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}' >"$work/layouts.yaml"
+    prints "$work/layouts.yaml" actor_train &&
+        sets actor_infer.strategy_args.strategy_config.tensor_parallel_size rollout-tensor-model-parallel-size 4 &&
+        unused actor_infer.strategy_args.strategy_config.block_size 'the role actor_infer' &&
+        sets reference.strategy_args.strategy_config.tensor_model_parallel_size ref-tensor-model-parallel-size 2 &&
+        unused reference.strategy_args.strategy_config.sequence_parallel 'the trained model' || return 1
+    for part in param grad optimizer; do sets is_offload_states $part-offload true || return 1; done
+    prints "$work/layouts.yaml" actor_train --tensor-model-parallel-size 1 &&
+        unused reference.strategy_args.strategy_config.tensor_model_parallel_size \
+            'gives way to --tensor-model-parallel-size' || return 1
+    printf '%s\n' 'student: {model_args: {}}' 'teacher: {strategy_args: {strategy_name: megatron_infer,' \
+        '  strategy_config: {pipeline_model_parallel_size: 2}}}' >"$work/layouts.yaml"
+    prints "$work/layouts.yaml" student &&
+        sets teacher.strategy_args.strategy_config.pipeline_model_parallel_size \
+            teacher-pipeline-model-parallel-size 2 || return 1
+    sed 's/name: vllm/tensor_model_parallel_size: 2/; s/param_offload: false/param_offload: true/' \
+        "$roles/verl.yaml" >"$work/layouts.yaml"
+    prints "$work/layouts.yaml" actor_train &&
+        sets actor_rollout_ref.rollout.tensor_model_parallel_size rollout-tensor-model-parallel-size 2 &&
+        sets actor_rollout_ref.ref.megatron.tensor_model_parallel_size ref-tensor-model-parallel-size 2 &&
+        sets actor_rollout_ref.actor.megatron.param_offload param-offload true &&
+        unused actor_rollout_ref.ref.megatron.param_offload 'the role reference'
+}
+
 # Keys whose options do not exist are named with them, in one error; values that ask for nothing are accepted.
 absent_options_are_named() {
     printf '%s\n' 'teacher_temperature: 2' 'seed: 3' 'student:' '  training_args:' '    learning_rate: 1' \
@@ -356,6 +385,7 @@ check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
+check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
 check absent_options_are_named absent_options_are_named
 check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name
 check values_are_checked values_are_checked

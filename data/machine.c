@@ -1,0 +1,169 @@
+/* machine.c: a machine's file, and the times that follow from its numbers. Every time is a rate of the file applied to
+ * a count of operations or bytes; no number belongs to one model or one layout. */
+#include "machine.h"
+
+#include "file.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* ---- the file */
+
+typedef struct mt_machine_row {
+    const char *key;
+    size_t offset;
+    double unit, low, high;
+} mt_machine_row;
+
+#define MT_MACHINE_ROW(key, unit, low, high, meaning) {#key, offsetof(mt_machine, key), unit, low, high},
+static const mt_machine_row mt_machine_rows[] = {MT_MACHINE_NUMBERS(MT_MACHINE_ROW)};
+enum { MT_NUM_MACHINE_ROWS = sizeof mt_machine_rows / sizeof *mt_machine_rows };
+
+static const mt_machine_row *mt_machine_row_find(const char *key) {
+    for (int i = 0; i < MT_NUM_MACHINE_ROWS; i++)
+        if (strcmp(mt_machine_rows[i].key, key) == 0) return &mt_machine_rows[i];
+    return NULL;
+}
+
+/* Takes one number of the file. */
+static int mt_machine_take(mt_machine *machine, const char *key, const json_t *item, const char *path,
+                           mt_error *error) {
+    const mt_machine_row *row = mt_machine_row_find(key);
+    const json_t *number = json_object_get(item, "value"), *source = json_object_get(item, "source");
+    double value = json_number_value(number);
+    if (!row) return mt_error_set(error, "%s: \"%s\" is not a number of a machine; see data/machine.h", path, key);
+    if (!json_is_number(number) || !json_is_string(source) || json_string_length(source) == 0)
+        return mt_error_set(error, "%s: \"%s\" must be {\"value\": number, \"source\": \"where it comes from\"}", path,
+                            key);
+    if (value < row->low || value > row->high)
+        return mt_error_set(error, "%s: \"%s\" is %g; it must be from %g to %g", path, key, value, row->low, row->high);
+    memcpy((char *)machine + row->offset, &(double){value * row->unit}, sizeof(double));
+    return 0;
+}
+
+static int mt_machine_parse(mt_machine *machine, json_t *root, const char *path, mt_error *error) {
+    const char *key;
+    json_t *item;
+    *machine = (mt_machine){.gpus_per_host = 8};
+    snprintf(machine->name, sizeof machine->name, "%.79s", path);
+    if (!json_is_object(root)) return mt_error_set(error, "%s: must be a JSON object", path);
+    for (int i = 0; i < MT_NUM_MACHINE_ROWS; i++)
+        if (!json_object_get(root, mt_machine_rows[i].key))
+            return mt_error_set(error, "%s: \"%s\" is missing; see data/machine.h", path, mt_machine_rows[i].key);
+    json_object_foreach(root, key, item) {
+        if (strcmp(key, "name") == 0 && json_is_string(item))
+            snprintf(machine->name, sizeof machine->name, "%s", json_string_value(item));
+        else if (mt_machine_take(machine, key, item, path, error) != 0)
+            return -1;
+    }
+    mt_text_clean(machine->name, false);
+    return 0;
+}
+
+/* The path of a named machine: in the current folder, or beside the program or the folder of the build above it. */
+static void mt_machine_path(char path[4200], const char *gpu) {
+    static const char *const parents[] = {"", "/..", "/../..", "/../../.."};
+    char program[4000];
+    size_t length = strlen(gpu);
+    if (length > 5 && strcmp(gpu + length - 5, ".json") == 0) {
+        snprintf(path, 4200, "%s", gpu);
+        return;
+    }
+    snprintf(path, 4200, "data/machines/%.100s.json", gpu);
+    if (access(path, R_OK) == 0) return;
+    ssize_t count = readlink("/proc/self/exe", program, sizeof program - 1);
+    program[count > 0 ? count : 0] = 0;
+    if (strrchr(program, '/')) *strrchr(program, '/') = 0;
+    for (size_t i = 0; count > 0 && i < sizeof parents / sizeof *parents; i++) {
+        char candidate[4200];
+        snprintf(candidate, sizeof candidate, "%s%s/data/machines/%.100s.json", program, parents[i], gpu);
+        if (access(candidate, R_OK) != 0) continue;
+        memcpy(path, candidate, sizeof candidate);
+        return;
+    }
+}
+
+int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error) {
+    char path[4200];
+    mt_machine_path(path, gpu);
+    json_t *root = mt_json_read(path, error);
+    if (!root) return -1;
+    int status = mt_machine_parse(machine, root, path, error);
+    json_decref(root);
+    return status;
+}
+
+/* ---- times */
+
+/* Tiles in which a product is computed, and the rate of their inner loop relative to the largest. */
+static const struct {
+    int64_t rows, columns;
+    double rate;
+} mt_tiles[] = {{128, 256, 1}, {256, 128, 1}, {128, 128, 0.93}, {64, 128, 0.75}, {128, 64, 0.75}, {64, 64, 0.5}};
+
+/* Results are written after the inner loop, which does not overlap with it within a tile. */
+double mt_machine_product_seconds(const mt_machine *machine, int64_t M, int64_t N, int64_t K, double written,
+                                  bool fp8) {
+    double rate = fp8 ? machine->fp8_product_tflops : machine->bf16_product_tflops, best = 0, size = fp8 ? 1 : 2;
+    double sms = machine->multiprocessors, depth = (double)K + machine->product_depth;
+    for (size_t i = 0; i < sizeof mt_tiles / sizeof *mt_tiles; i++) {
+        int64_t down = mt_divide_up(M, mt_tiles[i].rows), across = mt_divide_up(N, mt_tiles[i].columns);
+        double tiles = (double)down * (double)across, waves = ceil(tiles / sms);
+        // the last wave of many is filled by splitting sums or by other shapes: half of its idle part counts
+        double padded = (waves * sms + tiles) / 2 * (double)(mt_tiles[i].rows * mt_tiles[i].columns);
+        double seconds = 2 * padded * depth / (rate * mt_tiles[i].rate);
+        if (i == 0 || seconds < best) best = seconds;
+    }
+    double read = size * ((double)M * (double)K + (double)N * (double)K);
+    return machine->kernel_us + fmax(best + written / machine->copy_gbs, (read + written) / machine->copy_gbs);
+}
+
+double mt_machine_attention_seconds(const mt_machine *machine, double flops, double length, int64_t channels,
+                                    bool backward) {
+    double narrow = backward ? machine->attention_64_backward_tflops : machine->attention_64_forward_tflops;
+    double wide = backward ? machine->attention_128_backward_tflops : machine->attention_128_forward_tflops;
+    double share = fmin(fmax(((double)channels - 64) / 64, 0), 1), rate = narrow + (wide - narrow) * share;
+    if (channels < 64) rate *= (double)channels / 64;
+    return machine->kernel_us + flops / (rate * length / (length + machine->attention_tokens));
+}
+
+double mt_machine_memory_seconds(const mt_machine *machine, double bytes) {
+    return machine->kernel_us + bytes / (machine->copy_gbs * machine->memory_share);
+}
+
+mt_span_of_hosts mt_machine_span(const mt_machine *machine, const mt_group *group) {
+    mt_span_of_hosts span = {group->size, 0, 1};
+    if (!group->members) return (mt_span_of_hosts){group->size, group->size, 1};
+    for (int i = 0; i < group->size; i++)
+        span.per_host += group->members[i] / machine->gpus_per_host == group->members[0] / machine->gpus_per_host;
+    span.hosts = mt_divide_up(span.ranks, span.per_host);
+    return span;
+}
+
+/* Seconds that the links take: a ring passes every boundary between hosts once for each of the host's ranks, by all
+ * their network cards; an all-to-all and a message leave by the rank's own. */
+static double mt_link_seconds(const mt_machine *m, mt_collective kind, double bytes, const mt_span_of_hosts *span) {
+    const double rates[] = {[MT_RING_REDUCE] = m->nvlink_reduce_gbs,
+                            [MT_RING_GATHER] = m->nvlink_gather_gbs,
+                            [MT_EXCHANGE] = m->nvlink_exchange_gbs,
+                            [MT_MESSAGE] = m->nvlink_message_gbs,
+                            [MT_COPY_ENGINE] = m->nvlink_copy_gbs};
+    double within = bytes / rates[kind], ranks = (double)span->ranks, per_host = (double)span->per_host;
+    if (span->hosts == 1) return within;
+    if (kind == MT_RING_REDUCE || kind == MT_RING_GATHER) return fmax(within, bytes / (per_host * m->network_gbs));
+    if (kind == MT_EXCHANGE) return fmax(within, bytes * (ranks - per_host) / (ranks - 1) / m->network_gbs);
+    return fmax(within, bytes / m->network_gbs);
+}
+
+double mt_machine_collective_seconds(const mt_machine *m, mt_collective kind, double bytes,
+                                     const mt_span_of_hosts *span) {
+    double link = mt_link_seconds(m, kind, bytes, span), ranks = (double)span->ranks;
+    if (kind == MT_MESSAGE || kind == MT_COPY_ENGINE)
+        return link + (span->hosts > 1 ? m->network_us : m->nvlink_us) + m->kernel_us;
+    double ring = link + (ranks - (double)span->hosts) * m->nvlink_us + (double)(span->hosts - 1) * m->network_us;
+    double steps = ceil(log2(ranks)), hops = span->hosts > 1 ? ceil(log2((double)span->hosts)) : 0;
+    double tree = 2 * link + 2 * ((steps - hops) * m->nvlink_us + hops * m->network_us); // for short messages
+    return m->collective_us + fmin(ring, tree);
+}

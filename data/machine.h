@@ -1,0 +1,86 @@
+/* machine.h: a machine's file: the few numbers from which the planner predicts times. */
+#ifndef MT_MACHINE_H
+#define MT_MACHINE_H
+
+#include "../megatron.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The numbers of a GPU and of its links, one row each: key of the file and field; the factor from the file's unit to
+ * bytes, seconds and operations; range in the file's unit; meaning. */
+#define MT_MACHINE_NUMBERS(X)                                                                                          \
+    X(memory_gib, 0x1p30, 0.1, 1e6, "memory of the GPU that programs can use")                                         \
+    X(context_gib, 0x1p30, 0, 100, "its part that CUDA and libraries take beside the model")                           \
+    X(multiprocessors, 1, 1, 10000, "multiprocessors: tiles of a product that run at once")                            \
+    X(bf16_peak_tflops, 1e12, 1e-3, 1e6, "data sheet's rate of dense products in bf16, for MFU")                       \
+    X(bf16_product_tflops, 1e12, 1e-3, 1e6, "rate of the inner loop of a large product in bf16")                       \
+    X(fp8_product_tflops, 1e12, 0, 1e6, "the same in fp8; 0: the GPU has none")                                        \
+    X(fp8_exact_share, 1, 0.01, 2, "rate of fp8 products that sum in fp32, relative to others")                        \
+    X(fp8_blocks_share, 1, 0.01, 2, "rate of fp8 products with scales for blocks")                                     \
+    X(product_depth, 1, 0, 1e5, "sum of a product at which its inner loop reaches half of that rate")                  \
+    X(grouped_share, 1, 0.01, 2, "rate of grouped products relative to dense ones")                                    \
+    X(attention_64_forward_tflops, 1e12, 1e-3, 1e6, "attention of long sequences, heads of 64 channels")               \
+    X(attention_64_backward_tflops, 1e12, 1e-3, 1e6, "its backward")                                                   \
+    X(attention_128_forward_tflops, 1e12, 1e-3, 1e6, "attention, heads of 128 channels and more")                      \
+    X(attention_128_backward_tflops, 1e12, 1e-3, 1e6, "its backward")                                                  \
+    X(attention_tokens, 1, 0, 1e6, "length of a sequence at which attention reaches half of its rate")                 \
+    X(copy_gbs, 1e9, 1e-3, 1e6, "bytes read and written by a large copy")                                              \
+    X(memory_share, 1, 0.01, 2, "rate of kernels limited by memory, relative to the copy")                             \
+    X(kernel_us, 1e-6, 0, 1e4, "start and end of a kernel")                                                            \
+    X(launch_us, 1e-6, 0, 1e4, "time in which the host enqueues an operation")                                         \
+    X(nvlink_reduce_gbs, 1e9, 1e-3, 1e6, "bytes that a GPU sends in an all-reduce within a host")                      \
+    X(nvlink_gather_gbs, 1e9, 1e-3, 1e6, "the same in an all-gather or a reduce-scatter")                              \
+    X(nvlink_message_gbs, 1e9, 1e-3, 1e6, "the same in a message")                                                     \
+    X(nvlink_exchange_gbs, 1e9, 1e-3, 1e6, "the same in an all-to-all of ranks that are not equally fast")             \
+    X(nvlink_copy_gbs, 1e9, 1e-3, 1e6, "the same by copy engines, which use no multiprocessor")                        \
+    X(nvlink_us, 1e-6, 0, 1e4, "latency of one step of a ring within a host")                                          \
+    X(network_gbs, 1e9, 1e-3, 1e6, "bytes that a GPU sends to other hosts")                                            \
+    X(network_us, 1e-6, 0, 1e4, "latency of one step of a ring between hosts")                                         \
+    X(collective_slowdown, 1, 0, 10, "share of its time that computation loses while a collective runs beside it")     \
+    X(receive_slowdown, 1, 0, 10, "the same while a posted receive waits for its message")                             \
+    X(collective_us, 1e-6, 0, 1e5, "start of a collective, its ranks' differences included")                           \
+    X(host_copy_gbs, 1e9, 1e-3, 1e6, "bytes copied between the GPU and its host, in each direction")
+
+typedef struct mt_machine {
+    char name[80];
+#define MT_MACHINE_FIELD(key, ...) double key; // in bytes, seconds, operations per second
+    MT_MACHINE_NUMBERS(MT_MACHINE_FIELD)
+#undef MT_MACHINE_FIELD
+    int64_t gpus_per_host; // not of the file
+} mt_machine;
+
+/* Reads a machine's file: `gpu` is its path if it ends in ".json", else a name in data/machines, looked for in the
+ * current folder and beside the program. Every number is an object {"value": ..., "source": ...}. Errors: a file that
+ * cannot be read, an unknown or missing number, one out of its range or without a source. */
+int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error);
+
+/* Ranks of a group: all of them, of one host (the same number on each), and hosts. */
+typedef struct mt_span_of_hosts {
+    int64_t ranks, per_host, hosts;
+} mt_span_of_hosts;
+mt_span_of_hosts mt_machine_span(const mt_machine *machine, const mt_group *group);
+
+/* Seconds of a product with M x N results, each a sum of K terms; `written`: bytes of results written, and read where
+ * they accumulate. */
+double mt_machine_product_seconds(const mt_machine *machine, int64_t M, int64_t N, int64_t K, double written, bool fp8);
+
+/* Seconds of attention with `flops` operations over sequences of `length` tokens, heads of `channels` channels. */
+double mt_machine_attention_seconds(const mt_machine *machine, double flops, double length, int64_t channels,
+                                    bool backward);
+
+/* Seconds of a kernel that moves `bytes`. */
+double mt_machine_memory_seconds(const mt_machine *machine, double bytes);
+
+/* Collectives as a link sees them. */
+typedef enum mt_collective { MT_RING_REDUCE, MT_RING_GATHER, MT_EXCHANGE, MT_MESSAGE, MT_COPY_ENGINE } mt_collective;
+
+/* Seconds of a collective in which every rank sends `bytes`. */
+double mt_machine_collective_seconds(const mt_machine *machine, mt_collective kind, double bytes,
+                                     const mt_span_of_hosts *span);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

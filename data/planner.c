@@ -1,0 +1,166 @@
+/* planner.c: prints simulated steps, and finds the fastest layout of a model. */
+#include "planner.h"
+
+#include "options.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const mt_step_part_names[MT_NUM_STEP_PARTS] = {[MT_PART_PRODUCTS] = "products",
+                                                                  [MT_PART_ATTENTION] = "attention",
+                                                                  [MT_PART_MEMORY] = "memory-bound",
+                                                                  [MT_PART_ADAMW] = "optimizer",
+                                                                  [MT_PART_COMMUNICATION] = "exposed communication",
+                                                                  [MT_PART_IDLE] = "idle",
+                                                                  [MT_PART_BUBBLE] = "bubble"};
+static const char *const mt_plan_row_names[MT_NUM_PLAN_ROWS] = {
+    [MT_PLAN_WEIGHTS] = "weights", [MT_PLAN_GRADIENTS] = "gradients",     [MT_PLAN_OPTIMIZER] = "optimizer",
+    [MT_PLAN_BUFFERS] = "buckets", [MT_PLAN_ACTIVATIONS] = "activations", [MT_PLAN_CACHE] = "cache",
+    [MT_PLAN_FP8] = "fp8",         [MT_PLAN_EXPERTS] = "expert rows",     [MT_PLAN_TOTAL] = "in all",
+    [MT_PLAN_HOST] = "on the host"};
+static const char *const mt_traffic_words[MT_NUM_TRAFFICS] = {[MT_TRAFFIC_NONE] = "",
+                                                              [MT_TRAFFIC_TENSOR] = "tensor",
+                                                              [MT_TRAFFIC_GRADIENTS] = "gradients",
+                                                              [MT_TRAFFIC_PARAMETERS] = "parameters",
+                                                              [MT_TRAFFIC_CONTEXT] = "context",
+                                                              [MT_TRAFFIC_PIPELINE] = "pipeline",
+                                                              [MT_TRAFFIC_EXPERT] = "experts",
+                                                              [MT_TRAFFIC_SUMS] = "sums"};
+
+/* ---- one simulated step */
+
+/* Three lines: speed, time by part, memory by row. */
+static void mt_plan_print_step(const mt_simulation *s, const mt_machine *machine, const char *indent, FILE *file) {
+    const mt_simulated_rank *slowest = &s->pipeline[s->slowest];
+    fprintf(file, "%sstep    %.1f ms, %.0f tokens/s, %.3g G tokens a day, MFU %.1f%%", indent, 1e3 * s->seconds,
+            s->tokens_per_second, s->tokens_per_second * 86400e-9, 100 * s->mfu);
+    if (s->bubble > 0) fprintf(file, ", bubble %.1f%%", 100 * s->bubble);
+    fprintf(file, "\n%stime   ", indent);
+    for (int part = 0; part < MT_NUM_STEP_PARTS; part++) {
+        if (slowest->parts[part] < 5e-6) continue;
+        fprintf(file, " %s %.1f", mt_step_part_names[part], 1e3 * slowest->parts[part]);
+        const char *before = " (";
+        for (int i = 1; i < MT_NUM_TRAFFICS && part == MT_PART_COMMUNICATION; i++)
+            if (slowest->exposed[i] >= 5e-6) {
+                fprintf(file, "%s%s %.1f", before, mt_traffic_words[i], 1e3 * slowest->exposed[i]);
+                before = ", ";
+            }
+        if (*before == ',') fprintf(file, ")");
+    }
+    fprintf(file, " ms\n%smemory ", indent);
+    for (int row = 0; row < MT_NUM_PLAN_ROWS; row++)
+        if (s->bytes[row] > 0) fprintf(file, " %s %.2f", mt_plan_row_names[row], (double)s->bytes[row] / (1 << 30));
+    fprintf(file, " GiB; with CUDA and libraries %.1f of %.1f GiB\n", s->needed / (1 << 30),
+            machine->memory_gib / (1 << 30));
+}
+
+/* Equal calls of a step as one line. */
+typedef struct mt_explained {
+    const mt_simulated_call *call; // the first one
+    int64_t calls;
+    double seconds, hidden; // of all calls; the part of communication beside which something is computed
+    mt_operation behind;    // the operation that hides most of it
+    double behind_seconds;
+} mt_explained;
+
+static bool mt_calls_equal(const mt_simulated_call *a, const mt_simulated_call *b) {
+    return a->operation == b->operation && a->group == b->group && a->ranks == b->ranks &&
+           a->work.bytes == b->work.bytes && a->work.flops == b->work.flops &&
+           memcmp(a->shape, b->shape, sizeof a->shape) == 0;
+}
+
+static int mt_explained_compare(const void *a, const void *b) {
+    const mt_explained *x = a, *y = b;
+    if (x->seconds != y->seconds) return x->seconds < y->seconds ? 1 : -1;
+    return (x->call > y->call) - (x->call < y->call);
+}
+
+/* Adds the computation beside a call of communication; computation is in the order of time. */
+static void mt_explain_hidden(mt_explained *row, const mt_simulated_call *call,
+                              const mt_simulated_call *const *computation, int64_t count) {
+    double seconds[MT_NUM_OPERATIONS] = {0};
+    int64_t first = 0, end = count;
+    while (first < end) { // the first that ends after the call begins
+        int64_t middle = (first + end) / 2;
+        if (computation[middle]->to <= call->from)
+            first = middle + 1;
+        else
+            end = middle;
+    }
+    for (int64_t i = first; i < count && computation[i]->from < call->to; i++) {
+        double overlap = fmin(call->to, computation[i]->to) - fmax(call->from, computation[i]->from);
+        seconds[computation[i]->operation] += overlap, row->hidden += overlap;
+    }
+    for (int i = 0; i < MT_NUM_OPERATIONS; i++)
+        if (seconds[i] > row->behind_seconds) row->behind = (mt_operation)i, row->behind_seconds = seconds[i];
+}
+
+static void mt_explain_row(const mt_explained *row, FILE *file) {
+    const mt_simulated_call *call = row->call;
+    char shape[64] = "", bytes[32] = "", group[40] = "";
+    if (call->group) snprintf(group, sizeof group, "%s of %d", call->group, call->ranks);
+    if (call->shape[0] > 0)
+        snprintf(shape, sizeof shape, "%lldx%lldx%lld", (long long)call->shape[0], (long long)call->shape[1],
+                 (long long)call->shape[2]);
+    else if (call->work.flops > 0)
+        snprintf(shape, sizeof shape, "%.3g GFLOP", call->work.flops * 1e-9);
+    if (call->work.bytes > 0) snprintf(bytes, sizeof bytes, "%.4g", call->work.bytes / 1048576);
+    fprintf(file, "%-30s %6lld  %-20s %9s  %-20s %9.3f %9.2f", mt_operation_name(call->operation),
+            (long long)row->calls, shape, bytes, group, 1e3 * row->seconds / (double)row->calls, 1e3 * row->seconds);
+    if (call->group && row->hidden > 0.005 * row->seconds)
+        fprintf(file, "  %.0f%% behind %s", 100 * fmin(row->hidden / row->seconds, 1), mt_operation_name(row->behind));
+    else if (call->group)
+        fprintf(file, "  exposed");
+    fprintf(file, "\n");
+}
+
+/* The calls of the step that was simulated last, equal ones together, by time. */
+static void mt_explain_calls(FILE *file) {
+    int64_t count, rows = 0, room = 256;
+    const mt_simulated_call *calls = mt_simulated_calls(&count);
+    mt_explained *table = mt_malloc(room * (int64_t)sizeof *table);
+    const mt_simulated_call **computation = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *computation);
+    int64_t computed = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (!calls[i].group && calls[i].stream == 0) computation[computed++] = &calls[i];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = 0;
+        while (row < rows && !mt_calls_equal(table[row].call, &calls[i])) row++;
+        if (row == rows && rows == room) table = mt_realloc(table, (room *= 2) * (int64_t)sizeof *table);
+        if (row == rows) table[rows++] = (mt_explained){.call = &calls[i]};
+        table[row].calls++, table[row].seconds += calls[i].to - calls[i].from;
+        if (calls[i].group) mt_explain_hidden(&table[row], &calls[i], computation, computed);
+    }
+    qsort(table, (size_t)rows, sizeof *table, mt_explained_compare);
+    fprintf(file, "%-30s %6s  %-20s %9s  %-20s %9s %9s  %s\n", "operation", "calls", "shape", "MiB", "group", "ms",
+            "all, ms", "hidden");
+    for (int64_t row = 0; row < rows; row++) mt_explain_row(&table[row], file);
+    free(computation);
+    free(table);
+}
+
+int mt_plan_explain(const mt_options *o, FILE *file, mt_error *error) {
+    mt_machine machine;
+    mt_simulation simulation;
+    if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
+    machine.gpus_per_host = o->gpus_per_host;
+    int status = mt_simulate(&simulation, o, o->gpus, &machine, error);
+    if (status == MT_DOES_NOT_FIT)
+        mt_error_set(error,
+                     "a GPU needs %.1f GiB, with CUDA and libraries, and the %s has %.1f GiB; shard or recompute "
+                     "more, or lower --micro-batch-size",
+                     simulation.needed / (1 << 30), machine.name, machine.memory_gib / (1 << 30));
+    if (status == 0) {
+        fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)o->gpus, machine.name);
+        mt_plan_print_step(&simulation, &machine, "  ", file);
+        fprintf(file, "\nOperations of pipeline rank 0");
+        if (simulation.micro_batches_shown < simulation.micro_batches)
+            fprintf(file, " in %lld of %lld micro-batches", (long long)simulation.micro_batches_shown,
+                    (long long)simulation.micro_batches);
+        fprintf(file, "; shape: rows x columns x terms of a sum\n\n");
+        mt_explain_calls(file);
+    }
+    mt_simulation_free(&simulation);
+    return status == 0 ? 0 : -1;
+}
