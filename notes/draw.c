@@ -876,9 +876,10 @@ static void draw_step(const char *folder) {
     double flops[6] = {matrix_flops(&t, MT_Q, MT_V, tokens, L), matrix_flops(&t, MT_O, MT_O, tokens, L),
                        matrix_flops(&t, MT_UP, MT_UP, tokens, L), matrix_flops(&t, MT_DOWN, MT_DOWN, tokens, L),
                        matrix_flops(&t, MT_WORD_EMBEDDING, MT_WORD_EMBEDDING, tokens, 1)};
-    double total = mt_flops(&o, sequences), products = 0, most = 0;
+    double products = 0, most = 0;
     for (int i = 0; i < 5; i++) products += flops[i], most = fmax(most, flops[i]);
-    flops[5] = total - products;
+    flops[5] = (mt_flops(&o, sequences) - products) * 7 / 6; // with the scores that the backward computes again
+    double total = products + flops[5];
     picture p = picture_open(folder, "06-step", "Operations of a training step", 900, 280);
     text(&p, 20, 28, START, "GPT-2 124M, %lld x %lld tokens: %.1f GFLOP per step, matrix products %.1f",
          (long long)sequences, (long long)o.seq_length, total * 1e-9, products * 1e-9);

@@ -34,7 +34,7 @@ function line_agrees(expected, printed,    a, b, m, n, i) {
     return m == n
 }
 
-# A row of a table counts without its bars; the two lines above the rows do not.
+# A row of a table counts without its bars; the two lines above the rows do not, nor do empty lines.
 FNR == NR {
     if (/^\|/) {
         if (++table_rows <= 2) next
@@ -43,7 +43,7 @@ FNR == NR {
     want[++wants] = $0
     next
 }
-{ got[++gots] = $0 }
+NF { got[++gots] = $0 }
 
 END {
     for (i = j = 1; i <= wants; i++) {
@@ -53,7 +53,8 @@ END {
             continue
         }
         if (j > gots || !line_agrees(want[i], got[j])) {
-            sub(/^ +/, "", want[i])
+            gsub(/ +/, " ", want[i])
+            gsub(/^ | $/, "", want[i])
             printf "%s says \"%s\", and its commands print \"%s\"\n", page, want[i], j <= gots ? got[j] : ""
             exit 1
         }

@@ -9,13 +9,19 @@ function place(path,    folder) {
     return folder path
 }
 
+# Links: their files, and the headings that they point to, as GitHub names them.
 {
     rest = $0
-    while (match(rest, /\]\([^)#: ]+/)) {
+    while (match(rest, /\]\([^): ]+/)) {
         name = substr(rest, RSTART + 2, RLENGTH - 2)
         rest = substr(rest, RSTART + RLENGTH)
-        if (rest !~ /^:/) emit("file", place(name))
+        if (rest ~ /^:/) continue
+        if (split(name, part, "#") == 2) anchors[part[1] "#" part[2]]
+        if (part[1] != "") emit("file", place(part[1]))
     }
+}
+
+{
     rest = $0
     while (match(rest, /--[a-z][a-z0-9-]*[a-z0-9]/)) {
         before = RSTART > 1 ? substr(rest, RSTART - 1, 1) : ""
@@ -34,13 +40,57 @@ function place(path,    folder) {
 }
 
 # Code between backticks: words with an underscore.
-!/^    / {
-    rest = $0
-    while (match(rest, /`[^`]+`/)) {
-        code = substr(rest, RSTART + 1, RLENGTH - 2)
-        rest = substr(rest, RSTART + RLENGTH)
-        if (code !~ /^[A-Za-z][A-Za-z0-9_]*_[A-Za-z0-9_]*(\(\))?$/) continue
-        sub(/\(\)$/, "", code)
-        emit("word", code)
+function find_words(text,    part, count, i) {
+    count = split(text, part, "`")
+    for (i = 2; i <= count; i += 2) {
+        if (part[i] !~ /^[A-Za-z][A-Za-z0-9_]*_[A-Za-z0-9_]*(\(\))?$/) continue
+        sub(/\(\)$/, "", part[i])
+        emit("word", part[i])
+    }
+}
+
+# Functions and types with their section: "`a`, `b`, §9d", "`a` (megatron.c §9d)".
+function find_sections(text,    part, count, i, tag, before) {
+    count = split(text, part, "§")
+    for (i = 2; i <= count; i++) {
+        match(part[i], /^[0-9]+[a-z]?/)
+        tag = substr(part[i], 1, RLENGTH)
+        before = part[i - 1]
+        sub(/(megatron\.[ch]|[ ,:(]| in)*$/, "", before)
+        while (match(before, /`[a-z0-9]+_[a-z0-9_]+`$/)) {
+            emit("section", substr(before, RSTART + 1, RLENGTH - 2) "\t" tag)
+            before = substr(before, 1, RSTART - 1)
+            sub(/(,| |and)*$/, "", before)
+        }
+    }
+}
+
+# A paragraph, or a row of a table.
+function end_paragraph() {
+    find_words(paragraph)
+    find_sections(paragraph)
+    paragraph = ""
+}
+/^$/ || /^[|]/ { end_paragraph() }
+!/^    / { paragraph = paragraph $0 " " }
+
+# The name that GitHub gives to a heading.
+function anchor_of(heading) {
+    heading = tolower(heading)
+    gsub(/[^a-z0-9 _-]/, "", heading)
+    gsub(/ /, "-", heading)
+    return heading
+}
+
+END {
+    end_paragraph()
+    for (link in anchors) {
+        split(link, part, "#")
+        file = part[1] == "" ? FILENAME : place(part[1])
+        found = 0
+        while ((getline line <file) > 0)
+            if (sub(/^#+ /, "", line) && anchor_of(line) == part[2]) found = 1
+        close(file)
+        if (!found) emit("anchor", link)
     }
 }

@@ -12,72 +12,217 @@ set -u
 . tests/suite.sh
 root=$(pwd)
 export OMP_NUM_THREADS=1
-pages=${MT_NOTES:-notes/[0-9]*.md}
+if ! [ -x "${MT_BIN:-.}/data/preprocess" ]; then
+    echo "skipped: data/preprocess is not built"
+    exit 77
+fi
+pages=${MT_NOTES:-$(ls notes/[0-9]*.md notes/glossary.md 2>/dev/null)}
 
-# A folder that looks like the project's to a command: links to its files, and to the programs of this build.
-tree=$work/tree
-mkdir -p "$tree/data"
-for file in "$root"/data/*; do ln -sf "$file" "$tree/data/"; done
-for file in Makefile megatron.c megatron.h notes tests launch.sh README.md cuda; do ln -s "$root/$file" "$tree/"; done
-ln -s "$train" "$tree/train"
-ln -s "$infer" "$tree/infer"
-ln -sf "$(dirname "$train")/data/preprocess" "$tree/data/preprocess"
-mkdir "$tree/build"
-[ -z "${MT_EXAMPLES:-}" ] || ln -s "$(cd "$MT_EXAMPLES/../.." && pwd)" "$tree/build/default"
+# make_tree FOLDER: a folder that looks like the project's to a command: links to its files, and to the programs of
+# this build.
+make_tree() {
+    mkdir -p "$1/data" && ln -s "$root"/data/* "$1/data/" || return 1
+    for file in Makefile megatron.c megatron.h notes tests launch.sh README.md cuda; do
+        ln -s "$root/$file" "$1/" || return 1
+    done
+    ln -s "$train" "$1/train" && ln -s "$infer" "$1/infer" &&
+        ln -sf "$(dirname "$train")/data/preprocess" "$1/data/preprocess" && mkdir "$1/build" || return 1
+    [ -z "${MT_EXAMPLES:-}" ] || ln -s "$(cd "$MT_EXAMPLES/../.." && pwd)" "$1/build/default"
+}
 
 has_mpi() {
     [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null
 }
 
+# Open MPI's option, which MPICH does not know.
+mpi_options() {
+    if mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte'; then cat; else sed 's/--oversubscribe //'; fi
+}
+
+# quotes_are_the_source PAGE...
 quotes_are_the_source() {
-    for page in $pages README.md; do
+    for page; do
         awk -f notes/weave.awk "$page" >"$work/page" 2>"$work/err" && diff "$page" "$work/page" >"$work/out" || {
-            echo "$page: quotes another source; \`make notes\` writes what it is now"
+            echo "$page: quotes another source; \`make notes\` writes what it is now" >>"$work/err"
             return 1
         }
     done
 }
 
-# Files that are linked, files and code named between backticks, and options.
+# Prints all words of the code, all options, and the words of each section of megatron.c: kind, name, and the section's
+# tag.
+list_known() {
+    { # a variable of a library
+        ls megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c train.c \
+            infer.c Makefile launch.sh | grep -v test_notes | xargs cat
+        echo OPENBLAS_CORETYPE
+    } | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
+    { # --hostfile and --oversubscribe are mpirun's
+        "$train" --help && "$infer" --help && "$tree/data/preprocess" --help && cat Makefile data/probe.sh &&
+            echo '--hostfile --oversubscribe'
+    } 2>/dev/null | tr -cs 'a-z0-9-' '\n' | grep '^--[a-z]' | sort -u | awk '{ print "option\t" $0 }'
+    awk '/^\/\* =+ §/ { n = split($0, tags, "§"); for (i = 2; i <= n; i++) sub(/ .*/, "", tags[i]) }
+        /^[A-Za-z]|^ *bool \(\*|^    MT_/ || FILENAME == "megatron.h" { # definitions, operations, roles; prototypes
+            gsub(/[^A-Za-z0-9_]+/, " ")
+            for (i = 2; i <= n; i++) print tags[i] " " $0
+        }' megatron.c megatron.h | awk '
+        function emit(word, top) {
+            print "section\t" word "\t" $1
+            if (sub(/[a-z]$/, "", top)) print "section\t" word "\t" top
+        }
+        { for (i = 2; i <= NF; i++) { emit($i, $1); if (sub(/^mt_cpu_/, "", $i)) emit($i, $1) } }' | sort -u
+}
+
+# names_exist PAGE...: files that are linked, files and code named between backticks, sections and options.
 names_exist() {
-    : >"$work/err"
-    "$train" --help >"$work/options" 2>/dev/null
-    "$infer" --help >>"$work/options" 2>/dev/null
-    "$tree/data/preprocess" --help >>"$work/options" 2>/dev/null
-    echo '--hostfile --oversubscribe' >>"$work/options" # of mpirun
-    cat megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c \
-        train.c infer.c Makefile launch.sh | tr -cs 'A-Za-z0-9_' '\n' | sort -u >"$work/words"
-    for page in $pages README.md; do awk -f tests/note_names.awk "$page"; done |
-        sort -u >"$work/names"
-    while read -r kind from word; do
-        case $kind in
-        file) [ -e "$tree/$word" ] || [ -e "$tree/$word.c" ] ;; # or a program
-        word) grep -qxF "$word" "$work/words" ;;
-        option) grep -q -e "$word\$" -e "$word[^a-z0-9-]" "$work/options" Makefile data/probe.sh ;;
-        esac || echo "$from: there is no $kind $word" >>"$work/err"
-    done <"$work/names"
+    [ -s "$work/known" ] || list_known >"$work/known"
+    for page; do awk -f tests/note_names.awk "$page"; done | sort -u >"$work/names"
+    awk -F '\t' '
+        FNR == NR { known[$1, $2, $3] = 1; next }
+        $1 == "word" || $1 == "option" || $1 == "section" {
+            if (!(($1, $3, $4) in known)) printf "%s: there is no %s %s %s\n", $2, $1, $3, $4
+        }
+        $1 == "anchor" { printf "%s: there is no anchor %s\n", $2, $3 }' "$work/known" "$work/names" >"$work/err"
+    grep '^file' "$work/names" | while read -r kind from word; do
+        path=$tree/$word
+        case $word in /*) path=$word ;; esac
+        [ -e "$path" ] || [ -e "$path.c" ] || echo "$from: there is no $kind $word" # .c: or a program
+    done >>"$work/err"
     [ -s "$work/names" ] && ! [ -s "$work/err" ]
 }
 
-# experiments PAGE: runs the blocks of a page and compares what they print.
-experiments() {
-    rm -rf "$work/steps" && mkdir "$work/steps"
-    awk -v to="$work/steps/" -v has_mpi="$(has_mpi && echo 1)" -f tests/note_steps.awk "$1" || return 1
-    (cd "$tree" && sh "$work/steps/script") >"$work/out" 2>"$work/err" </dev/null || return 1
-    for want in "$work"/steps/want.*; do
-        [ -e "$want" ] || continue
-        number=${want##*.}
-        awk -v number="$number" '/^@@@ / { on = $2 == number; next } on' "$work/out" >"$work/steps/got"
-        awk -v page="$1" -v tolerance="$(cat "$work/steps/tolerance.$number")" -f tests/note_compare.awk \
-            "$want" "$work/steps/got" || return 1
+# has_form PAGE...: a chapter asks a question, shows a picture, and has the same sections as all others.
+has_form() {
+    for page; do
+        case $page in */glossary.md) continue ;; esac
+        awk '
+            BEGIN { wanted = split("The idea,The lines,Try it,What it costs,Where it is,Exercises", heading, ",") }
+            { sub(/^## The ladder$/, "## The lines") } # of kernels
+            /^## / { if ($0 == "## " heading[seen + 1]) seen++ }
+            !seen && /\?/ { asks = 1 }
+            !seen && /^!\[|^    / { shows = 1 }
+            seen == 2 && /^<!-- quote / { quotes++ }
+            seen == 3 && /^<!-- run/ { runs++ }
+            /^(## |\*\*)Answers/ { answers = 1 }
+            seen == wanted && !answers && /^[123]\. / { exercises++ }
+            function lacks(what) { print FILENAME " lacks " what; failed = 1 }
+            END {
+                if (seen < wanted) lacks("the section \"" heading[seen + 1] "\", in this order")
+                if (!asks || !shows) lacks("a question, or a picture, before the idea")
+                if (!quotes || !runs) lacks("lines of the source, or an experiment that is run")
+                if (exercises < 3 || !answers) lacks("three exercises with answers")
+                exit failed
+            }' "$page" >"$work/err" || return 1
     done
 }
 
-check quotes_are_the_source quotes_are_the_source
-check names_exist names_exist
+# experiments PAGE FOLDER: runs the blocks of a page and compares what they print. FOLDER gets out, err and the tree.
+experiments() {
+    make_tree "$2/tree" && mkdir "$2/steps" || return 1
+    awk -v to="$2/steps/" -v has_mpi="$(has_mpi && echo 1)" -f tests/note_steps.awk "$1" 2>"$2/err" || return 1
+    mpi_options <"$2/steps/script" >"$2/script"
+    (cd "$2/tree" && sh ../script) >"$2/out" 2>"$2/err" </dev/null || return 1
+    for want in "$2"/steps/want.*; do
+        [ -e "$want" ] || continue
+        number=${want##*.}
+        awk -v number="$number" '/^@@@ / { on = $2 == number; next } on' "$2/out" >"$2/steps/got"
+        awk -v page="$1" -v tolerance="$(cat "$2/steps/tolerance.$number")" -f tests/note_compare.awk \
+            "$want" "$2/steps/got" >"$2/err" || return 1
+    done
+}
+
+# A page with one mark of each kind.
+write_page() {
+    cat <<'END'
+Code, `mt_slots_place` (§9b), with `--num-layers`; [a link](page.md) and [one to a section](page.md#a-section).
+
+## A section
+
+<!-- quote megatron.c mt_slots_place -->
+
+<!-- run -->
+
+    printf 'one %s\ntwo 2\n' 1.25
+
+<!-- prints -->
+
+| | |
+|---|---|
+| one | 1.25 |
+| two | 2 |
+END
+}
+
+# passes CHECK EDIT: the page passes the check when it is edited.
+passes() {
+    rm -rf "$work/planted" && mkdir "$work/planted"
+    sed "$2" "$work/page.md" >"$work/planted/page.md"
+    case $1 in
+    experiments) experiments "$work/planted/page.md" "$work/planted" && return 0 ;;
+    *) "$1" "$work/planted/page.md" && return 0 ;;
+    esac
+    [ "$1" = experiments ] && cp "$work/planted/err" "$work/err"
+    return 1
+}
+
+# sees CHECK EDIT PATTERN: the edit is an error, and the check reports it.
+sees() {
+    if passes "$1" "$2"; then
+        echo "$1 accepts $2"
+        return 1
+    fi
+    says "$3" "$work/err"
+}
+
+the_checks_see_errors() {
+    write_page | awk -f notes/weave.awk >"$work/page.md" || return 1
+    for test in quotes_are_the_source names_exist experiments; do passes $test '' || return 1; done
+    sees quotes_are_the_source 's/MT_KEEP/MT_KEEPS/' 'quotes another source' &&
+        sees quotes_are_the_source 's/c mt_slots_place/c mt_nothing/' 'no definition of mt_nothing' &&
+        sees quotes_are_the_source 's/_place -->/_place from "bool recompute" to "nothing" -->/' 'no lines from' &&
+        sees names_exist 's/`mt_slots_place`/`mt_slots_places`/' 'no word mt_slots_places' &&
+        sees names_exist 's/--num-layers/--num-layer/' 'no option --num-layer ' &&
+        sees names_exist 's/§9b/§9c/' 'no section mt_slots_place 9c' &&
+        sees names_exist 's/(page.md)/(nothing.md)/' 'no file .*nothing.md' &&
+        sees names_exist 's/#a-section/#another/' 'no anchor .*another' &&
+        passes experiments 's/| 1.25/| 1.26/' && # one in the last digit
+        sees experiments 's/| 1.25/| 1.27/' 'says "one 1.27", and its commands print "one 1.25"' &&
+        passes experiments 's/| 1.25/| 1.30/; s/prints -/prints 5% -/' &&
+        sees experiments 's/| 1.25/| 1.32/; s/prints -/prints 5% -/' 'says "one 1.32"' &&
+        sees experiments 's/| 2/| 3/' 'says "two 3", and its commands print "two 2"' &&
+        sees experiments '/^| two/d' 'its commands print "two 2" behind what the page says' &&
+        sees experiments 's/two 2\\n//' 'says "two 2", and its commands print ""' &&
+        sees experiments 's/    printf/    nothing; printf/' 'nothing: *not found'
+}
+
+# Two pages are run at a time; a folder in $work says who has taken which.
+run_pages() {
+    for page in $pages; do
+        folder=$work/$(basename "$page" .md)
+        grep -q '^<!-- run' "$page" && mkdir "$folder" 2>/dev/null || continue
+        experiments "$page" "$folder" && touch "$folder/passed"
+    done
+}
+
+passed() {
+    cp "$1/out" "$1/err" "$work/" 2>/dev/null
+    [ -e "$1/passed" ]
+}
+
+tree=$work/tree
+make_tree "$tree" || exit 1
+# shellcheck disable=SC2086
+{
+    check quotes_are_the_source quotes_are_the_source $pages README.md
+    check names_exist names_exist $pages README.md
+    check chapters_have_one_form has_form $pages
+}
+[ -n "${MT_NOTES:-}" ] || check the_checks_see_errors the_checks_see_errors
+run_pages &
+run_pages
+wait $!
 for page in $pages; do
-    grep -q '^<!-- run' "$page" || continue
-    name=${page##*/}
-    check "experiments_of_$(echo "${name%.md}" | tr '-' '_')" experiments "$page"
+    folder=$work/$(basename "$page" .md)
+    [ -d "$folder" ] && check "experiments_of_$(basename "$page" .md | tr '-' '_')" passed "$folder"
 done
 exit $failed
