@@ -580,7 +580,7 @@ const mt_option mt_option_table[] = {
      .needs = "kd: teacher-load",
      .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl|kd|sft: "
                  "reset-position-ids, rm|dpo|rl|kd|sft: reset-attention-mask, rm|dpo|rl|kd|sft: eod-mask-loss, "
-                 "rm|dpo|rl: response-key, rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
+                 "rm|dpo|rl: response-key, rm|rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
                  "valid-data-path, rl: test-data-path, rl: eval-interval, rl: profile, rl: trace, rl: log-straggler",
      .own = true},
     {"value-head", MT_FLAG, MT_AT(value_head), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -650,15 +650,16 @@ const mt_option mt_option_table[] = {
      "advantages: gae trains a critic beside the actor; grpo and rloo compare the responses to one prompt",
      .needs = "stage rl", .own = true},
     {"norm-adv-by-std", MT_FLAG, MT_AT(norm_adv_by_std), MT_TRAIN, MT_OF_RUN, "true", NULL,
-     "grpo: divide by the standard deviation of the group's rewards", .needs = "stage rl", .own = true},
+     "grpo: divide by the standard deviation of the group's rewards", .needs = "stage rl, adv-estimator grpo",
+     .own = true},
     {"no-norm-adv-by-std", MT_NO, MT_AT(norm_adv_by_std), MT_TRAIN, MT_OF_RUN, NULL, NULL, "grpo: do not",
-     .needs = "stage rl", .own = true},
+     .needs = "stage rl, adv-estimator grpo", .own = true},
     {"whiten-advantages", MT_FLAG, MT_AT(whiten_advantages), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "advantages of an iteration get mean 0 and deviation 1", .needs = "stage rl", .own = true},
     {"advantage-clip", MT_REAL, MT_AT(advantage_clip), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "clip advantages to at most this in magnitude (default: none)", .needs = "stage rl", .own = true},
     {"gamma", MT_REAL, MT_AT(gamma), MT_TRAIN, MT_OF_RUN, "1", "[0,1]", "discount of later rewards",
-     .needs = "stage rl", .own = true},
+     .needs = "stage rl, adv-estimator gae|reinforce|reinforce_plus_plus", .own = true},
     {"lam", MT_REAL, MT_AT(lam), MT_TRAIN, MT_OF_RUN, "1", "[0,1]", "lambda of gae", .needs = "adv-estimator gae",
      .own = true},
     {"dynamic-sampling", MT_FLAG, MT_AT(dynamic_sampling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
