@@ -2498,11 +2498,12 @@ const mt_grid *mt_model_grid(const mt_model *model);
 int64_t mt_model_bytes(const mt_model *model); // bytes of device memory in its plan
 
 /* The parts of a model that can rest while another model works on the same device. */
-typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_NUM_PARTS } mt_part;
+typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_PART_CACHE, MT_NUM_PARTS } mt_part;
 
 /* Releases the device memory of the parts (bits 1 << mt_part) between two steps, and allocates it again. Parameters and
- * optimizer state wait in pinned host memory; gradients are discarded, since the next step overwrites them. While a
- * part rests, nothing may use it: addresses in buckets are NULL, and a training step is an error. Every rank calls
+ * optimizer state wait in pinned host memory. Gradients, which the next step overwrites, and the cache, which no
+ * generator may use then, are discarded. While a part rests, nothing may use it: addresses in buckets are NULL, and a
+ * training step is an error unless the cache alone rests. Every rank calls
  * them; too little memory on any rank is every rank's error, and changes nothing. Parts that rest already, or are
  * awake, stay as they are. */
 int mt_model_rest(mt_model *model, unsigned parts, mt_error *error);
