@@ -302,9 +302,9 @@ const mt_option mt_option_table[] = {
      NULL, NULL, "count the loss as a layer when layers are split into stages",
      .needs = "pipeline-model-parallel-size"},
     {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
-     "'Et*3|(tt|)*6L'",
+     "'Et*3|(tt|)*6L'|auto",
      "the stages in letters: E embedding, t layer, m module of multi-token prediction, L loss, | between stages, *n "
-     "repeats",
+     "repeats; auto (auto*2: two stages a rank): ranks that take equal times in a simulation on --gpu",
      .needs = "pipeline-model-parallel-size",
      .excludes = "num-virtual-stages-per-pipeline-rank, num-layers-per-virtual-pipeline-stage, "
                  "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers, "
@@ -320,10 +320,16 @@ const mt_option mt_option_table[] = {
     {"print-launch", MT_INT, MT_AT(print_launch), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]",
      "print what launch.sh needs, first the largest number of ranks up to this that can run these options, and exit",
      .own = true},
+    {"plan", MT_FLAG, MT_AT(plan), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "find the fastest layouts of this model on --gpus GPUs by simulation, print the ten best, and exit; layout "
+     "options "
+     "that are given are kept",
+     .needs = "gpus", .excludes = "plan-explain", .own = true},
     {"plan-explain", MT_FLAG, MT_AT(plan_explain), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "print the simulated training step of the layout that is given, operation by operation, and exit", .needs = "gpus",
      .own = true},
-    {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan-explain", .own = true},
+    {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan and --plan-explain",
+     .own = true},
     {"gpu", MT_STRING, MT_AT(gpu), MT_TRAIN, MT_OF_RUN, "h200", "NAME|FILE.json",
      "kind of these GPUs: h100, h200, a100 or b200 (data/machines), or a file of the same form", .own = true},
     {"gpus-per-host", MT_INT, MT_AT(gpus_per_host), MT_TRAIN, MT_OF_RUN, "8", "[1,1024]",
@@ -745,7 +751,8 @@ const mt_option mt_option_table[] = {
      "[1,1048576]", "ranks that split its experts (default: the same; 1 on another layout)", .needs = "stage dpo|rl",
      .own = true},
     {"param-offload", MT_FLAG, MT_AT(param_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "parameters of a model rest in host memory while other models work", .needs = "stage dpo|rl|kd", .own = true},
+     "parameters of a model rest in host memory, and its KV cache has no memory, while other models work",
+     .needs = "stage dpo|rl|kd", .own = true},
     {"grad-offload", MT_FLAG, MT_AT(grad_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gradients have no memory while other models work", .needs = "stage dpo|rl|kd", .own = true},
     {"optimizer-offload", MT_FLAG, MT_AT(optimizer_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
