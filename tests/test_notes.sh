@@ -11,7 +11,7 @@
 set -u
 . tests/suite.sh
 root=$(pwd)
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' # the numbers are the CPU's
 if ! [ -x "${MT_BIN:-.}/data/preprocess" ]; then
     echo "skipped: data/preprocess is not built"
     exit 77
