@@ -12,8 +12,9 @@
 #   --max-pause SECONDS     its limit (300)
 #
 # The number of ranks is the largest one that train accepts with the --global-batch-size of the first start, so that
-# training continues as it would with all ranks. After two failures in a row without a new checkpoint it takes the next
-# smaller number, until a host comes back. SIGTERM, SIGHUP and Ctrl-C: train saves and ends, and a pause ends at once; a
+# training continues as it would with all ranks. If train has --gpu (h100, ...), the model must also fit on so many GPUs
+# of this kind; train plans it. After two failures in a row without a new checkpoint it takes the next smaller number,
+# until a host comes back. SIGTERM, SIGHUP and Ctrl-C: train saves and ends, and a pause ends at once; a
 # second Ctrl-C ends train at once. If launch.sh itself is killed, so is mpirun. MPIRUN="mpirun --bind-to none" replaces
 # the command that starts ranks. An mpirun that stays for 5 s after its last process has ended is killed: Open MPI 4.1's
 # does not end if a rank dies while it connects to it, or if a host is gone.

@@ -9161,11 +9161,11 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
-/* Memory of all buckets on this rank: parameters and gradients, whole or sharded, and its part of AdamW's state. */
+/* Memory of the parts that may rest: this rank's parameters, gradients and AdamW's state, by bucket; and the cache. */
 static void mt_plan_buckets(mt_model *m) {
     const mt_options *o = m->options;
     mt_arena *arena = &m->parts[MT_PART_PARAMS], *grads = &m->parts[MT_PART_GRADS];
-    mt_arena *optimizer = &m->parts[MT_PART_OPTIMIZER];
+    mt_arena *optimizer = &m->parts[MT_PART_OPTIMIZER], *cache = &m->parts[MT_PART_CACHE];
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t size = mt_dtype_size(b->dtype);
         if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
@@ -9187,8 +9187,13 @@ static void mt_plan_buckets(mt_model *m) {
                       o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16;
     if (m->plan.train && has_scales)
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
+    for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
+        int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
+        m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
+        m->v_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->Dv);
+    }
     m->bytes[MT_PLAN_WEIGHTS] = arena->used, m->bytes[MT_PLAN_GRADIENTS] = grads->used;
-    m->bytes[MT_PLAN_OPTIMIZER] = optimizer->used;
+    m->bytes[MT_PLAN_OPTIMIZER] = optimizer->used, m->bytes[MT_PLAN_CACHE] = cache->used;
 }
 
 /* ==== §12b access to sharded values =============================================================================== */
@@ -10090,7 +10095,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int entry = (int)(m->trainer->num_steps % 2);
     int64_t tokens;
     m->trainer->data_seconds = 0;
-    if (m->resting_parts) return mt_error_set(error, "a part of the model rests; call mt_model_wake before a step");
+    if (m->resting_parts & ~(1u << MT_PART_CACHE)) return mt_error_set(error, "a part rests; call mt_model_wake");
     if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
@@ -10479,13 +10484,6 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
-    start = arena->used;
-    for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
-        m->k_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->D);
-        m->v_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->Dv);
-    }
-    m->bytes[MT_PLAN_CACHE] = arena->used - start;
     if (m->fp8) mt_plan_fp8(m, arena);
 }
 
@@ -10946,11 +10944,12 @@ static void mt_parts_bind(mt_model *m, bool lends) {
 /* Releases parts, or allocates them again, then sets every pointer into them. */
 static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error) {
     int64_t needed = 0, available = rest ? mt_cpu_ops.memory_available() : m->ops->memory_available();
+    const unsigned kept = 1u << MT_PART_PARAMS | 1u << MT_PART_OPTIMIZER; // of the others nothing is read again
     void *released[MT_NUM_PARTS] = {NULL};
     int rank, ranks = 1;
     parts &= (rest ? ~m->resting_parts : m->resting_parts) & ((1u << MT_NUM_PARTS) - 1);
     for (int part = 0; part < MT_NUM_PARTS; part++)
-        if (parts >> part & 1 && !(rest && part == MT_PART_GRADS)) needed += m->parts[part].capacity;
+        if (parts >> part & 1 && (!rest || kept >> part & 1)) needed += m->parts[part].capacity;
     if (rest || !m->ops->on_device) mt_host_ranks(&m->grid->world, &rank, &ranks, &needed, &available);
     if (needed > available)
         mt_error_set(error, "a model cannot %s: %.1f GiB of memory are needed and %.1f GiB available (ranks: %d)",
@@ -10963,9 +10962,9 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
         mt_arena *arena = &m->parts[part];
         void **host = &m->resting[part], **from = rest ? (void **)&arena->base : host;
         if (!(parts >> part & 1) || arena->capacity == 0) continue;
-        if (rest && part != MT_PART_GRADS) *host = m->ops->memory_alloc_host(arena->capacity);
+        if (rest && kept >> part & 1) *host = m->ops->memory_alloc_host(arena->capacity);
         if (!rest) arena->base = m->ops->memory_alloc(arena->capacity);
-        if (part != MT_PART_GRADS)
+        if (kept >> part & 1)
             m->ops->memory_copy(rest ? *host : arena->base, *from, arena->capacity, m->stream);
         else if (!rest)
             m->ops->memory_zero(arena->base, arena->capacity, m->stream);
@@ -11368,6 +11367,7 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
 static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
     size_t T = (size_t)batch->num_tokens;
+    MT_CHECK(!(m->resting_parts >> MT_PART_CACHE & 1));
     MT_CHECK(m->plan.cache_rows > 0 && num_rows <= mt_min(m->plan.max_logits, (int64_t)T) && (int64_t)T <= m->max_rows);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);

@@ -495,9 +495,9 @@ typedef struct mt_options {
     bool account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split;
     char *pipeline_model_parallel_layout; // as text; see pipeline_letters
     mt_schedule_kind pipeline_schedule;
-    char *print_schedule; // an SVG file, or "-": print only
-    int64_t print_launch; // of so many ranks at most: print only
-    bool plan_explain;    // print only; see data/planner.h
+    char *print_schedule;    // an SVG file, or "-": print only
+    int64_t print_launch;    // of so many ranks at most: print only
+    bool plan, plan_explain; // print only; see data/planner.h
     int64_t gpus, gpus_per_host;
     char *gpu; // the name of a machine, or its file
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
@@ -2498,11 +2498,12 @@ const mt_grid *mt_model_grid(const mt_model *model);
 int64_t mt_model_bytes(const mt_model *model); // bytes of device memory in its plan
 
 /* The parts of a model that can rest while another model works on the same device. */
-typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_NUM_PARTS } mt_part;
+typedef enum mt_part { MT_PART_PARAMS, MT_PART_GRADS, MT_PART_OPTIMIZER, MT_PART_CACHE, MT_NUM_PARTS } mt_part;
 
 /* Releases the device memory of the parts (bits 1 << mt_part) between two steps, and allocates it again. Parameters and
- * optimizer state wait in pinned host memory; gradients are discarded, since the next step overwrites them. While a
- * part rests, nothing may use it: addresses in buckets are NULL, and a training step is an error. Every rank calls
+ * optimizer state wait in pinned host memory. Gradients, which the next step overwrites, and the cache, which no
+ * generator may use then, are discarded. While a part rests, nothing may use it: addresses in buckets are NULL, and a
+ * training step is an error unless the cache alone rests. Every rank calls
  * them; too little memory on any rank is every rank's error, and changes nothing. Parts that rest already, or are
  * awake, stay as they are. */
 int mt_model_rest(mt_model *model, unsigned parts, mt_error *error);

@@ -899,11 +899,10 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
                                 folder, names[i]);
     struct stat entry;
     char *tracker = mt_path_join(folder, "latest_checkpointed_iteration.txt");
-    bool taken = stat(tracker, &entry) == 0 && !S_ISREG(entry.st_mode);
+    bool taken = stat(tracker, &entry) == 0 && S_ISDIR(entry.st_mode);
     free(tracker);
     if (taken)
-        return mt_error_set(error, "%s/latest_checkpointed_iteration.txt: is not a file; choose another --save",
-                            folder);
+        return mt_error_set(error, "%s/latest_checkpointed_iteration.txt: is a folder; choose another --save", folder);
     char *latest = mt_path_join(folder, "latest");
     taken = mt_entry_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
     free(latest);

@@ -3,6 +3,7 @@
 
 #include "option_table.h"
 #include "options.h"
+#include "planner.h"
 
 #include <signal.h>
 #include <stdlib.h>
@@ -37,11 +38,19 @@ static void mt_launch_print_option(const mt_options *o, size_t offset, FILE *fil
     free(text);
 }
 
+/* Finishes the options for a number of ranks; with --gpu its GPUs must have room for the model too. */
+static int mt_launch_try(mt_options *o, int64_t ranks, mt_error *error) {
+    // derived for the number tried before: other numbers may share experts in another way
+    if (!MT_GIVEN(o, expert_tensor_parallel_size)) o->expert_tensor_parallel_size = 0;
+    if (mt_options_finish(o, MT_PROGRAM_TRAIN, ranks, error) != 0) return -1;
+    return MT_GIVEN(o, gpu) && !mt_plan_has_room(o, ranks, error) ? -1 : 0;
+}
+
 int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
     int64_t ranks = o->print_launch, fewest = o->global_batch_size > 0 ? 1 : ranks;
     mt_error other;
-    int status = mt_options_finish(o, MT_PROGRAM_TRAIN, ranks, error);
-    while (status != 0 && ranks > fewest) status = mt_options_finish(o, MT_PROGRAM_TRAIN, --ranks, &other);
+    int status = mt_launch_try(o, ranks, error);
+    while (status != 0 && ranks > fewest) status = mt_launch_try(o, --ranks, &other);
     if (status != 0) return -1;
     fprintf(file, "ranks %lld\n", (long long)ranks);
     mt_launch_print_option(o, MT_AT(global_batch_size), file);

@@ -13,8 +13,9 @@ extern "C" {
 int mt_launch_check(char **argv, mt_error *error);
 
 /* For launch.sh: prints "ranks N", the largest number up to options->print_launch that can run these parsed options,
- * then global_batch_size, device, exit_signal and save, a line each. Without --global-batch-size other numbers would be
- * another run, so only print_launch itself is tried. Returns the error of that number if none can. */
+ * and with --gpu fits its memory by the simulated plan, then global_batch_size, device, exit_signal and save, a line
+ * each. Without --global-batch-size other numbers would be another run, so only print_launch itself is tried. Returns
+ * the error of that number if none can. */
 int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
 
 /* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; the first call of a program, so that none is lost. A

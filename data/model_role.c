@@ -61,8 +61,9 @@ bool mt_model_role_sizes_apply(mt_options *o, mt_model_role_sizes sizes) {
 
 void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options *options, const mt_grid *grid,
                          const mt_ops *ops) {
-    *role = (mt_model_role){.name = name, .options = *options, .grid = grid, .ops = ops, .awake = MT_USE_ALL};
-    if (options->param_offload) role->rests |= 1u << MT_PART_PARAMS;
+    *role = (mt_model_role){
+        .name = name, .options = *options, .grid = grid, .ops = ops, .awake = MT_USE_TRAINING | MT_USE_GENERATION};
+    if (options->param_offload) role->rests |= MT_USE_GENERATION;
     if (options->grad_offload) role->rests |= 1u << MT_PART_GRADS;
     if (options->optimizer_offload) role->rests |= 1u << MT_PART_OPTIMIZER;
 }
@@ -107,7 +108,7 @@ mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan 
 int mt_model_role_create(mt_model_role *role, const mt_model_plan *plan, mt_error *error) {
     if (mt_model_create(&role->model, &role->options, role->grid, role->ops, plan, error) != 0) return -1;
     if (mt_model_role_is_apart(role)) mt_batch_alloc(&role->batch, plan->max_tokens * role->grid->context.size);
-    if (!plan->train) role->rests &= MT_USE_PARAMS;
+    if (!plan->train) role->rests &= MT_USE_GENERATION;
     return 0;
 }
 
@@ -166,7 +167,7 @@ int mt_model_role_score(mt_model_role *role, int64_t slots, int64_t ranks, mt_mo
                         mt_batch *batch, mt_score_sink *sink, void *sink_context, mt_error *error) {
     turn t = {role, slots * ranks, ranks, source, sink, context, sink_context};
     int64_t here = mt_divide_up(t.count, role->grid->data.size);
-    if (mt_model_role_use(role, MT_USE_PARAMS, error) != 0) return -1;
+    if (mt_model_role_use(role, MT_USE_SCORING, error) != 0) return -1;
     if (mt_model_role_is_apart(role)) batch = &role->batch;
     if (mt_score_tokens(role->model, here, read_batch, &t, batch, pass_scores, &t, error) != 0) return -1;
     return mt_model_role_use(role, MT_USE_NOTHING, error);
@@ -186,8 +187,13 @@ int *mt_grid_owners(const mt_grid *grid) {
 /* ---- reports */
 
 void mt_model_role_print(const mt_model_role *role, FILE *file) {
-    static const char *const names[MT_NUM_PARTS] = {"weights", "gradients", "optimizer state"};
-    static const mt_plan_row rows[MT_NUM_PARTS] = {MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER};
+    static const struct {
+        const char *name, *place;
+        mt_plan_row row;
+    } parts[MT_NUM_PARTS] = {[MT_PART_PARAMS] = {"weights", "on the host", MT_PLAN_WEIGHTS},
+                             [MT_PART_GRADS] = {"gradients", "not kept", MT_PLAN_GRADIENTS},
+                             [MT_PART_OPTIMIZER] = {"optimizer state", "on the host", MT_PLAN_OPTIMIZER},
+                             [MT_PART_CACHE] = {"KV cache", "not kept", MT_PLAN_CACHE}};
     const mt_options *o = &role->options;
     if (!file || !role->model) return;
     if (mt_model_role_is_apart(role)) {
@@ -199,9 +205,9 @@ void mt_model_role_print(const mt_model_role *role, FILE *file) {
         mt_report_plan(role->model, file);
     }
     for (int part = 0; part < MT_NUM_PARTS; part++) {
-        double bytes = (double)mt_model_planned_bytes(role->model, rows[part]);
+        double bytes = (double)mt_model_planned_bytes(role->model, parts[part].row);
         if (bytes > 0 && role->rests >> part & 1)
-            fprintf(file, "%s: %s, %.1f MiB, %s while other models work\n", role->name, names[part], bytes / 1048576,
-                    part == MT_PART_GRADS ? "are released" : "rest on the host");
+            fprintf(file, "%s: %s, %.1f MiB: %s while other models work\n", role->name, parts[part].name,
+                    bytes / 1048576, parts[part].place);
     }
 }

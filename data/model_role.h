@@ -64,9 +64,14 @@ void mt_model_role_close(mt_model_role *role);
 /* True if the role has another layout than the run. */
 bool mt_model_role_is_apart(const mt_model_role *role);
 
-/* The parts that work next are woken (bits 1 << mt_part; 0: none), the others rest if the options say so. Without
- * --param-offload and its kin nothing happens. Between two steps; every rank calls it. */
-enum { MT_USE_NOTHING = 0, MT_USE_PARAMS = 1 << MT_PART_PARAMS, MT_USE_ALL = (1 << MT_NUM_PARTS) - 1 };
+/* The parts that work next are woken (bits 1 << mt_part), the others rest if the options say so: the cache with the
+ * parameters. Without --param-offload and its kin nothing happens. Between two steps; every rank calls it. */
+enum {
+    MT_USE_NOTHING = 0,
+    MT_USE_SCORING = 1 << MT_PART_PARAMS,
+    MT_USE_GENERATION = MT_USE_SCORING | 1 << MT_PART_CACHE,
+    MT_USE_TRAINING = MT_USE_SCORING | 1 << MT_PART_GRADS | 1 << MT_PART_OPTIMIZER
+};
 int mt_model_role_use(mt_model_role *role, unsigned parts, mt_error *error);
 
 /* Fills `batch` with micro-batch `slot` of data-parallel rank `rank` of the run's grid. Every rank can. */

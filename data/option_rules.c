@@ -575,6 +575,9 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
         {by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
          "--pg-variant gspo and gmpo have one ratio for each sequence, and --loss-agg-mode seq-mean-token-mean; leave "
          "it out"},
+        {o->pg_variant == MT_POLICY_GPG &&
+             (MT_GIVEN(o, clip_ratio) || MT_GIVEN(o, clip_ratio_low) || MT_GIVEN(o, clip_ratio_high)),
+         "--pg-variant gpg does not clip; leave out --clip-ratio, --clip-ratio-low and --clip-ratio-high"},
         {o->overlong_buffer_length > o->max_new_tokens,
          "--overlong-buffer-length %lld must be at most --max-new-tokens %lld",
          {o->overlong_buffer_length, o->max_new_tokens}},

@@ -302,9 +302,9 @@ const mt_option mt_option_table[] = {
      NULL, NULL, "count the loss as a layer when layers are split into stages",
      .needs = "pipeline-model-parallel-size"},
     {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
-     "'Et*3|(tt|)*6L'",
+     "'Et*3|(tt|)*6L'|auto",
      "the stages in letters: E embedding, t layer, m module of multi-token prediction, L loss, | between stages, *n "
-     "repeats",
+     "repeats; auto (auto*2: two stages a rank): ranks that take equal times in a simulation on --gpu",
      .needs = "pipeline-model-parallel-size",
      .excludes = "num-virtual-stages-per-pipeline-rank, num-layers-per-virtual-pipeline-stage, "
                  "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers, "
@@ -320,10 +320,16 @@ const mt_option mt_option_table[] = {
     {"print-launch", MT_INT, MT_AT(print_launch), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]",
      "print what launch.sh needs, first the largest number of ranks up to this that can run these options, and exit",
      .own = true},
+    {"plan", MT_FLAG, MT_AT(plan), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "find the fastest layouts of this model on --gpus GPUs by simulation, print the ten best, and exit; layout "
+     "options "
+     "that are given are kept",
+     .needs = "gpus", .excludes = "plan-explain", .own = true},
     {"plan-explain", MT_FLAG, MT_AT(plan_explain), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "print the simulated training step of the layout that is given, operation by operation, and exit", .needs = "gpus",
      .own = true},
-    {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan-explain", .own = true},
+    {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan and --plan-explain",
+     .own = true},
     {"gpu", MT_STRING, MT_AT(gpu), MT_TRAIN, MT_OF_RUN, "h200", "NAME|FILE.json",
      "kind of these GPUs: h100, h200, a100 or b200 (data/machines), or a file of the same form", .own = true},
     {"gpus-per-host", MT_INT, MT_AT(gpus_per_host), MT_TRAIN, MT_OF_RUN, "8", "[1,1024]",
@@ -574,7 +580,7 @@ const mt_option mt_option_table[] = {
      .needs = "kd: teacher-load",
      .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl|kd|sft: "
                  "reset-position-ids, rm|dpo|rl|kd|sft: reset-attention-mask, rm|dpo|rl|kd|sft: eod-mask-loss, "
-                 "rm|dpo|rl: response-key, rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
+                 "rm|dpo|rl: response-key, rm|rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
                  "valid-data-path, rl: test-data-path, rl: eval-interval, rl: profile, rl: trace, rl: log-straggler",
      .own = true},
     {"value-head", MT_FLAG, MT_AT(value_head), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -644,15 +650,16 @@ const mt_option mt_option_table[] = {
      "advantages: gae trains a critic beside the actor; grpo and rloo compare the responses to one prompt",
      .needs = "stage rl", .own = true},
     {"norm-adv-by-std", MT_FLAG, MT_AT(norm_adv_by_std), MT_TRAIN, MT_OF_RUN, "true", NULL,
-     "grpo: divide by the standard deviation of the group's rewards", .needs = "stage rl", .own = true},
+     "grpo: divide by the standard deviation of the group's rewards", .needs = "stage rl, adv-estimator grpo",
+     .own = true},
     {"no-norm-adv-by-std", MT_NO, MT_AT(norm_adv_by_std), MT_TRAIN, MT_OF_RUN, NULL, NULL, "grpo: do not",
-     .needs = "stage rl", .own = true},
+     .needs = "stage rl, adv-estimator grpo", .own = true},
     {"whiten-advantages", MT_FLAG, MT_AT(whiten_advantages), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "advantages of an iteration get mean 0 and deviation 1", .needs = "stage rl", .own = true},
     {"advantage-clip", MT_REAL, MT_AT(advantage_clip), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "clip advantages to at most this in magnitude (default: none)", .needs = "stage rl", .own = true},
     {"gamma", MT_REAL, MT_AT(gamma), MT_TRAIN, MT_OF_RUN, "1", "[0,1]", "discount of later rewards",
-     .needs = "stage rl", .own = true},
+     .needs = "stage rl, adv-estimator gae|reinforce|reinforce_plus_plus", .own = true},
     {"lam", MT_REAL, MT_AT(lam), MT_TRAIN, MT_OF_RUN, "1", "[0,1]", "lambda of gae", .needs = "adv-estimator gae",
      .own = true},
     {"dynamic-sampling", MT_FLAG, MT_AT(dynamic_sampling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -744,7 +751,8 @@ const mt_option mt_option_table[] = {
      "[1,1048576]", "ranks that split its experts (default: the same; 1 on another layout)", .needs = "stage dpo|rl",
      .own = true},
     {"param-offload", MT_FLAG, MT_AT(param_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "parameters of a model rest in host memory while other models work", .needs = "stage dpo|rl|kd", .own = true},
+     "parameters of a model rest in host memory, and its KV cache has no memory, while other models work",
+     .needs = "stage dpo|rl|kd", .own = true},
     {"grad-offload", MT_FLAG, MT_AT(grad_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gradients have no memory while other models work", .needs = "stage dpo|rl|kd", .own = true},
     {"optimizer-offload", MT_FLAG, MT_AT(optimizer_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,

@@ -8,6 +8,7 @@
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
+#include "layouts.h"
 #include "role_config.h"
 
 #include <ctype.h>
@@ -1220,11 +1221,13 @@ static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
     return NULL;
 }
 
-static int mt_options_unfold_layout(mt_options *o, mt_error *error) {
+static int mt_options_unfold_layout(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     free(o->pipeline_letters);
     o->pipeline_letters = NULL;
     if (!o->pipeline_model_parallel_layout) return 0;
-    o->pipeline_letters = mt_pipeline_layout_unfold(o->pipeline_model_parallel_layout, error);
+    const char *layout = o->pipeline_model_parallel_layout;
+    o->pipeline_letters = strncmp(layout, "auto", 4) == 0 ? mt_layout_balance(o, program, world_size, error)
+                                                          : mt_pipeline_layout_unfold(layout, error);
     return o->pipeline_letters ? 0 : -1;
 }
 
@@ -1284,7 +1287,7 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
     if (mt_options_check_sharded_names(options, error)) return -1;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error)) return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
-    if (mt_options_unfold_layout(options, error)) return -1;
+    if (mt_options_unfold_layout(options, program, world_size, error)) return -1;
     if (options->print_schedule && !options->dynamic_context_parallel)
         return mt_options_derive(options, program, world_size, error);
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;

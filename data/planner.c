@@ -140,17 +140,31 @@ static void mt_explain_calls(FILE *file) {
     free(table);
 }
 
+static int mt_plan_too_large(const mt_simulation *simulation, const mt_machine *machine, mt_error *error) {
+    return mt_error_set(error,
+                        "a GPU needs %.1f GiB, with CUDA and libraries, and the %s has %.1f GiB; shard or recompute "
+                        "more, or lower --micro-batch-size",
+                        simulation->needed / (1 << 30), machine->name, machine->memory_gib / (1 << 30));
+}
+
+bool mt_plan_has_room(const mt_options *o, int64_t ranks, mt_error *error) {
+    mt_machine machine;
+    mt_simulation simulation;
+    mt_error other;
+    if (mt_machine_read(&machine, o->gpu, &other) != 0) return true;
+    bool has_room = mt_simulate(&simulation, o, ranks, &machine, &other) != MT_DOES_NOT_FIT;
+    if (!has_room) mt_plan_too_large(&simulation, &machine, error);
+    mt_simulation_free(&simulation);
+    return has_room;
+}
+
 int mt_plan_explain(const mt_options *o, FILE *file, mt_error *error) {
     mt_machine machine;
     mt_simulation simulation;
     if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
     machine.gpus_per_host = o->gpus_per_host;
     int status = mt_simulate(&simulation, o, o->gpus, &machine, error);
-    if (status == MT_DOES_NOT_FIT)
-        mt_error_set(error,
-                     "a GPU needs %.1f GiB, with CUDA and libraries, and the %s has %.1f GiB; shard or recompute "
-                     "more, or lower --micro-batch-size",
-                     simulation.needed / (1 << 30), machine.name, machine.memory_gib / (1 << 30));
+    if (status == MT_DOES_NOT_FIT) mt_plan_too_large(&simulation, &machine, error);
     if (status == 0) {
         fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)o->gpus, machine.name);
         mt_plan_print_step(&simulation, &machine, "  ", file);
@@ -163,4 +177,35 @@ int mt_plan_explain(const mt_options *o, FILE *file, mt_error *error) {
     }
     mt_simulation_free(&simulation);
     return status == 0 ? 0 : -1;
+}
+
+/* ---- the fastest layouts */
+
+int mt_plan_print(const mt_options *o, int argc, char **argv, FILE *file, mt_error *error) {
+    const double most_seconds = 45;
+    mt_machine machine;
+    double begin = mt_time();
+    if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
+    machine.gpus_per_host = o->gpus_per_host;
+    mt_layouts *layouts = mt_malloc(sizeof *layouts);
+    int status = mt_layouts_search(layouts, o, argc, argv, &machine, most_seconds, error);
+    if (status == 0) {
+        fprintf(file, "the fastest layouts on %lld x %s, %lld GPUs a host, simulated:\n", (long long)o->gpus,
+                machine.name, (long long)o->gpus_per_host);
+        for (int64_t i = 0; i < layouts->count; i++) {
+            fprintf(file, "\n%lld.%s\n", (long long)i + 1, layouts->best[i].line);
+            mt_plan_print_step(&layouts->best[i].simulation, &machine, "   ", file);
+        }
+        fprintf(file,
+                "\n%lld layouts: %lld simulated, %lld too large, %lld not legal, %lld slower by their least time or by "
+                "recomputing needlessly; %.1f s.\n",
+                (long long)layouts->considered, (long long)layouts->simulated, (long long)layouts->too_large,
+                (long long)layouts->illegal, (long long)layouts->bounded, mt_time() - begin);
+        if (layouts->skipped > 0)
+            fprintf(file, "%lld less promising ones were left out after %.0f s; give sizes that are known.\n",
+                    (long long)layouts->skipped, most_seconds);
+    }
+    mt_layouts_free(layouts);
+    free(layouts);
+    return status;
 }

@@ -2,11 +2,19 @@
 #ifndef MT_PLANNER_H
 #define MT_PLANNER_H
 
-#include "simulate.h"
+#include "layouts.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* --plan: prints the ten fastest layouts of a command line on options->gpus GPUs: time by part, memory by row, speed,
+ * and the options to add. `options` are parsed from argv[argc], and not finished. */
+int mt_plan_print(const mt_options *options, int argc, char **argv, FILE *file, mt_error *error);
+
+/* False with error if finished options need more memory than a GPU of options->gpu has. True also where this cannot be
+ * known: in fp32, or for a machine's file that cannot be read. */
+bool mt_plan_has_room(const mt_options *options, int64_t ranks, mt_error *error);
 
 /* --plan-explain: prints the step of finished options on options->gpus GPUs: its time by part, its memory, and its
  * operations by time: calls, shape, bytes, group, time of a call and of all, and for communication the operations

@@ -268,7 +268,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     if (status == 0) status = open_reward(rl, plan, error);
     if (status == 0) status = mt_model_role_use(&rl->reward_model.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_generator(rl, plan, error);
-    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_ALL, error);
+    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
     *out = status == 0 ? rl : NULL;
     if (status != 0) mt_rl_close(rl);
     return status;
@@ -300,11 +300,12 @@ int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     if (!rl->critic_saver) return 0;
     own.optimizer_step = rl->critic_steps;
     if (mt_train_finish(critic->model, error) != 0) return -1;
-    if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 || mt_model_role_use(critic, MT_USE_ALL, error) != 0)
+    if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 ||
+        mt_model_role_use(critic, MT_USE_TRAINING, error) != 0)
         return -1;
     if (mt_saver_save(rl->critic_saver, &own, error) != 0) return -1;
     if (mt_model_role_use(critic, MT_USE_NOTHING, error) != 0) return -1;
-    return mt_model_role_use(&rl->actor, MT_USE_ALL, error);
+    return mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
 }
 
 int mt_rl_finish(mt_rl *rl, mt_error *error) {
@@ -365,10 +366,10 @@ static mt_model_role *generator_of(mt_rl *rl) {
 /* Gives a generator apart the actor's present weights; parts of the actor rest. */
 static int prepare_generator(mt_rl *rl, mt_error *error) {
     mt_model_role *actor = &rl->actor, *generator = &rl->generator;
-    if (!rl->transfer) return mt_model_role_use(actor, MT_USE_PARAMS, error);
+    if (!rl->transfer) return mt_model_role_use(actor, MT_USE_GENERATION, error);
     if (mt_train_finish(actor->model, error) != 0) return -1;
     if (mt_model_role_use(actor, MT_USE_NOTHING, error) != 0) return -1;
-    if (mt_model_role_use(generator, MT_USE_PARAMS, error) != 0) return -1;
+    if (mt_model_role_use(generator, MT_USE_GENERATION, error) != 0) return -1;
     mt_transfer_run(rl->transfer);
     generator->ops->stream_synchronize(mt_model_stream(generator->model));
     return 0;
@@ -391,7 +392,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
     }
     mt_model_role *generator = generator_of(rl);
-    if (status == 0) status = mt_model_role_use(generator, MT_USE_PARAMS, error);
+    if (status == 0) status = mt_model_role_use(generator, MT_USE_GENERATION, error);
     if (status == 0)
         status = mt_rollout_generate(generator->model, &rollout, texts, lengths, prompts, sequences, error);
     if (status == 0) {
@@ -549,7 +550,7 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_run_state *state,
     const mt_rollouts *r = &rl->rollouts;
     int64_t mini_batches = mt_divide_up(r->samples.count, o->global_batch_size), *sequences = all_sequences(rl);
     int64_t steps = o->ppo_epochs * mini_batches;
-    int status = mt_model_role_use(role, MT_USE_ALL, error);
+    int status = mt_model_role_use(role, MT_USE_TRAINING, error);
     for (int64_t i = 0; i < steps && status == 0; i++) {
         int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->seed, state->iteration, i / mini_batches,
                                                i % mini_batches, mini_batches, sequences);
@@ -644,7 +645,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     bool trains = mt_rollouts_count(r) > 0;
     if (status == 0 && trains) status = learn(rl, state, batch, metrics, error);
     mt_error cause;
-    if (status >= 0 && mt_model_role_use(&rl->actor, MT_USE_ALL, &cause) != 0) // also without rewards or steps
+    if (status >= 0 && mt_model_role_use(&rl->actor, MT_USE_TRAINING, &cause) != 0) // also without rewards or steps
         return mt_error_set(error, "%s", cause.text);
     if (status != 0) return status;
     rl->untrained += !trains;

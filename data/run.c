@@ -219,13 +219,16 @@ static void print_launch(mt_run *r) {
 }
 
 /* GPUs and ranks are imagined. */
-static void print_plan(mt_run *r) {
+static void print_plan(mt_run *r, int argc, char **argv) {
     mt_error error;
+    mt_options *o = &r->options;
     r->grid = mt_grid_of_one;
+    mt_options_assume_run(o);
     int status = open_tokenizer(r, &error);
-    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->options.gpus, &error);
-    if (status == 0) status = mt_plan_explain(&r->options, stdout, &error);
-    if (status != 0) mt_options_name_typed(&r->options, &error);
+    if (status == 0 && o->plan) status = mt_plan_print(o, argc, argv, stdout, &error);
+    if (status == 0 && o->plan_explain) status = mt_options_finish(o, MT_PROGRAM_TRAIN, o->gpus, &error);
+    if (status == 0 && o->plan_explain) status = mt_plan_explain(o, stdout, &error);
+    if (status != 0) mt_options_name_typed(o, &error);
     if (status != 0) mt_die("%s", error.text);
 }
 
@@ -250,12 +253,12 @@ static void stop(mt_run *r) {
     mt_grid_stop(&r->grid);
 }
 
-/* True if the options ask to print something; after mt_grid_start, except --print-launch and --plan-explain. */
-static bool prints(mt_run *r) {
+/* True if the options ask to print something; after mt_grid_start, except --print-launch and plans. */
+static bool prints(mt_run *r, int argc, char **argv) {
     if (r->options.print_launch > 0)
         print_launch(r);
-    else if (r->options.plan_explain)
-        print_plan(r);
+    else if (r->options.plan || r->options.plan_explain)
+        print_plan(r, argc, argv);
     else if (r->options.print_config)
         print_config(r);
     else if (r->options.print_schedule)
@@ -273,12 +276,12 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(&r->options, MT_PROGRAM_TRAIN, *argc, *argv, &error);
     mt_signals_select(&r->options);
-    bool alone = r->options.print_launch > 0 || r->options.plan_explain; // needs no other rank
-    if (status == 0 && alone && prints(r)) return false;
+    bool alone = r->options.print_launch > 0 || r->options.plan || r->options.plan_explain; // needs no other rank
+    if (status == 0 && alone && prints(r, *argc, *argv)) return false;
     mt_watch_start(&r->options);
     mt_grid_start(&r->grid, argc, argv);
     refuse(r, status, &error);
-    if (prints(r)) return false;
+    if (prints(r, *argc, *argv)) return false;
     refuse(r, open_tokenizer(r, &error), &error);
     refuse(r, agree_on_tokenizer(r, &error), &error);
     status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);

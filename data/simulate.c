@@ -481,7 +481,7 @@ static void mt_sim_batch_fill(mt_batch *batch, const mt_options *o) {
     mt_batch_alloc(batch, mt_rank_tokens(o, o->micro_batch_size * length) * o->context_parallel_size);
     for (int64_t t = 0; t < o->micro_batch_size * length; t++) {
         batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 1;
-        batch->positions[t] = (int32_t)(t % length), batch->token_index[t] = t;
+        batch->positions[t] = 0, batch->token_index[t] = t;
     }
 }
 
@@ -588,13 +588,11 @@ static int mt_sim_grid(mt_grid *grid, const mt_options *o, int64_t ranks, int64_
     return status;
 }
 
+/* Rotary tables of one position: they are small, and filling them would take longer than the simulation. */
 static mt_model_plan mt_sim_plan(const mt_options *o) {
     int64_t tokens = mt_rank_tokens(o, o->micro_batch_size * mt_row_length(o));
-    return (mt_model_plan){.max_tokens = tokens,
-                           .max_logits = tokens,
-                           .max_position = o->seq_length,
-                           .host_memory = INT64_MAX / 4,
-                           .train = true};
+    return (mt_model_plan){
+        .max_tokens = tokens, .max_logits = tokens, .max_position = 1, .host_memory = INT64_MAX / 4, .train = true};
 }
 
 /* The memory of a stage, and its step unless `simulation` has no room for it. */

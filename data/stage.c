@@ -280,7 +280,7 @@ int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops 
     if (status == 0) status = r->is_teacher ? load_teacher(r, error) : load_reference(r, options, state, error);
     if (status == 0) mt_model_role_print(&r->role, log);
     if (status == 0) status = mt_model_role_use(&r->role, MT_USE_NOTHING, error);
-    if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_ALL, error);
+    if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_TRAINING, error);
     if (status == 0 && mt_model_role_is_apart(&r->role))
         r->owners = mt_grid_owners(r->role.grid), r->readers = find_readers(r->trained.grid);
     if (status == 0)
@@ -419,7 +419,7 @@ int mt_reference_score(mt_reference *r, mt_feed *feed, mt_batch *batch, mt_error
                             error) != 0)
         return -1;
     if (apart) deliver_scores(r);
-    return mt_model_role_use(&r->trained, MT_USE_ALL, error);
+    return mt_model_role_use(&r->trained, MT_USE_TRAINING, error);
 }
 
 /* ---- batches with scores */

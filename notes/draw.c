@@ -1948,6 +1948,15 @@ static void chart_curve(picture *p, const chart *c, const double *x, const doubl
     fprintf(p->file, "\" fill=\"none\" stroke=\"%s\" stroke-width=\"2\"/>\n", stroke);
 }
 
+/* A number beside a bar, with the grid hidden behind it. */
+static void chart_value(picture *p, double x, double y, anchor anchor, int decimals, double value) {
+    char words[32];
+    snprintf(words, sizeof words, "%.*f", decimals, value);
+    double width = 6.7 * (double)strlen(words);
+    box(p, anchor == END ? x - width - 1 : x - 1, y - 10, width + 2, 13, SHEET);
+    text(p, x, y, anchor, "%s", words);
+}
+
 static void chart_legend(picture *p, double x, double y, const char *stroke, const char *name) {
     line(p, x, y - 4, x + 22, y - 4, stroke, 2);
     text(p, x + 30, y, START, "%s", name);
@@ -2180,8 +2189,8 @@ static void draw_kernel(const char *folder) {
         frame(&p, x1, y - 7, chart_x(&c, gains[i].after) - x1, 14, fills[i % 2 ? ORANGE : BLUE]);
         text(&p, c.left - 8, y - 3, END, "%s", gains[i].shape);
         text(&p, c.left - 8, y + 11, END, "%s", gains[i].change);
-        text(&p, x1 - 5, y + 4, END, "%.0f", gains[i].before);
-        text(&p, chart_x(&c, gains[i].after) + 5, y + 4, START, "%.0f", gains[i].after);
+        chart_value(&p, x1 - 5, y + 4, END, 0, gains[i].before);
+        chart_value(&p, chart_x(&c, gains[i].after) + 5, y + 4, START, 0, gains[i].after);
     }
     picture_close(&p);
 }
@@ -2525,7 +2534,7 @@ static void draw_adapters(const char *folder) {
         else
             text(&p, left - 10, y + 10, END, "rank %lld", (long long)ranks[i]);
         text(&p, left - 10, y + 24, END, "%.0f M", trained * 1e-6);
-        text(&p, left + width * gib / 150 + 8, y + 16, START, "%.1f", gib);
+        chart_value(&p, left + width * gib / 150 + 8, y + 16, START, 1, gib);
     }
     picture_close(&p);
 }

@@ -502,7 +502,7 @@ static void someone_elses_model_is_not_overwritten(void **state) {
     assert_int_equal(mt_checkpoint_prepare(f.model, at("model"), &error), -1);
     assert_says(&error, "is a model's own folder");
     assert_int_equal(mt_checkpoint_prepare(f.model, at("third"), &error), -1);
-    assert_says(&error, "third/latest_checkpointed_iteration.txt: is not a file");
+    assert_says(&error, "third/latest_checkpointed_iteration.txt: is a folder");
     assert_int_equal(mt_checkpoint_prepare(f.model, at("new/one"), &error), 0);
     assert_save_fails(&f, at("file"), "cannot be made");
     assert_save_fails(&f, at("file/out"), "cannot be made");

@@ -747,7 +747,8 @@ static int64_t bytes_in_use(void) {
 
 /* Steps with a rest before some of them; every rest releases the bytes of the plan's rows, and waking restores them. */
 static outcome steps_with_rests(const char *words, int strategy, bool overlaps) {
-    static const mt_plan_row rows[MT_NUM_PARTS] = {MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER};
+    static const mt_plan_row rows[MT_NUM_PARTS] = {MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER,
+                                                   MT_PLAN_CACHE};
     trainee t;
     outcome o;
     mt_error error;

@@ -116,9 +116,13 @@ a_generator_and_a_reference_have_layouts_of_their_own() {
     iterate 4 rest dense --adv-estimator gae --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
         --use-distributed-optimizer --rollout-tensor-model-parallel-size 1 --ref-tensor-model-parallel-size 1 $rest &&
         same apart rest 0 reward lm_loss value_loss grad_norm generation_gap &&
-        says '^actor: optimizer state, .* rest on the host while other models work$' "$work/out" &&
-        says '^actor: gradients, .* are released while' "$work/out" &&
-        says '^generator: weights, .* rest on the host' "$work/out" && says '^critic: optimizer state' "$work/out"
+        says '^actor: optimizer state, .*: on the host while other models work$' "$work/out" &&
+        says '^actor: gradients, .*: not kept while other models work$' "$work/out" &&
+        says '^generator: weights, .*: on the host' "$work/out" &&
+        says '^generator: KV cache, .*: not kept' "$work/out" && says '^critic: optimizer state' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    iterate 1 alone dense --adv-estimator gae $rest && same one alone 0 reward lm_loss value_loss generation_gap &&
+        says '^actor: KV cache, .*: not kept' "$work/out"
 }
 
 a_generator_has_experts_of_its_own() {

@@ -132,13 +132,98 @@ refusals_name_the_reason() {
         refused 'add --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --plan-explain --gpus 1 &&
         refused 'is not timed' $base --gpus 1 --optimizer-cpu-offload &&
         refused 'number of ranks' $base --gpus 3 --tensor-model-parallel-size 2 &&
+        refused 'needs --global-batch-size' "$train" --bf16 $eight --plan --gpus 2 &&
+        refused 'no layout fits' "$train" --bf16 --hf-config data/configs/llama3-70b.json --seq-length 4096 \
+            --global-batch-size 8 --plan --gpus 2 &&
+        refused 'exclude' $base --plan --gpus 1 &&
+        refused 'auto: needs a --pipeline' $base --gpus 3 --pipeline-model-parallel-layout auto \
+            --pipeline-model-parallel-size 2 &&
         refused 'a GPU needs .* GiB' "$train" $common --hf-config data/configs/llama3-70b.json --seq-length 4096 \
             --micro-batch-size 1 --global-batch-size 1 --plan-explain --gpus 1
+}
+
+# plan ARGUMENTS...: the fastest layouts, in $work/plan.
+plan() {
+    "$train" --bf16 --plan "$@" >"$work/plan" 2>"$work/err"
+}
+
+eight="--hf-config data/configs/llama3-8b.json --num-layers 8 --seq-length 4096"
+
+# The best layouts are in order, and each printed line is a layout that train simulates with the same step.
+plan_prints_layouts_that_run() {
+    # shellcheck disable=SC2086
+    plan $eight --global-batch-size 16 --gpus 2 --gpu h200 || return 1
+    sed -n 's/^[0-9]*\. //p' "$work/plan" >"$work/lines"
+    sed -n 's/^   step *\([0-9.]*\) ms.*/\1/p' "$work/plan" >"$work/steps"
+    sort -g "$work/steps" | cmp -s - "$work/steps" || { echo "not in order" && return 1; }
+    [ "$(wc -l <"$work/lines")" = 10 ] || return 1
+    while read -r line && read -r step <&3; do
+        eval "set -- $line"
+        # shellcheck disable=SC2086
+        simulate h200 2 $eight --global-batch-size 16 "$@" </dev/null || return 1
+        says "step  *$step ms" "$work/out" || return 1
+    done <"$work/lines" 3<"$work/steps"
+}
+
+# Sizes that are given are kept; layouts that do not fit are not printed.
+plan_keeps_what_is_given() {
+    # shellcheck disable=SC2086
+    plan --hf-config data/configs/llama3-8b.json --seq-length 4096 --global-batch-size 32 --gpus 8 --gpu h100 \
+        --pipeline-model-parallel-size 4 --micro-batch-size 1 --context-parallel-size 1 || return 1
+    says '^1\. .*--tensor-model-parallel-size' "$work/plan" &&
+        ! grep '^[0-9]*\. .*\(pipeline-model-parallel-size\|micro-batch\)' "$work/plan" &&
+        says 'with CUDA and libraries [0-9.]* of 79.1' "$work/plan" &&
+        awk '/libraries/ { if ($(NF - 3) > $(NF - 1)) exit 1 }' "$work/plan"
+}
+
+# 1,024 GPUs and a model of 405B parameters within a minute on one idle core.
+a_large_plan_ends_soon() {
+    begin=$(date +%s)
+    plan --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --swiglu \
+        --group-query-attention --num-query-groups 8 --normalization RMSNorm --position-embedding-type rope \
+        --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 128256 --seq-length 8192 \
+        --global-batch-size 1024 --gpus 1024 --gpu h100 --tensor-model-parallel-size 8 --context-parallel-size 1 \
+        --micro-batch-size 1 || return 1
+    echo "  $(sed -n 's/.*; \([0-9.]* s\)\.$/\1/p' "$work/plan"), $(sed -n '4p' "$work/plan")"
+    [ $(($(date +%s) - begin)) -lt 60 ]
+}
+
+# The head of Llama 3 weighs as much as two layers: stages of equal time have 5 and 3 of 8 layers.
+stages_are_balanced() {
+    pair="$eight --micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2"
+    # shellcheck disable=SC2086
+    simulate h200 2 $pair && equal=$(tokens) &&
+        simulate h200 2 $pair --pipeline-model-parallel-layout auto && balanced=$(tokens) || return 1
+    echo "  equal stages $equal, balanced ones $balanced tokens/s"
+    [ "$balanced" -gt $((equal * 11 / 10)) ] || return 1
+    # shellcheck disable=SC2086
+    "$train" $common $pair --pipeline-model-parallel-layout 'auto*2' --print-schedule >"$work/out" || return 1
+    says '^rank 0: a embedding layers 0-2; b layers 5-6' "$work/out" &&
+        says '^rank 1: a layers 3-4; b layer 7 loss' "$work/out"
+}
+
+# launch.sh starts as many ranks as the experts and the memory of a GPU allow.
+ranks_to_launch_are_planned() {
+    experts='--num-experts 8 --moe-router-topk 2 --disable-bias-linear --tensor-model-parallel-size 2
+        --sequence-parallel --expert-model-parallel-size 2'
+    # shellcheck disable=SC2086
+    "$train" $common $small $experts --global-batch-size 6 --print-launch 8 >"$work/out" || return 1
+    says '^ranks 6' "$work/out" || return 1
+    sharded='--hf-config data/configs/llama3-8b.json --seq-length 4096 --micro-batch-size 1 --global-batch-size 8
+        --use-distributed-optimizer --gpu h100 --print-launch'
+    # shellcheck disable=SC2086
+    "$train" $common $sharded 8 >"$work/out" && says '^ranks 8' "$work/out" &&
+        refused 'a GPU needs .* H100' "$train" $common $sharded 2
 }
 
 check measured_rows_are_predicted measured_rows_are_predicted
 check published_rows_are_predicted published_rows_are_predicted
 check parts_add_up parts_add_up
 check faster_machines_are_faster faster_machines_are_faster
+check plan_prints_layouts_that_run plan_prints_layouts_that_run
+check plan_keeps_what_is_given plan_keeps_what_is_given
+check a_large_plan_ends_soon a_large_plan_ends_soon
+check stages_are_balanced stages_are_balanced
+check ranks_to_launch_are_planned ranks_to_launch_are_planned
 check refusals_name_the_reason refusals_name_the_reason
 exit $failed

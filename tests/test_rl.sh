@@ -278,6 +278,11 @@ contradictions_are_refused() {
     refused 'exclude each other' "$@" --overlong-penalty 1 --overlong-buffer-length 2 || return 1
     refused 'must be at most --max-new-tokens 4' "$@" --overlong-buffer-length 5 || return 1
     refused 'gspo and gmpo .* seq-mean-token-mean' "$@" --pg-variant gspo --loss-agg-mode token-mean || return 1
+    refused 'gpg does not clip' "$@" --pg-variant gpg --clip-ratio-high 0.3 || return 1
+    refused 'gamma needs --adv-estimator gae' "$@" --gamma 0.9 || return 1
+    refused 'no-norm-adv-by-std) needs --adv-estimator grpo' "$@" --adv-estimator rloo --no-norm-adv-by-std || return 1
+    refused 'stage rm and --loss-on exclude' "$train" --stage rm --value-head --load "$work/base" --finetune \
+        --data-path "$work/rl.jsonl" --seq-length 16 --train-iters 1 --lr 1 --loss-on all || return 1
     refused 'eval-iters 9: --stage rl has no evaluation' "$@" --eval-iters 9 || return 1
     for given in eval-interval=9 profile trace=x.json log-straggler loss-on=all long-samples=drop split=1,0,0 \
         variable-seq-lengths response-key=r dataloader-type=cyclic eod-mask-loss; do

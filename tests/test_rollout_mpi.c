@@ -65,7 +65,7 @@ static void generate(mt_model *model, int step, result *r) {
     }
 }
 
-/* Trains, and generates after every step. */
+/* Trains, and generates after every step; on several ranks the cache has no memory during the steps. */
 static void run(result *r, const char *model_words, const char *layout, int ranks) {
     char line[1024], *arguments[64];
     int count = 0;
@@ -95,9 +95,11 @@ static void run(result *r, const char *model_words, const char *layout, int rank
     mt_model_init(model);
     mt_batch_alloc(&batch, LENGTH);
     for (int step = 0; step < STEPS; step++) {
+        if (ranks > 1 && mt_model_rest(model, 1 << MT_PART_CACHE, &error) != 0) mt_die("%s: %s", layout, error.text);
         if (mt_train_step(model, &state, BATCH / world.data.size, make_batch, &state, &batch, &metrics, &error) != 0)
             mt_die("%s: %s", layout, error.text);
         r->losses[step] = metrics.loss;
+        if (mt_model_wake(model, 1 << MT_PART_CACHE, &error) != 0) mt_die("%s: %s", layout, error.text);
         generate(model, step, r);
     }
     mt_batch_free(&batch);

@@ -1,0 +1,48 @@
+/* layouts.h: finds the fastest layouts of a model by simulation, and balances the stages of a pipeline. */
+#ifndef MT_LAYOUTS_H
+#define MT_LAYOUTS_H
+
+#include "options.h"
+#include "simulate.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { MT_BEST_LAYOUTS = 10 };
+
+/* A layout that was simulated. */
+typedef struct mt_layout {
+    char line[1024]; // its options
+    mt_simulation simulation;
+} mt_layout;
+
+/* The fastest layouts, the first one fastest, and the work of the search. */
+typedef struct mt_layouts {
+    mt_layout best[MT_BEST_LAYOUTS];
+    int64_t count;
+    int64_t considered, illegal, too_large, bounded, simulated; // layouts; bounded: their least time is not among the
+                                                                // best
+    int64_t skipped; // not simulated for want of time, although their least time is
+    mt_error reason; // why the last illegal layout was refused
+} mt_layouts;
+
+/* Searches layouts for the command line argv[argc], whose options were parsed into `given`; layout options that it has
+ * are kept. A layout is legal if mt_options_finish accepts it for given->gpus ranks, and fits if its memory plan does.
+ * Ends after about `seconds`. Errors: no layout is legal or fits. Free the result in each case. */
+int mt_layouts_search(mt_layouts *layouts, const mt_options *given, int argc, char **argv, const mt_machine *machine,
+                      double seconds, mt_error *error);
+void mt_layouts_free(mt_layouts *layouts);
+
+/* A plan needs no data and no number of steps: gives parsed options what the user left out of these. */
+void mt_options_assume_run(mt_options *options);
+
+/* The letters of --pipeline-model-parallel-layout auto, or auto*N for N stages a rank, to free: the ranks take equal
+ * times on a GPU of options->gpu, embedding and head included, as far as whole layers allow. For mt_options_finish,
+ * whose rules need the letters; NULL with error. */
+char *mt_layout_balance(const mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
