@@ -26,36 +26,37 @@ mt_model_role_sizes mt_model_role_sizes_of_reference(const mt_options *options);
 /* Gives options the layout, if it is another than they have; returns true then. They must be derived again. */
 bool mt_model_role_sizes_apply(mt_options *options, mt_model_role_sizes sizes);
 
+/* A role stays at its address, since `grid` may point into it. A struct of zeros is a role without a model. */
 typedef struct mt_model_role {
     const char *name;      // for reports
     mt_options options;    // the run's with its own layout, folder and head; shares their strings
     const mt_grid *grid;   // the run's, or own_grid
     mt_grid own_grid;      // of another layout
-    const mt_ops *ops;     //
+    const mt_ops *ops;     // the run's, or those of own_grid
     mt_model *model;       // NULL: there is none
     mt_batch batch;        // with own_grid: scratch
     unsigned rests, awake; // parts (bits 1 << mt_part) that rest while others work; parts in use
     bool is_lent;          // the model is another owner's
 } mt_model_role;
 
-/* A role with the options and the layout of a run, whose grid is given. It stays at its address. */
+/* A role with the options and the layout of a run, whose grid is given. */
 void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options *options, const mt_grid *grid,
                          const mt_ops *ops);
 
 /* The trained model of a run as a role, all of it awake. The caller destroys the model. */
 void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained);
 
-/* Gives the role the layout; `option` names it in errors. Derives its options, unless `derived`, and makes a grid.
- * Every rank calls it. */
+/* Gives the role the layout: derives its options and makes its grid, if it is another than the run's. `option` names
+ * the layout in errors. Every rank calls it. */
 int mt_model_role_place(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error);
 
-/* Makes a grid for options whose layout is not the run's. mt_model_role_place does so itself. */
+/* Makes the grid for role->options of another layout, which are derived already. Every rank calls it. */
 int mt_model_role_build_grid(mt_model_role *role, mt_error *error);
 
-/* The plan to score the micro-batches of a run with this plan and context size. */
+/* The plan for scoring the micro-batches of a run, whose plan and context size are given. */
 mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan *of_run, int64_t context_size);
 
-/* Creates the model, with a batch of plan->max_tokens tokens if it has a grid of its own. */
+/* Creates the model, and for a role apart its batch. Every rank calls it. */
 int mt_model_role_create(mt_model_role *role, const mt_model_plan *plan, mt_error *error);
 
 /* Destroys what the role owns. Every rank calls it. */

@@ -10,6 +10,7 @@
 #include "../data/file.h"
 #include "../data/options.h"
 #include "../data/report.h"
+#include "../data/simulate.h"
 #include "../data/sft.h"
 #include "../data/timeline.h"
 #include "../megatron.h"
@@ -2613,6 +2614,116 @@ static void draw_divergence(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 28: predicted and measured steps ---------------------------------------------------------------------------- */
+
+/* Field `number` of a row of fields between bars, without blanks around it; "" if there is none. */
+static void row_field(char field[1024], const char *row, int number) {
+    while (number > 0 && *row) number -= *row++ == '|';
+    while (*row == ' ') row++;
+    size_t length = strcspn(row, "|\n");
+    while (length > 0 && row[length - 1] == ' ') length--;
+    snprintf(field, 1024, "%.*s", (int)length, row);
+}
+
+/* The arguments of a row of tests/bench_gpu.txt. */
+static void bench_arguments(char arguments[1024], const char *kind, const char *name) {
+    char line[2048], field[1024];
+    FILE *file = fopen("tests/bench_gpu.txt", "r");
+    *arguments = 0;
+    while (file && fgets(line, sizeof line, file)) {
+        row_field(field, line, 0);
+        if (strcmp(field, kind) != 0) continue;
+        row_field(field, line, 1);
+        if (strcmp(field, name) == 0) row_field(arguments, line, 5);
+    }
+    if (file) fclose(file);
+}
+
+/* Tokens per second that a simulated step of these arguments makes. */
+static double predicted_rate(const char *gpu, int64_t gpus, const char *arguments, mt_options *o) {
+    char words[2048], *argv[128];
+    int argc = 0;
+    mt_error error;
+    mt_machine machine;
+    mt_simulation simulation;
+    snprintf(words, sizeof words, "train --mock-data --bf16 --lr 1e-5 --train-iters 1 %s", arguments);
+    for (char *word = strtok(words, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
+    check(mt_options_parse(o, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
+    check(mt_options_finish(o, MT_PROGRAM_TRAIN, gpus, &error), &error);
+    check(mt_machine_read(&machine, gpu, &error), &error);
+    check(mt_simulate(&simulation, o, gpus, &machine, &error), &error);
+    double rate = simulation.tokens_per_second;
+    mt_simulation_free(&simulation);
+    return rate;
+}
+
+/* A row: its name, and a dot at predicted / measured. */
+static void draw_prediction(picture *p, double y, const char *name, double ratio, const char *fill) {
+    const double middle = 640, scale = 1400; // pixels of a factor of 2
+    text(p, 420, y + 4, END, "%s", name);
+    line(p, 430, y, 850, y, GRID, 0.6);
+    fprintf(p->file, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"%s\"/>\n", middle + scale * (ratio - 1), y, fill);
+    text(p, 890, y + 4, END, "%+.0f%%", 100 * (ratio - 1));
+}
+
+/* Rows of tests/measured_gpu.txt; returns where the next ones begin. */
+static double draw_measured(picture *p, double y) {
+    char line[2048], gpu[1024], gpus[1024], name[1024], rate[1024], arguments[1024], title[1200];
+    FILE *file = fopen("tests/measured_gpu.txt", "r");
+    if (!file) mt_die("tests/measured_gpu.txt cannot be read");
+    while (fgets(line, sizeof line, file)) {
+        if (*line == '#' || *line == '\n') continue;
+        row_field(gpu, line, 0), row_field(gpus, line, 1), row_field(name, line, 2), row_field(rate, line, 3);
+        row_field(arguments, line, 7);
+        snprintf(title, sizeof title, strcmp(gpus, "1") ? "train%s" : "train", gpus);
+        if (!*arguments) bench_arguments(arguments, title, name);
+        snprintf(line, sizeof line, "--hidden-dropout 0 --attention-dropout 0 %s", arguments);
+        mt_options o;
+        double predicted = predicted_rate(gpu, atoi(gpus), line, &o);
+        mt_options_free(&o);
+        snprintf(title, sizeof title, "%.20s x %.20s: %.100s", gpus, gpu, name);
+        draw_prediction(p, y, title, predicted / atof(rate), strokes[0]), y += 15;
+    }
+    fclose(file);
+    return y;
+}
+
+/* Rows of tests/published_gpu.txt, whose operations the paper counts. */
+static void draw_published(picture *p, double y) {
+    char line[2048], gpu[1024], gpus[1024], name[1024], rate[1024], arguments[1024], title[1200];
+    FILE *file = fopen("tests/published_gpu.txt", "r");
+    if (!file) mt_die("tests/published_gpu.txt cannot be read");
+    while (fgets(line, sizeof line, file)) {
+        if (*line == '#' || *line == '\n') continue;
+        row_field(gpu, line, 0), row_field(gpus, line, 1), row_field(name, line, 2), row_field(rate, line, 3);
+        row_field(arguments, line, 4);
+        snprintf(line, sizeof line,
+                 "--vocab-size 51200 --make-vocab-size-divisible-by 1 --seq-length 2048 --recompute-granularity full "
+                 "--hidden-dropout 0.1 --attention-dropout 0.1 %s",
+                 arguments);
+        mt_options o;
+        double tokens = predicted_rate(gpu, atoi(gpus), line, &o), l = (double)o.num_layers, h = (double)o.hidden_size;
+        double flops = 96 * l * h * h * (1 + 2048 / (6 * h) + 51200 / (16 * l * h));
+        mt_options_free(&o);
+        snprintf(title, sizeof title, "%.20s x a100, 2021: %.100s", gpus, name);
+        draw_prediction(p, y, title, tokens * flops / atof(gpus) / (atof(rate) * 1e12), strokes[1]), y += 15;
+    }
+    fclose(file);
+}
+
+static void draw_planner(const char *folder) {
+    picture p = picture_open(folder, "28-planner", "Predicted and measured training steps", 900, 760);
+    text(&p, 640, 26, MIDDLE, "predicted / measured");
+    for (int percent = -15; percent <= 15; percent += 5) {
+        double x = 640 + 1400 * percent / 100.0;
+        line(&p, x, 44, x, 730, percent == 0 ? FAINT : GRID, percent == 0 ? 1.2 : 0.8);
+        text(&p, x, 40, MIDDLE, "%+d%%", percent);
+    }
+    double y = draw_measured(&p, 62);
+    draw_published(&p, y + 12);
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -2643,5 +2754,6 @@ int main(int argc, char **argv) {
     draw_packing(argv[1]);
     draw_adapters(argv[1]);
     draw_divergence(argv[1]);
+    draw_planner(argv[1]);
     return 0;
 }

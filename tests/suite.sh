@@ -59,6 +59,38 @@ mpirun_here() {
     fi
 }
 
+# on_ranks RANKS PROGRAM ARGUMENTS...: runs a program; its output is in $work/out and $work/err.
+on_ranks() {
+    number=$1
+    shift
+    # shellcheck disable=SC2046
+    [ "$number" = 1 ] || set -- $(mpirun_here) -np "$number" "$@"
+    "$@" >"$work/out" 2>"$work/err"
+}
+
+# series KEY FILE: the numbers of a key in a file of metrics.
+series() {
+    sed -n "s/.*\"$1\": \([-0-9.e+]*\).*/\1/p" "$2"
+}
+
+# same_series A B TOLERANCE LEAST KEY...: two files of metrics have the same numbers x of the keys, up to TOLERANCE
+# times LEAST + |x|.
+same_series() {
+    a=$1 b=$2 tolerance=$3 least=$4
+    shift 4
+    for key in "$@"; do
+        series "$key" "$a" >"$work/a"
+        series "$key" "$b" >"$work/b"
+        [ -s "$work/a" ] && [ "$(wc -l <"$work/a")" = "$(wc -l <"$work/b")" ] || {
+            echo "$a and $b: other numbers of $key"
+            return 1
+        }
+        paste "$work/a" "$work/b" | awk -v t="$tolerance" -v least="$least" -v key="$key" '
+            { d = $1 - $2; if (d < 0) d = -d; s = $1 < 0 ? -$1 : $1 }
+            d > t * (least + s) { print key ": " $0; exit 1 }' || return 1
+    done
+}
+
 # has_disk: compiles tests/preload_disk.c to $work/disk.so; fails where that is not possible, and says so.
 has_disk() {
     export ASAN_OPTIONS="${ASAN_OPTIONS:-}:verify_asan_link_order=0" # the sanitizer's library is loaded after it

@@ -31,32 +31,13 @@ distill() {
     ranks=$1 metrics=$2
     shift 2
     set -- --stage kd --teacher-load "$work/teacher" --log-interval 1 --metrics "$metrics" "$@"
-    if [ "$ranks" = 1 ]; then
-        # shellcheck disable=SC2086
-        "$train" $data "$@" >"$work/out" 2>"$work/err"
-    else
-        # shellcheck disable=SC2046,SC2086
-        $(mpirun_here) -np "$ranks" "$train" $data "$@" >"$work/out" 2>"$work/err"
-    fi
+    # shellcheck disable=SC2086
+    on_ranks "$ranks" "$train" $data "$@"
 }
 
-# series KEY FILE: the key's numbers.
-series() {
-    sed -n "s/.*\"$1\": \([-0-9.e+]*\).*/\1/p" "$2"
-}
-
-# same A B TOLERANCE: two metrics files agree.
+# same A B TOLERANCE: two files of metrics agree.
 same() {
-    for key in lm_loss cross-entropy divergence grad_norm; do
-        series "$key" "$1" >"$work/a"
-        series "$key" "$2" >"$work/b"
-        [ -s "$work/a" ] && [ "$(wc -l <"$work/a")" = "$(wc -l <"$work/b")" ] || {
-            echo "$1 and $2: other numbers of $key"
-            return 1
-        }
-        paste "$work/a" "$work/b" | awk -v t="$3" -v key="$key" '
-            { d = $1 - $2; if (d < 0) d = -d; if (d > t * $1) { print key ": " $0; exit 1 } }' || return 1
-    done
+    same_series "$1" "$2" "$3" 0 lm_loss cross-entropy divergence grad_norm
 }
 
 # The loss is the weighted sum, and its validation reads the teacher too.

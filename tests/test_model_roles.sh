@@ -42,10 +42,8 @@ learn_form() {
 run() {
     ranks=$1 metrics=$work/$2
     shift 2
-    launch=
-    [ "$ranks" = 1 ] || launch="$(mpirun_here) -np $ranks"
     # shellcheck disable=SC2086
-    $launch "$train" $common --metrics "$metrics" --overwrite "$@" >"$work/out" 2>"$work/err"
+    on_ranks "$ranks" "$train" $common --metrics "$metrics" --overwrite "$@"
 }
 
 # iterate RANKS METRICS MODEL ARGUMENTS...: reinforcement learning of a critic too.
@@ -75,32 +73,17 @@ prefer() {
         "$@"
 }
 
-# series KEY METRICS: the key's numbers.
-series() {
-    sed -n "s/.*\"$1\": \([-0-9.e+]*\).*/\1/p" "$work/$2"
-}
-
 # same A B TOLERANCE KEY...: two runs have the same numbers.
 same() {
-    first=$1 second=$2 tolerance=$3
+    first=$work/$1 second=$work/$2 bound=$3
     shift 3
-    for key in "$@"; do
-        series "$key" "$first" >"$work/a"
-        series "$key" "$second" >"$work/b"
-        [ -s "$work/a" ] && [ "$(wc -l <"$work/a")" = "$(wc -l <"$work/b")" ] || {
-            echo "$first and $second: other numbers of $key"
-            return 1
-        }
-        paste "$work/a" "$work/b" | awk -v t="$tolerance" -v key="$key" '
-            { d = $1 - $2; if (d < 0) d = -d; s = $1 < 0 ? -$1 : $1 }
-            d > t * (1 + s) { print key ": " $0; exit 1 }' || return 1
-    done
+    same_series "$first" "$second" "$bound" 1 "$@"
 }
 
 # as_one METRICS: the same rollouts and steps as of one rank; generation and training agree.
 as_one() {
     same one "$1" 1e-5 reward response_tokens lm_loss ref_kl grad_norm &&
-        series generation_gap "$1" | awk '$1 > 1e-4 { print "gap " $1; exit 1 }'
+        series generation_gap "$work/$1" | awk '$1 > 1e-4 { print "gap " $1; exit 1 }'
 }
 
 a_generator_and_a_reference_have_layouts_of_their_own() {
@@ -108,7 +91,8 @@ a_generator_and_a_reference_have_layouts_of_their_own() {
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer \
         --rollout-tensor-model-parallel-size 1 --ref-tensor-model-parallel-size 1 &&
         as_one apart && same one apart 1e-5 value_loss || return 1
-    series reward one | sort -u | awk 'END { exit NR < 2 }' || return 1 # the weights that wrote the responses changed
+    # The weights that wrote the responses changed.
+    series reward "$work/one" | sort -u | awk 'END { exit NR < 2 }' || return 1
     says '^generator: a model of its own on tensor 1 x pipeline 1 x data 4 ranks$' "$work/out" &&
         says '^reference: a model of its own on tensor 1 x pipeline 2 x data 2 ranks$' "$work/out" &&
         [ "$(grep -c '^memory plan' "$work/out")" = 3 ] && [ "$(grep -c '^  KV cache' "$work/out")" = 1 ] || return 1
@@ -175,7 +159,8 @@ a_run_with_rest_resumes() {
         --data-path "$work/rl.jsonl" --eval-iters 0 --max-new-tokens 4 --micro-batch-size 4 --reward number \
         --train-iters 3 --lr 1e-3 --ppo-epochs 2 --rollout-batch-size 6 --num-return-sequences 4 \
         --global-batch-size 16 --kl-loss-coef 0.01 --metrics "$work/last" "$@" >"$work/out" 2>"$work/err" || return 1
-    series value_loss whole | tail -n 1 >"$work/a" && series value_loss last >"$work/b" && cmp "$work/a" "$work/b"
+    series value_loss "$work/whole" | tail -n 1 >"$work/a" && series value_loss "$work/last" >"$work/b" &&
+        cmp "$work/a" "$work/b"
 }
 
 others_are_refused() {

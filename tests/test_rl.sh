@@ -36,30 +36,8 @@ learn() {
     shift 2
     set -- --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
         --micro-batch-size 4 --log-interval 1 --metrics "$metrics" --overwrite "$@"
-    if [ "$ranks" = 1 ]; then
-        # shellcheck disable=SC2086
-        "$train" "$@" $common >"$work/out" 2>"$work/err"
-    else
-        # shellcheck disable=SC2086
-        $(mpirun_here) -np "$ranks" "$train" "$@" $common >"$work/out" 2>"$work/err"
-    fi
-}
-
-# series KEY FILE: the key's numbers.
-series() {
-    sed -n "s/.*\"$1\": \([-0-9.e+]*\).*/\1/p" "$2"
-}
-
-# same A B KEY TOLERANCE: two metrics files agree.
-same() {
-    series "$3" "$1" >"$work/a"
-    series "$3" "$2" >"$work/b"
-    [ -s "$work/a" ] && [ "$(wc -l <"$work/a")" = "$(wc -l <"$work/b")" ] || {
-        echo "$1 and $2: other numbers of $3"
-        return 1
-    }
-    paste "$work/a" "$work/b" | awk -v t="$4" -v key="$3" '
-        { d = $1 - $2; if (d < 0) d = -d; s = $1 < 0 ? -$1 : $1; if (d > t * (1 + s)) { print key ": " $0; exit 1 } }'
+    # shellcheck disable=SC2086
+    on_ranks "$ranks" "$train" "$@" $common
 }
 
 mean() {
@@ -102,7 +80,7 @@ every_layout_does_the_same() {
             # shellcheck disable=SC2086
             learn "$ranks" "$work/other" "$@" $method $layout || return 1
             for key in reward response_tokens entropy lm_loss grad_norm; do
-                same "$work/one" "$work/other" $key 1e-4 || {
+                same_series "$work/one" "$work/other" 1e-4 1 $key || {
                     echo "$method: $ranks ranks, $layout"
                     return 1
                 }
@@ -135,7 +113,7 @@ a_resumed_run_goes_on_as_before() {
             case $key in value_loss | ref_kl | groups_dropped | sampling_rounds)
                 grep -q "$key" "$work/whole" || continue ;;
             esac
-            same "$work/whole" "$work/parts" $key 0 || return 1
+            same_series "$work/whole" "$work/parts" 0 1 $key || return 1
         done
         [ "${method##* }" != --dynamic-sampling ] || cp "$work/whole" "$work/dynamic"
     done
