@@ -302,8 +302,8 @@ contradictions_are_refused() {
     refused 'stage rm and --loss-on exclude' "$train" --stage rm --value-head --load "$work/base" --finetune \
         --data-path "$work/rl.jsonl" --seq-length 16 --train-iters 1 --lr 1 --loss-on all || return 1
     refused 'eval-iters 9: --stage rl has no evaluation' "$@" --eval-iters 9 || return 1
-    for given in check-for-spiky-loss eval-interval=9 profile trace=x.json log-straggler loss-on=all long-samples=drop split=1,0,0 \
-        variable-seq-lengths response-key=r dataloader-type=cyclic eod-mask-loss; do
+    for given in check-for-spiky-loss eval-interval=9 profile trace=x.json log-straggler loss-on=all \
+        long-samples=drop split=1,0,0 variable-seq-lengths response-key=r dataloader-type=cyclic eod-mask-loss; do
         option=${given%%=*} value=${given#*=}
         [ "$option" = "$value" ] && value=
         refused "stage rl.* and --$option exclude each other" "$@" "--$option" ${value:+"$value"} || return 1

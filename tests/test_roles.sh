@@ -144,8 +144,9 @@ EOF
 
 # Options that others of the file leave without effect; with the divergence, two of them have one.
 idle_options_of_rl_are_unused() {
-    sed 's/^    use_kl_loss: false/&\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl/
-        s/^\( *\)override_transformer_config/\1check_for_spiky_loss: true\n&/' "$roles/verl.yaml" >"$work/idle.yaml" &&
+    lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
+    sed "s/^    use_kl_loss: false/&$lines/
+        s/^\( *\)override_transformer_config/\1check_for_spiky_loss: true\n&/" "$roles/verl.yaml" >"$work/idle.yaml" &&
         prints "$work/idle.yaml" actor_train && unused actor_rollout_ref.actor.clip_ratio 'of no use in this run' &&
         sets actor_rollout_ref.actor.clip_ratio_low clip-ratio-low 0.1 &&
         unused actor_rollout_ref.actor.kl_loss_type 'of no use in this run' &&
