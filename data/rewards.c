@@ -163,12 +163,18 @@ static bool find_number(const char *text, int64_t bytes, long double *number) {
     return found;
 }
 
+int mt_reward_check_number(const char *answer, int64_t bytes, mt_error *error) {
+    long double number;
+    if (find_number(answer, bytes, &number)) return 0;
+    return mt_error_set(error, "the answer \"%.*s\" has no number; correct the data, or use the reward exact",
+                        (int)mt_min(bytes, 80), answer);
+}
+
 /* Long doubles round a decimal and the quotient of a fraction correctly, so that equal numbers compare equal. */
 static int score_number(const mt_reward_item *item, double *score, mt_error *error) {
     long double answer, response;
     if (!find_number(item->answer, item->answer_bytes, &answer))
-        return mt_error_set(error, "the answer \"%.*s\" has no number; correct the data, or use the reward exact",
-                            (int)mt_min(item->answer_bytes, 80), item->answer);
+        return mt_reward_check_number(item->answer, item->answer_bytes, error);
     *score = find_number(item->response, item->response_bytes, &response) && response == answer;
     return 0;
 }

@@ -35,6 +35,9 @@ typedef struct mt_reward_function mt_reward_function;
 int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *argument, double seconds,
                    mt_error *error);
 
+/* An error if an answer has no number for the reward number to compare with. */
+int mt_reward_check_number(const char *answer, int64_t bytes, mt_error *error);
+
 /* scores[count] of the items. An error is one line that names the command, or the item. Returns MT_REWARD_STOPPED if a
  * signal requests a stop (mt_stop_requested) before a command has answered. After that or an error of a command, the
  * command has been ended, and further calls fail. */

@@ -299,6 +299,7 @@ static int read_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
                            .prompts = true,
                            .answer_key = o->answer_key,
                            .needs_answer = o->reward == MT_REWARD_EXACT || o->reward == MT_REWARD_NUMBER,
+                           .check_answer = o->reward == MT_REWARD_NUMBER ? mt_reward_check_number : NULL,
                            .log = rl->config.log};
     int status = mt_samples_read(&rl->prompts, &files, rl->config.tokenizer, error);
     if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;

@@ -497,12 +497,14 @@ const mt_role_default mt_role_defaults[] = {
     {"roll", NULL, "lora_alpha", "lora-alpha", NULL, "lora-target"},
     {"roll", "rl", "loss_agg_mode", "loss-agg-mode", "seq-mean-token-mean"},
     {"roll", "rl", "lambd", "lam", "0.95"},
+    {"roll", "rl", "reward", "reward", "exact"}, // in place of ROLL's Python classes
     {"roll", "rl", "is_use_additional_prompts", "dynamic-sampling-max-rounds", "1", "dynamic-sampling"},
     {"verl", NULL, "lr_decay_style", "lr-decay-style", "constant"},
     {"verl", NULL, "target_modules", "lora-target", "all-linear", "lora-rank"},
     {"verl", NULL, "lora_alpha", "lora-alpha", "16", "lora-rank"},
     {"verl", "rl", "clip_ratio_c", "clip-ratio-c", "3"},
     {"verl", "rl", "shuffle", "shuffle-mini-batches", "false"},
+    {"verl", "rl", "reward", "reward", "exact"}, // in place of verl's Python functions
     {NULL},
 };
 

@@ -336,7 +336,9 @@ static int read_answer(const reader *r, const json_t *object, mt_question *quest
         if (strtod(number, NULL) == value) break;
     }
     if (json_is_string(answer)) question->answer_bytes = (int64_t)json_string_length(answer);
-    question->answer = copy_text(json_is_string(answer) ? json_string_value(answer) : number, question->answer_bytes);
+    const char *text = json_is_string(answer) ? json_string_value(answer) : number;
+    if (r->config->check_answer && r->config->check_answer(text, question->answer_bytes, error) != 0) return -1;
+    question->answer = copy_text(text, question->answer_bytes);
     return 0;
 }
 

@@ -57,6 +57,8 @@ typedef struct mt_sft_config {
     bool prompts;           // lines hold prompts, to which a model writes responses; sequences have 1 token or more
     const char *answer_key; // NULL: answer
     bool needs_answer;      // a prompt without an answer is bad
+    /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */
+    int (*check_answer)(const char *answer, int64_t bytes, mt_error *error);
     FILE *log;              // skipped lines and a summary are printed here; NULL: nowhere
 } mt_sft_config;
 

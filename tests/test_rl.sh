@@ -310,6 +310,9 @@ contradictions_are_refused() {
     done
     refused 'rollout-batch-size x --num-return-sequences, the default --global-batch-size, = 6 must be' "$@" \
         --rollout-batch-size 3 --num-return-sequences 2 --micro-batch-size 4 || return 1
+    sed '300s/"answer": "[0-9]*"/"answer": "none"/' "$work/rl.jsonl" >"$work/words.jsonl"
+    refused 'words.jsonl:300: the answer "none" has no number' "$@" --reward number --data-path "$work/words.jsonl" ||
+        return 1
     head -n 50 "$work/rl.jsonl" >"$work/other.jsonl"
     refused 'the prompts are not those with which the run began' "$train" --stage rl --load "$work/run.grpo" \
         --data-path "$work/other.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 --lr 1e-3 \

@@ -375,6 +375,23 @@ roll_dpo_trains() {
         says '^     2/2 .* loss 0\.69' "$work/out" && says '^  stage  *dpo$' "$work/out"
 }
 
+# roll-rlvr.yaml as it stands, likewise; the rewards of its Python classes are replaced by --reward.
+roll_rlvr_trains() {
+    mkdir -p "$work/rlvr/data" && cp "$shared/yaml/roll-rlvr.yaml" "$work/rlvr" || return 1
+    for name in code_KodCode_data llm_judge_Multi-subject-RLVR_deal_new math_deepmath_deal \
+        general_ifeval_train_deal general_CrossThink-QA_deal; do
+        for i in 1 2 3; do
+            printf '{"messages": [{"role": "user", "content": "Say %d"}], "answer": "%d"}\n' $i $i
+        done >"$work/rlvr/data/$name.jsonl"
+    done
+    # shellcheck disable=SC2086
+    (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
+        --max-new-tokens 4 --rollout-batch-size 3 --global-batch-size 12) >"$work/out" 2>"$work/err" &&
+        says '^     2/2 .* reward [0-9]' "$work/out" && says '^  stage  *rl$' "$work/out" || return 1
+    prints "$work/rlvr/roll-rlvr.yaml" actor_train && sets '(absent: reward)' reward exact &&
+        prints "$work/rlvr/roll-rlvr.yaml" actor_train --reward number && says '^  reward  *number$' "$work/out"
+}
+
 # roll-distill.yaml as it stands, likewise: the student, with a teacher of another shape.
 roll_distill_trains() {
     mkdir -p "$work/distill/data" && cp "$shared/yaml/roll-distill.yaml" "$work/distill" || return 1
@@ -416,6 +433,7 @@ if [ -d "$shared/yaml" ]; then
     check shared_files_are_read shared_files_are_read
     [ -z "${HAVE_MPI:-}" ] || check roll_sft_trains roll_sft_trains
     check roll_dpo_trains roll_dpo_trains
+    check roll_rlvr_trains roll_rlvr_trains
     [ -z "${HAVE_MPI:-}" ] || check roll_distill_trains roll_distill_trains
 else
     echo "skipped: ../shared/yaml is absent"
