@@ -832,7 +832,7 @@ const mt_option mt_option_table[] = {
      "scale adapters by this / rank (default: the rank)", .needs = "lora-rank", .own = true},
     {"lora-target", MT_LIST, MT_AT(lora_target), MT_TRAIN, MT_OF_RUN, NULL, "NAME",
      "matrices with adapters, by their names in Hugging Face models (q_proj,v_proj): all-linear for all of attention, "
-     "MLP and experts, without routers",
+     "MLP and experts, without routers; regex:PATTERN for those whose whole names match a pattern of PCRE2",
      .needs = "lora-rank", .own = true},
     {"lora-dropout", MT_REAL, MT_AT(lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)", "dropout of the adapters' inputs",
      .needs = "lora-rank", .own = true},
