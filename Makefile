@@ -14,6 +14,7 @@
 ## make notes         write the code that the notes quote from the sources again
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
+## make calibrate     measure this machine's GPUs for train --plan: OUT=machine.json, BASE=data/machines/h200.json
 ## make bench-experts  measure a layer of experts on the GPU against its matrix products alone
 ## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
@@ -82,6 +83,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
+.PHONY: calibrate
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures notes puzzle demo demo-rl deps deps-dev probe lint sizes format \
 	format-check clean FORCE
 all:
@@ -207,6 +209,7 @@ LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include/megatron
 MANDIR ?= $(PREFIX)/share/man/man1
 COMPLETIONDIR ?= $(PREFIX)/share/bash-completion/completions
+MACHINEDIR ?= $(PREFIX)/share/megatron/machines
 
 define PC_FILE
 prefix=$(PREFIX)
@@ -233,7 +236,9 @@ $(B)/megatron-%.bash: $(BIN)%
 	$(Q)$(if $(BIN),,./)$< --help bash-completion >$@
 
 install: all library manual
-	install -d $(addprefix $(DESTDIR),$(BINDIR) $(LIBDIR)/pkgconfig $(INCLUDEDIR)/data $(MANDIR) $(COMPLETIONDIR))
+	install -d $(addprefix $(DESTDIR),$(BINDIR) $(LIBDIR)/pkgconfig $(INCLUDEDIR)/data $(MANDIR) $(COMPLETIONDIR) \
+		$(MACHINEDIR))
+	install -m 644 data/machines/*.json $(DESTDIR)$(MACHINEDIR)
 	install -m 644 $(filter %.1,$(MANUALS)) $(DESTDIR)$(MANDIR)
 	$(foreach p,train infer,install -m 644 $(B)/megatron-$p.bash $(DESTDIR)$(COMPLETIONDIR)/megatron-$p &&) :
 	$(foreach p,$(PROGRAMS),install $p $(DESTDIR)$(BINDIR)/megatron-$(notdir $p) &&) :
@@ -249,6 +254,7 @@ uninstall:
 	rm -f $(foreach p,$(MAINS:%.c=%),$(DESTDIR)$(BINDIR)/megatron-$(notdir $p))
 	rm -f $(foreach p,train infer,$(DESTDIR)$(MANDIR)/megatron-$p.1 $(DESTDIR)$(COMPLETIONDIR)/megatron-$p)
 	rm -f $(DESTDIR)$(LIBDIR)/libmegatron.* $(DESTDIR)$(LIBDIR)/pkgconfig/megatron.pc
+	rm -rf $(DESTDIR)$(MACHINEDIR)
 	rm -rf $(DESTDIR)$(INCLUDEDIR)
 -include $(wildcard $(B)/*.d $(B)/*/*.d $(B)/*/*/*.d)
 
@@ -268,10 +274,17 @@ test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(MINI) $(B)/tests/
 		tests/run_tests.sh $(B)/tests $(SUITES)
 
 bench: all $(BENCH_PROGRAMS)
-	@for program in $(filter-out %/bench_checkpoint,$(BENCH_PROGRAMS)); do $$program || exit 1; done
+	@for program in $(filter-out %/bench_checkpoint %/bench_calibrate,$(BENCH_PROGRAMS)); do $$program || exit 1; done
 
 bench-gpu: all $(filter %/bench_cuda %/bench_cuda_attention,$(BENCH_PROGRAMS))
 	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_gpu.sh $(B)/tests
+
+# With several GPUs and mpirun, also their links.
+calibrate: $(B)/tests/bench_calibrate
+	@gpus=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); launch=''; \
+		if [ "$$gpus" -gt 1 ] && [ -n '$(HAVE_MPI)' ]; then launch="mpirun -np $$gpus"; fi; \
+		OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 $$launch $< \
+		$(or $(BASE),data/machines/h200.json) $(or $(OUT),machine.json)
 
 bench-experts: all
 	@mkdir -p $(B)/tests

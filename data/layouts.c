@@ -260,7 +260,7 @@ static void mt_search_schedules(mt_search *s, mt_candidate c) {
 
 /* The next size of a dimension: 1, 2, 4, ..., or the given one only. */
 static int64_t mt_next_size(int64_t size, bool is_given) {
-    return is_given ? INT64_MAX / 4 : 2 * size;
+    return is_given ? (int64_t)1 << 31 : 2 * size; // more than any number of ranks
 }
 
 static void mt_search_list(mt_search *s) {
@@ -428,7 +428,7 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
         return mt_error_set(error, "--plan does not take --role; give the options that --print-config shows");
     if (mt_search_measure(&s, error) != 0) return -1;
     mt_search_list(&s);
-    qsort(s.list, (size_t)s.count, sizeof *s.list, mt_candidate_compare);
+    if (s.count > 0) qsort(s.list, (size_t)s.count, sizeof *s.list, mt_candidate_compare);
     mt_candidate *fits = mt_malloc(mt_max(s.count, 1) * (int64_t)sizeof *fits);
     int64_t num_fits = 0;
     for (int64_t i = 0; i < s.count; i++) {

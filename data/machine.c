@@ -62,9 +62,10 @@ static int mt_machine_parse(mt_machine *machine, json_t *root, const char *path,
     return 0;
 }
 
-/* The path of a named machine: in the current folder, or beside the program or the folder of the build above it. */
+/* The path of a named machine: in the current folder, beside the program or the folder of the build above it, or where
+ * `make install` puts it. */
 static void mt_machine_path(char path[4200], const char *gpu) {
-    static const char *const parents[] = {"", "/..", "/../..", "/../../.."};
+    static const char *const folders[] = {"/data", "/../data", "/../../data", "/../../../data", "/../share/megatron"};
     char program[4000];
     size_t length = strlen(gpu);
     if (length > 5 && strcmp(gpu + length - 5, ".json") == 0) {
@@ -76,9 +77,9 @@ static void mt_machine_path(char path[4200], const char *gpu) {
     ssize_t count = readlink("/proc/self/exe", program, sizeof program - 1);
     program[count > 0 ? count : 0] = 0;
     if (strrchr(program, '/')) *strrchr(program, '/') = 0;
-    for (size_t i = 0; count > 0 && i < sizeof parents / sizeof *parents; i++) {
+    for (size_t i = 0; count > 0 && i < sizeof folders / sizeof *folders; i++) {
         char candidate[4200];
-        snprintf(candidate, sizeof candidate, "%s%s/data/machines/%.100s.json", program, parents[i], gpu);
+        snprintf(candidate, sizeof candidate, "%s%s/machines/%.100s.json", program, folders[i], gpu);
         if (access(candidate, R_OK) != 0) continue;
         memcpy(path, candidate, sizeof candidate);
         return;

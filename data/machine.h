@@ -52,8 +52,8 @@ typedef struct mt_machine {
 } mt_machine;
 
 /* Reads a machine's file: `gpu` is its path if it ends in ".json", else a name in data/machines, looked for in the
- * current folder and beside the program. Every number is an object {"value": ..., "source": ...}. Errors: a file that
- * cannot be read, an unknown or missing number, one out of its range or without a source. */
+ * current folder, beside the program, and where it was installed. Every number is an object {"value": ..., "source":
+ * ...}. Errors: a file that cannot be read, an unknown or missing number, one out of its range or without a source. */
 int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error);
 
 /* Ranks of a group: all of them, of one host (the same number on each), and hosts. */

@@ -66,6 +66,7 @@ function read_range(text,    parts) {
 }
 
 /^<!-- quote / {
+    if (replaces) print ""
     print
     split($0, words, " ")
     read_range($0)

@@ -36,14 +36,17 @@ installs() {
     for file in bin/megatron-train bin/megatron-infer bin/megatron-preprocess include/megatron/megatron.h \
         include/megatron/data/options.h share/man/man1/megatron-train.1 share/man/man1/megatron-infer.1 \
         share/bash-completion/completions/megatron-train share/bash-completion/completions/megatron-infer \
-        lib/libmegatron.a lib/libmegatron.so lib/pkgconfig/megatron.pc; do
+        share/megatron/machines/h200.json lib/libmegatron.a lib/libmegatron.so lib/pkgconfig/megatron.pc; do
         [ -s "$1$prefix/$file" ] || { echo "no $file" && return 1; }
     done
 }
 
 programs_run() {
     "$prefix/bin/megatron-train" --help >"$work/out" 2>"$work/err" &&
-        "$prefix/bin/megatron-infer" --help >"$work/out" 2>"$work/err"
+        "$prefix/bin/megatron-infer" --help >"$work/out" 2>"$work/err" || return 1
+    # its machines are found from any folder
+    (cd "$work" && "$prefix/bin/megatron-train" --num-layers 1 --hidden-size 64 --num-attention-heads 1 \
+        --vocab-size 64 --seq-length 64 --bf16 --global-batch-size 1 --gpus 1 --plan-explain) >"$work/out" 2>"$work/err"
 }
 
 # build [--static]: compiles the program with the flags of pkg-config.

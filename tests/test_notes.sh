@@ -11,7 +11,7 @@
 set -u
 . tests/suite.sh
 root=$(pwd)
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' # the numbers are the CPU's
 if ! [ -x "${MT_BIN:-.}/data/preprocess" ]; then
     echo "skipped: data/preprocess is not built"
     exit 77
@@ -52,14 +52,15 @@ quotes_are_the_source() {
 # Prints all words of the code, all options, and the words of each section of megatron.c: kind, name, and the section's
 # tag.
 list_known() {
-    { # a variable of a library
+    { # also a variable of a library
         ls megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c train.c \
             infer.c Makefile launch.sh | grep -v test_notes | xargs cat
         echo OPENBLAS_CORETYPE
+        ls tests/test_* | sed 's|tests/test_||' # suites
     } | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
-    { # --hostfile and --oversubscribe are mpirun's
+    { # and those of mpirun and compute-sanitizer
         "$train" --help && "$infer" --help && "$tree/data/preprocess" --help && cat Makefile data/probe.sh &&
-            echo '--hostfile --oversubscribe'
+            echo '--hostfile --oversubscribe --tool'
     } 2>/dev/null | tr -cs 'a-z0-9-' '\n' | grep '^--[a-z]' | sort -u | awk '{ print "option\t" $0 }'
     awk '/^\/\* =+ §/ { n = split($0, tags, "§"); for (i = 2; i <= n; i++) sub(/ .*/, "", tags[i]) }
         /^[A-Za-z]|^ *bool \(\*|^    MT_/ || FILENAME == "megatron.h" { # definitions, operations, roles; prototypes
@@ -214,7 +215,7 @@ make_tree "$tree" || exit 1
 # shellcheck disable=SC2086
 {
     check quotes_are_the_source quotes_are_the_source $pages README.md
-    check names_exist names_exist $pages README.md
+    check names_exist names_exist $pages README.md notes/lab.md
     check chapters_have_one_form has_form $pages
 }
 [ -n "${MT_NOTES:-}" ] || check the_checks_see_errors the_checks_see_errors

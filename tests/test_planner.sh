@@ -131,6 +131,7 @@ refusals_name_the_reason() {
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/unknown.json" &&
         refused 'add --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --plan-explain --gpus 1 &&
         refused 'is not timed' $base --gpus 1 --optimizer-cpu-offload &&
+        refused 'is not timed' $base --gpus 1 --rerun-mode validate_results &&
         refused 'number of ranks' $base --gpus 3 --tensor-model-parallel-size 2 &&
         refused 'needs --global-batch-size' "$train" --bf16 $eight --plan --gpus 2 &&
         refused 'no layout fits' "$train" --bf16 --hf-config data/configs/llama3-70b.json --seq-length 4096 \
