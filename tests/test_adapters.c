@@ -507,7 +507,9 @@ static void patterns_and_paths_name_whole_kinds(void **state) {
         const char *targets;
         uint64_t roles;
     } rows[] = {
-        {"layers.0.self_attn.q_proj,layers.1.self_attn.q_proj,layers.2.self_attn.q_proj,layers.3.self_attn.q_proj,v_proj", 1 << MT_Q | 1 << MT_V},
+        {"layers.0.self_attn.q_proj,layers.1.self_attn.q_proj,layers.2.self_attn.q_proj,layers.3.self_attn.q_proj,"
+         "v_proj",
+         1 << MT_Q | 1 << MT_V},
         {"self_attn.q_proj", 1 << MT_Q},
 #ifdef MT_HAVE_PCRE2
         {"regex:.*\\.(q|v)_proj", 1 << MT_Q | 1 << MT_V},
