@@ -590,6 +590,13 @@ const mt_option mt_option_table[] = {
     {"ref-load", MT_STRING, MT_AT(ref_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "the reference model (default: the model of --load before training, without adapters)", .needs = "stage dpo|rl",
      .own = true},
+    {"ref-logps-in-data", MT_FLAG, MT_AT(ref_logps_in_data), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "no reference model: pairs have its log-probabilities, ref_chosen_logp and ref_rejected_logp, each the sum over "
+     "the tokens of a response that the loss counts (\"logprob\" of infer --score)",
+     .needs = "stage dpo",
+     .excludes = "ref-load, mock-data, ref-tensor-model-parallel-size, ref-pipeline-model-parallel-size, "
+                 "ref-expert-model-parallel-size",
+     .own = true},
     {"preference-loss", MT_CHOICE, MT_AT(preference_loss), MT_TRAIN, MT_OF_RUN, "sigmoid", "sigmoid|ipo|hinge",
      "loss of a pair: -log sigmoid(beta h), (h - 1 / (2 beta))^2 or max(0, 1 - beta h), where h is the margin of the "
      "log-probabilities over those of the reference model",
@@ -834,7 +841,7 @@ const mt_option mt_option_table[] = {
      "scale adapters by this / rank (default: the rank)", .needs = "lora-rank", .own = true},
     {"lora-target", MT_LIST, MT_AT(lora_target), MT_TRAIN, MT_OF_RUN, NULL, "NAME",
      "matrices with adapters, by their names in Hugging Face models (q_proj,v_proj): all-linear for all of attention, "
-     "MLP and experts, without routers",
+     "MLP and experts, without routers; regex:PATTERN for those whose whole names match a pattern of PCRE2",
      .needs = "lora-rank", .own = true},
     {"lora-dropout", MT_REAL, MT_AT(lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)", "dropout of the adapters' inputs",
      .needs = "lora-rank", .own = true},
