@@ -538,7 +538,7 @@ typedef struct mt_options {
     char *messages_key, *prompt_key, *query_key, *response_key;
     /* after pre-training */
     mt_training_stage stage;
-    bool value_head, ipo;
+    bool value_head, ipo, ref_logps_in_data;
     mt_preference_variant preference_loss;
     double beta, label_smoothing;
     char *ref_load, *chosen_key, *rejected_key;

@@ -7,6 +7,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef MT_HAVE_PCRE2
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+#endif
+
+/* Begins a target that is a pattern, as peft has it where target_modules is one text. */
+#define MT_TARGET_REGEX "regex:"
+
 bool mt_options_adapts(const mt_options *options) {
     return options->lora_rank > 0 || options->load_adapter;
 }
@@ -40,8 +48,15 @@ static const char *mt_module_word(const char *module) {
     return dot ? dot + 1 : module;
 }
 
+/* The source of the targets, for messages. */
+static const char *mt_target_source(const mt_options *o) {
+    bool given = !o->load_adapter || mt_options_gave(o, MT_AT(lora_target));
+    return given ? "--lora-target" : "--load-adapter: target_modules";
+}
+
 /* No matrix has this name: names the nearest one and all others. */
-static int mt_target_refuse(const char *target, const mt_param *rows, int64_t count, mt_error *error) {
+static int mt_target_refuse(const mt_options *o, const char *target, const mt_param *rows, int64_t count,
+                            mt_error *error) {
     char words[512] = "", module[160], nearest[200] = "";
     int best = 3; // edits
     for (int64_t i = 0; i < count; i++) {
@@ -61,21 +76,78 @@ static int mt_target_refuse(const char *target, const mt_param *rows, int64_t co
         int edits = mt_edit_distance(target, strlen(target), dashed);
         if (edits < best) best = edits, snprintf(nearest, sizeof nearest, "; did you mean %s?", word);
     }
-    return mt_error_set(error,
-                        "--lora-target %s: no matrix of this model that can have an adapter has this name%s (%s)",
-                        target, nearest, words + 1);
+    return mt_error_set(error, "%s %s: no matrix of this model that can have an adapter has this name%s (%s)",
+                        mt_target_source(o), target, nearest, words + 1);
 }
 
-static int mt_target_add(mt_options *o, const char *target, const mt_param *rows, int64_t count, mt_error *error) {
-    bool all = strcmp(target, "all-linear") == 0, found = false;
+/* Marks the matrices whose whole module names match a pattern; returns their number, or -1. */
+static int64_t mt_target_match_pattern(const char *pattern, const mt_param *rows, int64_t count, bool *named,
+                                       mt_error *error) {
+#ifdef MT_HAVE_PCRE2
+    int code;
+    PCRE2_SIZE offset;
     char module[160];
-    for (int64_t i = 0; i < count; i++) {
+    int64_t found = 0;
+    pcre2_code *regex = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED,
+                                      PCRE2_UTF | PCRE2_ANCHORED | PCRE2_ENDANCHORED, &code, &offset, NULL);
+    if (!regex) {
+        PCRE2_UCHAR why[256];
+        pcre2_get_error_message(code, why, sizeof why);
+        return mt_error_set(error, "is no pattern of PCRE2: %s, at character %lld", (char *)why, (long long)offset);
+    }
+    pcre2_match_data *match = pcre2_match_data_create_from_pattern(regex, NULL);
+    for (int64_t i = 0; i < count && found >= 0; i++) {
+        if (!mt_param_can_adapt(&rows[i])) continue;
+        mt_module_name(module, &rows[i]);
+        int status = pcre2_match(regex, (PCRE2_SPTR)module, strlen(module), 0, 0, match, NULL);
+        named[i] |= status >= 0;
+        found = status >= 0 ? found + 1 : status == PCRE2_ERROR_NOMATCH ? found : -1;
+        if (found < 0) mt_error_set(error, "PCRE2 gave up on %s", module);
+    }
+    pcre2_match_data_free(match), pcre2_code_free(regex);
+    return found;
+#else
+    (void)pattern, (void)rows, (void)count, (void)named;
+    return mt_error_set(error, "is a pattern, which needs PCRE2; install libpcre2-dev and run make, or list the names "
+                               "of the matrices");
+#endif
+}
+
+/* Marks the matrices that a target names. */
+static int mt_target_add(const mt_options *o, const char *target, const mt_param *rows, int64_t count, bool *named,
+                         mt_error *error) {
+    bool all = strcmp(target, "all-linear") == 0, is_pattern = strncmp(target, MT_TARGET_REGEX, 6) == 0;
+    char module[160];
+    int64_t found = 0;
+    mt_error why;
+    if (is_pattern) found = mt_target_match_pattern(target + 6, rows, count, named, &why);
+    if (found < 0) return mt_error_set(error, "%s %s: %s", mt_target_source(o), target, why.text);
+    for (int64_t i = 0; i < count && !is_pattern; i++) {
         mt_module_name(module, &rows[i]);
         if (!mt_param_can_adapt(&rows[i]) || !(all || mt_target_matches(target, module))) continue;
-        o->lora_roles |= (uint64_t)1 << rows[i].role;
-        found = true;
+        named[i] = true, found++;
     }
-    return found ? 0 : mt_target_refuse(target, rows, count, error);
+    return found > 0 ? 0 : mt_target_refuse(o, target, rows, count, error);
+}
+
+/* The roles of the named matrices; all matrices of a role must be named. */
+static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, const bool *named, mt_error *error) {
+    char with[160], without[160];
+    const mt_param *first[64] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        if (!named[i]) continue;
+        o->lora_roles |= (uint64_t)1 << rows[i].role;
+        if (!first[rows[i].role]) first[rows[i].role] = &rows[i];
+    }
+    for (int64_t i = 0; i < count; i++) {
+        if (named[i] || !mt_param_can_adapt(&rows[i]) || !(o->lora_roles >> rows[i].role & 1)) continue;
+        mt_module_name(with, first[rows[i].role]), mt_module_name(without, &rows[i]);
+        return mt_error_set(error,
+                            "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
+                            "all by %s",
+                            mt_target_source(o), with, without, mt_module_word(with));
+    }
+    return 0;
 }
 
 int mt_options_derive_adapters(mt_options *o, mt_error *error) {
@@ -90,13 +162,16 @@ int mt_options_derive_adapters(mt_options *o, mt_error *error) {
                                    "take a language model");
     if (o->lora_alpha == 0) o->lora_alpha = (double)o->lora_rank;
     int64_t count = mt_params_build(&rows, o, NULL);
+    bool *named = mt_calloc(count * (int64_t)sizeof *named);
     for (int64_t i = 0; i < o->lora_target.count && status == 0; i++) {
         char *words = mt_strdup(o->lora_target.items[i]), *rest = NULL;
-        for (char *word = strtok_r(words, ",", &rest); word && status == 0; word = strtok_r(NULL, ",", &rest))
-            status = mt_target_add(o, word, rows, count, error);
+        const char *between = strncmp(words, MT_TARGET_REGEX, 6) == 0 ? "" : ",";
+        for (char *word = strtok_r(words, between, &rest); word && status == 0; word = strtok_r(NULL, between, &rest))
+            status = mt_target_add(o, word, rows, count, named, error);
         free(words);
     }
-    free(rows);
+    if (status == 0) status = mt_targets_take(o, rows, count, named, error);
+    free(rows), free(named);
     if (status == 0 && o->lora_roles == 0)
         status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
     if (status == 0 && o->lora_dropout > 0 && (o->lora_roles & experts))
@@ -130,6 +205,7 @@ static const struct {
     {"arrow_config", "null", "arrow routing"},
     {"monteclora_config", "null", "MonteCLoRA"},
     {"velora_config", "null", "VeLoRA"},
+    {"task_type", "null|\"CAUSAL_LM\"", "another model than a language model"},
     {"init_lora_weights", "true|false|\"gaussian\"|null", "an initialisation that changes the base weights"},
 };
 
@@ -177,11 +253,12 @@ static int mt_peft_take(mt_options *o, size_t offset, const char *text, bool ove
     return status;
 }
 
-/* target_modules as a list for --lora-target: names with commas between them, sorted. To free; NULL with error. */
+/* target_modules for --lora-target: names with commas between them, or a pattern. To free; NULL with error. */
 static char *mt_peft_targets(const json_t *modules, const char *path, mt_error *error) {
     if (json_is_string(modules) && strcmp(json_string_value(modules), "all-linear") == 0)
         return mt_strdup("all-linear");
     char *text = mt_calloc(64 * 1024);
+    if (json_string_length(modules) > 0) snprintf(text, 64 * 1024, MT_TARGET_REGEX "%s", json_string_value(modules));
     for (size_t i = 0; json_is_array(modules) && i < json_array_size(modules); i++) {
         const char *name = json_string_value(json_array_get(modules, i));
         if (!name || strlen(text) + strlen(name) + 2 > 64 * 1024) continue;
@@ -189,9 +266,26 @@ static char *mt_peft_targets(const json_t *modules, const char *path, mt_error *
         strcat(text, name);
     }
     if (*text) return text;
-    mt_error_set(error, "%s: \"target_modules\" must be a list of modules' names, or \"all-linear\"", path);
+    mt_error_set(error, "%s: \"target_modules\" must be a list of modules' names, a pattern, or \"all-linear\"", path);
     free(text);
     return NULL;
+}
+
+/* Checks the numbers of the file, and that its matrices lie as those of the model. */
+static int mt_peft_check_values(const mt_options *o, const json_t *json, int64_t *rank, const char *path,
+                                mt_error *error) {
+    const json_t *alpha = json_object_get(json, "lora_alpha"), *dropout = json_object_get(json, "lora_dropout");
+    double p = json_number_value(dropout);
+    if (!mt_json_int(json_object_get(json, "r"), 1, 65536, rank) || !(json_number_value(alpha) > 0))
+        return mt_error_set(error, "%s: \"r\" and \"lora_alpha\" must be positive numbers", path);
+    if (dropout && (!json_is_number(dropout) || !(p >= 0 && p < 1)))
+        return mt_error_set(error, "%s: \"lora_dropout\" must be a number from 0 to less than 1", path);
+    if (json_is_true(json_object_get(json, "fan_in_fan_out")) && o->hf_family != MT_HF_GPT2)
+        return mt_error_set(error,
+                            "%s: \"fan_in_fan_out\" is true, which is for the matrices of GPT-2; this model has none "
+                            "of them: set it to false, or load the adapter's own base",
+                            path);
+    return 0;
 }
 
 static int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *error) {
@@ -200,8 +294,7 @@ static int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *e
     json_t *json = mt_json_read(path, error);
     int status = json ? mt_peft_check(json, path, error) : -1;
     const json_t *alpha = json_object_get(json, "lora_alpha"), *dropout = json_object_get(json, "lora_dropout");
-    if (status == 0 && (!mt_json_int(json_object_get(json, "r"), 1, 65536, &r) || !(json_number_value(alpha) > 0)))
-        status = mt_error_set(error, "%s: \"r\" and \"lora_alpha\" must be positive numbers", path);
+    if (status == 0) status = mt_peft_check_values(o, json, &r, path, error);
     char *targets = status == 0 ? mt_peft_targets(json_object_get(json, "target_modules"), path, error) : NULL;
     if (targets) {
         snprintf(rank, sizeof rank, "%lld", (long long)r);

@@ -27,8 +27,8 @@ int mt_adapter_read_options(mt_options *options, mt_error *error);
 char *mt_adapter_print_config(const mt_options *options);
 
 /* Sets lora_roles and lora_alpha. A target names the matrices whose modules have this name or end with it behind a dot,
- * as in peft; "all-linear" all matrices of attention, MLP and experts except routers. Error: a name without a matrix,
- * with the nearest one. */
+ * as in peft; "all-linear" all matrices of attention, MLP and experts except routers; "regex:PATTERN" those whose whole
+ * module names match. Errors: a name without a matrix, with the nearest one; some of the matrices of a role only. */
 int mt_options_derive_adapters(mt_options *options, mt_error *error);
 
 /* Adds the product of each adapter to its matrix, in fp32 and rounded once, and clears its B: the model computes the

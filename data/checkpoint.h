@@ -50,6 +50,17 @@ bool mt_checkpoint_exists(const char *folder);
  * Hugging Face folder, or one of an older version. */
 int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
 
+/* "FOLDER/iter_NNNNNNN" to free. */
+char *mt_iteration_path(const char *folder, int64_t number);
+
+/* True when a folder holds a model's config.json or an adapter's adapter_config.json. */
+bool mt_folder_has_weights(const char *folder);
+
+/* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
+ * tensors, and that has trainer.json. -1 if there is none; the error is that of the first checkpoint tried, or that the
+ * folder has no checkpoint. */
+int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error);
+
 /* A model that generates, from a folder. */
 typedef struct mt_hf {
     mt_options options; // the shape from config.json, then the settings; finished

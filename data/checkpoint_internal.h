@@ -37,29 +37,17 @@ int64_t mt_param_shape(const mt_param *param, int64_t shape[2]);
 /* The number of a name iter_NNNNNNN, or -1 for any other name. */
 int64_t mt_iteration_of(const char *name);
 
-/* "FOLDER/iter_NNNNNNN" to free. */
-char *mt_iteration_path(const char *folder, int64_t number);
-
 /* Numbers of the checkpoints in a folder, in descending order; free the numbers. */
 typedef struct mt_iterations {
     int64_t *numbers, count;
 } mt_iterations;
 mt_iterations mt_iterations_list(const char *folder);
 
-/* True when a folder holds a model's config.json or an adapter's adapter_config.json. */
-bool mt_folder_has_weights(const char *folder);
-
 /* The parameters whose tensors the files of a stem hold: "model", "adapter_model", or "optimizer". */
 bool mt_stem_holds(const char *stem, const mt_param *param);
 
 /* True when folder/name is a link into the latest iteration. */
 bool mt_is_own_link(const char *folder, const char *name);
-
-/* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
- * tensors, and that has trainer.json. -1 if there is none; the error is that of the first checkpoint tried, or that the
- * folder has no checkpoint.
- */
-int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error);
 
 /* The file of a checkpoint with the state of delayed scaling. */
 #define MT_FP8_FILE "fp8.safetensors"

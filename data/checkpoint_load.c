@@ -240,7 +240,7 @@ static int mt_tensor_pointer_compare(const void *a, const void *b) {
 }
 
 /* A row must take every tensor of weights: to leave one out silently would load another model. */
-static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options,
+static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options, const char *stem,
                                    const mt_safetensors *set, mt_error *error) {
     const mt_tensor_info **used = mt_malloc(count * (int64_t)sizeof *used), *unused = NULL;
     for (int64_t i = 0; i < count; i++) used[i] = mt_weight_find(set, rows[i].hf_name);
@@ -252,6 +252,11 @@ static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt
     }
     free(used);
     if (!unused) return 0;
+    if (strcmp(stem, "adapter_model") == 0)
+        return mt_error_set(error,
+                            "%s: tensor \"%.120s\" has no place: its matrix is not among the targets, or not in the "
+                            "model; check \"target_modules\" of adapter_config.json, --lora-target and --load",
+                            unused->file, unused->name);
     return mt_error_set(error,
                         "%s: tensor \"%.120s\" has no place in the model that the options describe; check "
                         "config.json, --num-layers and the options for biases and norms",
@@ -290,7 +295,7 @@ static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_o
             status = tensor ? mt_param_check(&rows[i], tensor, options, set, error)
                             : mt_state_missing(&rows[i], (mt_param_state)state, options, folder, set, error);
         }
-    if (status == 0 && weights) status = mt_weights_check_unused(rows, count, options, set, error);
+    if (status == 0 && weights) status = mt_weights_check_unused(rows, count, options, stem, set, error);
     for (int64_t i = 0; i < mt_safetensors_count(set) && status == 0 && weights; i++)
         status = mt_tensor_check_repeated(options, set, mt_safetensors_get(set, i), error);
     free(rows);
@@ -851,13 +856,17 @@ static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetenso
     return status;
 }
 
-/* Warns of weights that are not finite, on one of the ranks that hold them. */
-static void mt_target_warn(const mt_model *m, const mt_target *t) {
+/* Weights that are not finite: an error if they are an adapter's, else a warning on one of the ranks that hold them. */
+static int mt_target_check_finite(const mt_model *m, const mt_target *t, mt_error *error) {
     const mt_bucket *b = mt_bucket_get(m, t->param->bucket);
     bool reports = t->param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
+    if (t->not_finite > 0 && mt_param_is_adapter(t->param) && t->weights)
+        return mt_error_set(error, "%s: %lld values of tensor \"%s\" are not finite; take another adapter",
+                            t->tensor->file, (long long)t->not_finite, t->tensor->name);
     if (t->not_finite > 0 && reports)
         fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", t->tensor->file,
                 (long long)t->not_finite, t->tensor->name);
+    return 0;
 }
 
 /* Loads the weights (stem "model", or "adapter_model"), or the moments and any master weights (stem "optimizer"). A
@@ -895,7 +904,10 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
                 t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
         }
     status = mt_targets_load(targets, count, set, m, sums, damaged, error);
-    for (int64_t i = 0; i < count && status == 0; i++) mt_target_warn(m, &targets[i]);
+    if (status == 0) {
+        for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
+        status = mt_agree(world, status != 0, error);
+    }
     free(targets);
     mt_safetensors_close(set);
     return status;

@@ -300,6 +300,7 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .pairs = config->pairs,
                            .chosen_key = o->chosen_key,
                            .rejected_key = o->rejected_key,
+                           .ref_logps = o->ref_logps_in_data,
                            .log = config->log};
     return mt_samples_read(samples, &files, config->tokenizer, error);
 }

@@ -403,6 +403,15 @@ static int mt_options_derive_batches(mt_options *o, mt_error *error) {
                             (long long)longest);
     if (steps > 0) o->global_batch_size = o->micro_batch_size * steps * o->data_parallel_size;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
+    int64_t responses = o->rollout_batch_size * o->num_return_sequences;
+    if (o->stage == MT_STAGE_RL && o->global_batch_size > responses)
+        return mt_error_set(error,
+                            "%s %lld is more than the responses of an iteration, --rollout-batch-size %lld x "
+                            "--num-return-sequences %lld = %lld; lower it, or leave it out",
+                            steps > 0 ? "--micro-batch-size x --gradient-accumulation-steps x data-parallel ranks ="
+                                      : "--global-batch-size",
+                            (long long)o->global_batch_size, (long long)o->rollout_batch_size,
+                            (long long)o->num_return_sequences, (long long)responses);
     bool of_responses = o->stage == MT_STAGE_RL && !MT_GIVEN(o, global_batch_size) && steps == 0;
     const char *name = of_responses
                            ? "--rollout-batch-size x --num-return-sequences, the default --global-batch-size, ="
@@ -551,6 +560,41 @@ static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *e
     return 0;
 }
 
+/* Options of reinforcement learning that others can leave without effect. */
+static const struct {
+    const char *name;
+    size_t offset;
+} mt_idle_in_rl[] = {{"ref-load", offsetof(mt_options, ref_load)},
+                     {"ref-tensor-model-parallel-size", offsetof(mt_options, ref_tensor_model_parallel_size)},
+                     {"ref-pipeline-model-parallel-size", offsetof(mt_options, ref_pipeline_model_parallel_size)},
+                     {"ref-expert-model-parallel-size", offsetof(mt_options, ref_expert_model_parallel_size)},
+                     {"kl-loss-type", offsetof(mt_options, kl_loss_type)},
+                     {"clip-ratio", offsetof(mt_options, clip_ratio)},
+                     {"clip-ratio-low", offsetof(mt_options, clip_ratio_low)},
+                     {"clip-ratio-high", offsetof(mt_options, clip_ratio_high)}};
+enum { MT_NUM_IDLE_IN_RL = sizeof mt_idle_in_rl / sizeof *mt_idle_in_rl };
+
+const char *mt_options_idle_in_rl(const mt_options *o, size_t offset) {
+    bool listed = false, diverges = o->kl_loss_coef > 0 || o->kl_in_reward;
+    for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) listed |= mt_idle_in_rl[i].offset == offset;
+    if (o->stage != MT_STAGE_RL || !listed) return NULL;
+    bool clips = offset == offsetof(mt_options, clip_ratio) || offset == offsetof(mt_options, clip_ratio_low) ||
+                 offset == offsetof(mt_options, clip_ratio_high);
+    if (!clips) return diverges ? NULL : "without --kl-loss-coef or --kl-in-reward";
+    if (o->pg_variant == MT_POLICY_GPG) return "with --pg-variant gpg, which does not clip";
+    bool both = MT_GIVEN(o, clip_ratio_low) && MT_GIVEN(o, clip_ratio_high);
+    return both && offset == offsetof(mt_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high" : NULL;
+}
+
+static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
+    for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) {
+        const char *reason = mt_options_idle_in_rl(o, mt_idle_in_rl[i].offset);
+        if (reason && mt_options_gave(o, mt_idle_in_rl[i].offset))
+            return mt_error_set(error, "--%s has no effect %s; leave it out", mt_idle_in_rl[i].name, reason);
+    }
+    return 0;
+}
+
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_options *o, mt_error *error) {
     if (o->stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
@@ -558,6 +602,7 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
     bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO;
     if (o->stage != MT_STAGE_RL) return 0;
     bool by_sequence = o->pg_variant == MT_POLICY_GSPO || o->pg_variant == MT_POLICY_GMPO;
+    if (mt_options_check_idle_in_rl(o, error) != 0) return -1;
     if (by_sequence && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
     if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
     if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;
@@ -575,9 +620,6 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
         {by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
          "--pg-variant gspo and gmpo have one ratio for each sequence, and --loss-agg-mode seq-mean-token-mean; leave "
          "it out"},
-        {o->pg_variant == MT_POLICY_GPG &&
-             (MT_GIVEN(o, clip_ratio) || MT_GIVEN(o, clip_ratio_low) || MT_GIVEN(o, clip_ratio_high)),
-         "--pg-variant gpg does not clip; leave out --clip-ratio, --clip-ratio-low and --clip-ratio-high"},
         {o->overlong_buffer_length > o->max_new_tokens,
          "--overlong-buffer-length %lld must be at most --max-new-tokens %lld",
          {o->overlong_buffer_length, o->max_new_tokens}},

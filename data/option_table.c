@@ -486,7 +486,8 @@ const mt_option mt_option_table[] = {
     {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "continue after a loss or gradient norm that is not finite"},
     {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "treat a step as bad if its loss is far above the running average"},
+     "treat a step as bad if its loss is far above the running average; not with --stage rl, whose losses have either "
+     "sign and no scale"},
     {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
      "a loss above this many times the average is a spike", .needs = "check-for-spiky-loss", .own = true},
     {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
@@ -581,12 +582,20 @@ const mt_option mt_option_table[] = {
      .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl|kd|sft: "
                  "reset-position-ids, rm|dpo|rl|kd|sft: reset-attention-mask, rm|dpo|rl|kd|sft: eod-mask-loss, "
                  "rm|dpo|rl: response-key, rm|rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
-                 "valid-data-path, rl: test-data-path, rl: eval-interval, rl: profile, rl: trace, rl: log-straggler",
+                 "valid-data-path, rl: test-data-path, rl: eval-interval, rl: profile, rl: trace, rl: log-straggler, "
+                 "rl: check-for-spiky-loss",
      .own = true},
     {"value-head", MT_FLAG, MT_AT(value_head), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "a language model in --load gets a value head with random weights", .needs = "stage rm, load", .own = true},
     {"ref-load", MT_STRING, MT_AT(ref_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "the reference model (default: the model of --load before training, without adapters)", .needs = "stage dpo|rl",
+     .own = true},
+    {"ref-logps-in-data", MT_FLAG, MT_AT(ref_logps_in_data), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "no reference model: pairs have its log-probabilities, ref_chosen_logp and ref_rejected_logp, each the sum over "
+     "the tokens of a response that the loss counts (\"logprob\" of infer --score)",
+     .needs = "stage dpo",
+     .excludes = "ref-load, mock-data, ref-tensor-model-parallel-size, ref-pipeline-model-parallel-size, "
+                 "ref-expert-model-parallel-size",
      .own = true},
     {"preference-loss", MT_CHOICE, MT_AT(preference_loss), MT_TRAIN, MT_OF_RUN, "sigmoid", "sigmoid|ipo|hinge",
      "loss of a pair: -log sigmoid(beta h), (h - 1 / (2 beta))^2 or max(0, 1 - beta h), where h is the margin of the "
@@ -706,7 +715,7 @@ const mt_option mt_option_table[] = {
     {"kl-loss-coef", MT_REAL, MT_AT(kl_loss_coef), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
      "weight of the divergence from the reference model in the loss", .needs = "stage rl", .own = true},
     {"kl-loss-type", MT_CHOICE, MT_AT(kl_loss_type), MT_TRAIN, MT_OF_RUN, "k3", "k1|abs|k2|k3",
-     "estimator of that divergence", .needs = "stage rl", .own = true},
+     "estimator of that divergence, and of that of --kl-in-reward", .needs = "stage rl", .own = true},
     {"kl-in-reward", MT_FLAG, MT_AT(kl_in_reward), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "subtract --kl-coef times the divergence from each token's reward", .needs = "stage rl", .own = true},
     {"kl-coef", MT_REAL, MT_AT(kl_coef), MT_TRAIN, MT_OF_RUN, "0.001", "(0,1e6]", "weight of the divergence in rewards",
@@ -832,7 +841,7 @@ const mt_option mt_option_table[] = {
      "scale adapters by this / rank (default: the rank)", .needs = "lora-rank", .own = true},
     {"lora-target", MT_LIST, MT_AT(lora_target), MT_TRAIN, MT_OF_RUN, NULL, "NAME",
      "matrices with adapters, by their names in Hugging Face models (q_proj,v_proj): all-linear for all of attention, "
-     "MLP and experts, without routers",
+     "MLP and experts, without routers; regex:PATTERN for those whose whole names match a pattern of PCRE2",
      .needs = "lora-rank", .own = true},
     {"lora-dropout", MT_REAL, MT_AT(lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)", "dropout of the adapters' inputs",
      .needs = "lora-rank", .own = true},

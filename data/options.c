@@ -753,6 +753,7 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
                                            "adv-estimator", "kl-in-reward", "kd-objective", "dynamic-sampling"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
+    if (mt_options_idle_in_rl(o, row->offset)) return true;
     if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(chat_template) && !o->chat && !o->score &&
         !o->prompts)
         return true;
@@ -1388,14 +1389,9 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
 
 /* Options of models that take turns. */
 static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
-    bool has_ref_sizes = o->ref_tensor_model_parallel_size > 0 || o->ref_pipeline_model_parallel_size > 0 ||
-                         o->ref_expert_model_parallel_size > 0;
-    bool unused = o->stage == MT_STAGE_RL && o->kl_loss_coef == 0 && !o->kl_in_reward;
     const mt_idle_option options[] = {
         {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
          "on the CPU, all memory is the host's; only the order of work is simulated"},
-        {has_ref_sizes && unused, "ref-*-model-parallel-size",
-         "without --kl-loss-coef and --kl-in-reward there is no reference model"},
         {o->ref_expert_model_parallel_size > 1 && o->num_experts == 0, "ref-expert-model-parallel-size",
          "no layer has experts"},
     };

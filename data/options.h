@@ -33,6 +33,10 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
  * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
 int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
+/* With --stage rl: why an option (MT_AT) has no effect beside the others, such as "without --kl-in-reward"; NULL if it
+ * has one. The choices of the other options are final, their derived values need not be. */
+const char *mt_options_idle_in_rl(const mt_options *options, size_t offset);
+
 /* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
 void mt_options_derive_sizes(mt_options *options);
 

@@ -766,6 +766,11 @@ static void append_sample(mt_batch *batch, const mt_samples *samples, int64_t sa
         batch->positions[first + i] = (int32_t)i;
         batch->token_index[first + i] = token_index + i;
     }
+    if (!samples->ref_logps) return;
+    float *logps = batch->loss_inputs[MT_REF_LOGP] + first; // the loss reads their sum over the trained tokens
+    int64_t last = length - 1;
+    while (last > 0 && batch->loss_mask[first + last] == 0) last--;
+    for (int64_t i = 0; i < length; i++) logps[i] = i == last ? (float)samples->ref_logps[sample] : 0;
 }
 
 static void append_item(mt_batch *batch, const mt_piece *piece, const mt_samples *samples) {

@@ -10,6 +10,7 @@
  */
 #include "rl.h"
 
+#include "adapter.h"
 #include "chat.h"
 #include "file.h"
 #include "options.h"
@@ -72,18 +73,27 @@ void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
     if (!mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) plan_generation(plan, o);
 }
 
-/* Creates and loads a model for scoring, or with a loss for training. */
-static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, const mt_loss *loss,
-                        mt_run_state *state, mt_error *error) {
-    mt_model_role *role = &p->role;
-    mt_model_plan plan = mt_model_role_plan(role, actor_plan, rl->config.options->context_parallel_size);
-    plan.train = loss != NULL, plan.loss = loss;
-    const char *folder = p->folder ? p->folder : role->options.load;
-    if (mt_model_role_create(role, &plan, error) != 0) return -1;
-    if (!folder) mt_model_init(role->model);
-    if (folder && mt_checkpoint_load(role->model, state, folder, error) != 0) return -1;
-    mt_model_role_print(role, rl->config.log);
+static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *error) {
+    const char *folder = p->folder ? p->folder : p->role.options.load;
+    if (!folder) mt_model_init(p->role.model);
+    if (folder && mt_checkpoint_load(p->role.model, state, folder, error) != 0) return -1;
+    mt_model_role_print(&p->role, rl->config.log);
     return 0;
+}
+
+/* Creates a model for scoring, or with a loss for training. */
+static int create_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, const mt_loss *loss,
+                          mt_error *error) {
+    mt_model_plan plan = mt_model_role_plan(&p->role, actor_plan, rl->config.options->context_parallel_size);
+    plan.train = loss != NULL, plan.loss = loss;
+    return mt_model_role_create(&p->role, &plan, error);
+}
+
+/* Opens a partner that only scores. */
+static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, mt_error *error) {
+    mt_run_state unused = {0};
+    if (create_partner(rl, p, actor_plan, NULL, error) != 0) return -1;
+    return load_partner(rl, p, &unused, error);
 }
 
 /* Begins a partner with its folder, whose model must have the actor's shape; its head is what the folder has. */
@@ -101,11 +111,7 @@ static int begin_partner(mt_rl *rl, partner *p, const char *name, const char *fo
 static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     partner *p = &rl->reference;
-    mt_run_state unused = {0};
-    if (o->kl_loss_coef == 0 && !o->kl_in_reward) {
-        if (!o->ref_load) return 0;
-        return mt_error_set(error, "--ref-load has no effect without --kl-loss-coef or --kl-in-reward; leave it out");
-    }
+    if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
     if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
         return mt_error_set(error,
                             "the run resumes at iteration %lld; name the model with which it began by --ref-load",
@@ -116,28 +122,104 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
                             o->ref_load);
     if (mt_model_role_place(&p->role, mt_model_role_sizes_of_reference(o), "--ref-*-model-parallel-size", error) != 0)
         return -1;
-    return open_partner(rl, p, plan, NULL, &unused, error);
+    return open_partner(rl, p, plan, error);
+}
+
+/* The folder of the critic that was saved with the actor's checkpoint of an iteration, beside it; to free. */
+static char *saved_critic(const mt_rl *rl, int64_t iteration) {
+    const mt_options *o = rl->config.options;
+    char *critics = mt_path_join(o->lora_rank > 0 ? o->load_adapter : o->load, "critic");
+    char *path = mt_iteration_path(critics, iteration);
+    free(critics);
+    return path;
+}
+
+static int verify_critic(const mt_rl *rl, int64_t iteration, bool whole, mt_error *error) {
+    char *path = saved_critic(rl, iteration);
+    bool exists = mt_folder_has_weights(path);
+    int status = mt_checkpoint_verify(path, whole, error);
+    if (!exists)
+        status = mt_error_set(error, "%s: the critic that was saved with iteration %lld is not there", path,
+                              (long long)iteration);
+    free(path);
+    return status;
+}
+
+/* The iteration of the newest checkpoint, up to `number`, whose actor and critic are intact, on every rank; -1 with the
+ * damage of the critic of `number` if there is none. Only a run that loads from its own --save goes back. whole: all
+ * bytes of the critics are compared. */
+static int64_t choose_critic(const mt_rl *rl, int64_t number, bool whole, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const mt_group *world = &rl->config.grid->world;
+    mt_error damage, ignored;
+    int64_t chosen = number;
+    if (world->rank == 0 && verify_critic(rl, number, whole, &damage) != 0) {
+        do chosen = mt_options_falls_back(o) ? mt_checkpoint_whole_before(o->save, chosen, &ignored) : -1;
+        while (chosen >= 0 && verify_critic(rl, chosen, whole, &ignored) != 0);
+        if (chosen >= 0) fprintf(stderr, "warning: %s; going on from iteration %lld\n", damage.text, (long long)chosen);
+    }
+    mt_broadcast(world, &chosen, sizeof chosen, 0);
+    if (chosen < 0) mt_error_set(error, "%s; name a critic by --critic-load", world->rank == 0 ? damage.text : "");
+    return mt_agree(world, chosen < 0, error) == 0 ? chosen : -1;
+}
+
+/* Takes a resumed run to the newest checkpoint, up to the loaded one, with an intact critic. */
+static int settle_critic(mt_rl *rl, mt_run_state *state, bool whole, mt_error *error) {
+    const mt_run_state before = *state;
+    const mt_options *o = rl->config.options;
+    mt_model *actor = rl->actor.model;
+    int64_t chosen = choose_critic(rl, state->iteration, whole, error);
+    if (chosen < 0 || chosen == state->iteration) return chosen < 0 ? -1 : 0;
+    if (mt_model_role_use(&rl->actor, MT_USE_TRAINING, error) != 0) return -1;
+    char *path = mt_iteration_path(o->save, chosen);
+    int status = o->lora_rank > 0 ? mt_checkpoint_load_adapter(actor, state, path, false, error)
+                                  : mt_checkpoint_load(actor, state, path, error);
+    free(path);
+    state->prompts_fingerprint = before.prompts_fingerprint;
+    return status == 0 ? mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) : -1;
+}
+
+/* Loads the critic; one whose files turn out to be damaged is followed by the one before, with its actor. */
+static int load_critic(mt_rl *rl, mt_run_state *state, bool is_saved, mt_error *error) {
+    partner *p = &rl->critic;
+    mt_run_state loaded = {0};
+    int64_t iteration = state->iteration;
+    int status = load_partner(rl, p, &loaded, error);
+    if (status != 0 && is_saved) {
+        mt_error cause = *error;
+        if (mt_model_role_use(&p->role, MT_USE_NOTHING, error) != 0) return -1;
+        if (settle_critic(rl, state, true, error) != 0) return -1;
+        if (mt_model_role_use(&p->role, MT_USE_TRAINING, error) != 0) return -1;
+        if (state->iteration == iteration) { // its files are as they were saved
+            *error = cause;
+            return -1;
+        }
+        free(p->folder);
+        p->folder = saved_critic(rl, state->iteration);
+        status = load_partner(rl, p, &loaded, error);
+    }
+    rl->critic_steps = loaded.optimizer_step;
+    return status;
 }
 
 /* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints. */
-static int open_critic(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
+static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     partner *p = &rl->critic;
     mt_options *own = &p->role.options;
-    mt_run_state loaded = {0};
-    char name[64];
+    bool is_saved = state->iteration > 0 && !o->critic_load;
     if (o->adv_estimator != MT_ADV_GAE) return 0;
-    char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL, *saved = NULL;
-    snprintf(name, sizeof name, "critic/iter_%07lld", (long long)state->iteration);
-    if (state->iteration > 0 && !o->critic_load) saved = mt_path_join(o->load, name);
+    if (is_saved && settle_critic(rl, state, false, error) != 0) return -1;
+    char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL;
+    char *saved = is_saved ? saved_critic(rl, state->iteration) : NULL;
     int status =
         begin_partner(rl, p, "critic", saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
     own->value_head = own->head_type != MT_HEAD_TOKEN;    // a reward model's has no bias
     if (o->keep_checkpoints > 0) own->keep_checkpoints++; // it is saved before the actor
     own->head_type = MT_HEAD_TOKEN;
     own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
-    if (status == 0) status = open_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), &loaded, error);
-    rl->critic_steps = loaded.optimizer_step;
+    if (status == 0) status = create_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), error);
+    if (status == 0) status = load_critic(rl, state, is_saved, error);
     if (status == 0 && o->save && rl->config.grid->world.rank == 0)
         status = mt_checkpoint_prepare(p->role.model, folder, error);
     status = mt_agree(&rl->config.grid->world, status != 0, error);
@@ -151,14 +233,13 @@ static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     const mt_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
     partner *p = &rl->reward_model;
-    mt_run_state unused = {0};
     int status = 0;
     if (o->reward == MT_REWARD_MODEL) {
         if (begin_partner(rl, p, "reward model", o->reward_load, "--reward-load", error) != 0) return -1;
         if (p->role.options.head_type == MT_HEAD_LM)
             return mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
                                 o->reward_load);
-        return open_partner(rl, p, plan, NULL, &unused, error);
+        return open_partner(rl, p, plan, error);
     }
     const char *argument = o->reward == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
     if (world->rank == 0) status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);

@@ -17,6 +17,7 @@ void mt_samples_free(mt_samples *samples) {
         free(samples->questions[i].answer);
     }
     free(samples->questions);
+    free(samples->ref_logps);
     *samples = (mt_samples){0};
 }
 
@@ -33,6 +34,7 @@ uint64_t mt_samples_fingerprint(const mt_samples *samples) {
             prints[4 + 2 * i] = mt_contents_fingerprint(question->answer, question->answer_bytes, true);
     }
     uint64_t print = mt_contents_fingerprint(prints, (3 + 2 * count) * 8, true);
+    if (samples->ref_logps) print += mt_contents_fingerprint(samples->ref_logps, samples->count * 8, true);
     free(prints);
     return print;
 }
@@ -283,6 +285,31 @@ static bool pair_is_equal(const mt_samples *s) {
     return rejected - chosen == count && memcmp(chosen, rejected, (size_t)count * 4) == 0;
 }
 
+/* The log-probabilities of a pair by the reference model, under the names of this program and of TRL. */
+static int read_ref_logps(const json_t *object, double logps[2], mt_error *error) {
+    static const char *const names[2][3] = {
+        {"ref_chosen_logp", "ref_chosen_logps", "reference_chosen_logps"},
+        {"ref_rejected_logp", "ref_rejected_logps", "reference_rejected_logps"},
+    };
+    for (int i = 0; i < 2; i++) {
+        const json_t *logp = NULL;
+        for (int k = 0; k < 3 && !logp; k++) logp = json_object_get(object, names[i][k]);
+        if (!json_is_number(logp))
+            return mt_error_set(error, "has no number \"%s\", which --ref-logps-in-data needs", names[i][0]);
+        logps[i] = json_number_value(logp);
+        if (logps[i] > 1e-3) // rounding
+            return mt_error_set(error, "\"%s\" is %g, but a log-probability is at most 0", names[i][0], logps[i]);
+    }
+    return 0;
+}
+
+/* Keeps the log-probabilities of the last two samples. */
+static void add_ref_logps(reader *r, const double logps[2]) {
+    mt_samples *s = &r->samples;
+    s->ref_logps = mt_realloc(s->ref_logps, r->sample_capacity * (int64_t)sizeof *s->ref_logps);
+    memcpy(s->ref_logps + s->count - 2, logps, 2 * sizeof *logps);
+}
+
 /* Reads one line as two samples, both or none. Equal responses are bad, or left out if they differed before they were
  * truncated. */
 static int read_pair(reader *r, const json_t *object, mt_error *error) {
@@ -291,18 +318,27 @@ static int read_pair(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
     const char *const choices[] = {c->chosen_key ? c->chosen_key : "chosen",
                                    c->rejected_key ? c->rejected_key : "rejected"};
+    double logps[2];
+    if (c->ref_logps && read_ref_logps(object, logps, error) != 0) return -1;
     for (int i = 0; i < 2 && status == 0; i++) {
         status = encode_choice(r, object, choices[i], error);
         if (status == 0) status = take_sample(r, error);
     }
     bool both = status == 0 && r->samples.count == count + 2, is_equal = both && pair_is_equal(&r->samples);
     bool is_cut = r->truncated > truncated;
-    if (both && !is_equal) return 0;
+    if (both && !is_equal && !(is_cut && c->ref_logps)) {
+        if (c->ref_logps) add_ref_logps(r, logps);
+        return 0;
+    }
     r->samples.count = count;
     r->trained = trained;
     r->truncated = truncated;
     r->dropped = dropped + 2 * (status == 0 && !both);
     r->equal_pairs += is_equal && is_cut;
+    if (both && is_cut && c->ref_logps)
+        return mt_error_set(error,
+                            "is longer than --seq-length, but the log-probabilities by the reference are those of "
+                            "whole responses; raise it, or give --long-samples drop");
     if (!is_equal || is_cut) return status;
     return mt_error_set(error, "\"%s\" and \"%s\" are the same response", choices[0], choices[1]);
 }

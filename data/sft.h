@@ -30,6 +30,7 @@ typedef struct mt_samples {
     uint8_t *is_trained;    // [offsets[count]]: the loss counts the prediction of this token
     bool pairs;             // samples 2i and 2i + 1 are one item of a row: a chosen and a rejected response
     mt_question *questions; // [count] if samples are prompts; else NULL
+    double *ref_logps;      // [count] or NULL: log-probability of the trained tokens by the reference model
 } mt_samples;
 
 /* Items of rows: samples, or pairs of them. Below, the "sample" of a row, a piece or a plan is an item. */
@@ -54,6 +55,7 @@ typedef struct mt_sft_config {
     bool whole;        // the last token is an input too, as a value head needs: an untrained token 0 follows it
     bool pairs;        // lines hold a chosen and a rejected response: samples 2i and 2i + 1. Else such lines are bad
     const char *chosen_key, *rejected_key; // NULL: chosen, rejected
+    bool ref_logps;         // pairs have the log-probabilities by the reference model; they cannot be truncated
     bool prompts;           // lines hold prompts, to which a model writes responses; sequences have 1 token or more
     const char *answer_key; // NULL: answer
     bool needs_answer;      // a prompt without an answer is bad
@@ -67,7 +69,8 @@ typedef struct mt_sft_config {
  *   {"prompt": "...", "response": "..."}, also with keys instruction, input and output, as in Alpaca
  *   {"text": "..."} or {"tokens": [...]}, which is trained on as a whole
  *   {"prompt": "...", "chosen": "...", "rejected": "..."} with `pairs`; the three may be lists of messages, and the
- *   prompt may be missing
+ *   prompt may be missing; with `ref_logps` also ref_chosen_logp and ref_rejected_logp, which TRL calls
+ *   ref_chosen_logps or reference_chosen_logps
  *   {"prompt": "...", "answer": "..."} with `prompts`; the prompt may be a list of messages, or "messages"; the answer
  * a number. Samples are the tokens up to the header of the response; those above seq_length are left out
  *
@@ -202,7 +205,8 @@ double mt_step_plan_time(const mt_step_plan *plan, bool meets, double *start);
 double mt_step_plan_imbalance(const mt_step_plan *plan);
 
 /* Fills `batch` with a micro-batch of a plan: a causal span and positions from 0 for each sample, then the masked
- * tokens of mt_batch_pad up to `num_tokens` in all (0: none, except one token where there is no sample). */
+ * tokens of mt_batch_pad up to `num_tokens` in all (0: none, except one token where there is no sample). With ref_logps
+ * of the samples also MT_REF_LOGP: the sum on the last trained token of a sample, 0 on the others. */
 void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
                        int64_t num_tokens, mt_batch *batch);
 

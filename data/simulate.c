@@ -66,7 +66,7 @@ static double mt_sim_slowed(double from, double seconds) {
     double beside = 0, slowed = mt_device_model.num_receives > 0 ? seconds * (1 + machine->receive_slowdown) : seconds;
     for (int64_t i = 0; i < mt_min(mt_device_model.num_busy, MT_BUSY_INTERVALS); i++) {
         const double *busy = mt_device_model.busy[i];
-        beside += fmax(fmin(from + slowed, busy[1]) - fmax(from, busy[0]), 0);
+        if (busy[1] > from && busy[0] < from + slowed) beside += fmin(from + slowed, busy[1]) - fmax(from, busy[0]);
     }
     return slowed + fmin(beside, slowed) * machine->collective_slowdown;
 }
@@ -401,8 +401,8 @@ static void mt_product_all_gather(void *out, const void *in, int64_t count, mt_d
 
 static void mt_sim_write_offsets(int32_t *to, int64_t sources) {
     int64_t count = mt_device_model.num_offsets, last = mt_device_model.num_choices;
-    for (int64_t source = 0; source < sources; source++)
-        for (int64_t i = 0; i < count; i++) to[source * count + i] = (int32_t)(last * i / (count - 1));
+    for (int64_t i = 0; i < count; i++) to[i] = (int32_t)(last * i / (count - 1));
+    for (int64_t source = 1; source < sources; source++) memcpy(to + source * count, to, (size_t)count * sizeof *to);
 }
 
 /* Between host and device at the rate of their link; within the device by reading and writing. */
@@ -534,14 +534,16 @@ static double mt_sim_phase_seconds(const char *name, int64_t chunk, int64_t micr
     return count[kind] > 0 ? sum[kind] / (double)count[kind] : 0;
 }
 
-/* Runs a step of `micro_batches` and counts it. */
-static int mt_sim_step(mt_simulated_rank *r, mt_model *model, mt_batch *batch, int64_t micro_batches, mt_error *error) {
+/* Runs a step of `micro_batches`; counts it unless it only warms up. */
+static int mt_sim_step(mt_simulated_rank *r, mt_model *model, mt_batch *batch, int64_t micro_batches, bool warms_up,
+                       mt_error *error) {
     mt_run_state state = {0};
     const mt_options *o = mt_model_options(model);
     mt_stream *stream = mt_model_stream(model);
     double begin = stream->clock;
     mt_device_model.num_calls = mt_device_model.num_phases = 0, mt_device_model.phase = -1;
     if (mt_train_step(model, &state, micro_batches, mt_sim_batch, (void *)o, batch, NULL, error) != 0) return -1;
+    if (warms_up) return 0;
     mt_sim_count(r, stream->clock - begin);
     for (int64_t chunk = 0; chunk < o->num_virtual_stages_per_pipeline_rank; chunk++) {
         bool split = o->pipeline_schedule == MT_SCHEDULE_ZB_H1 && o->pipeline_model_parallel_size > 1;
@@ -566,9 +568,9 @@ static int mt_sim_run(mt_simulated_rank *r, mt_model *model, int64_t *shown, mt_
     mt_batch batch;
     mt_simulated_rank first = *r;
     mt_sim_batch_fill(&batch, o);
-    int status = mt_sim_step(&first, model, &batch, some < all ? few : all, error);
-    if (status == 0 && some < all) status = mt_sim_step(&first, model, &batch, few, error);
-    if (status == 0) status = mt_sim_step(r, model, &batch, some, error);
+    int status = mt_sim_step(&first, model, &batch, some < all ? few : all, true, error);
+    if (status == 0 && some < all) status = mt_sim_step(&first, model, &batch, few, false, error);
+    if (status == 0) status = mt_sim_step(r, model, &batch, some, false, error);
     mt_batch_free(&batch);
     if (status != 0 || some == all) return status;
     double more = (double)(all - some) / (double)(some - few);

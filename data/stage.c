@@ -268,6 +268,7 @@ int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops 
     const mt_options *options = mt_model_options(trained);
     *reference = NULL;
     if (options->stage != MT_STAGE_DPO && options->stage != MT_STAGE_KD) return 0;
+    if (options->ref_logps_in_data) return 0; // mt_step_plan_fill
     mt_reference *r = mt_calloc(sizeof *r);
     r->is_teacher = options->stage == MT_STAGE_KD;
     r->logits_topk = options->logits_topk;

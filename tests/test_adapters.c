@@ -434,6 +434,9 @@ static void what_is_not_supported_is_refused(void **state) {
                    "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj");
     assert_refused("--load tests/golden/hf/mixtral --lora-rank 4 --lora-target all-linear --lora-dropout 0.1",
                    "experts");
+    assert_refused("--lora-rank 4 --lora-target model.layers.0.self_attn.q_proj",
+                   "names model.layers.0.self_attn.q_proj but not model.layers.1.self_attn.q_proj");
+    assert_refused("--load tests/golden/hf/mixtral --lora-rank 4 --lora-target experts.0.w1", "experts only");
     assert_refused("--load-adapter " PEFT " --lora-rank 8", "has 4");
     assert_refused("--load-adapter tests/golden/hf/llama", "adapter_config.json");
     assert_refused("--load " PEFT, "--load-adapter");
@@ -449,7 +452,20 @@ static void what_is_not_supported_is_refused(void **state) {
         {"layers_to_transform", "[0]", "some layers"},
         {"init_lora_weights", "\"pissa\"", "base weights"},
         {"peft_type", "\"IA3\"", "LORA"},
-        {"target_modules", "\".*proj\"", "list"},
+        {"target_modules", "{}", "list"},
+        {"target_modules", "[\"model.layers.0.self_attn.q_proj\"]", "some layers or experts only"},
+#ifdef MT_HAVE_PCRE2
+        {"target_modules", "\"q_proj\"", "no matrix of this model"},
+        {"target_modules", "\"(q_proj\"", "pattern of PCRE2"},
+        {"target_modules", "\"model.layers.0.*proj\"", "some layers or experts only"},
+#else
+        {"target_modules", "\".*q_proj\"", "needs PCRE2"},
+#endif
+        {"lora_dropout", "\"0.1\"", "lora_dropout"},
+        {"lora_dropout", "1", "lora_dropout"},
+        {"fan_in_fan_out", "true", "GPT-2"},
+        {"task_type", "\"SEQ_CLS\"", "language model"},
+        {"task_type", "\"TOKEN_CLS\"", "language model"},
         {"target_modules", "[\"qkv_proj\"]", "qkv_proj"},
         {"r", "0", "positive"},
     };
@@ -468,7 +484,7 @@ static void other_tensors_are_refused(void **state) {
         const char *family, *options, *part;
     } rows[] = {
         {"qwen3", "", "base_model.model.model.layers.0"},
-        {"llama", " --lora-target q_proj", "has no place"},
+        {"llama", " --lora-target q_proj", "check \"target_modules\""},
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         char options[256];
@@ -482,6 +498,62 @@ static void other_tensors_are_refused(void **state) {
         if (!strstr(error.text, rows[i].part)) fail_msg("\"%s\" does not say \"%s\"", error.text, rows[i].part);
         close_family(&f);
     }
+}
+
+/* The roles that targets name: a pattern matches whole names; paths of all layers are the kind. */
+static void patterns_and_paths_name_whole_kinds(void **state) {
+    (void)state;
+    static const struct {
+        const char *targets;
+        uint64_t roles;
+    } rows[] = {
+        {"layers.0.self_attn.q_proj,layers.1.self_attn.q_proj,layers.2.self_attn.q_proj,layers.3.self_attn.q_proj,"
+         "v_proj",
+         1 << MT_Q | 1 << MT_V},
+        {"self_attn.q_proj", 1 << MT_Q},
+#ifdef MT_HAVE_PCRE2
+        {"regex:.*\\.(q|v)_proj", 1 << MT_Q | 1 << MT_V},
+        {"regex:model\\.layers\\.\\d{1,2}\\.self_attn\\.q_proj", 1 << MT_Q},
+#endif
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char options[256];
+        snprintf(options, sizeof options, " --lora-rank 2 --lora-target %s", rows[i].targets);
+        fixture f = open_adapted("llama", options);
+        if (f.options.lora_roles != rows[i].roles) fail_msg("%s: other roles", rows[i].targets);
+        close_family(&f);
+    }
+}
+
+/* The first value of the adapter is not a number. */
+static void values_that_are_not_finite_are_refused(void **state) {
+    (void)state;
+    char source[600], path[600], options[700];
+    const char *folder = at("not_finite");
+    int64_t bytes;
+    mt_error error;
+    float nan = NAN;
+    mkdir(folder, 0700);
+    for (int i = 0; i < 2; i++) {
+        const char *name = i ? "adapter_model.safetensors" : "adapter_config.json";
+        snprintf(source, sizeof source, PEFT "/%s", name), snprintf(path, sizeof path, "%s/%s", folder, name);
+        char *contents = mt_file_read(source, 1 << 22, &bytes, &error);
+        assert_non_null(contents);
+        if (i) memcpy(contents + bytes - 4, &nan, 4);
+        FILE *file = fopen(path, "wb");
+        assert_non_null(file);
+        assert_int_equal(fwrite(contents, 1, (size_t)bytes, file), bytes);
+        assert_int_equal(fclose(file), 0);
+        free(contents);
+    }
+    snprintf(options, sizeof options, " --load-adapter %s", folder);
+    fixture f = open_adapted("llama", options);
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
+    mt_run_state run;
+    assert_int_equal(mt_model_create(&f.model, &f.options, &mt_grid_of_one, backend, &plan, &error), 0);
+    assert_int_equal(mt_checkpoint_load(f.model, &run, f.folder, &error), -1);
+    if (!strstr(error.text, "1 values of tensor")) fail_msg("%s", error.text);
+    close_family(&f);
 }
 
 int main(void) {
@@ -498,6 +570,8 @@ int main(void) {
         cmocka_unit_test(training_changes_adapters_only),
         cmocka_unit_test(what_is_not_supported_is_refused),
         cmocka_unit_test(other_tensors_are_refused),
+        cmocka_unit_test(patterns_and_paths_name_whole_kinds),
+        cmocka_unit_test(values_that_are_not_finite_are_refused),
     };
     return cmocka_run_group_tests(tests, make_root, remove_root);
 }

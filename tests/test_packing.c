@@ -230,7 +230,7 @@ static void a_batch_restarts_positions_and_masks_prompts_and_padding(void **stat
     int64_t offsets[] = {0, 4, 10};
     int32_t tokens[] = {5, 6, 7, 8, 20, 21, 22, 23, 24, 25};
     uint8_t is_trained[] = {1, 0, 1, 1, 0, 0, 0, 1, 1, 0};
-    const mt_samples samples = {2, offsets, tokens, is_trained, false, NULL};
+    const mt_samples samples = {.count = 2, .offsets = offsets, .tokens = tokens, .is_trained = is_trained};
     const mt_piece pieces[] = {{0, 3, 100}, {1, 5, 103}};
     const int64_t first[] = {0, 2};
     mt_plan_shape shape = {.num_ranks = 1, .micro_batch_size = 1, .row_length = 80, .pads = true, .work = {1, 1, 0}};

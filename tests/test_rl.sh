@@ -123,6 +123,35 @@ a_resumed_run_goes_on_as_before() {
         "$work/run.--dynamic-sampling/iter_0000004/trainer.json"
 }
 
+# A damaged critic is followed by the checkpoint before, actor and critic together.
+a_damaged_critic_is_followed_by_the_one_before() {
+    run=$work/pair
+    set -- --rollout-batch-size 4 --num-return-sequences 2 --lr 1e-3 --adv-estimator gae
+    learn 1 "$work/pair.whole" "$@" --train-iters 4 --save "$run" --save-interval 2 || return 1
+    set -- "$train" --stage rl --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --micro-batch-size 4 \
+        --log-interval 1 --metrics "$work/pair.again" "$@" --train-iters 5
+    weights=critic/iter_0000004/model.safetensors optimizer=critic/iter_0000004/optimizer.safetensors
+    for damage in "truncate -s 1000 $weights" "rm -r critic/iter_0000004" \
+        "dd if=/dev/urandom of=$optimizer bs=1 seek=20000 count=99 conv=notrunc"; do
+        rm -rf "$run.copy" "$work/pair.again" && cp -r "$run" "$run.copy" && cp "$work/pair.whole" "$work/pair.again" &&
+            (cd "$run.copy" && $damage 2>/dev/null) || return 1
+        # shellcheck disable=SC2086
+        "$@" --load "$run.copy" --save "$run.copy" $common >"$work/out" 2>"$work/err" &&
+            says 'warning: .*critic/iter_0000004.*; going on from iteration 2' "$work/err" || return 1
+        for key in reward lm_loss value_loss; do
+            series $key "$work/pair.again" | head -n 4 >"$work/again" && [ "$(wc -l <"$work/again")" = 4 ] &&
+                series $key "$work/pair.whole" | cmp -s - "$work/again" || return 1
+        done
+    done
+    rm -r "$run.copy/critic"
+    # shellcheck disable=SC2086
+    refused 'critic/iter_0000005: the critic .* is not there; name a critic by --critic-load' "$@" --load "$run.copy" \
+        --save "$run.copy" $common --train-iters 6 || return 1
+    truncate -s 1000 "$run/$weights"
+    # shellcheck disable=SC2086
+    refused 'critic/iter_0000004.*; name a critic by --critic-load' "$@" --load "$run" $common
+}
+
 # The rewards of all responses are alike: no iteration has a step.
 iterations_without_a_step_are_skipped() {
     learn 1 "$work/skips" --rollout-batch-size 4 --num-return-sequences 2 --train-iters 2 --lr 1e-3 \
@@ -256,14 +285,25 @@ contradictions_are_refused() {
     refused 'exclude each other' "$@" --overlong-penalty 1 --overlong-buffer-length 2 || return 1
     refused 'must be at most --max-new-tokens 4' "$@" --overlong-buffer-length 5 || return 1
     refused 'gspo and gmpo .* seq-mean-token-mean' "$@" --pg-variant gspo --loss-agg-mode token-mean || return 1
-    refused 'gpg does not clip' "$@" --pg-variant gpg --clip-ratio-high 0.3 || return 1
+    for given in 'gpg, which does not clip=--pg-variant gpg --clip-ratio-high 0.3' \
+        'gpg, which does not clip=--pg-variant gpg --clip-ratio 0.3' \
+        'clip-ratio has no effect beside=--clip-ratio 0.3 --clip-ratio-low 0.1 --clip-ratio-high 0.2' \
+        'without --kl-loss-coef or --kl-in-reward=--kl-loss-type k1' \
+        'without --kl-loss-coef or --kl-in-reward=--ref-tensor-model-parallel-size 1' \
+        'more than the responses of an iteration=--rollout-batch-size 2 --global-batch-size 17' \
+        'more than the responses of an iteration=--rollout-batch-size 2 --gradient-accumulation-steps 17' \
+        'adv-estimator grpo=--adv-estimator gae --no-norm-adv-by-std' \
+        'gamma needs --adv-estimator gae=--adv-estimator rloo --gamma 0.9'; do
+        # shellcheck disable=SC2086
+        refused "${given%%=*}" "$@" ${given#*=} || return 1
+    done
     refused 'gamma needs --adv-estimator gae' "$@" --gamma 0.9 || return 1
     refused 'no-norm-adv-by-std) needs --adv-estimator grpo' "$@" --adv-estimator rloo --no-norm-adv-by-std || return 1
     refused 'stage rm and --loss-on exclude' "$train" --stage rm --value-head --load "$work/base" --finetune \
         --data-path "$work/rl.jsonl" --seq-length 16 --train-iters 1 --lr 1 --loss-on all || return 1
     refused 'eval-iters 9: --stage rl has no evaluation' "$@" --eval-iters 9 || return 1
-    for given in eval-interval=9 profile trace=x.json log-straggler loss-on=all long-samples=drop split=1,0,0 \
-        variable-seq-lengths response-key=r dataloader-type=cyclic eod-mask-loss; do
+    for given in check-for-spiky-loss eval-interval=9 profile trace=x.json log-straggler loss-on=all \
+        long-samples=drop split=1,0,0 variable-seq-lengths response-key=r dataloader-type=cyclic eod-mask-loss; do
         option=${given%%=*} value=${given#*=}
         [ "$option" = "$value" ] && value=
         refused "stage rl.* and --$option exclude each other" "$@" "--$option" ${value:+"$value"} || return 1
@@ -286,6 +326,7 @@ check grpo_learns_to_sort grpo_learns
 check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 [ "${HAVE_MPI:-}" ] && check every_layout_does_the_same every_layout_does_the_same
 check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
+check a_damaged_critic_is_followed_by_the_one_before a_damaged_critic_is_followed_by_the_one_before
 [ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards
 check iterations_without_a_step_are_skipped iterations_without_a_step_are_skipped
 check rewards_that_end_lose_nothing rewards_that_end_lose_nothing

@@ -142,19 +142,33 @@ EOF
     prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false
 }
 
+# Options that others of the file leave without effect; with the divergence, two of them have one.
+idle_options_of_rl_are_unused() {
+    lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
+    sed "s/^    use_kl_loss: false/&$lines/
+        s/^\( *\)override_transformer_config/\1check_for_spiky_loss: true\n&/" "$roles/verl.yaml" >"$work/idle.yaml" &&
+        prints "$work/idle.yaml" actor_train && unused actor_rollout_ref.actor.clip_ratio 'of no use in this run' &&
+        sets actor_rollout_ref.actor.clip_ratio_low clip-ratio-low 0.1 &&
+        unused actor_rollout_ref.actor.kl_loss_type 'of no use in this run' &&
+        unused actor_rollout_ref.ref.megatron.tensor_model_parallel_size 'of no use in this run' &&
+        unused actor_rollout_ref.actor.megatron.check_for_spiky_loss 'of no use in this run' || return 1
+    prints "$work/idle.yaml" actor_train --kl-loss-coef 0.1 &&
+        sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k1
+}
+
 # Layouts of the roles beside the one that trains, and the parts of models that rest.
 layouts_of_other_roles_are_read() {
     printf '%s\n' 'is_offload_states: true' 'actor_train:' '  model_args: {}' 'actor_infer:' '  strategy_args:' \
         '    strategy_name: vllm' '    strategy_config: {block_size: 16, tensor_parallel_size: 4}' 'reference:' \
         '  strategy_args:' '    strategy_name: megatron_infer' \
         '    strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}' >"$work/layouts.yaml"
-    prints "$work/layouts.yaml" actor_train &&
+    prints "$work/layouts.yaml" actor_train --kl-loss-coef 0.1 &&
         sets actor_infer.strategy_args.strategy_config.tensor_parallel_size rollout-tensor-model-parallel-size 4 &&
         unused actor_infer.strategy_args.strategy_config.block_size 'the role actor_infer' &&
         sets reference.strategy_args.strategy_config.tensor_model_parallel_size ref-tensor-model-parallel-size 2 &&
         unused reference.strategy_args.strategy_config.sequence_parallel 'the trained model' || return 1
     for part in param grad optimizer; do sets is_offload_states $part-offload true || return 1; done
-    prints "$work/layouts.yaml" actor_train --tensor-model-parallel-size 1 &&
+    prints "$work/layouts.yaml" actor_train --kl-loss-coef 0.1 --tensor-model-parallel-size 1 &&
         unused reference.strategy_args.strategy_config.tensor_model_parallel_size \
             'gives way to --tensor-model-parallel-size' || return 1
     printf '%s\n' 'student: {model_args: {}}' 'teacher: {strategy_args: {strategy_name: megatron_infer,' \
@@ -164,7 +178,7 @@ layouts_of_other_roles_are_read() {
             teacher-pipeline-model-parallel-size 2 || return 1
     sed 's/name: vllm/tensor_model_parallel_size: 2/; s/param_offload: false/param_offload: true/' \
         "$roles/verl.yaml" >"$work/layouts.yaml"
-    prints "$work/layouts.yaml" actor_train &&
+    prints "$work/layouts.yaml" actor_train --kl-loss-coef 0.1 &&
         sets actor_rollout_ref.rollout.tensor_model_parallel_size rollout-tensor-model-parallel-size 2 &&
         sets actor_rollout_ref.ref.megatron.tensor_model_parallel_size ref-tensor-model-parallel-size 2 &&
         sets actor_rollout_ref.actor.megatron.param_offload param-offload true &&
@@ -385,6 +399,7 @@ check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
+check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
 check absent_options_are_named absent_options_are_named
 check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name

@@ -115,6 +115,42 @@ texts_are_scored() {
         sed -n 1p "$work/out.jsonl" | grep -q '"count":[34]}'
 }
 
+# prefers NAME ARGUMENTS...: DPO of the model of texts_are_scored; $work/NAME gets the losses.
+prefers() {
+    run=$1
+    shift
+    "$train" --stage dpo --load "$work/bytes" --finetune --chat-template plain --eval-iters 0 --device cpu \
+        --train-data-path "$work/pairs.jsonl" --seq-length 32 --global-batch-size 4 --train-iters 4 --lr 1e-2 \
+        --hidden-dropout 0 --attention-dropout 0 --metrics "$work/$run.metrics" "$@" \
+        >"$work/out" 2>"$work/err" || return 1
+    sed 's/.*"lm_loss": \([^,]*\),.*/\1/' "$work/$run.metrics" >"$work/$run"
+}
+
+# The scores of both responses, as a preference's reference, give the run with the reference model.
+scores_are_the_reference_of_preferences() {
+    for choice in chosen rejected; do
+        for i in 1 2 3 4 5 6 7 8; do
+            [ $choice = chosen ] && answer=$i$i || answer=no
+            printf '{"prompt": "Say %d", "response": "%s"}\n' $i $answer
+        done >"$work/$choice.jsonl"
+        "$infer" --load "$work/bytes" --chat-template plain --score "$work/$choice.jsonl" --out "$work/out.jsonl" \
+            2>"$work/err" || return 1
+        sed 's/.*"logprob":\([^,]*\),.*/\1/' "$work/out.jsonl" >"$work/$choice"
+    done
+    paste "$work/chosen" "$work/rejected" | awk '{
+        printf "{\"prompt\": \"Say %d\", \"chosen\": \"%d%d\", \"rejected\": \"no\", ", NR, NR, NR
+        printf "\"ref_chosen_logp\": %s, \"%s\": %s}\n", $1, \
+            NR % 2 ? "ref_rejected_logp" : "reference_rejected_logps", $2 }' >"$work/pairs.jsonl"
+    prefers model && prefers data --ref-logps-in-data && close_json "$work/data" "$work/model" &&
+        head -1 "$work/data" | grep -q '^0\.6931' && [ "$(sort -u "$work/data" | wc -l)" = 4 ] || return 1
+    prefers packed_model --sequence-packing --global-batch-size 1 &&
+        prefers packed_data --sequence-packing --global-batch-size 1 --ref-logps-in-data &&
+        close_json "$work/packed_data" "$work/packed_model" || return 1
+    ! prefers short --ref-logps-in-data --seq-length 6 && says 'those of whole responses' "$work/err" || return 1
+    sed -i '3s/ref_chosen_logp/other/' "$work/pairs.jsonl"
+    ! prefers bad --ref-logps-in-data && says 'pairs.jsonl:3: has no number "ref_chosen_logp"' "$work/err"
+}
+
 refuses_bad_files() {
     set -- --load $golden/hf/llama --out "$work/none.jsonl"
     printf '{"tokens": [1, 999]}\n' >"$work/bad.jsonl"
@@ -136,5 +172,6 @@ if [ "${HAVE_MPI:-}" ]; then
     check rewards_equal_those_of_transformers rewards_equal_transformers
 fi
 check texts_are_scored_with_their_responses texts_are_scored
+check scores_are_the_reference_of_preferences scores_are_the_reference_of_preferences
 check bad_files_are_refused refuses_bad_files
 exit $failed
