@@ -901,7 +901,8 @@ const mt_option mt_option_table[] = {
     {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE",
      "sequences to score, on any layout: FILE.jsonl as for --sft, or int32 [sequences, seq length + 1]",
      .excludes = "prompt, prompt-tokens, print-tokens, chat, max-new-tokens, temperature, top-k, top-p, min-p, "
-                 "repetition-penalty, stop, num-return-sequences",
+                 "repetition-penalty, stop, num-return-sequences, seed, kv-cache-tokens, inference-max-requests, "
+                 "inference-dynamic-batching-block-size",
      .own = true},
     {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE",
      "write the log-probability of every label; with prompts, instead of printing them: a line of JSON for each "

@@ -13,6 +13,7 @@
 
 #include <ctype.h>
 #include <errno.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -664,6 +665,16 @@ static void mt_option_reader_take_other(mt_option_reader *reader, const mt_role_
         snprintf(reader->refused[before].nearest, sizeof reader->refused[before].nearest, "%s", entry->text);
 }
 
+/* A whole number that a file of roles writes as a float, "3.0", without its fraction in `whole`; else the text. */
+static const char *mt_whole_number(const mt_option *row, const char *text, char whole[32]) {
+    char *end;
+    double value = strtod(text, &end);
+    bool is_float = row && row->type == MT_INT && *text && strspn(text, "0123456789+-.eE") == strlen(text) && *end == 0;
+    if (!is_float || value != floor(value) || fabs(value) >= 0x1p53) return text;
+    snprintf(whole, 32, "%.0f", value);
+    return whole;
+}
+
 /* Gives a setting the values of a key. */
 static int mt_option_reader_take_values(mt_option_reader *reader, const mt_role_entry *entry, const mt_setting *setting,
                                         const char *where, mt_error *error) {
@@ -685,8 +696,11 @@ static int mt_option_reader_take_values(mt_option_reader *reader, const mt_role_
         free(list);
         return status;
     }
-    for (int64_t i = 0; i < values->count; i++)
-        if (mt_setting_set(reader, setting, values->items[i], where, error) != 0) return -1;
+    for (int64_t i = 0; i < values->count; i++) {
+        char whole[32];
+        const char *text = mt_whole_number(row, values->items[i], whole);
+        if (mt_setting_set(reader, setting, text, where, error) != 0) return -1;
+    }
     return 0;
 }
 

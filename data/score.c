@@ -40,6 +40,11 @@ static int open_tokens(mt_scoring *s, mt_error *error) {
     const mt_options *o = s->options;
     int64_t bytes, bytes_each = (o->seq_length + 1) * 4;
     if (o->seq_length == 0) return mt_error_set(error, "--score %s: needs --seq-length", o->score);
+    if (o->head_type != MT_HEAD_LM && (o->entropy_out || o->logits_out))
+        return mt_error_set(error,
+                            "%s: the model of --load %s has a value head and so no distribution over tokens; leave it "
+                            "out",
+                            o->entropy_out ? "--entropy-out" : "--logits-out", o->load);
     s->descriptor = mt_file_open(o->score, &bytes, error);
     if (s->descriptor < 0) return -1;
     s->count = bytes / bytes_each, s->longest = o->seq_length;
@@ -56,7 +61,7 @@ static int open_samples(mt_scoring *s, const mt_tokenizer *tokenizer, const char
     mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = tokenizer_path, .vocab_size = o->vocab_size};
     config.seq_length = o->seq_length > 0 ? o->seq_length : o->max_position_embeddings;
     config.chat_template = o->chat_template, config.whole = o->head_type != MT_HEAD_LM;
-    config.refuses_long = true; // a line of results for each line
+    config.scores = config.refuses_long = true; // a line of results for each line
     if (o->entropy_out || o->logits_out)
         return mt_error_set(error,
                             "--score %s: --out gets a line of JSON for each sequence, with its entropies; leave "

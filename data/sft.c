@@ -128,7 +128,11 @@ static int take_sample(reader *r, mt_error *error) {
     if (is_long && r->config->refuses_long)
         return mt_error_set(error, "has %lld tokens, more than the sequence length of %lld", (long long)r->ids.count,
                             (long long)r->config->seq_length);
-    if (mark_trained(r, r->ids.count) == 0)
+    bool is_trained = mark_trained(r, r->ids.count) > 0;
+    if (!is_trained && r->config->scores)
+        return mt_error_set(error, "has no response to score: end it with a message of the assistant, or give the "
+                                   "whole as \"text\" or \"tokens\"");
+    if (!is_trained)
         return mt_error_set(error, "has no token to train on: no response; --loss-on all trains on the whole text");
     int64_t trained = 0;
     for (int64_t i = 0; i < count; i++) trained += r->turns.data[i];

@@ -52,6 +52,7 @@ typedef struct mt_sft_config {
     // Keys of the fields; NULL: messages; prompt or instruction; input; response or output
     const char *messages_key, *prompt_key, *query_key, *response_key;
     bool refuses_long; // a longer sample is an error, whatever long_samples says
+    bool scores;       // for infer --score: messages name its ways out
     bool whole;        // the last token is an input too, as a value head needs: an untrained token 0 follows it
     bool pairs;        // lines hold a chosen and a rejected response: samples 2i and 2i + 1. Else such lines are bad
     const char *chosen_key, *rejected_key; // NULL: chosen, rejected

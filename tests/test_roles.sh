@@ -56,6 +56,14 @@ keys_have_options_and_references_values() {
         sets sft_train.data_args.file_name train-data-path train.json
 }
 
+# Hugging Face writes num_train_epochs as a float.
+floats_are_whole_numbers() {
+    sed 's/num_train_epochs: .*/num_train_epochs: 3.0/' "$roles/roll.yaml" >"$work/floats.yaml"
+    prints "$work/floats.yaml" sft_train && sets sft_train.training_args.num_train_epochs train-epochs 3 || return 1
+    refuses 'bad.yaml:3: num_train_epochs expects a whole number, got .2.5' 'sft_train:' '  training_args:' \
+        '    num_train_epochs: 2.5'
+}
+
 keys_of_other_engines_are_listed() {
     unused hydra hydra && unused track_with trackers && unused defaults hydra && unused system_envs Ray &&
         unused sft_train.strategy_args.strategy_config.apply_rope_fusion . && unused reference 'other roles' &&
@@ -411,6 +419,7 @@ roll_distill_trains() {
 
 check keys_have_options_and_references_values keys_have_options_and_references_values
 check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
+check floats_are_whole_numbers floats_are_whole_numbers
 check every_role_is_read every_role_is_read
 check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults

@@ -162,6 +162,17 @@ refuses_bad_files() {
     printf '{"tokens": [1, 2]}\n{"tokens": [1, 2, 3, 4]}\n' >"$work/long.jsonl"
     refused 'long.jsonl:2: has 4 tokens' "$infer" "$@" --score "$work/long.jsonl" --seq-length 2 || return 1
     refused 'leave out --entropy-out' "$infer" "$@" --score "$work/bad.jsonl" --entropy-out "$work/e" || return 1
+    for option in '--seed 7' '--kv-cache-tokens 64' '--inference-max-requests 2'; do
+        # shellcheck disable=SC2086
+        refused "score and ${option%% *} exclude" "$infer" "$@" --score "$work/long.jsonl" $option || return 1
+    done
+    for option in --entropy-out --logits-out; do
+        refused "$option: .* no distribution over tokens" "$infer" --load $golden/tune/reward --seq-length 32 \
+            --score $golden/tune/reward/tokens.i32 --out "$work/none.jsonl" $option "$work/e" || return 1
+    done
+    printf '%s\n' '{"messages": [{"role": "user", "content": "a"}]}' >"$work/bad.jsonl"
+    refused 'bad.jsonl:1: has no response to score: end it with a message of the assistant' "$infer" \
+        --load "$work/bytes" --chat-template plain --score "$work/bad.jsonl" --out "$work/none.jsonl" || return 1
     refused 'generates no text' "$infer" --load $golden/tune/reward --prompt-tokens 1,2 --print-tokens || return 1
     [ ! -e "$work/none.jsonl" ]
 }
