@@ -62,7 +62,7 @@ typedef struct mt_sft_config {
     bool needs_answer;      // a prompt without an answer is bad
     /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */
     int (*check_answer)(const char *answer, int64_t bytes, mt_error *error);
-    FILE *log;              // skipped lines and a summary are printed here; NULL: nowhere
+    FILE *log; // skipped lines and a summary are printed here; NULL: nowhere
 } mt_sft_config;
 
 /* Reads all samples of the files into memory; free them, but not after an error. `tokenizer` may be NULL if every line
