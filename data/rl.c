@@ -28,7 +28,8 @@
 /* A model beside the actor. */
 typedef struct partner {
     mt_model_role role;
-    char *folder; // NULL: the actor's options->load
+    char *folder;      // NULL: role.options.load
+    bool owns_options; // role.options, strings too, are not the actor's
     mt_stage_loss loss;
 } partner;
 
@@ -229,18 +230,35 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state
     return status;
 }
 
+/* The reward model may have another shape than the actor; it has the actor's layout. */
+static int open_reward_model(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    partner *p = &rl->reward_model;
+    mt_options *own = &p->role.options;
+    mt_model_role_begin(&p->role, "reward model", c->options, c->grid, c->ops);
+    p->owns_options = true;
+    int status = mt_options_of_model(own, c->options, c->options->reward_load, error);
+    if (status == 0 && own->head_type == MT_HEAD_LM)
+        status = mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
+                              own->load);
+    own->stage = MT_STAGE_RM; // whose models have value heads
+    if (status == 0) status = mt_options_finish_model(own, c->options, "--reward-load", c->grid->world.size, error);
+    int64_t etp = own->expert_tensor_parallel_size, of_actor = c->options->expert_tensor_parallel_size;
+    if (status == 0 && own->num_experts > 0 && etp != of_actor)
+        status =
+            mt_error_set(error,
+                         "--reward-load %s: its experts need --expert-tensor-parallel-size %lld, and the actor has "
+                         "%lld; choose a layout that both have",
+                         own->load, (long long)etp, (long long)of_actor);
+    if (mt_agree(&c->grid->world, status != 0, error) != 0) return -1;
+    return open_partner(rl, p, plan, error);
+}
+
 static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     const mt_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
-    partner *p = &rl->reward_model;
     int status = 0;
-    if (o->reward == MT_REWARD_MODEL) {
-        if (begin_partner(rl, p, "reward model", o->reward_load, "--reward-load", error) != 0) return -1;
-        if (p->role.options.head_type == MT_HEAD_LM)
-            return mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
-                                o->reward_load);
-        return open_partner(rl, p, plan, error);
-    }
+    if (o->reward == MT_REWARD_MODEL) return open_reward_model(rl, plan, error);
     const char *argument = o->reward == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
     if (world->rank == 0) status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);
     return mt_agree(world, status != 0, error);
@@ -357,7 +375,9 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
 }
 
 static void close_partner(partner *p) {
+    mt_options options = p->role.options;
     mt_model_role_close(&p->role);
+    if (p->owns_options) mt_options_free(&options);
     free(p->folder);
 }
 

@@ -78,9 +78,9 @@ int mt_options_check_folder(const mt_options *options, const char *folder, const
     return status;
 }
 
-/* ---- the teacher: its options, and the greatest of its logits */
+/* ---- models of another shape: the teacher, and the reward model */
 
-/* Options of the run that the teacher has too: its layout, and the batches. */
+/* Options of the run that such a model has too: its layout, and the batches. */
 static const size_t of_the_run[] = {MT_AT(tensor_model_parallel_size),
                                     MT_AT(pipeline_model_parallel_size),
                                     MT_AT(context_parallel_size),
@@ -101,40 +101,49 @@ static const size_t of_the_run[] = {MT_AT(tensor_model_parallel_size),
                                     MT_AT(global_batch_size),
                                     MT_AT(distributed_timeout_seconds)};
 
-/* Options of the model in the folder --teacher-load, on its own layout or that of the run. Its vocabulary is the
- * student's. */
-static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *grid, bool *apart, mt_error *error) {
-    mt_error cause;
-    mt_model_role_sizes sizes = mt_model_role_sizes_of_teacher(o);
+int mt_options_of_model(mt_options *t, const mt_options *o, const char *folder, mt_error *error) {
     mt_options_default(t);
     for (size_t i = 0; i < sizeof of_the_run / sizeof *of_the_run; i++)
         mt_option_copy(t, o, mt_option_of(of_the_run[i]));
     t->train_iters = 1, t->lr = 1; // not used, but checked
-    int status = mt_options_set(t, "load", o->teacher_load, error);
-    if (status == 0) status = mt_options_read_shape(t, error);
-    if (status != 0) return -1;
+    if (mt_options_set(t, "load", folder, error) != 0 || mt_options_read_shape(t, error) != 0) return -1;
     if (t->num_experts > 0) t->expert_model_parallel_size = o->expert_model_parallel_size;
-    if (t->head_type != MT_HEAD_LM)
-        return mt_error_set(error, "--teacher-load %s: has a value head; take a language model's folder", t->load);
+    return 0;
+}
+
+int mt_options_finish_model(mt_options *t, const mt_options *o, const char *option, int64_t world_size,
+                            mt_error *error) {
+    mt_error cause;
     if (t->vocab_size != o->vocab_size)
         return mt_error_set(error,
-                            "--teacher-load %s: has a vocabulary of %lld tokens and the student one of %lld; take a "
-                            "teacher with the student's tokenizer",
-                            t->load, (long long)t->vocab_size, (long long)o->vocab_size);
+                            "%s %s: has a vocabulary of %lld tokens and the trained model one of %lld; take a model "
+                            "with the same tokenizer",
+                            option, t->load, (long long)t->vocab_size, (long long)o->vocab_size);
+    if (t->window_size != o->window_size && t->context_parallel_size > 1)
+        return mt_error_set(error,
+                            "%s %s: has --window-size %lld and the trained model %lld, which distribute tokens "
+                            "otherwise; set --context-parallel-size to 1",
+                            option, t->load, (long long)t->window_size, (long long)o->window_size);
+    if (mt_options_finish(t, MT_PROGRAM_LIBRARY, world_size, &cause) == 0) return 0;
+    return mt_error_set(error, "%s %s: %s", option, t->load, cause.text);
+}
+
+/* Options of the model in the folder --teacher-load, on its own layout or that of the run. */
+static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *grid, bool *apart, mt_error *error) {
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_teacher(o);
+    if (mt_options_of_model(t, o, o->teacher_load, error) != 0) return -1;
+    if (t->head_type != MT_HEAD_LM)
+        return mt_error_set(error, "--teacher-load %s: has a value head; take a language model's folder", t->load);
     if (t->num_experts == 0 && sizes.expert > 1)
         return mt_error_set(error,
                             "--teacher-expert-model-parallel-size %lld: the model of --teacher-load %s has no "
                             "experts; leave it out",
                             (long long)sizes.expert, t->load);
     *apart = mt_model_role_sizes_apply(t, sizes);
-    if (t->window_size != o->window_size && t->context_parallel_size > 1)
-        return mt_error_set(error,
-                            "--teacher-load %s: has --window-size %lld and the student %lld, which distribute tokens "
-                            "otherwise; set --context-parallel-size to 1",
-                            t->load, (long long)t->window_size, (long long)o->window_size);
-    if (mt_options_finish(t, MT_PROGRAM_LIBRARY, grid->world.size, &cause) == 0) return 0;
-    return mt_error_set(error, "--teacher-load %s: %s", t->load, cause.text);
+    return mt_options_finish_model(t, o, "--teacher-load", grid->world.size, error);
 }
+
+/* ---- the greatest of the teacher's logits */
 
 /* A place in the vocabulary and its logit. */
 typedef struct label {

@@ -30,6 +30,15 @@ const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_options *opti
 int mt_options_check_folder(const mt_options *options, const char *folder, const char *option, mt_head_type *head,
                             mt_error *error);
 
+/* Options of the model of any shape in a folder, for a run with options `of_run`: the model's shape, the run's layout
+ * and batches. Their strings are the caller's to free, also after an error. */
+int mt_options_of_model(mt_options *options, const mt_options *of_run, const char *folder, mt_error *error);
+
+/* Derives and checks them, once the caller has set the model's layout and stage. `option` names the folder in errors:
+ * another size of vocabulary than the run's; a shape that the layout cannot hold. */
+int mt_options_finish_model(mt_options *options, const mt_options *of_run, const char *option, int64_t world_size,
+                            mt_error *error);
+
 /* A model that stays as it is and scores the samples of another one: its own log-probabilities, or the logits of a
  * teacher, go into the batches of a training step or of an evaluation. */
 typedef struct mt_reference mt_reference;

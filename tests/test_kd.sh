@@ -148,7 +148,7 @@ others_are_refused() {
     "$train" --sft $data $large --vocab-size 300 --lr 1e-3 --train-iters 1 --eval-iters 0 --save "$work/other" \
         >"$work/out" 2>"$work/err" || return 1
     # shellcheck disable=SC2086
-    refuses 'teacher-load .*other: has a vocabulary of 300 tokens and the student one of 257' $small \
+    refuses 'teacher-load .*other: has a vocabulary of 300 tokens and the trained model one of 257' $small \
         --teacher-load "$work/other" &&
         refuses 'needs --teacher-load' $small &&
         refuses "$work/absent" $small --teacher-load "$work/absent" &&

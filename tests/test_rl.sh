@@ -207,6 +207,29 @@ a_reward_model_rewards() {
         awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4) exit 1 }'
 }
 
+# A reward model may have another shape than the actor, on each layout; its vocabulary must be the actor's.
+a_reward_model_has_its_own_shape() {
+    set -- --stage rm --data-path "$work/few.jsonl" --seq-length 16 --variable-seq-lengths --micro-batch-size 16 \
+        --num-layers 4 --hidden-size 16 --num-attention-heads 2 --position-embedding-type rope --train-iters 20 \
+        --lr 1e-2 --log-interval 1
+    head -n 64 "$work/pairs.jsonl" >"$work/few.jsonl"
+    # shellcheck disable=SC2086
+    "$train" "$@" --tokenizer-type ByteLevel --save "$work/other.model" $common >"$work/out" 2>"$work/err" &&
+        "$train" "$@" --tokenizer-type ByteLevel --vocab-size 300 --save "$work/wide.model" $common >"$work/out" \
+            2>"$work/err" || return 1
+    set -- --rollout-batch-size 6 --num-return-sequences 4 --global-batch-size 8 --train-iters 3 --lr 1e-3 \
+        --reward model --reward-load "$work/other.model"
+    learn 1 "$work/shape" "$@" && series reward "$work/shape" | awk '{ exit !($1 * $1 > 0.01) }' || return 1
+    learn 1 "$work/shape.wide" "$@" --reward-load "$work/wide.model" && return 1
+    says '^error: --reward-load .*wide.model: has a vocabulary of 300 tokens' "$work/err" || return 1
+    [ "${HAVE_MPI:-}" ] || return 0
+    for layout in '--tensor-model-parallel-size 2 --use-distributed-optimizer' \
+        '--pipeline-model-parallel-size 2 --context-parallel-size 2'; do
+        # shellcheck disable=SC2086
+        learn 4 "$work/shape.4" "$@" $layout && same_series "$work/shape" "$work/shape.4" 1e-4 1 reward || return 1
+    done
+}
+
 adapters_learn() {
     learn 1 "$work/lora" --rollout-batch-size 8 --num-return-sequences 8 --train-iters 10 --lr 5e-3 --lora-rank 8 \
         --lora-target all-linear --kl-loss-coef 0.001 --save "$work/lora.run" &&
@@ -335,6 +358,7 @@ check iterations_without_a_step_are_skipped iterations_without_a_step_are_skippe
 check rewards_that_end_lose_nothing rewards_that_end_lose_nothing
 check dpo_learns_an_order dpo_learns
 check a_reward_model_rewards a_reward_model_rewards
+check a_reward_model_has_its_own_shape a_reward_model_has_its_own_shape
 check adapters_learn_with_their_base_as_reference adapters_learn
 check recipes_run recipes_run
 check contradictions_are_refused contradictions_are_refused
