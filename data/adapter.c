@@ -322,20 +322,36 @@ int mt_adapter_read_options(mt_options *o, mt_error *error) {
     return status;
 }
 
-/* The modules with adapters by the last words of their names: each word once. */
+static bool mt_json_lists(const json_t *list, const char *name) {
+    for (size_t i = 0; i < json_array_size(list); i++)
+        if (strcmp(json_string_value(json_array_get(list, i)), name) == 0) return true;
+    return false;
+}
+
+/* True if the end of a name also names a matrix without an adapter, as c_proj of GPT-2's attention and MLP. */
+static bool mt_target_strays(const mt_options *o, const char *target, const mt_param *rows, int64_t count) {
+    char module[160];
+    for (int64_t i = 0; i < count; i++) {
+        if (!mt_param_can_adapt(&rows[i]) || o->lora_roles >> rows[i].role & 1) continue;
+        mt_module_name(module, &rows[i]);
+        if (mt_target_matches(target, module)) return true;
+    }
+    return false;
+}
+
+/* The modules with adapters by the last words of their names, and more words where these name others too: each once. */
 static json_t *mt_peft_modules(const mt_options *o) {
     mt_param *rows;
     char module[160];
     json_t *modules = json_array();
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count; i++) {
-        bool listed = false;
-        mt_module_name(module, &rows[i]);
-        const char *word = mt_module_word(module);
         if (!mt_param_can_adapt(&rows[i]) || !(o->lora_roles >> rows[i].role & 1)) continue;
-        for (size_t k = 0; k < json_array_size(modules); k++)
-            listed |= strcmp(json_string_value(json_array_get(modules, k)), word) == 0;
-        if (!listed) json_array_append_new(modules, json_string(word));
+        mt_module_name(module, &rows[i]);
+        const char *name = mt_module_word(module);
+        while (name > module && !mt_json_lists(modules, name) && mt_target_strays(o, name, rows, count))
+            for (name -= 2; name > module && name[-1] != '.';) name--; // one word more
+        if (!mt_json_lists(modules, name)) json_array_append_new(modules, json_string(name));
     }
     free(rows);
     return modules;

@@ -1,5 +1,6 @@
 /* fuzz_sft.c: JSON Lines of arbitrary bytes -> samples. The first byte selects pairs, the loss, the treatment of
- * long samples, and prompts. Bad lines are left out, so that each input reaches its last line. */
+ * long samples, prompts, and log-probabilities of pairs. Bad lines are left out, so that each input reaches its last
+ * line. */
 #include "data/sft.h"
 
 #include <stdlib.h>
@@ -29,6 +30,8 @@ static void check_samples(const mt_samples *samples, const mt_sft_config *config
         MT_CHECK(trained > 0);
     }
     MT_CHECK(!config->pairs || samples->count % 2 == 0);
+    MT_CHECK((config->pairs && config->ref_logps) == (samples->ref_logps != NULL));
+    for (int64_t s = 0; s < samples->count && samples->ref_logps; s++) MT_CHECK(samples->ref_logps[s] <= 1e-3);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -46,6 +49,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                             .loss_on = (mt_loss_on)(data[0] / 2 % 3),
                             .long_samples = (mt_long_samples)(data[0] / 6 % 2),
                             .prompts = data[0] / 12 % 4 == 3,
+                            .ref_logps = data[0] / 12 % 4 == 1,
                             .needs_answer = data[0] & 1,
                             .skip_bad_samples = 1 << 20};
     int file = memfd_create("fuzz", MFD_CLOEXEC);

@@ -525,6 +525,27 @@ static void patterns_and_paths_name_whole_kinds(void **state) {
     }
 }
 
+/* A saved target names no matrix without an adapter, or the folder could not be loaded. */
+static void saved_targets_name_their_matrices_only(void **state) {
+    (void)state;
+    static const struct {
+        const char *family, *targets, *saved;
+    } rows[] = {
+        {"gpt2", "attn.c_proj", "\"attn.c_proj\""},
+        {"gpt2", "attn.c_proj,mlp.c_proj", "\"c_proj\""},
+        {"qwen2_moe", "shared_expert.gate_proj", "\"shared_expert.gate_proj\""},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char options[256];
+        snprintf(options, sizeof options, " --lora-rank 2 --lora-target %s", rows[i].targets);
+        fixture f = open_adapted(rows[i].family, options);
+        char *text = mt_adapter_print_config(&f.options);
+        if (!strstr(text, rows[i].saved)) fail_msg("%s: %s", rows[i].targets, text);
+        free(text);
+        close_family(&f);
+    }
+}
+
 /* The first value of the adapter is not a number. */
 static void values_that_are_not_finite_are_refused(void **state) {
     (void)state;
@@ -571,6 +592,7 @@ int main(void) {
         cmocka_unit_test(what_is_not_supported_is_refused),
         cmocka_unit_test(other_tensors_are_refused),
         cmocka_unit_test(patterns_and_paths_name_whole_kinds),
+        cmocka_unit_test(saved_targets_name_their_matrices_only),
         cmocka_unit_test(values_that_are_not_finite_are_refused),
     };
     return cmocka_run_group_tests(tests, make_root, remove_root);

@@ -115,11 +115,13 @@ texts_are_scored() {
         sed -n 1p "$work/out.jsonl" | grep -q '"count":[34]}'
 }
 
+launcher=
 # prefers NAME ARGUMENTS...: DPO of the model of texts_are_scored; $work/NAME gets the losses.
 prefers() {
     run=$1
     shift
-    "$train" --stage dpo --load "$work/bytes" --finetune --chat-template plain --eval-iters 0 --device cpu \
+    # shellcheck disable=SC2086
+    $launcher "$train" --stage dpo --load "$work/bytes" --finetune --chat-template plain --eval-iters 0 --device cpu \
         --train-data-path "$work/pairs.jsonl" --seq-length 32 --global-batch-size 4 --train-iters 4 --lr 1e-2 \
         --hidden-dropout 0 --attention-dropout 0 --metrics "$work/$run.metrics" "$@" \
         >"$work/out" 2>"$work/err" || return 1
@@ -146,6 +148,16 @@ scores_are_the_reference_of_preferences() {
     prefers packed_model --sequence-packing --global-batch-size 1 &&
         prefers packed_data --sequence-packing --global-batch-size 1 --ref-logps-in-data &&
         close_json "$work/packed_data" "$work/packed_model" || return 1
+    if [ "${HAVE_MPI:-}" ]; then
+        launcher="$(mpirun_here) -np 4"
+        prefers ranks --ref-logps-in-data --context-parallel-size 2 && close_json "$work/ranks" "$work/data" || return 1
+        launcher=
+    fi
+    # a run that resumes needs no --ref-load
+    prefers first --ref-logps-in-data --train-iters 2 --lr-decay-iters 4 --save "$work/dpo" --auto-resume &&
+        prefers second --ref-logps-in-data --lr-decay-iters 4 --save "$work/dpo" --auto-resume || return 1
+    cat "$work/second" >>"$work/first"
+    cmp "$work/first" "$work/data" || return 1
     ! prefers short --ref-logps-in-data --seq-length 6 && says 'those of whole responses' "$work/err" || return 1
     sed -i '3s/ref_chosen_logp/other/' "$work/pairs.jsonl"
     ! prefers bad --ref-logps-in-data && says 'pairs.jsonl:3: has no number "ref_chosen_logp"' "$work/err"
