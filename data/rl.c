@@ -242,14 +242,10 @@ static int open_reward_model(mt_rl *rl, const mt_model_plan *plan, mt_error *err
         status = mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
                               own->load);
     own->stage = MT_STAGE_RM; // whose models have value heads
+    if (own->num_experts > 0) // on the actor's grid, also if the actor has none
+        own->expert_model_parallel_size = c->grid->expert.size,
+        own->expert_tensor_parallel_size = c->grid->expert_tensor.size;
     if (status == 0) status = mt_options_finish_model(own, c->options, "--reward-load", c->grid->world.size, error);
-    int64_t etp = own->expert_tensor_parallel_size, of_actor = c->options->expert_tensor_parallel_size;
-    if (status == 0 && own->num_experts > 0 && etp != of_actor)
-        status =
-            mt_error_set(error,
-                         "--reward-load %s: its experts need --expert-tensor-parallel-size %lld, and the actor has "
-                         "%lld; choose a layout that both have",
-                         own->load, (long long)etp, (long long)of_actor);
     if (mt_agree(&c->grid->world, status != 0, error) != 0) return -1;
     return open_partner(rl, p, plan, error);
 }

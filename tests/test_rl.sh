@@ -216,7 +216,9 @@ a_reward_model_has_its_own_shape() {
     # shellcheck disable=SC2086
     "$train" "$@" --tokenizer-type ByteLevel --save "$work/other.model" $common >"$work/out" 2>"$work/err" &&
         "$train" "$@" --tokenizer-type ByteLevel --vocab-size 300 --save "$work/wide.model" $common >"$work/out" \
-            2>"$work/err" || return 1
+            2>"$work/err" &&
+        "$train" "$@" --tokenizer-type ByteLevel --ffn-hidden-size 32 --num-experts 4 --moe-router-topk 2 \
+            --disable-bias-linear --save "$work/experts.model" $common >"$work/out" 2>"$work/err" || return 1
     set -- --rollout-batch-size 6 --num-return-sequences 4 --global-batch-size 8 --train-iters 3 --lr 1e-3 \
         --reward model --reward-load "$work/other.model"
     learn 1 "$work/shape" "$@" && series reward "$work/shape" | awk '{ exit !($1 * $1 > 0.01) }' || return 1
@@ -228,6 +230,8 @@ a_reward_model_has_its_own_shape() {
         # shellcheck disable=SC2086
         learn 4 "$work/shape.4" "$@" $layout && same_series "$work/shape" "$work/shape.4" 1e-4 1 reward || return 1
     done
+    learn 1 "$work/shape" "$@" --reward-load "$work/experts.model" && learn 2 "$work/shape.2" "$@" --reward-load \
+        "$work/experts.model" --tensor-model-parallel-size 2 && same_series "$work/shape" "$work/shape.2" 1e-4 1 reward
 }
 
 adapters_learn() {

@@ -386,12 +386,12 @@ roll_dpo_trains() {
 # roll-rlvr.yaml as it stands, likewise; the rewards of its Python classes are replaced by --reward.
 roll_rlvr_trains() {
     mkdir -p "$work/rlvr/data" && cp "$shared/yaml/roll-rlvr.yaml" "$work/rlvr" || return 1
-    sed -n '/^actor_train/,/^actor_infer/s|^ *- \(data/.*jsonl\)$|\1|p' "$work/rlvr/roll-rlvr.yaml" >"$work/names"
-    while read -r name; do
+    sed -n '/^actor_train/,/^actor_infer/s|^ *- \(data/.*jsonl\)$|\1|p' "$work/rlvr/roll-rlvr.yaml" >"$work/paths"
+    while read -r path; do
         for i in 1 2 3; do
             printf '{"messages": [{"role": "user", "content": "Say %d"}], "answer": "%d"}\n' $i $i
-        done >"$work/rlvr/$name"
-    done <"$work/names"
+        done >"$work/rlvr/$path"
+    done <"$work/paths"
     # shellcheck disable=SC2086
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
         --max-new-tokens 4 --rollout-batch-size 3 --global-batch-size 12) >"$work/out" 2>"$work/err" &&
