@@ -1,6 +1,7 @@
 /* launch.c: how a run starts and stops. */
 #include "launch.h"
 
+#include "layouts.h"
 #include "option_table.h"
 #include "options.h"
 #include "planner.h"
@@ -42,7 +43,7 @@ static void mt_launch_print_option(const mt_options *o, size_t offset, FILE *fil
 static int mt_launch_try(mt_options *o, int64_t ranks, mt_error *error) {
     // derived for the number tried before: other numbers may share experts in another way
     if (!MT_GIVEN(o, expert_tensor_parallel_size)) o->expert_tensor_parallel_size = 0;
-    if (mt_options_finish(o, MT_PROGRAM_TRAIN, ranks, error) != 0) return -1;
+    if (mt_train_options_finish(o, ranks, error) != 0) return -1;
     return MT_GIVEN(o, gpu) && !mt_plan_has_room(o, ranks, error) ? -1 : 0;
 }
 

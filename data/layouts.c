@@ -103,7 +103,7 @@ static char *mt_balanced_letters(const mt_options *o, int64_t ranks, int64_t pp,
     return letters;
 }
 
-char *mt_layout_balance(const mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+static char *mt_layout_balance(const mt_options *o, int64_t world_size, mt_error *error) {
     mt_options one = *o; // has no string of its own
     mt_machine machine;
     const char *text = o->pipeline_model_parallel_layout + strlen("auto");
@@ -125,9 +125,13 @@ char *mt_layout_balance(const mt_options *o, mt_program program, int64_t world_s
         return NULL;
     }
     one.pipeline_model_parallel_size = 1, one.pipeline_schedule = MT_SCHEDULE_1F1B, one.print_schedule = NULL;
-    if (mt_options_derive(&one, program, world_size / pp, error) != 0) return NULL;
+    if (mt_options_derive(&one, MT_PROGRAM_TRAIN, world_size / pp, error) != 0) return NULL;
     if (mt_machine_read(&machine, o->gpu, error) != 0) return NULL;
     return mt_balanced_letters(&one, world_size / pp, pp, stages, &machine, error);
+}
+
+int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error) {
+    return mt_options_finish_by(options, MT_PROGRAM_TRAIN, world_size, mt_layout_balance, error);
 }
 
 /* ---- the list of layouts */
@@ -335,7 +339,7 @@ static int mt_search_finish(const mt_search *s, const char *line, int64_t ranks,
     if (mt_options_parse(o, MT_PROGRAM_TRAIN, argc, argv, error) != 0) return -1;
     mt_options_assume_run(o);
     if (o->vocab_size == 0) o->vocab_size = s->given->vocab_size; // of the tokenizer
-    return mt_options_finish(o, MT_PROGRAM_TRAIN, ranks, error);
+    return mt_train_options_finish(o, ranks, error);
 }
 
 static int mt_candidate_compare(const void *a, const void *b) {

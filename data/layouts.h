@@ -37,10 +37,10 @@ void mt_layouts_free(mt_layouts *layouts);
 /* A plan needs no data and no number of steps: gives parsed options what the user left out of these. */
 void mt_options_assume_run(mt_options *options);
 
-/* The letters of --pipeline-model-parallel-layout auto, or auto*N for N stages a rank, to free: the ranks take equal
- * times on a GPU of options->gpu, embedding and head included, as far as whole layers allow. For mt_options_finish,
- * whose rules need the letters; NULL with error. */
-char *mt_layout_balance(const mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+/* mt_options_finish of ./train, which also balances stages: --pipeline-model-parallel-layout auto, or auto*N for N
+ * stages a rank. The ranks take equal times on a GPU of options->gpu, embedding and head included, as far as whole
+ * layers allow. */
+int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error);
 
 #ifdef __cplusplus
 }

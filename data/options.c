@@ -8,7 +8,6 @@
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
-#include "layouts.h"
 #include "role_config.h"
 
 #include <ctype.h>
@@ -1236,13 +1235,16 @@ static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
     return NULL;
 }
 
-static int mt_options_unfold_layout(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+static int mt_options_unfold_layout(mt_options *o, int64_t world_size, mt_stage_balancer *balance, mt_error *error) {
     free(o->pipeline_letters);
     o->pipeline_letters = NULL;
     if (!o->pipeline_model_parallel_layout) return 0;
     const char *layout = o->pipeline_model_parallel_layout;
-    o->pipeline_letters = strncmp(layout, "auto", 4) == 0 ? mt_layout_balance(o, program, world_size, error)
-                                                          : mt_pipeline_layout_unfold(layout, error);
+    bool is_auto = strncmp(layout, "auto", 4) == 0;
+    if (is_auto && !balance)
+        return mt_error_set(error, "--pipeline-model-parallel-layout %s: ./train balances stages; give letters",
+                            layout);
+    o->pipeline_letters = is_auto ? balance(o, world_size, error) : mt_pipeline_layout_unfold(layout, error);
     return o->pipeline_letters ? 0 : -1;
 }
 
@@ -1298,11 +1300,12 @@ static int mt_options_check_sharded_names(mt_options *o, mt_error *error) {
                         mt_megatron_name_find(name + 2, strlen(name + 2)).text);
 }
 
-static int mt_options_complete(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+static int mt_options_complete(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
+                               mt_error *error) {
     if (mt_options_check_sharded_names(options, error)) return -1;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error)) return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
-    if (mt_options_unfold_layout(options, program, world_size, error)) return -1;
+    if (mt_options_unfold_layout(options, world_size, balance, error)) return -1;
     if (options->print_schedule && !options->dynamic_context_parallel)
         return mt_options_derive(options, program, world_size, error);
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
@@ -1315,7 +1318,12 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
 }
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
-    int status = mt_options_complete(options, program, world_size, error);
+    return mt_options_finish_by(options, program, world_size, NULL, error);
+}
+
+int mt_options_finish_by(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
+                         mt_error *error) {
+    int status = mt_options_complete(options, program, world_size, balance, error);
     if (status != 0) mt_options_name_typed(options, error);
     return status;
 }

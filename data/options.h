@@ -25,6 +25,12 @@ enum { MT_UNKNOWN_ITERATIONS = 1000000000 };
  * MT_PROGRAM_LIBRARY: it needs --vocab-size, but no option of data or tokenizer. */
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
+/* The same with a function that gives the letters of --pipeline-model-parallel-layout auto, to free, or NULL with
+ * error; mt_options_finish refuses this value. See mt_train_options_finish (data/layouts.h). */
+typedef char *mt_stage_balancer(const mt_options *options, int64_t world_size, mt_error *error);
+int mt_options_finish_by(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
+                         mt_error *error);
+
 /* Derives values that were not given and checks the rules that need arithmetic; mt_options_finish calls it after its
  * checks of text, of ranges, and of options that need or exclude each other. A program that fills the struct itself
  * links option_rules.c, which needs megatron.c alone, sets no field that stands for others (use_rope_scaling,

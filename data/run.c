@@ -4,6 +4,7 @@
 #include "file.h"
 #include "host_memory.h"
 #include "launch.h"
+#include "layouts.h"
 #include "planner.h"
 #include "profile.h"
 #include "timeline.h"
@@ -93,7 +94,7 @@ static void open_data(mt_run *r) {
     if (o->train_epochs > 0) { // now their steps are known
         int64_t rows = mt_data_split(r->data, MT_SPLIT_TRAIN)->num_samples;
         o->train_iters = (rows + o->global_batch_size - 1) / o->global_batch_size;
-        refuse(r, mt_options_finish(o, MT_PROGRAM_TRAIN, r->grid.world.size, &error), &error);
+        refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
     }
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
@@ -188,7 +189,7 @@ void mt_run_save_progress(mt_run *r) {
 static void print_schedule(mt_run *r) {
     mt_error error;
     int status = r->options.dynamic_context_parallel ? open_tokenizer(r, &error) : 0; // to read samples
-    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
+    if (status == 0) status = mt_train_options_finish(&r->options, r->grid.world.size, &error);
     refuse(r, status, &error);
     if (r->grid.world.rank == 0 && r->options.dynamic_context_parallel) {
         configure_data(r);
@@ -204,7 +205,7 @@ static void print_config(mt_run *r) {
     int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
     int status = mt_options_read_shape(&r->options, &error);
     if (status == 0) status = open_tokenizer(r, &error);
-    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, ranks, &error);
+    if (status == 0) status = mt_train_options_finish(&r->options, ranks, &error);
     if (r->grid.world.rank == 0)
         mt_options_print_config(&r->options, MT_PROGRAM_TRAIN, ranks, status != 0 ? &error : NULL, stdout);
 }
@@ -226,7 +227,7 @@ static void print_plan(mt_run *r, int argc, char **argv) {
     mt_options_assume_run(o);
     int status = open_tokenizer(r, &error);
     if (status == 0 && o->plan) status = mt_plan_print(o, argc, argv, stdout, &error);
-    if (status == 0 && o->plan_explain) status = mt_options_finish(o, MT_PROGRAM_TRAIN, o->gpus, &error);
+    if (status == 0 && o->plan_explain) status = mt_train_options_finish(o, o->gpus, &error);
     if (status == 0 && o->plan_explain) status = mt_plan_explain(o, stdout, &error);
     if (status != 0) mt_options_name_typed(o, &error);
     if (status != 0) mt_die("%s", error.text);
@@ -284,7 +285,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     if (prints(r, *argc, *argv)) return false;
     refuse(r, open_tokenizer(r, &error), &error);
     refuse(r, agree_on_tokenizer(r, &error), &error);
-    status = mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error);
+    status = mt_train_options_finish(&r->options, r->grid.world.size, &error);
     refuse(r, status, &error);
     refuse(r, mt_options_agree(&r->options, &r->grid.world, &error), &error);
     refuse(r, mt_grid_build(&r->grid, &r->options, &error), &error);
