@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
 
@@ -516,6 +517,48 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
     if (o->attention_dropout == 0) return 0;
     return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
                         o->attention_dropout);
+}
+
+enum { MT_PIPELINE_LETTERS = 100000 };
+
+char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
+    char *letters = mt_malloc(MT_PIPELINE_LETTERS + 1);
+    int64_t count = 0, open = -1, last = 0; // the open bracket; the begin of the last repeatable unit
+    const char *at = layout, *problem = NULL;
+    for (; *at && !problem; at++) {
+        if (*at == ',') continue;
+        if (*at == '(' && open < 0)
+            open = count;
+        else if (*at == ')' && open >= 0 && at[1] == '*')
+            last = open, open = -1;
+        else if (*at == '*' && at > layout && (strchr("EtL|m", at[-1]) || at[-1] == ')') &&
+                 isdigit((unsigned char)at[1])) {
+            char *end;
+            errno = 0;
+            int64_t times = strtoll(at + 1, &end, 10), length = count - last;
+            if (errno || times < 1 || times > MT_PIPELINE_LETTERS ||
+                count + (times - 1) * length > MT_PIPELINE_LETTERS) {
+                problem = "repeats too often, or not at all";
+                break;
+            }
+            for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
+            at = end - 1;
+        } else if (strchr("EtmL|", *at) && count < MT_PIPELINE_LETTERS) {
+            last = count;
+            letters[count++] = *at;
+        } else
+            problem = "not understood";
+        if (problem) break;
+    }
+    if (!problem && open >= 0) problem = "a bracket is not closed";
+    letters[count] = 0;
+    if (!problem) return letters;
+    free(letters);
+    mt_error_set(error,
+                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, m, L and |, and (tt|)*3 "
+                 "repeats",
+                 layout, problem, at);
+    return NULL;
 }
 
 /* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */

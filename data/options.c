@@ -1192,49 +1192,6 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
     return 0;
 }
 
-enum { MT_PIPELINE_LETTERS = 100000 };
-
-/* The letters of a layout with repeats written out, to free; NULL with error. Commas have no meaning. */
-static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
-    char *letters = mt_malloc(MT_PIPELINE_LETTERS + 1);
-    int64_t count = 0, open = -1, last = 0; // the open bracket; the begin of the last repeatable unit
-    const char *at = layout, *problem = NULL;
-    for (; *at && !problem; at++) {
-        if (*at == ',') continue;
-        if (*at == '(' && open < 0)
-            open = count;
-        else if (*at == ')' && open >= 0 && at[1] == '*')
-            last = open, open = -1;
-        else if (*at == '*' && at > layout && (strchr("EtL|m", at[-1]) || at[-1] == ')') &&
-                 isdigit((unsigned char)at[1])) {
-            char *end;
-            errno = 0;
-            int64_t times = strtoll(at + 1, &end, 10), length = count - last;
-            if (errno || times < 1 || times > MT_PIPELINE_LETTERS ||
-                count + (times - 1) * length > MT_PIPELINE_LETTERS) {
-                problem = "repeats too often, or not at all";
-                break;
-            }
-            for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
-            at = end - 1;
-        } else if (strchr("EtmL|", *at) && count < MT_PIPELINE_LETTERS) {
-            last = count;
-            letters[count++] = *at;
-        } else
-            problem = "not understood";
-        if (problem) break;
-    }
-    if (!problem && open >= 0) problem = "a bracket is not closed";
-    letters[count] = 0;
-    if (!problem) return letters;
-    free(letters);
-    mt_error_set(error,
-                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, m, L and |, and (tt|)*3 "
-                 "repeats",
-                 layout, problem, at);
-    return NULL;
-}
-
 static int mt_options_unfold_layout(mt_options *o, int64_t world_size, mt_stage_balancer *balance, mt_error *error) {
     free(o->pipeline_letters);
     o->pipeline_letters = NULL;

@@ -31,6 +31,10 @@ typedef char *mt_stage_balancer(const mt_options *options, int64_t world_size, m
 int mt_options_finish_by(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                          mt_error *error);
 
+/* The letters of a --pipeline-model-parallel-layout with repeats written out, to free; NULL with error. Commas have no
+ * meaning. */
+char *mt_pipeline_layout_unfold(const char *layout, mt_error *error);
+
 /* Derives values that were not given and checks the rules that need arithmetic; mt_options_finish calls it after its
  * checks of text, of ranges, and of options that need or exclude each other. A program that fills the struct itself
  * links option_rules.c, which needs megatron.c alone, sets no field that stands for others (use_rope_scaling,
