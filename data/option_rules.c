@@ -4,6 +4,8 @@
  * called again. */
 #include "options.h"
 
+#include <ctype.h>
+#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
