@@ -1991,7 +1991,7 @@ static void draw_preferences(const char *folder) {
         c.y_low = side ? -1 : 0, c.y_high = side ? 2 : 3;
         text(&p, c.left - 50, 28, START, side ? "How hard the pair pulls its margin up" : "Loss of a pair, beta = 1");
         for (int i = -2; i <= 4; i++) {
-            char label[8];
+            char label[16];
             snprintf(label, sizeof label, "%d", i);
             chart_mark_x(&p, &c, i, label);
             if (i >= c.y_low && i <= c.y_high) chart_mark_y(&p, &c, i, label);
@@ -2180,7 +2180,7 @@ static void draw_kernel(const char *folder) {
     draw_warp_load(&p, 250, "a lane for each pack of 8 channels", 16, 16);
     text(&p, 420, 30, START, "Measured gains on one H200, bf16");
     for (int percent = 70; percent <= 100; percent += 10) {
-        char label[8];
+        char label[16];
         snprintf(label, sizeof label, "%d%%", percent);
         chart_mark_x(&p, &c, percent, label);
     }
@@ -2435,7 +2435,7 @@ static void draw_packing(const char *folder) {
         line(&p, at->left, at->top + 128, at->left + at->width, at->top + 128, GRID, 0.6);
     }
     for (int second = 0; second <= 5; second++) {
-        char label[8];
+        char label[16];
         snprintf(label, sizeof label, "%d", second);
         chart_mark_x(&p, &dynamic, second, label);
     }
@@ -2522,7 +2522,7 @@ static void draw_adapters(const char *folder) {
     text(&p, 440, 28, START, "Llama 3 8B, bf16: weights, gradients and optimizer's state, GiB");
     chart c = {.left = left, .top = 50, .width = width, .height = 250, .x_high = 150, .y_high = 1};
     for (int i = 0; i <= 3; i++) {
-        char label[8];
+        char label[16];
         snprintf(label, sizeof label, "%d", 50 * i);
         chart_mark_x(&p, &c, 50 * i, label);
     }
@@ -2577,12 +2577,12 @@ static void draw_divergence(const char *folder) {
     picture p = picture_open(folder, "27-divergence", "Step size and stability, and the spacing of formats", 900, 430);
     text(&p, 20, 30, START, "Gradient descent, curvatures 1 and 20");
     for (int i = 0; i <= 60; i += 20) {
-        char label[8];
+        char label[16];
         snprintf(label, sizeof label, "%d", i);
         chart_mark_x(&p, &left, i, label);
     }
     for (int power = -6; power <= 0; power += 2) {
-        char label[8];
+        char label[16];
         snprintf(label, sizeof label, "1e%+d", power);
         chart_mark_y(&p, &left, pow(10, power), power ? label : "1");
     }
@@ -2597,7 +2597,7 @@ static void draw_divergence(const char *folder) {
     text(&p, 450, 30, START, "Distance to the next number");
     for (int i = 0; i < 9; i += 2) chart_mark_x(&p, &right, pow(10, i - 3), decades[i]);
     for (int power = -12; power <= 3; power += 3) {
-        char label[8];
+        char label[16];
         snprintf(label, sizeof label, "1e%+d", power);
         chart_mark_y(&p, &right, pow(10, power), power ? label : "1");
     }
