@@ -1914,12 +1914,15 @@ static double chart_place(double value, double low, double high, bool is_log) {
     return is_log ? log(value / low) / log(high / low) : (value - low) / (high - low);
 }
 
+/* Added to a coordinate: one half way between two decimals is printed alike by every compiler. */
+static const double not_half_way = 1e-6;
+
 static double chart_x(const chart *c, double x) {
-    return c->left + c->width * chart_place(x, c->x_low, c->x_high, c->x_log);
+    return c->left + c->width * chart_place(x, c->x_low, c->x_high, c->x_log) + not_half_way;
 }
 
 static double chart_y(const chart *c, double y) {
-    return c->top + c->height * (1 - chart_place(y, c->y_low, c->y_high, c->y_log));
+    return c->top + c->height * (1 - chart_place(y, c->y_low, c->y_high, c->y_log)) + not_half_way;
 }
 
 static void chart_mark_x(picture *p, const chart *c, double x, const char *label) {
