@@ -1370,7 +1370,7 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
 static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
     const mt_idle_option options[] = {
         {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
-         "on the CPU, all memory is the host's; only the order of work is simulated"},
+         "on the CPU all memory is the host's"},
         {o->ref_expert_model_parallel_size > 1 && o->num_experts == 0, "ref-expert-model-parallel-size",
          "no layer has experts"},
     };

@@ -14,8 +14,8 @@
 #include "chat.h"
 #include "file.h"
 #include "options.h"
-#include "prompts.h"
 #include "model_role.h"
+#include "prompts.h"
 #include "rollout.h"
 #include "rollouts.h"
 #include "stage.h"
@@ -570,11 +570,11 @@ static int64_t *all_sequences(const mt_rl *rl) {
     return sequences;
 }
 
-/* The reward model's value of each response, at its last token. */
-static int score_by_model(mt_rl *rl, mt_batch *batch, mt_error *error) {
+/* The reward model's value of each response from `first` on, at its last token. */
+static int score_by_model(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
-    mt_rollout_config all = {.max_new_tokens = rl->config.options->max_new_tokens, .whole = true};
-    mt_rollouts_select(r, &all);
+    mt_rollout_config later = {.max_new_tokens = rl->config.options->max_new_tokens, .first = first, .whole = true};
+    mt_rollouts_select(r, &later);
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, r->samples.count);
     int status = score(rl, &rl->reward_model.role, MT_OLD_VALUES, batch, error);
@@ -612,8 +612,8 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
         status = generate(rl, state->consumed_prompts + r->num_prompts, missing, error);
         rl->seconds[GENERATION] += lap(&then);
         if (status == 0)
-            status =
-                rl->reward_model.role.model ? score_by_model(rl, batch, error) : score_by_function(rl, first, error);
+            status = rl->reward_model.role.model ? score_by_model(rl, first, batch, error)
+                                                 : score_by_function(rl, first, error);
         if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
         rl->seconds[REWARDS] += lap(&then);
         missing = o->rollout_batch_size - (r->num_prompts - r->stats.groups_dropped);

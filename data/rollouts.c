@@ -184,7 +184,7 @@ void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *c) {
     r->response_of = mt_malloc(r->count * 8), r->groups = mt_malloc(r->count * 8), r->rewards = mt_malloc(r->count * 8);
     r->spans = mt_malloc(r->count * (int64_t)sizeof *r->spans);
     r->mask = mt_malloc(tokens * 4);
-    for (int64_t group = 0; group < r->num_prompts; group++) {
+    for (int64_t group = c->first / r->group_size; group < r->num_prompts; group++) {
         bool dropped = is_dropped(r, c, group, rewards);
         r->stats.groups_dropped += dropped;
         for (int64_t s = group * r->group_size; !dropped && s < (group + 1) * r->group_size; s++) {

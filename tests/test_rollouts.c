@@ -296,6 +296,8 @@ static void groups_with_equal_rewards_are_dropped(void **state) {
     assert_true(r.samples.count == 0 && r.T == 0 && r.stats.groups_dropped == GROUPS);
     end_step(&r, &prompts);
     begin_step(&r, &prompts);
+    mt_rollouts_select(&r, &(mt_rollout_config){.first = 6}); // of the third group
+    assert_true(r.samples.count == RESPONSES - 6 && r.response_of[0] == 6);
     mt_rollouts_select(&r, &(mt_rollout_config){0});
     assert_true(r.samples.count == RESPONSES && r.stats.groups_dropped == 0);
     end_step(&r, &prompts);
