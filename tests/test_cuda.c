@@ -502,7 +502,7 @@ static int32_t *choices_of(run *r, int64_t T, int64_t E, int64_t k, int64_t drop
     return device;
 }
 
-/* Token indices of which some are negative, between others and at the end; NULL without PADDED. */
+/* Token indices, some negative, between others and at the end; NULL without PADDED. */
 static int64_t *padding_of(run *r, const int64_t *n) {
     if (!(n[3] & PADDED)) return NULL;
     int64_t *data = mt_malloc(n[0] * 8);
