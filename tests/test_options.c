@@ -896,7 +896,7 @@ static void options_that_megatron_lacks_are_marked(void **state) {
             fail_msg("--%s: .own must be %s", row->name, row->own ? "left out" : "true");
 }
 
-/* Names for what is there under another name. */
+/* Names of features that have other names here. */
 static void answers_name_the_option_to_use(void **state) {
     (void)state;
     expect_error(RUN "--grpo-group-size 8", "--grpo-group-size is named --num-return-sequences here");
