@@ -6186,11 +6186,6 @@ typedef struct mt_experts {
     void *report_memory; // on the host: loads, kept and invalid of two steps
 } mt_experts;
 
-/* Tokens of the whole micro-batch, over all ranks that share its sequences. */
-static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
-    return p->rows * m->grid->tensor_context.size;
-}
-
 /* Capacity of an expert for a micro-batch of T tokens: ceil(T k / E * factor). */
 static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
     double share = (double)(tokens * m->experts->router.topk) / (double)m->experts->router.num_experts;
@@ -6387,7 +6382,7 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
 static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept,
                                   const int32_t *experts, const float *probs) {
     mt_experts *e = m->experts;
-    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
+    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = R * m->grid->tensor_context.size;
     const int64_t *index = p->batch->token_index + p->first_row;
     mt_drop_args drop = {.T = tokens, .k = k, .first = m->grid->tensor_context.rank * R, .count = R, .kept = kept};
     drop.capacity = mt_expert_capacity(m, p->decode ? tokens : p->unpadded);
@@ -6538,7 +6533,8 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     int64_t k = e->router.topk, N = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
     dispatch.copies = m->grid->expert_tensor.size;
-    if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
+    int64_t rows = e->exchanges ? m->max_rows : p->rows; // ranks that exchange may have other lengths, but one capacity
+    if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, rows * m->grid->tensor_context.size);
     if (e->uses_allgather) {
         mt_gather_choices(m, p, r);
         dispatch.first = m->grid->expert.rank * e->num_local, dispatch.count = e->num_local, dispatch.copies = 1;
