@@ -10,7 +10,7 @@
 #   <!-- data/configs/gpt2-124m.json; lab.md#attention; "int n = 64" in megatron.c; lines megatron.h = 2,000 -->
 #                           files, sections and lines of code that have the numbers; the length of a file
 #
-# or a page or section that the paragraph links; or the paragraph says how it was measured, with machine and command.
+# or a page or section that the paragraph links, or the paragraph before a table.
 # An error is a number without a source, an equation in a comment that does not hold, and a number in a comment that
 # the text does not have.
 
@@ -108,14 +108,13 @@ function rounding_of(text,    digits, exponent) {
 
 function is_near(value, said, bound) { return value - said <= bound && said - value <= bound }
 
-# `text` is value rounded, perhaps with another prefix of its unit, or in percent.
-function is_written(value, text, prefixes,    said, bound, k) {
+# `text` is value rounded. base: 0, or 1000 or 1024 if it may have another prefix of its unit; or percent.
+function is_written(value, text, base,    said, bound, k) {
     said = number_of(text)
     bound = rounding_of(text)
     if (is_near(value, said, bound)) return 1
-    if (!prefixes) return 0
-    for (k = -4; k <= 4; k++)
-        if (is_near(value * 1000 ^ k, said, bound) || is_near(value * 1024 ^ k, said, bound)) return 1
+    if (!base) return 0
+    for (k = -4; k <= 4; k++) if (is_near(value * base ^ k, said, bound)) return 1
     return is_near(value * 100, said, bound)
 }
 
@@ -156,7 +155,7 @@ function find_numbers(text, all,    from, number, before, after) {
     }
 }
 
-function key_of(number) { return sprintf("%.10g", number_of(number)) }
+function key_of(number) { return sprintf("%.17g", number_of(number)) }
 
 function know(text,    i) {
     find_numbers(text, 1)
@@ -177,25 +176,24 @@ function numbers_from(first,    t, count) {
 }
 
 # The numbers of the equations in a cleaned text are known, if the equations hold.
-function learn_equations(text,    side, sides, i, first, number, t, value, wrong) {
+function learn_equations(text,    side, sides, i, first, number, t, base, value, wrong) {
     sides = split(text, side, / = /)
     for (i = 1; i < sides; i++) {
         if (!match(side[i + 1], "^ *(about |just |only )?" NUMBER)) continue
         number = substr(side[i + 1], 1, RLENGTH)
         sub(/^[ a-z]*/, "", number)
+        base = side[i + 1] ~ /^[^A-Za-z]*[KMGT]iB/ ? 1024 : 1000
         tokenize(arithmetic(side[i]))
         for (t = num_tokens; t > 0 && token[t] != "?"; t--) continue
         wrong = ""
         for (first = t + 1; first < num_tokens; first++) {
             value = evaluate(first)
             if (invalid) continue
-            if (is_written(value, number, 1)) break
+            if (is_written(value, number, base)) break
             if (wrong == "" && numbers_from(first) > 1) wrong = value
         }
-        if (first < num_tokens) {
-            for (t = first; t <= num_tokens; t++) if (token[t] ~ /^[0-9]/) know(token[t])
-            know(number)
-        } else if (wrong != "") complain("line " unit_line ": ... = " number " does not hold: " wrong)
+        if (first < num_tokens) know(number)
+        else if (wrong != "") complain("line " unit_line ": ... = " number " does not hold: " wrong)
     }
 }
 
@@ -232,9 +230,8 @@ function learn_comment(text,    item, count, i, j, side, value) {
     gsub(/ +/, " ", text)
     count = split(text, item, / *; */)
     for (i = 1; i <= count; i++) {
-        if (item[i] ~ /^measured: /) learn_measured(item[i])
-        else if (item[i] ~ /^[a-z][a-z0-9_\/.-]*\.(json|yaml)$/) learn_file(item[i], "")
-        else if (item[i] ~ /^[a-z0-9-]+\.md(#[a-z0-9-]+)?$/) learn_file(folder_of(FILENAME) item[i], "")
+        if (item[i] ~ /^[a-z][a-z0-9_\/.-]*\.(json|yaml)$/) learn_file(item[i], "")
+        else if (item[i] ~ /^[a-z0-9-]+\.md(#[a-z0-9-]+)?$/) learn_file(folder_of(FILENAME) item[i], num_texts)
         else if (item[i] ~ /^".+" in [a-z][A-Za-z0-9_\/.-]+$/) learn_source(item[i])
         else if (split(item[i], side, / = /) == 2) {
             tokenize(side[1])
@@ -269,16 +266,6 @@ function learn_source(item,    text) {
     sub(/" in [^ ]*$/, "", text)
     if (count_lines(substr(item, length(text) + 7), text) == 0) complain("there is no " item)
     know(text)
-}
-
-# What was measured says where and how.
-function says_how(text) {
-    return text ~ /H100|H200|EPYC|Xeon|core/ && text ~ /`[^`]*(\.\/train|build\/|make |tests\/|--)[^`]*`|the command above/
-}
-
-function learn_measured(item) {
-    if (!says_how(item)) complain(item " names no machine, or no command")
-    measured[num_texts] = 1
 }
 
 function list(text, item,    i) {
@@ -358,21 +345,18 @@ in_comment {
 END {
     end_unit()
     for (i = 1; i <= num_texts; i++) {
-        said = texts[i] ~ /^\|/ ? texts[i - 1] " " texts[i] : texts[i]
-        learn_links(said, i)
-        if (says_how(said)) measured[i] = 1
+        learn_links(texts[i] ~ /^\|/ ? texts[i - 1] texts[i] : texts[i], i)
         find_numbers(clean(texts[i]), 0)
         for (j = 1; j <= num_found; j++) {
             key = key_of(found[j])
             used[key] = 1
             total++
             if ((key in known) || ((i, key) in linked)) continue
-            missing += !measured[i]
-            exempt += measured[i]
-            if (!measured[i]) complain("line " line_of[i] ": " found[j] " has no source")
+            missing++
+            complain("line " line_of[i] ": " found[j] " has no source")
         }
     }
     for (key in listed) if (!(key in used)) complain("the text has no " key ", which a comment has: " listed[key])
-    if (stats) printf "# %s: %d numbers, %d measured elsewhere, %d without a source\n", FILENAME, total, exempt, missing
+    if (stats) printf "# %s: %d numbers, %d without a source\n", FILENAME, total, missing
     exit failed
 }
