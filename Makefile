@@ -320,7 +320,7 @@ demo: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
 
 demo-rl: all
-	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(or $(RANKS),$(if $(HAVE_MPI),$(if $(DEVICE),1,2),1))' \
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(or $(RANKS),$(if $(HAVE_MPI),$(if $(filter cuda,$(DEVICE)),1,2),1))' \
 		DEMO_MODEL='$(MODEL)' DEMO_DEVICE='$(or $(DEVICE),cpu)' data/demo-rl.sh
 
 plot:
