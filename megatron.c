@@ -328,7 +328,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "experts",
          {E, l->aux_loss_experts}},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
-        {l->no_mxfp8 && o->fp8_format && o->fp8_recipe == MT_FP8_MXFP8,
+        {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
@@ -906,6 +906,14 @@ float mt_f8_to_f32(uint8_t bits, mt_dtype format) {
     return bits & 0x80 ? -value : value;
 }
 
+/* The transpose of a weight with one scale, or one for 128 x 128, has the same codes and scales. */
+const mt_fp8 mt_fp8_recipes[] = {
+    [MT_FP8_DELAYED] = {.blocks = MT_FP8_TENSOR, .weight_blocks = MT_FP8_TENSOR, .delayed = true},
+    [MT_FP8_TENSORWISE] = {.blocks = MT_FP8_TENSOR, .weight_blocks = MT_FP8_TENSOR},
+    [MT_FP8_BLOCKWISE] = {.blocks = MT_FP8_VECTOR_128, .weight_blocks = MT_FP8_BLOCK_128},
+    [MT_FP8_MXFP8] = {.blocks = MT_FP8_VECTOR_32, .weight_blocks = MT_FP8_VECTOR_32},
+};
+
 /* Columns of the elements that share a scale. A whole matrix counts as its rows, which have equal scales. */
 static int64_t mt_fp8_block_columns(mt_fp8_blocks blocks) {
     return blocks == MT_FP8_TENSOR ? INT64_MAX : blocks == MT_FP8_VECTOR_32 ? 32 : 128;
@@ -916,17 +924,18 @@ int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks) {
     return mt_divide_up(C, multiple) * multiple;
 }
 
-/* Index of the scale of element (r, c). */
-static int64_t mt_fp8_scale_index(int64_t R, int64_t C, mt_fp8_blocks blocks, int64_t r, int64_t c) {
-    if (blocks == MT_FP8_TENSOR) return 0;
-    if (blocks == MT_FP8_BLOCK_128) return r / 128 * mt_divide_up(mt_divide_up(C, 128), 4) * 4 + c / 128;
-    return c / mt_fp8_block_columns(blocks) * mt_divide_up(R, 4) * 4 + r;
+int64_t mt_fp8_num_scales(int64_t count, int64_t R, int64_t C, mt_fp8_blocks blocks) {
+    if (blocks == MT_FP8_TENSOR) return 1;
+    if (blocks == MT_FP8_BLOCK_128) return count * mt_divide_up(R, 128) * mt_divide_up(mt_divide_up(C, 128), 4) * 4;
+    return count * mt_divide_up(C, mt_fp8_block_columns(blocks)) * mt_divide_up(R, 4) * 4;
 }
 
-int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks) {
-    if (blocks == MT_FP8_TENSOR) return 1;
-    if (blocks == MT_FP8_BLOCK_128) return mt_divide_up(R, 128) * mt_divide_up(mt_divide_up(C, 128), 4) * 4;
-    return mt_divide_up(C, mt_fp8_block_columns(blocks)) * mt_divide_up(R, 4) * 4;
+/* Index of the scale of element (r, c); rows of several matrices are numbered on. */
+static int64_t mt_fp8_scale_index(int64_t R, int64_t C, mt_fp8_blocks blocks, int64_t r, int64_t c) {
+    if (blocks == MT_FP8_TENSOR) return 0;
+    int64_t first = mt_fp8_num_scales(r / R, R, C, blocks);
+    if (blocks == MT_FP8_BLOCK_128) return first + r % R / 128 * mt_divide_up(mt_divide_up(C, 128), 4) * 4 + c / 128;
+    return first + c / mt_fp8_block_columns(blocks) * mt_divide_up(R, 4) * 4 + r % R;
 }
 
 /* Matrix i of several [R, C]; those with one scale share it. */
@@ -934,7 +943,7 @@ static mt_fp8_matrix mt_fp8_matrix_at(const mt_fp8_matrix *matrices, int64_t i, 
     mt_fp8_matrix matrix = *matrices;
     if (!matrix.data) return matrix;
     matrix.data += i * R * matrix.stride;
-    if (matrix.blocks != MT_FP8_TENSOR) matrix.inverse_scales += i * mt_fp8_num_scales(R, matrix.stride, matrix.blocks);
+    if (matrix.blocks != MT_FP8_TENSOR) matrix.inverse_scales += mt_fp8_num_scales(i, R, matrix.stride, matrix.blocks);
     return matrix;
 }
 
@@ -1014,8 +1023,7 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
             const float *row = mt_row_load(scratch, a->x, i * n + r * C, C, dtype);
             amax = mt_amax_merge(amax, mt_amax(row, C));
         }
-    bool raises = a->scale || !(a->rows.data || a->columns.data);
-    if (one_scale && a->amax) *a->amax = raises ? mt_amax_merge(*a->amax, amax) : amax;
+    if (one_scale && a->amax) *a->amax = a->scale ? mt_amax_merge(*a->amax, amax) : amax;
     scale = a->scale ? *a->scale : mt_fp8_scale(amax, (a->rows.data ? a->rows : a->columns).format, false);
     for (int64_t i = 0; i < a->count; i++) {
         mt_matrix x = mt_matrix_load(scratch, a->x, i * n, R, C, C, dtype);
@@ -1030,7 +1038,11 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
 static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
     (void)stream;
     int64_t R = a->R, C = a->C, rows = a->rows.stride, columns = a->columns.stride;
-    a->rows.inverse_scales[0] = a->columns.inverse_scales[0] = 1.0f / a->scale[0];
+    for (int64_t i = 0; i < a->count; i++)
+        for (int64_t r = 0; r < R; r += 128)
+            for (int64_t c = 0; c < C; c += 128)
+                a->columns.inverse_scales[mt_fp8_scale_index(C, columns, a->columns.blocks, i * C + c, r)] =
+                    a->rows.inverse_scales[mt_fp8_scale_index(R, rows, a->rows.blocks, i * R + r, c)];
     memset(a->columns.data, 0, (size_t)(a->count * C * columns));
 #pragma omp parallel for collapse(2) if (a->count * R * C > MT_PARALLEL)
     for (int64_t i = 0; i < a->count; i++)
@@ -1038,6 +1050,24 @@ static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
             for (int64_t r = 0; r < R; r++)
                 for (int64_t c = c0; c < mt_min(c0 + MT_COLUMNS, C); c++)
                     a->columns.data[(i * C + c) * columns + r] = a->rows.data[(i * R + r) * rows + c];
+}
+
+static void mt_cpu_fp8_shard_quantize(const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t scales = mt_fp8_num_scales(a->count, a->R, a->C, a->w.blocks), width = mt_fp8_block_columns(a->w.blocks);
+    float *scratch = mt_scratch_grow(a->C + scales), *scale = scratch + a->C;
+    for (int64_t i = 0; i < scales; i++) {
+        if (!a->w.data) a->amax[i] = 0;
+        scale[i] = a->scale ? *a->scale : mt_fp8_scale(a->amax[i], a->w.format, a->w.blocks != MT_FP8_TENSOR);
+        if (a->w.data) a->w.inverse_scales[i] = 1 / scale[i];
+    }
+    for (int64_t i = a->first, end = i + a->n, n; i < end; i += n) { // n elements of a row and a block
+        int64_t block = mt_fp8_scale_index(a->R, a->C, a->w.blocks, i / a->C, i % a->C);
+        n = mt_min(mt_min(width - i % a->C % width, a->C - i % a->C), end - i);
+        const float *x = mt_row_load(scratch, a->x, i - a->first, n, dtype);
+        if (a->scale || !a->w.data) a->amax[block] = mt_amax_merge(a->amax[block], mt_amax(x, n));
+        for (int64_t k = 0; k < n && a->w.data; k++) a->w.data[i + k] = mt_f32_to_f8(x[k] * scale[block], a->w.format);
+    }
 }
 
 /* to[rows, C] = the values of rows [first, first + rows) of a matrix [R, ...], columns [c0, c0 + C). */
@@ -2209,40 +2239,31 @@ static void mt_route_weigh(float *probs, const int32_t *experts, const float *lo
         mt_row_normalize(probs, k);
 }
 
+/* Padding has negative token indices. */
+static bool mt_is_padding(const int64_t *token_index, int64_t t) {
+    return token_index && token_index[t] < 0;
+}
+
 static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                 const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
+                                 const float *bias, const int64_t *token_index, int64_t T, const mt_router *router,
+                                 mt_stream *stream) {
     int64_t E = router->num_experts, k = router->topk;
     int32_t wrong = 0;
     mt_scratch scratch = mt_scratch_reserve(4 * E);
 #pragma omp parallel for reduction(+ : wrong) if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch), *p = probs + t * k;
-        if (mt_row_is_finite(logits + t * E, E)) {
+        bool padding = mt_is_padding(token_index, t);
+        if (!padding && mt_row_is_finite(logits + t * E, E)) {
             mt_route_choose(experts + t * k, logits + t * E, bias, slice, router);
             mt_route_weigh(p, experts + t * k, logits + t * E, slice, router);
             for (int64_t j = 0; j < k; j++) p[j] *= router->scaling;
         } else {
-            wrong++;
-            for (int64_t j = 0; j < k; j++) experts[t * k + j] = (int32_t)j, p[j] = NAN;
+            wrong += !padding;
+            for (int64_t j = 0; j < k; j++) experts[t * k + j] = padding ? -1 : (int32_t)j, p[j] = padding ? 0 : NAN;
         }
     }
     invalid[0] += wrong;
-}
-
-/* cost[T, E] = exp(logits - max), with the maximum of each row against overflow; guard[T] = 1e-8 / exp(max). A row that
- * is not finite has cost 0. Returns the number of finite rows. */
-static int64_t mt_sinkhorn_open(double *cost, double *guard, const float *logits, int64_t T, int64_t E) {
-    int64_t tokens = 0;
-#pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        const float *x = logits + t * E;
-        bool finite = mt_row_is_finite(x, E);
-        double max = finite ? (double)mt_row_max(x, E) : 0;
-        for (int64_t e = 0; e < E; e++) cost[t * E + e] = finite ? exp((double)x[e] - max) : 0;
-        guard[t] = finite ? 1e-8 * exp(-max) : INFINITY;
-        tokens += finite;
-    }
-    return tokens;
 }
 
 /* One round: factors weight[T] for row sums of 1 / tokens, then scale[E], previously `old`, for column sums of 1 / E.
@@ -2269,32 +2290,45 @@ static double mt_sinkhorn_round(double *scale, double *old, double *weight, cons
     return change / (double)E;
 }
 
-static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
-                                  int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
+static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
+                                  const int64_t *token_index, int64_t T, int64_t first, int64_t count,
+                                  const mt_router *router, mt_stream *stream) {
     int64_t E = router->num_experts, k = router->topk;
     double *cost = (double *)mt_scratch_grow(2 * (T * E + 2 * T + 2 * E) + E), *guard = cost + T * E;
     double *weight = guard + T, *scale = weight + T, *old = scale + E;
     float *slice = (float *)(old + E);
     MT_CHECK(router->sigmoid ? k == 1 : router->pre_softmax);
-    int64_t tokens = mt_sinkhorn_open(cost, guard, logits, T, E);
+    // cost = exp(logits - max), with the maximum of each row against overflow; guard = 1e-8 / exp(max). A row that is
+    // not finite, or padding, has cost 0.
+    int64_t tokens = 0;
+#pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        const float *x = logits + t * E;
+        bool counts = mt_row_is_finite(x, E) && !mt_is_padding(token_index, t);
+        double max = counts ? (double)mt_row_max(x, E) : 0;
+        for (int64_t e = 0; e < E; e++) cost[t * E + e] = counts ? exp((double)x[e] - max) : 0;
+        guard[t] = counts ? 1e-8 * exp(-max) : INFINITY;
+        tokens += counts;
+    }
     for (int64_t e = 0; e < E; e++) scale[e] = 1;
     for (int round = 0; round < MT_SINKHORN_ROUNDS && tokens > 0; round++)
         if (mt_sinkhorn_round(scale, old, weight, cost, guard, tokens, T, E) <= 1e-4) break;
     for (int64_t t = 0; t < count; t++) {
         double *keys = cost + (first + t) * E;
         const float *x = logits + (first + t) * E;
-        bool finite = mt_row_is_finite(x, E);
-        invalid[0] += !finite;
+        bool padding = mt_is_padding(token_index, first + t), finite = !padding && mt_row_is_finite(x, E);
+        invalid[0] += !finite && !padding;
         for (int64_t e = 0; e < E; e++) keys[e] *= scale[e];
         for (int64_t j = 0; j < k; j++) {
             int64_t best = finite ? 0 : j;
             for (int64_t e = 1; e < E && finite; e++)
                 if (keys[e] > keys[best]) best = e;
-            experts[t * k + j] = (int32_t)best;
+            experts[t * k + j] = padding ? -1 : (int32_t)best;
             keys[best] = -1;
         }
-        mt_route_weigh(probs + t * k, experts + t * k, x, slice, router);
-        for (int64_t j = 0; j < k; j++) probs[t * k + j] = finite ? probs[t * k + j] * router->scaling : NAN;
+        if (finite) mt_route_weigh(probs + t * k, experts + t * k, x, slice, router);
+        for (int64_t j = 0; j < k; j++)
+            probs[t * k + j] = finite ? probs[t * k + j] * router->scaling : padding ? 0 : NAN;
     }
 }
 
@@ -2310,10 +2344,12 @@ static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int
         float *slice = mt_scratch_slice(scratch), *q = slice + E, *d = dlogits + t * E, mean = 0;
         const float *x = logits + t * E, *g = dprobs + t * k;
         const int32_t *chosen = experts + t * k;
+        for (int64_t e = 0; e < E; e++) d[e] = 0;
+        if (chosen[0] < 0) continue; // padding
         mt_route_weigh(q, chosen, x, slice, router);
         for (int64_t j = 0; j < k; j++) mean += g[j] * q[j];
         if (router->sigmoid && k == 1) mean = 0;
-        for (int64_t e = 0; e < E; e++) d[e] = all ? -router->scaling * slice[e] * mean : 0.0f;
+        for (int64_t e = 0; e < E && all; e++) d[e] = -router->scaling * slice[e] * mean;
         for (int64_t j = 0; j < k; j++) {
             float slope = router->sigmoid ? mt_sigmoid(-x[chosen[j]]) : 1.0f;
             d[chosen[j]] = router->scaling * q[j] * (g[j] - mean) * slope;
@@ -2352,12 +2388,15 @@ static void mt_cpu_aux_loss_forward(const mt_aux_loss_args *a, mt_stream *stream
         const float *x = a->logits + first * E;
 #pragma omp parallel for if (tokens * E > MT_PARALLEL)
         for (int64_t t = 0; t < tokens; t++) {
+            lse[t] = 0;
+            if (mt_is_padding(a->token_index, first + t)) continue;
             lse[t] = mt_route_shares(shares + t * E, x + t * E, a->router);
             mt_route_pick(picked + t * E, x + t * E, E, k);
         }
 #pragma omp parallel for if (tokens * E > MT_PARALLEL)
         for (int64_t column = 0; column < E; column += MT_COLUMNS)
             for (int64_t t = 0; t < tokens; t++) {
+                if (mt_is_padding(a->token_index, first + t)) continue;
                 double *total = totals + (a->sequence ? a->sequence[first + t] : 0) * E;
                 for (int64_t e = column; e < mt_min(column + MT_COLUMNS, E); e++) {
                     total[e] += (double)shares[t * E + e];
@@ -2387,6 +2426,7 @@ static void mt_cpu_aux_loss_backward(const mt_aux_loss_args *a, mt_stream *strea
     mt_scratch scratch = mt_scratch_reserve(E);
 #pragma omp parallel for if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
+        if (mt_is_padding(a->token_index, t)) continue;
         float *shares = mt_scratch_slice(scratch), *d = a->dlogits + t * E;
         const float *x = a->logits + t * E, *n = a->counts + (a->sequence ? a->sequence[t] : 0) * E;
         float lse = (float)mt_route_shares(shares, x, a->router);
@@ -3760,9 +3800,8 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, int64_t C, mt_dtype format,
                                      mt_fp8_blocks blocks) {
     mt_fp8_matrix matrix = {.stride = mt_fp8_stride(C, blocks), .format = format, .blocks = blocks};
-    int64_t scales = blocks == MT_FP8_TENSOR ? 1 : count * mt_fp8_num_scales(R, matrix.stride, blocks);
     matrix.data = mt_arena_alloc(arena, count * R * matrix.stride);
-    matrix.inverse_scales = mt_arena_alloc(arena, scales * 4);
+    matrix.inverse_scales = mt_arena_alloc(arena, mt_fp8_num_scales(count, R, matrix.stride, blocks) * 4);
     return matrix;
 }
 
@@ -3793,7 +3832,7 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
     }
     mt_fp8_allocate_columns(&backward, l, T, l->N, recipe->gradient_format);
     mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
-    if (!recipe->keeps_weights) mt_fp8_allocate_weight(&forward, l, &w, NULL);
+    if (!recipe->keeps_weights && !l->fp8->gathered) mt_fp8_allocate_weight(&forward, l, &w, NULL);
     if (!recipe->keeps_weights) mt_fp8_allocate_weight(&backward, l, NULL, &w);
     for (int64_t i = 0; i < pieces + 3; i++)
         mt_arena_alloc(forward.used > backward.used ? &forward : &backward, 4); // amax
@@ -3806,7 +3845,8 @@ static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const
     mt_arena *scratch = &l->fp8->recipe->scratch;
     int64_t bytes = io->offsets ? mt_fp8_scratch_bytes(l, io->num_rows, 1) : 0;
     scratch->used = 0;
-    if (!l->fp8->recipe->keeps_weights) l->fp8->w.data = l->fp8->w_transposed.data = NULL;
+    if (!l->fp8->recipe->keeps_weights) l->fp8->w_transposed.data = NULL;
+    if (!l->fp8->recipe->keeps_weights && !l->fp8->gathered) l->fp8->w.data = NULL;
     if (bytes <= scratch->capacity) return;
     if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
     scratch->capacity = bytes * 9 / 8, scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
@@ -3830,21 +3870,19 @@ static void mt_fp8_quantize(const mt_tensor_parallel *tp, const mt_linear *l, mt
 /* w, or its transpose. */
 static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear *l, bool transposed) {
     mt_fp8_linear *f = l->fp8;
+    mt_fp8_matrix *w = transposed ? &f->w_transposed : &f->w;
     mt_quantize_args a = {.x = l->weight.w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
-    if (f->recipe->keeps_weights) {
-        a.rows = f->w, a.columns = f->w_transposed;
-        if (f->gathered) a.scale = f->scale + MT_FP8_W;
-        if (f->version != f->recipe->version && f->gathered)
-            tp->ops->fp8_transpose(&a, tp->stream);
-        else if (f->version != f->recipe->version)
-            mt_fp8_quantize(tp, l, MT_FP8_W, a);
-        f->version = f->recipe->version;
-    } else if (!(transposed ? f->w_transposed : f->w).data) { // the first product of this call
-        mt_fp8_allocate_weight(&f->recipe->scratch, l, transposed ? NULL : &a.rows, transposed ? &a.columns : NULL);
+    if (f->recipe->keeps_weights ? f->version == f->recipe->version : w->data != NULL) return *w;
+    f->version = f->recipe->version;
+    if (!f->recipe->keeps_weights) // the first product of this call
+        mt_fp8_allocate_weight(&f->recipe->scratch, l, transposed ? NULL : w, transposed ? w : NULL);
+    if (f->recipe->keeps_weights || !transposed || f->gathered) a.rows = f->w;
+    if (f->recipe->keeps_weights || transposed) a.columns = f->w_transposed;
+    if (f->gathered)
+        tp->ops->fp8_transpose(&a, tp->stream);
+    else
         mt_fp8_quantize(tp, l, MT_FP8_W, a);
-        *(transposed ? &f->w_transposed : &f->w) = transposed ? a.columns : a.rows;
-    }
-    return transposed ? f->w_transposed : f->w;
+    return *w;
 }
 
 /* Quantizes T rows of dy for the products of the selected halves of the backward. */
@@ -5265,6 +5303,7 @@ typedef struct mt_pass {
     mt_context *context;     // attention with context parallelism, or NULL
     const mt_batch *whole;   // forward: the micro-batch as its source gave it
     int64_t num_sequences;   // of the micro-batch, on all ranks that share it
+    int64_t unpadded;        // its tokens on them, without padding; not when decoding
     int64_t T;               // tokens
     int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
     int64_t message_rows;    // of a message between pipeline stages
@@ -5281,7 +5320,7 @@ typedef struct mt_fp8_model {
     mt_fp8_linear *linears; // [num_linears]
     mt_fp8_key *keys;       // [num_linears]
     int64_t num_linears, history_length;
-    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands; delayed scaling or gathered weights
+    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands: delayed scaling
 } mt_fp8_model;
 
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
@@ -6271,11 +6310,6 @@ typedef struct mt_experts {
     void *report_memory; // on the host: loads, kept and invalid of two steps
 } mt_experts;
 
-/* Tokens of the whole micro-batch, over all ranks that share its sequences. */
-static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
-    return p->rows * m->grid->tensor_context.size;
-}
-
 /* Capacity of an expert for a micro-batch of T tokens: ceil(T k / E * factor). */
 static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
     double share = (double)(tokens * m->experts->router.topk) / (double)m->experts->router.num_experts;
@@ -6436,12 +6470,22 @@ static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt
     return p->replay ? e->discarded : e->invalid + w->moe_index;
 }
 
+/* own[rows, width] of all ranks that share the micro-batch, which is in `all` if there are several. */
+static const void *mt_gather_shared_rows(const mt_model *m, const mt_pass *p, void *all, const void *own, int64_t width,
+                                         mt_dtype dtype) {
+    const mt_group *group = &m->grid->tensor_context;
+    if (group->size == 1) return own;
+    m->ops->all_gather(all, own, p->rows * width, dtype, group, p->stream);
+    return all;
+}
+
 /* The operands of the auxiliary loss, except results and gradients. */
 static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p, const mt_routing *r) {
     bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS && p->num_sequences > 1;
     const int32_t *sequence = by_sequence ? p->batch->sequence + p->first_row : NULL;
-    return (mt_aux_loss_args){
-        by_sequence ? p->num_sequences : 1, p->rows, &m->experts->router, r->logits, sequence, .sums = r->aux_stats};
+    const int64_t *index = p->batch->token_index + p->first_row;
+    int64_t S = by_sequence ? p->num_sequences : 1;
+    return (mt_aux_loss_args){S, p->rows, &m->experts->router, r->logits, sequence, index, .sums = r->aux_stats};
 }
 
 /* Auxiliary loss, from the experts' scores and counts over all ranks that share the sequences. */
@@ -6457,24 +6501,19 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
 }
 
-/* Drops choices over the experts' capacity. The capacity counts the whole micro-batch, so the result does not depend on
- * the layout. */
+/* Drops choices over the experts' capacity. The capacity counts the whole micro-batch without padding, so the result
+ * does not depend on the layout. */
 static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept,
                                   const int32_t *experts, const float *probs) {
     mt_experts *e = m->experts;
-    const mt_group *group = &m->grid->tensor_context;
-    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
-    bool by_position = m->options->moe_token_drop_policy == MT_DROP_POSITION;
+    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = R * m->grid->tensor_context.size;
     const int64_t *index = p->batch->token_index + p->first_row;
-    mt_drop_args drop = {.T = tokens, .k = k, .first = group->rank * R, .count = R, .kept = kept};
-    if (group->size > 1) {
-        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
-        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, p->stream);
-        m->ops->all_gather(e->all_index, index, R, MT_I64, group, p->stream);
-        experts = e->all_experts, probs = e->all_probs, index = e->all_index;
-    }
-    drop.capacity = mt_expert_capacity(m, tokens);
-    drop.experts = experts, drop.probs = by_position ? NULL : probs, drop.token_index = index;
+    mt_drop_args drop = {.T = tokens, .k = k, .first = m->grid->tensor_context.rank * R, .count = R, .kept = kept};
+    drop.capacity = mt_expert_capacity(m, p->decode ? tokens : p->unpadded);
+    drop.experts = mt_gather_shared_rows(m, p, e->all_experts, experts, k, MT_I32);
+    drop.token_index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
+    if (m->options->moe_token_drop_policy != MT_DROP_POSITION)
+        drop.probs = mt_gather_shared_rows(m, p, e->all_probs, probs, k, MT_F32);
     m->ops->drop_tokens(&drop, p->stream);
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
@@ -6506,12 +6545,10 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_experts *e = m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, own = mt_own_offset(m, p);
-    const float *logits = r->logits;
-    if (group->size > 1) {
-        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, p->stream);
-        logits = e->all_logits;
-    }
-    m->ops->route_sinkhorn(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), logits, group->size * R,
+    const float *logits = mt_gather_shared_rows(m, p, e->all_logits, r->logits, e->router.num_experts, MT_F32);
+    const int64_t *index = p->batch->token_index + p->first_row;
+    index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
+    m->ops->route_sinkhorn(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), logits, index, group->size * R,
                            group->rank * R, R, &e->router, p->stream);
 }
 
@@ -6524,7 +6561,7 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
         mt_route_sinkhorn(m, p, w, r);
     else
         m->ops->route_forward(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), r->logits, w->router_bias.w,
-                              R, &e->router, p->stream);
+                              p->decode ? NULL : p->batch->token_index + p->first_row, R, &e->router, p->stream);
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && e->has_aux_loss) mt_aux_loss(m, p, w, r);
@@ -6564,8 +6601,8 @@ static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer
     const mt_experts *e = m->experts;
     float *own = r->gates + mt_own_gate_offset(m, p);
     mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
-    m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, p->rows, &mt_shared_gate_router,
-                          p->stream);
+    m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, NULL, p->rows,
+                          &mt_shared_gate_router, p->stream);
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
@@ -6620,7 +6657,8 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     int64_t k = e->router.topk, N = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
     dispatch.copies = m->grid->expert_tensor.size;
-    if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
+    int64_t rows = e->exchanges ? m->max_rows : p->rows; // ranks that exchange may have other lengths, but one capacity
+    if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, rows * m->grid->tensor_context.size);
     if (e->uses_allgather) {
         mt_gather_choices(m, p, r);
         dispatch.first = m->grid->expert.rank * e->num_local, dispatch.count = e->num_local, dispatch.copies = 1;
@@ -7529,6 +7567,7 @@ typedef struct mt_mtp_activations {
 typedef struct mt_micro_batch {
     int64_t chunk, index; // index -1: free
     int64_t T, rows;      // tokens, and rows of hidden states on this rank
+    int64_t unpadded;     // see mt_pass
     char *device_batch;   // memory of `batch`
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
@@ -8121,7 +8160,7 @@ void mt_batch_pad(mt_batch *batch, int64_t multiple) {
             batch->spans[batch->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
         mt_span *span = &batch->spans[batch->num_spans - 1];
         batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 0;
-        batch->positions[t] = 0, batch->token_index[t] = ((int64_t)1 << 49) + t; // any position: there may be few
+        batch->positions[t] = 0, batch->token_index[t] = -1; // any position: there may be few
         span->q_len = ++span->k_len;
     }
     batch->num_tokens = end;
@@ -8214,7 +8253,7 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
     p.tp.T = mb->T, p.tp.rows = mb->rows, p.tp.token_index = mb->batch.token_index;
     p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
-    p.halves = MT_BACKWARD_BOTH;
+    p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
     if (mb->context && m->in_context != mb) mt_context_load(mb->context, &mb->whole, m->stream);
@@ -8261,8 +8300,9 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     const mt_batch *batch = mt_shard_batch(m, mb, whole);
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
-    mb->rows = (int64_t)(T / parts);
+    mb->rows = (int64_t)(T / parts), mb->unpadded = 0;
     MT_CHECK(T % parts == 0);
+    for (int64_t t = 0; t < whole->num_tokens; t++) mb->unpadded += !mt_is_padding(whole->token_index, t);
     memcpy(block.labels, batch->labels, T * 4);
     memcpy(block.loss_mask, batch->loss_mask, T * 4);
     memcpy(block.token_index, batch->token_index, T * 8);
@@ -8663,7 +8703,7 @@ typedef struct mt_bucket_buffer {
 typedef struct mt_bucket_progress {
     mt_bucket_kind kind;     // selects its buffers
     bool needs_gather;       // the optimizer's step changed the shards
-    int64_t fp8_version;     // --fp8-param-gather: of the gathered weights in fp8
+    int64_t fp8_version;     // --fp8-param-gather: of the weights that amaxes belong to
     bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
     bool has_gradients;      // from earlier micro-batches of this step
     bool complete;           // the step adds nothing more to its gradients
@@ -8705,6 +8745,19 @@ static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
     return (mt_weight *)(void *)(fields + param->field);
 }
 
+/* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
+ * router and the projection of a module of multi-token prediction. */
+static bool mt_param_takes_fp8(const mt_param *param) {
+    return mt_param_can_adapt(param) && !param->continues;
+}
+
+/* The fp8 linear that begins with this parameter, or NULL. */
+static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
+    if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
+    const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
+    return linear->fp8 ? linear : NULL;
+}
+
 /* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
 static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
@@ -8715,6 +8768,8 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
         weight->has_gradient = &m->sharding->has_gradient[i];
+        const mt_linear *l = b->num_fp8_amaxes > 0 ? mt_param_fp8_linear(m, param) : NULL;
+        if (l) l->fp8->w.data = mt_offset_pointer(b->fp8_params, param->offset);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
 }
@@ -8789,14 +8844,17 @@ static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
     for (int64_t i = 0; i < m->num_buckets; i++) {
         const mt_bucket *b = &m->buckets[i];
         mt_bucket_kind kind = s->progress[i].kind;
-        if (b->strategy == MT_SHARD_PARAMS) params[kind] = mt_max(params[kind], b->count);
+        int64_t bytes = mt_max(b->count * mt_dtype_size(m->dtype), b->num_fp8_amaxes > 0 ? b->fp8_first + b->count : 0);
+        if (b->strategy == MT_SHARD_PARAMS) params[kind] = mt_max(params[kind], bytes);
+        m->buckets[i].fp8_amaxes = mt_arena_alloc(arena, b->num_fp8_amaxes * 4);
+        if (b->num_fp8_amaxes > 0 && b->strategy != MT_SHARD_PARAMS)
+            m->buckets[i].fp8_params = mt_arena_alloc(arena, b->count);
         if (m->plan.train && b->trained && mt_bucket_buffers_gradients(b)) grads[kind] = mt_max(grads[kind], b->count);
     }
     for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
         for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
             s->param_buffers[buffer] = s->grad_buffers[buffer] = (mt_bucket_buffer){.bucket = -1};
-            if (params[kind] > 0)
-                s->param_buffers[buffer].memory = mt_arena_alloc(arena, params[kind] * mt_dtype_size(m->dtype));
+            if (params[kind] > 0) s->param_buffers[buffer].memory = mt_arena_alloc(arena, params[kind]);
             if (grads[kind] > 0) s->grad_buffers[buffer].memory = mt_arena_alloc(arena, grads[kind] * 4);
         }
 }
@@ -8870,82 +8928,35 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 
 /* ---- parameters */
 
-/* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
- * router and the projection of a module of multi-token prediction. */
-static bool mt_param_takes_fp8(const mt_param *param) {
-    return mt_param_can_adapt(param) && !param->continues;
-}
-
-/* The fp8 linear that begins with this parameter, or NULL. */
-static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
-    if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
-    const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
-    return linear->fp8 ? linear : NULL;
-}
-
-/* --fp8-param-gather: quantizes this rank's part of a linear's weight, which begins at element `at` of the bucket, into
- * the bucket's fp8 weights; or without `scale` raises amax only. */
-static void mt_shard_quantize(mt_model *m, const mt_bucket *b, const mt_linear *l, int64_t at, const float *scale,
-                              float *amax) {
-    int64_t end = at + mt_max(l->num_experts, 1) * l->N * l->K, width = MT_PARAM_ALIGNMENT * 64;
-    int64_t first = mt_max(at, b->shard_first), n = mt_min(end, b->shard_first + b->shard_count) - first;
-    if (n <= 0) return;
-    while (n % width != 0) width /= 2;
-    mt_quantize_args a = {.count = 1, .R = n / width, .C = width, .scale = scale, .amax = amax};
-    a.x = (const char *)b->param_shard + (first - b->shard_first) * mt_dtype_size(b->dtype);
-    if (scale) a.rows = l->fp8->w, a.rows.data = b->fp8_params + first, a.rows.stride = width;
-    m->ops->quantize(&a, b->dtype, m->sharding->param_stream);
-}
-
-/* Tensorwise scales of a bucket's weights: the ranks agree on the largest value of each. */
-static void mt_bucket_agree_scales(mt_model *m, const mt_bucket *b) {
-    mt_fp8_model *f = m->fp8;
-    int64_t first = f->num_linears, count = 0; // the bucket's linears are neighbours
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
-        if (!l) continue;
-        mt_shard_quantize(m, b, l, m->params[i].offset, NULL, l->fp8->amax + MT_FP8_W);
-        first = mt_min(first, l->fp8 - f->linears), count++;
-    }
-    mt_fp8_scale_args a = {.n = count * MT_NUM_FP8_OPERANDS, .length = 1};
-    a.scale = f->scale + first * MT_NUM_FP8_OPERANDS, a.history = f->history + first * MT_NUM_FP8_OPERANDS;
-    a.largest = a.guard = f->largest; // any number that is not negative: the update is not conditional
-    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, b->group, m->sharding->param_stream);
-    m->ops->fp8_scale_step(&a, m->sharding->param_stream);
+/* --fp8-param-gather: quantizes this rank's part of a linear's weight into the bucket's weights in fp8; without these:
+ * finds the largest values of its blocks. */
+static mt_fp8_shard_args mt_shard_quantize(mt_model *m, const mt_bucket *b, const mt_param *param,
+                                           uint8_t *fp8_params) {
+    const mt_linear *l = mt_param_fp8_linear(m, param);
+    if (!l) return (mt_fp8_shard_args){0};
+    const mt_fp8_linear *f = l->fp8;
+    mt_fp8_shard_args a = {.w = f->w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
+    int64_t at = param->offset, end = mt_min(at + a.count * l->N * l->K, b->shard_first + b->shard_count);
+    a.w.data = mt_offset_pointer(fp8_params, at);
+    a.first = mt_max(b->shard_first - at, 0), a.n = mt_max(end - at - a.first, 0);
+    if (a.n > 0) a.x = (const char *)b->param_shard + (at + a.first - b->shard_first) * mt_dtype_size(b->dtype);
+    if (f->recipe->delayed) a.scale = f->scale + MT_FP8_W;
+    a.amax = f->recipe->delayed ? f->amax + MT_FP8_W : b->fp8_amaxes + f->first_amax;
+    m->ops->fp8_shard_quantize(&a, b->dtype, m->sharding->param_stream);
+    return a;
 }
 
 /* Sums over the ranks the bf16 parameters [begin, end) of a bucket, zero on all ranks but their owner. */
-static void mt_bucket_gather_run(mt_model *m, const mt_bucket *b, int64_t begin, int64_t end) {
+static void mt_bucket_gather_run(mt_model *m, const mt_bucket *b, char *params, int64_t begin, int64_t end) {
     mt_stream *stream = m->sharding->param_stream;
     int64_t size = mt_dtype_size(b->dtype), first = mt_min(mt_max(b->shard_first, begin), end);
     int64_t last = mt_min(mt_max(b->shard_first + b->shard_count, begin), end);
-    char *params = b->params;
     if (first > begin) m->ops->memory_zero(params + begin * size, (first - begin) * size, stream);
     if (end > last) m->ops->memory_zero(params + last * size, (end - last) * size, stream);
+    if (last > first && b->strategy == MT_SHARD_PARAMS)
+        m->ops->memory_copy(params + first * size, (char *)b->param_shard + (first - b->shard_first) * size,
+                            (last - first) * size, stream);
     m->ops->all_reduce(params + begin * size, end - begin, MT_SUM, b->dtype, b->group, stream);
-}
-
-/* --fp8-param-gather: gathers the weights of fp8 linears in fp8, the other parameters in bf16. */
-static void mt_bucket_gather_fp8(mt_model *m, int64_t bucket) {
-    mt_sharding *s = m->sharding;
-    const mt_bucket *b = &m->buckets[bucket];
-    int64_t rest = 0; // begin of the parameters after the last fp8 linear
-    bool delayed = m->fp8->recipe.delayed;
-    if (s->progress[bucket].fp8_version == m->fp8->recipe.version) return;
-    s->progress[bucket].fp8_version = m->fp8->recipe.version;
-    mt_wait_stream(m, s->param_stream, m->stream);
-    if (m->reader) mt_wait_stream(m, s->param_stream, m->reader); // the sums below write this rank's parameters again
-    if (!delayed) mt_bucket_agree_scales(m, b);
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
-        int64_t at = m->params[i].offset;
-        if (!l) continue;
-        mt_shard_quantize(m, b, l, at, l->fp8->scale + MT_FP8_W, delayed ? l->fp8->amax + MT_FP8_W : NULL);
-        if (at > rest) mt_bucket_gather_run(m, b, rest, at);
-        rest = at + mt_max(l->num_experts, 1) * l->N * l->K;
-    }
-    if (b->count > rest) mt_bucket_gather_run(m, b, rest, b->count);
-    m->ops->all_gather(b->fp8_params, b->fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
 }
 
 /* Starts the all-gather of a bucket's parameters, unless they are current or already on their way. */
@@ -8964,12 +8975,34 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
 }
 
-/* The same for products, which read the weights of fp8 linears in fp8. */
+/* The same for products. --fp8-param-gather: gathers the weights of linears in fp8, the other parameters in bf16. */
 static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
-    if (m->buckets[bucket].fp8_params)
-        mt_bucket_gather_fp8(m, bucket);
-    else
-        mt_bucket_gather(m, bucket);
+    mt_sharding *s = m->sharding;
+    const mt_bucket *b = &m->buckets[bucket];
+    if (b->num_fp8_amaxes == 0) mt_bucket_gather(m, bucket);
+    if (b->num_fp8_amaxes == 0) return;
+    int64_t *version = &s->progress[bucket].fp8_version, rest = 0; // begin of the parameters after the last fp8 linear
+    mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
+    bool stale = *version != m->fp8->recipe.version, needs_buffer = b->strategy == MT_SHARD_PARAMS && !buffer;
+    if (!stale && !needs_buffer) return;
+    if (needs_buffer) buffer = mt_buffer_take(m, s->param_buffers, bucket);
+    char *params = buffer ? buffer->memory : b->params;
+    uint8_t *fp8_params = buffer ? (uint8_t *)params + b->fp8_first : b->fp8_params;
+    mt_wait_stream(m, s->param_stream, m->stream);
+    if (m->reader) mt_wait_stream(m, s->param_stream, m->reader); // the sums below write this rank's parameters again
+    if (stale && !m->fp8->recipe.delayed) {
+        for (int64_t i = 0; i < b->num_params; i++) mt_shard_quantize(m, b, &m->params[b->first_param + i], NULL);
+        m->ops->all_reduce(b->fp8_amaxes, b->num_fp8_amaxes, MT_MAX, MT_F32, b->group, s->param_stream);
+    }
+    *version = m->fp8->recipe.version;
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        mt_fp8_shard_args a = mt_shard_quantize(m, b, &m->params[i], fp8_params);
+        int64_t at = a.count > 0 ? m->params[i].offset : rest;
+        if (at > rest) mt_bucket_gather_run(m, b, params, rest, at);
+        rest = at + a.count * a.R * a.C;
+    }
+    if (b->count > rest) mt_bucket_gather_run(m, b, params, rest, b->count);
+    m->ops->all_gather(fp8_params, fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
 }
 
 /* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
@@ -9000,18 +9033,19 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
         buffer->users++;
         m->buckets[bucket].params = buffer->memory;
+        m->buckets[bucket].fp8_params = (uint8_t *)buffer->memory + m->buckets[bucket].fp8_first;
         mt_bucket_bind(m, bucket);
     }
     int64_t next = mt_bucket_next(m, bucket);
     if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
-    if (m->buckets[next].fp8_params || mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
+    if (mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
     if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
         --mt_buffer_find(m->sharding->param_buffers, bucket)->users > 0)
         return;
-    m->buckets[bucket].params = NULL; // the buffer keeps its values, and the next acquire may find them
+    m->buckets[bucket].params = m->buckets[bucket].fp8_params = NULL; // the buffer keeps them for the next acquire
     mt_bucket_bind(m, bucket);
 }
 
@@ -9753,7 +9787,7 @@ static void mt_fp8_discard_step(mt_model *m) {
 /* Delayed scaling: the ranks agree on the largest values of the step, which set the scales of the next one; a bad step
  * leaves them unchanged. */
 static void mt_fp8_update_scales(mt_model *m) {
-    if (!m->fp8 || m->options->fp8_recipe != MT_FP8_DELAYED) return;
+    if (!m->fp8 || !m->fp8->recipe.delayed) return;
     mt_fp8_scale_args a = {.n = m->fp8->num_linears * MT_NUM_FP8_OPERANDS, .length = m->fp8->history_length};
     a.scale = m->fp8->scale, a.history = m->fp8->history, a.largest = m->fp8->largest;
     a.margin = (float)m->options->fp8_margin, a.guard = &m->numbers->grad_scale;
@@ -9787,15 +9821,16 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
             greatest = fmax(greatest, (double)result->loads[i]);
             sums[2] += (double)(e->has_capacity ? result->kept[i] : result->loads[i]);
         }
-        double imbalance = greatest * (double)E / total;
+        double imbalance = greatest * (double)E / fmax(total, 1);
         worst = fmax(worst, imbalance);
         sums[0] += imbalance, sums[1] += total;
     }
     mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
     mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
-    double choices = metrics->tokens * (double)layers;
-    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / choices;
-    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / choices;
+    if (sums[1] == 0) return;                             // a step of padding
+    double visits = sums[1] / (double)o->moe_router_topk; // tokens times layers
+    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / visits;
+    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / visits;
     metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
     metrics->dropped = 1 - sums[2] / sums[1];
 }
@@ -10093,7 +10128,7 @@ void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
 mt_fp8_state mt_train_fp8_state(mt_model *m) {
     const mt_fp8_model *f = m->fp8;
     mt_fp8_state s = {0};
-    if (!f || m->options->fp8_recipe != MT_FP8_DELAYED) return s;
+    if (!f || !f->recipe.delayed) return s;
     int64_t n = f->num_linears * MT_NUM_FP8_OPERANDS;
     s = (mt_fp8_state){.num_linears = f->num_linears, .history_length = f->history_length, .keys = f->keys};
     for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
@@ -10311,10 +10346,11 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
     }
-    if (e->sinkhorn && all > R) e->all_logits = mt_arena_alloc(arena, all * E * 4);
-    if (!e->has_capacity || all == R) return;
-    e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
+    if ((!e->has_capacity && !e->sinkhorn) || all == R) return;
     e->all_index = mt_arena_alloc(arena, all * 8);
+    if (e->sinkhorn) e->all_logits = mt_arena_alloc(arena, all * E * 4);
+    if (!e->has_capacity) return;
+    e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
 }
 
 /* The activations of a layer with one residency; w NULL: one set for all layers of this rank, if no layer saves
@@ -10527,31 +10563,13 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->context_memory = mt_arena_alloc(arena, context_bytes);
 }
 
-/* --fp8-param-gather: the weights of a sharded bucket in fp8, at the offsets of its bf16 parameters. */
-static void mt_plan_fp8_params(mt_model *m, mt_arena *arena) {
-    const mt_bucket *last = NULL; // with fp8 weights
-    for (int64_t i = 0; i < m->num_params; i++) {
-        mt_bucket *b = &m->buckets[m->params[i].bucket];
-        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
-        if (!l || !m->options->fp8_param_gather || b->strategy == MT_NO_SHARD) continue;
-        mt_fp8_linear *f = l->fp8;
-        if (last != b) b->fp8_params = mt_arena_alloc(arena, b->count);
-        last = b, f->gathered = true;
-        f->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe->format, .blocks = f->recipe->weight_blocks};
-        f->w.data = mt_offset_pointer(b->fp8_params, m->params[i].offset);
-        f->w.inverse_scales = mt_arena_alloc(arena, 4);
-    }
-}
-
 /* fp8: quantized weights and the state of delayed scaling; the operands of the largest call in scratch of their own. */
 static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     mt_fp8_model *f = m->fp8;
-    int64_t start = arena->used, operands = f->num_linears * MT_NUM_FP8_OPERANDS;
-    if (!f->recipe.delayed && !m->options->fp8_param_gather) operands = 0;
+    int64_t start = arena->used, operands = f->recipe.delayed ? f->num_linears * MT_NUM_FP8_OPERANDS : 0;
     f->scale = mt_arena_alloc(arena, operands * 4);
     f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
     f->largest = mt_arena_alloc(arena, operands * 4);
-    mt_plan_fp8_params(m, arena);
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
         if (!l) continue;
@@ -10561,6 +10579,7 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         l->fp8->amax = operands > 0 && f->history ? f->history + operand : NULL;
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
+        if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
         f->recipe.scratch.capacity = mt_max(f->recipe.scratch.capacity, mt_fp8_scratch_bytes(l, rows, pieces));
     }
     m->bytes[MT_PLAN_FP8] = arena->used - start + f->recipe.scratch.capacity;
@@ -10786,35 +10805,39 @@ static void mt_model_adapters(mt_model *m) {
 
 /* Gives the linears of layers their fp8 recipe. */
 static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
-    int64_t multiple = m->ops->limits.fp8_multiple, first = 0, end = INT64_MAX;
+    int64_t N_multiple = m->ops->limits.fp8_multiple, K_multiple = N_multiple, first = 0, end = INT64_MAX;
     if (!m->plan.train || o->fp8_format == MT_FP8_OFF) return 0;
     mt_fp8_model *f = m->fp8 = mt_model_calloc(m, (int64_t)sizeof *m->fp8);
-    static const mt_fp8_blocks blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_VECTOR_128, MT_FP8_VECTOR_32};
-    static const mt_fp8_blocks weight_blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_BLOCK_128, MT_FP8_VECTOR_32};
-    f->recipe = (mt_fp8){.format = MT_F8_E4M3, .wgrad = o->fp8_wgrad, .version = 1};
-    f->recipe.delayed = o->fp8_recipe == MT_FP8_DELAYED;
-    if (o->fp8_param_gather) multiple = MT_FP8_WIDTH;
-    f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
-    f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
+    f->recipe = mt_fp8_recipes[o->fp8_recipe], f->recipe.wgrad = o->fp8_wgrad, f->recipe.version = 1;
+    f->recipe.format = MT_F8_E4M3, f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS, f->history_length = o->fp8_amax_history_len;
+    if (o->fp8_param_gather) N_multiple = MT_FP8_WIDTH, K_multiple = mt_fp8_stride(1, f->recipe.weight_blocks);
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
     f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
-        int64_t number = param->layer;
-        if (!mt_param_takes_fp8(param) || number < first || number >= end) continue;
+        mt_bucket *b = &m->buckets[param->bucket];
+        int64_t number = param->layer, size = mt_dtype_size(b->dtype);
+        bool in_fp8 = mt_param_takes_fp8(param) && number >= first && number < end;
+        if (!in_fp8 && !param->continues && param->offset * size < b->count) b->fp8_first = b->count * size;
+        if (!in_fp8) continue;
         mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
         mt_fp8_key *key = &f->keys[f->num_linears];
         key->layer = number;
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
-        if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
+        if (N_multiple > 0 && (l->N % N_multiple != 0 || l->K % K_multiple != 0))
             return mt_error_set(error,
-                                "--fp8-format on this device needs products of multiples of %lld, and layer "
-                                "%lld has one of %lld x %lld; change the model's widths or "
-                                "--tensor-model-parallel-size",
-                                (long long)multiple, (long long)number, (long long)l->N, (long long)l->K);
+                                "%s needs weights of multiples of %lld x %lld, and layer %lld has one of %lld x %lld; "
+                                "change the model's widths or --tensor-model-parallel-size",
+                                o->fp8_param_gather ? "--fp8-param-gather" : "--fp8-format on this device",
+                                (long long)N_multiple, (long long)K_multiple, (long long)number, (long long)l->N,
+                                (long long)l->K);
+        if (!o->fp8_param_gather || b->strategy == MT_NO_SHARD) continue;
+        l->fp8->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe.format, .blocks = f->recipe.weight_blocks};
+        l->fp8->num_amaxes = mt_fp8_num_scales(mt_max(l->num_experts, 1), l->N, l->K, f->recipe.weight_blocks);
+        l->fp8->gathered = true, l->fp8->first_amax = b->num_fp8_amaxes, b->num_fp8_amaxes += l->fp8->num_amaxes;
     }
     return 0;
 }
@@ -10824,12 +10847,11 @@ static void mt_fp8_start(mt_model *m) {
     mt_fp8_model *f = m->fp8;
     int64_t operands = f->num_linears * MT_NUM_FP8_OPERANDS;
     f->recipe.scratch.base = m->ops->memory_alloc_ordered(f->recipe.scratch.capacity, m->stream);
-    if (!f->recipe.delayed && !m->options->fp8_param_gather) return;
+    if (!f->recipe.delayed) return;
     float *values = mt_malloc(2 * operands * 4);
-    for (int64_t i = 0; i < operands; i++) {
-        bool is_gradient = i % MT_NUM_FP8_OPERANDS == MT_FP8_DY;
-        values[i] = 1, values[operands + i] = mt_f8_largest(is_gradient ? f->recipe.gradient_format : f->recipe.format);
-    }
+    mt_dtype formats[] = {f->recipe.format, f->recipe.format, f->recipe.gradient_format};
+    for (int64_t i = 0; i < operands; i++)
+        values[i] = 1, values[operands + i] = mt_f8_largest(formats[i % MT_NUM_FP8_OPERANDS]);
     m->ops->memory_copy(f->scale, values, operands * 4, m->stream);
     m->ops->memory_copy(f->largest, values + operands, operands * 4, m->stream);
     m->ops->memory_zero(f->history, f->history_length * operands * 4, m->stream);
