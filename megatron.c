@@ -11440,7 +11440,7 @@ static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_
     mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
 }
 
-/* Copies `count` rows of logits, of which every tensor rank has a part, to whole[count, tensor ranks, V]. */
+/* Copies `count` rows of logits to whole[count, tensor ranks, V]; each tensor rank has a part of a row. */
 static void mt_logits_gather(mt_model *m, void *whole, void *logits, int64_t count) {
     int64_t bytes = m->V * mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     void *shares = ranks > 1 ? m->gathered_logits : logits;
