@@ -2363,8 +2363,9 @@ void mt_batch_free(mt_batch *batch);
 /* The tokens of a rank's share of a micro-batch of `tokens` tokens, after mt_batch_pad. */
 int64_t mt_rank_tokens(const mt_options *options, int64_t tokens);
 
-/* Appends masked tokens until the number of tokens is a multiple of `multiple`: sequences of at most 64 copies of token
- * 0. `batch` has room for them. mt_train_step and mt_evaluate do so where the ranks of a layout share tokens evenly. */
+/* Appends padding until the number of tokens is a multiple of `multiple`: sequences of at most 64 copies of token 0,
+ * masked and with a negative token_index. `batch` has room for them. mt_train_step and mt_evaluate do so where the
+ * ranks of a layout share tokens evenly. */
 void mt_batch_pad(mt_batch *batch, int64_t multiple);
 
 /* Writes the tokens rows[T] of `whole`, ascending, and their sequences to `part`, which has room for them. The spans of

@@ -998,6 +998,11 @@ static void a_blend_may_be_one_text(void **state) {
     assert_string_equal(options.train_data_path.items[3], "b_text_document");
     assert_int_equal(options.valid_data_path.count, 1);
     mt_options_free(&options);
+    words[2] = "0.7\ta_text_document\n0.3 b_text_document\n"; // as several lines of YAML give it
+    assert_int_equal(mt_options_parse(&options, MT_PROGRAM_TRAIN, 5, words, &error), 0);
+    assert_int_equal(options.train_data_path.count, 4);
+    assert_string_equal(options.train_data_path.items[3], "b_text_document");
+    mt_options_free(&options);
 }
 
 static void help_shows_the_programs_own_options_within_100_columns(void **state) {
