@@ -601,7 +601,7 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
     } else if (differs && row->offset == MT_AT(num_query_groups)) {
         differs = options->num_query_groups != 0 || shape->num_query_groups != shape->num_attention_heads;
     } else if (differs && row->offset == MT_AT(add_qkv_bias)) {
-        differs = !options->add_qkv_bias || !shape->add_bias_linear;
+        differs = !shape->add_bias_linear || (!options->add_qkv_bias && !options->add_bias_linear);
     }
     free(given), free(theirs);
     return differs;
