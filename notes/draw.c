@@ -1542,7 +1542,7 @@ static void draw_projection(picture *p, double x, double y, double to_x, double 
     if (name) label(p, x + (to_x - x) * 0.62, y + (to_y - y) * 0.62 + 4, MIDDLE, name);
 }
 
-/* What a layer keeps of a token until the end of the text. */
+/* The bytes of a token that a layer keeps until the end of the text. */
 static void draw_cached(picture *p, double y, const char *name, int64_t elements, const char *fill) {
     char count[32];
     double width = 230 * (double)elements / 40960;
