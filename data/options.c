@@ -193,13 +193,15 @@ static void mt_option_reader_free(mt_option_reader *reader) {
 /* Adds the words of a blend in one text, "0.7 a 0.3 b", or else one prefix, which may have blanks. */
 static int mt_option_add_paths(mt_options *options, const mt_option *row, const char *text, const char *where,
                                mt_error *error) {
+    static const char blanks[] = " \t\r\n"; // a text of YAML may have several lines
     char *end, *words, *rest = NULL;
     if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
     (void)strtod(text, &end);
     words = mt_strdup(text);
-    bool is_blend = end > text && *end == ' ';
+    bool is_blend = end > text && *end && strchr(blanks, *end);
     int status = is_blend ? 0 : mt_option_set(options, row, text, where, error);
-    for (char *word = is_blend ? strtok_r(words, " ", &rest) : NULL; word && !status; word = strtok_r(NULL, " ", &rest))
+    for (char *word = is_blend ? strtok_r(words, blanks, &rest) : NULL; word && !status;
+         word = strtok_r(NULL, blanks, &rest))
         status = mt_option_set(options, row, word, where, error);
     free(words);
     return status;

@@ -71,7 +71,13 @@ bad_lines_are_named_and_counted() {
     { head -n 3 data/sft-demo.jsonl && echo '{"prompt": 1}' && sed -n 4,6p data/sft-demo.jsonl; } >"$work/bad.jsonl"
     refuses 'bad.jsonl:4: has "prompt" but not "response"; .*--response-key' --data-path "$work/bad.jsonl" &&
         trains --data-path "$work/bad.jsonl" --skip-bad-samples 1 || return 1
-    says '^skipped .*bad.jsonl:4: ' "$work/out" && says '6 samples, .*; 1 bad lines are left out' "$work/out"
+    says '^skipped .*bad.jsonl:4: ' "$work/out" && says '6 samples, .*; 1 bad lines are left out' "$work/out" ||
+        return 1
+    # truncation leaves no token of the response
+    printf '{"prompt": "%040d", "response": "a"}\n' 1 >"$work/long.jsonl"
+    refuses 'no samples: none has a token that the loss counts' --data-path "$work/long.jsonl" --seq-length 16 &&
+        refuses 'no samples: all are longer than --seq-length; .* --long-samples truncate' \
+            --data-path "$work/long.jsonl" --seq-length 16 --long-samples drop
 }
 
 options_without_meaning_are_refused() {
