@@ -963,6 +963,8 @@ static int mt_options_find_models(mt_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
     if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->teacher_load, NULL, "--teacher-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->reward_load, NULL, "--reward-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->critic_load, NULL, "--critic-load", error) != 0) return -1;
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
 }
 
@@ -1330,6 +1332,8 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
          "data-parallel-sharding-strategy", alone},
         {one && o->ddp_bucket_size > 0, "ddp-bucket-size", alone},
         {one && o->fp8_param_gather, "fp8-param-gather", alone},
+        {o->add_bias_linear && MT_GIVEN(o, add_qkv_bias) && o->add_qkv_bias, "add-qkv-bias",
+         "all linear layers have biases"},
         {!one && o->ddp_bucket_size > 0 && o->data_parallel_sharding_strategy >= MT_SHARD_GRADS, "ddp-bucket-size",
          "a layer's gradients are sharded before the next layer's are computed"},
         {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},
