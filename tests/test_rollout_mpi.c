@@ -77,7 +77,7 @@ static void run(result *r, const char *model_words, const char *layout, int rank
     mt_run_state state = {0};
     snprintf(line, sizeof line,
              "train --mock-data --seq-length %d --micro-batch-size 1 --global-batch-size %d --train-iters 9 --lr 1e-2 "
-             "--adam-eps 1e-2 "
+             "--adam-eps 1e-2 --make-vocab-size-divisible-by 2 " // every tensor rank has tokens
              "--device cpu --vocab-size 90 --position-embedding-type rope --init-method-std 0.2 %s %s",
              LENGTH, BATCH, model_words, layout);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
