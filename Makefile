@@ -3,7 +3,8 @@
 ## make               build train, infer and data/preprocess (the first time: look for libraries)
 ## make deps          install the distribution's packages that it uses
 ## make demo          prepare text, train a small Llama on it, draw its loss and generate text
-## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes)
+## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes);
+##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
@@ -319,7 +320,8 @@ demo: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
 
 demo-rl: all
-	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),2,1)' data/demo-rl.sh
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(or $(RANKS),$(if $(HAVE_MPI),$(if $(filter cuda,$(DEVICE)),1,2),1))' \
+		DEMO_MODEL='$(MODEL)' DEMO_DEVICE='$(or $(DEVICE),cpu)' data/demo-rl.sh
 
 plot:
 	@data/plot.sh "$$RUN" $${OUT:+"$$OUT"}

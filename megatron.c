@@ -2114,40 +2114,31 @@ static void mt_route_weigh(float *probs, const int32_t *experts, const float *lo
         mt_row_normalize(probs, k);
 }
 
+/* Padding has negative token indices. */
+static bool mt_is_padding(const int64_t *token_index, int64_t t) {
+    return token_index && token_index[t] < 0;
+}
+
 static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                 const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
+                                 const float *bias, const int64_t *token_index, int64_t T, const mt_router *router,
+                                 mt_stream *stream) {
     int64_t E = router->num_experts, k = router->topk;
     int32_t wrong = 0;
     mt_scratch scratch = mt_scratch_reserve(4 * E);
 #pragma omp parallel for reduction(+ : wrong) if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch), *p = probs + t * k;
-        if (mt_row_is_finite(logits + t * E, E)) {
+        bool padding = mt_is_padding(token_index, t);
+        if (!padding && mt_row_is_finite(logits + t * E, E)) {
             mt_route_choose(experts + t * k, logits + t * E, bias, slice, router);
             mt_route_weigh(p, experts + t * k, logits + t * E, slice, router);
             for (int64_t j = 0; j < k; j++) p[j] *= router->scaling;
         } else {
-            wrong++;
-            for (int64_t j = 0; j < k; j++) experts[t * k + j] = (int32_t)j, p[j] = NAN;
+            wrong += !padding;
+            for (int64_t j = 0; j < k; j++) experts[t * k + j] = padding ? -1 : (int32_t)j, p[j] = padding ? 0 : NAN;
         }
     }
     invalid[0] += wrong;
-}
-
-/* cost[T, E] = exp(logits - max), with the maximum of each row against overflow; guard[T] = 1e-8 / exp(max). A row that
- * is not finite has cost 0. Returns the number of finite rows. */
-static int64_t mt_sinkhorn_open(double *cost, double *guard, const float *logits, int64_t T, int64_t E) {
-    int64_t tokens = 0;
-#pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        const float *x = logits + t * E;
-        bool finite = mt_row_is_finite(x, E);
-        double max = finite ? (double)mt_row_max(x, E) : 0;
-        for (int64_t e = 0; e < E; e++) cost[t * E + e] = finite ? exp((double)x[e] - max) : 0;
-        guard[t] = finite ? 1e-8 * exp(-max) : INFINITY;
-        tokens += finite;
-    }
-    return tokens;
 }
 
 /* One round: factors weight[T] for row sums of 1 / tokens, then scale[E], previously `old`, for column sums of 1 / E.
@@ -2174,32 +2165,45 @@ static double mt_sinkhorn_round(double *scale, double *old, double *weight, cons
     return change / (double)E;
 }
 
-static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
-                                  int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
+static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
+                                  const int64_t *token_index, int64_t T, int64_t first, int64_t count,
+                                  const mt_router *router, mt_stream *stream) {
     int64_t E = router->num_experts, k = router->topk;
     double *cost = (double *)mt_scratch_grow(2 * (T * E + 2 * T + 2 * E) + E), *guard = cost + T * E;
     double *weight = guard + T, *scale = weight + T, *old = scale + E;
     float *slice = (float *)(old + E);
     MT_CHECK(router->sigmoid ? k == 1 : router->pre_softmax);
-    int64_t tokens = mt_sinkhorn_open(cost, guard, logits, T, E);
+    // cost = exp(logits - max), with the maximum of each row against overflow; guard = 1e-8 / exp(max). A row that is
+    // not finite, or padding, has cost 0.
+    int64_t tokens = 0;
+#pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        const float *x = logits + t * E;
+        bool counts = mt_row_is_finite(x, E) && !mt_is_padding(token_index, t);
+        double max = counts ? (double)mt_row_max(x, E) : 0;
+        for (int64_t e = 0; e < E; e++) cost[t * E + e] = counts ? exp((double)x[e] - max) : 0;
+        guard[t] = counts ? 1e-8 * exp(-max) : INFINITY;
+        tokens += counts;
+    }
     for (int64_t e = 0; e < E; e++) scale[e] = 1;
     for (int round = 0; round < MT_SINKHORN_ROUNDS && tokens > 0; round++)
         if (mt_sinkhorn_round(scale, old, weight, cost, guard, tokens, T, E) <= 1e-4) break;
     for (int64_t t = 0; t < count; t++) {
         double *keys = cost + (first + t) * E;
         const float *x = logits + (first + t) * E;
-        bool finite = mt_row_is_finite(x, E);
-        invalid[0] += !finite;
+        bool padding = mt_is_padding(token_index, first + t), finite = !padding && mt_row_is_finite(x, E);
+        invalid[0] += !finite && !padding;
         for (int64_t e = 0; e < E; e++) keys[e] *= scale[e];
         for (int64_t j = 0; j < k; j++) {
             int64_t best = finite ? 0 : j;
             for (int64_t e = 1; e < E && finite; e++)
                 if (keys[e] > keys[best]) best = e;
-            experts[t * k + j] = (int32_t)best;
+            experts[t * k + j] = padding ? -1 : (int32_t)best;
             keys[best] = -1;
         }
-        mt_route_weigh(probs + t * k, experts + t * k, x, slice, router);
-        for (int64_t j = 0; j < k; j++) probs[t * k + j] = finite ? probs[t * k + j] * router->scaling : NAN;
+        if (finite) mt_route_weigh(probs + t * k, experts + t * k, x, slice, router);
+        for (int64_t j = 0; j < k; j++)
+            probs[t * k + j] = finite ? probs[t * k + j] * router->scaling : padding ? 0 : NAN;
     }
 }
 
@@ -2215,10 +2219,12 @@ static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int
         float *slice = mt_scratch_slice(scratch), *q = slice + E, *d = dlogits + t * E, mean = 0;
         const float *x = logits + t * E, *g = dprobs + t * k;
         const int32_t *chosen = experts + t * k;
+        for (int64_t e = 0; e < E; e++) d[e] = 0;
+        if (chosen[0] < 0) continue; // padding
         mt_route_weigh(q, chosen, x, slice, router);
         for (int64_t j = 0; j < k; j++) mean += g[j] * q[j];
         if (router->sigmoid && k == 1) mean = 0;
-        for (int64_t e = 0; e < E; e++) d[e] = all ? -router->scaling * slice[e] * mean : 0.0f;
+        for (int64_t e = 0; e < E && all; e++) d[e] = -router->scaling * slice[e] * mean;
         for (int64_t j = 0; j < k; j++) {
             float slope = router->sigmoid ? mt_sigmoid(-x[chosen[j]]) : 1.0f;
             d[chosen[j]] = router->scaling * q[j] * (g[j] - mean) * slope;
@@ -2257,12 +2263,15 @@ static void mt_cpu_aux_loss_forward(const mt_aux_loss_args *a, mt_stream *stream
         const float *x = a->logits + first * E;
 #pragma omp parallel for if (tokens * E > MT_PARALLEL)
         for (int64_t t = 0; t < tokens; t++) {
+            lse[t] = 0;
+            if (mt_is_padding(a->token_index, first + t)) continue;
             lse[t] = mt_route_shares(shares + t * E, x + t * E, a->router);
             mt_route_pick(picked + t * E, x + t * E, E, k);
         }
 #pragma omp parallel for if (tokens * E > MT_PARALLEL)
         for (int64_t column = 0; column < E; column += MT_COLUMNS)
             for (int64_t t = 0; t < tokens; t++) {
+                if (mt_is_padding(a->token_index, first + t)) continue;
                 double *total = totals + (a->sequence ? a->sequence[first + t] : 0) * E;
                 for (int64_t e = column; e < mt_min(column + MT_COLUMNS, E); e++) {
                     total[e] += (double)shares[t * E + e];
@@ -2292,6 +2301,7 @@ static void mt_cpu_aux_loss_backward(const mt_aux_loss_args *a, mt_stream *strea
     mt_scratch scratch = mt_scratch_reserve(E);
 #pragma omp parallel for if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
+        if (mt_is_padding(a->token_index, t)) continue;
         float *shares = mt_scratch_slice(scratch), *d = a->dlogits + t * E;
         const float *x = a->logits + t * E, *n = a->counts + (a->sequence ? a->sequence[t] : 0) * E;
         float lse = (float)mt_route_shares(shares, x, a->router);
@@ -5170,6 +5180,7 @@ typedef struct mt_pass {
     mt_context *context;     // attention with context parallelism, or NULL
     const mt_batch *whole;   // forward: the micro-batch as its source gave it
     int64_t num_sequences;   // of the micro-batch, on all ranks that share it
+    int64_t unpadded;        // its tokens on them, without padding; not when decoding
     int64_t T;               // tokens
     int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
     int64_t message_rows;    // of a message between pipeline stages
@@ -6175,11 +6186,6 @@ typedef struct mt_experts {
     void *report_memory; // on the host: loads, kept and invalid of two steps
 } mt_experts;
 
-/* Tokens of the whole micro-batch, over all ranks that share its sequences. */
-static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
-    return p->rows * m->grid->tensor_context.size;
-}
-
 /* Capacity of an expert for a micro-batch of T tokens: ceil(T k / E * factor). */
 static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
     double share = (double)(tokens * m->experts->router.topk) / (double)m->experts->router.num_experts;
@@ -6340,12 +6346,22 @@ static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt
     return p->replay ? e->discarded : e->invalid + w->moe_index;
 }
 
+/* own[rows, width] of all ranks that share the micro-batch, which is in `all` if there are several. */
+static const void *mt_gather_shared_rows(const mt_model *m, const mt_pass *p, void *all, const void *own, int64_t width,
+                                         mt_dtype dtype) {
+    const mt_group *group = &m->grid->tensor_context;
+    if (group->size == 1) return own;
+    m->ops->all_gather(all, own, p->rows * width, dtype, group, p->stream);
+    return all;
+}
+
 /* The operands of the auxiliary loss, except results and gradients. */
 static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p, const mt_routing *r) {
     bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS && p->num_sequences > 1;
     const int32_t *sequence = by_sequence ? p->batch->sequence + p->first_row : NULL;
-    return (mt_aux_loss_args){
-        by_sequence ? p->num_sequences : 1, p->rows, &m->experts->router, r->logits, sequence, .sums = r->aux_stats};
+    const int64_t *index = p->batch->token_index + p->first_row;
+    int64_t S = by_sequence ? p->num_sequences : 1;
+    return (mt_aux_loss_args){S, p->rows, &m->experts->router, r->logits, sequence, index, .sums = r->aux_stats};
 }
 
 /* Auxiliary loss, from the experts' scores and counts over all ranks that share the sequences. */
@@ -6361,24 +6377,19 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
 }
 
-/* Drops choices over the experts' capacity. The capacity counts the whole micro-batch, so the result does not depend on
- * the layout. */
+/* Drops choices over the experts' capacity. The capacity counts the whole micro-batch without padding, so the result
+ * does not depend on the layout. */
 static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept,
                                   const int32_t *experts, const float *probs) {
     mt_experts *e = m->experts;
-    const mt_group *group = &m->grid->tensor_context;
-    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
-    bool by_position = m->options->moe_token_drop_policy == MT_DROP_POSITION;
+    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = R * m->grid->tensor_context.size;
     const int64_t *index = p->batch->token_index + p->first_row;
-    mt_drop_args drop = {.T = tokens, .k = k, .first = group->rank * R, .count = R, .kept = kept};
-    if (group->size > 1) {
-        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
-        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, p->stream);
-        m->ops->all_gather(e->all_index, index, R, MT_I64, group, p->stream);
-        experts = e->all_experts, probs = e->all_probs, index = e->all_index;
-    }
-    drop.capacity = mt_expert_capacity(m, tokens);
-    drop.experts = experts, drop.probs = by_position ? NULL : probs, drop.token_index = index;
+    mt_drop_args drop = {.T = tokens, .k = k, .first = m->grid->tensor_context.rank * R, .count = R, .kept = kept};
+    drop.capacity = mt_expert_capacity(m, p->decode ? tokens : p->unpadded);
+    drop.experts = mt_gather_shared_rows(m, p, e->all_experts, experts, k, MT_I32);
+    drop.token_index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
+    if (m->options->moe_token_drop_policy != MT_DROP_POSITION)
+        drop.probs = mt_gather_shared_rows(m, p, e->all_probs, probs, k, MT_F32);
     m->ops->drop_tokens(&drop, p->stream);
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
@@ -6410,12 +6421,10 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_experts *e = m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, own = mt_own_offset(m, p);
-    const float *logits = r->logits;
-    if (group->size > 1) {
-        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, p->stream);
-        logits = e->all_logits;
-    }
-    m->ops->route_sinkhorn(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), logits, group->size * R,
+    const float *logits = mt_gather_shared_rows(m, p, e->all_logits, r->logits, e->router.num_experts, MT_F32);
+    const int64_t *index = p->batch->token_index + p->first_row;
+    index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
+    m->ops->route_sinkhorn(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), logits, index, group->size * R,
                            group->rank * R, R, &e->router, p->stream);
 }
 
@@ -6428,7 +6437,7 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
         mt_route_sinkhorn(m, p, w, r);
     else
         m->ops->route_forward(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), r->logits, w->router_bias.w,
-                              R, &e->router, p->stream);
+                              p->decode ? NULL : p->batch->token_index + p->first_row, R, &e->router, p->stream);
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && e->has_aux_loss) mt_aux_loss(m, p, w, r);
@@ -6468,8 +6477,8 @@ static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer
     const mt_experts *e = m->experts;
     float *own = r->gates + mt_own_gate_offset(m, p);
     mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
-    m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, p->rows, &mt_shared_gate_router,
-                          p->stream);
+    m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, NULL, p->rows,
+                          &mt_shared_gate_router, p->stream);
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
@@ -6524,7 +6533,8 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     int64_t k = e->router.topk, N = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
     dispatch.copies = m->grid->expert_tensor.size;
-    if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
+    int64_t rows = e->exchanges ? m->max_rows : p->rows; // ranks that exchange may have other lengths, but one capacity
+    if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, rows * m->grid->tensor_context.size);
     if (e->uses_allgather) {
         mt_gather_choices(m, p, r);
         dispatch.first = m->grid->expert.rank * e->num_local, dispatch.count = e->num_local, dispatch.copies = 1;
@@ -7433,6 +7443,7 @@ typedef struct mt_mtp_activations {
 typedef struct mt_micro_batch {
     int64_t chunk, index; // index -1: free
     int64_t T, rows;      // tokens, and rows of hidden states on this rank
+    int64_t unpadded;     // see mt_pass
     char *device_batch;   // memory of `batch`
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
@@ -8025,7 +8036,7 @@ void mt_batch_pad(mt_batch *batch, int64_t multiple) {
             batch->spans[batch->num_spans++] = (mt_span){.q_start = t, .k_start = t, .causal = true};
         mt_span *span = &batch->spans[batch->num_spans - 1];
         batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 0;
-        batch->positions[t] = 0, batch->token_index[t] = ((int64_t)1 << 49) + t; // any position: there may be few
+        batch->positions[t] = 0, batch->token_index[t] = -1; // any position: there may be few
         span->q_len = ++span->k_len;
     }
     batch->num_tokens = end;
@@ -8118,7 +8129,7 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
     p.tp.T = mb->T, p.tp.rows = mb->rows, p.tp.token_index = mb->batch.token_index;
     p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
-    p.halves = MT_BACKWARD_BOTH;
+    p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
     if (mb->context && m->in_context != mb) mt_context_load(mb->context, &mb->whole, m->stream);
@@ -8165,8 +8176,9 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     const mt_batch *batch = mt_shard_batch(m, mb, whole);
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
-    mb->rows = (int64_t)(T / parts);
+    mb->rows = (int64_t)(T / parts), mb->unpadded = 0;
     MT_CHECK(T % parts == 0);
+    for (int64_t t = 0; t < whole->num_tokens; t++) mb->unpadded += !mt_is_padding(whole->token_index, t);
     memcpy(block.labels, batch->labels, T * 4);
     memcpy(block.loss_mask, batch->loss_mask, T * 4);
     memcpy(block.token_index, batch->token_index, T * 8);
@@ -9691,15 +9703,16 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
             greatest = fmax(greatest, (double)result->loads[i]);
             sums[2] += (double)(e->has_capacity ? result->kept[i] : result->loads[i]);
         }
-        double imbalance = greatest * (double)E / total;
+        double imbalance = greatest * (double)E / fmax(total, 1);
         worst = fmax(worst, imbalance);
         sums[0] += imbalance, sums[1] += total;
     }
     mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
     mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
-    double choices = metrics->tokens * (double)layers;
-    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / choices;
-    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / choices;
+    if (sums[1] == 0) return;                             // a step of padding
+    double visits = sums[1] / (double)o->moe_router_topk; // tokens times layers
+    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / visits;
+    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / visits;
     metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
     metrics->dropped = 1 - sums[2] / sums[1];
 }
@@ -10215,10 +10228,11 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
     }
-    if (e->sinkhorn && all > R) e->all_logits = mt_arena_alloc(arena, all * E * 4);
-    if (!e->has_capacity || all == R) return;
-    e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
+    if ((!e->has_capacity && !e->sinkhorn) || all == R) return;
     e->all_index = mt_arena_alloc(arena, all * 8);
+    if (e->sinkhorn) e->all_logits = mt_arena_alloc(arena, all * E * 4);
+    if (!e->has_capacity) return;
+    e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
 }
 
 /* The activations of a layer with one residency; w NULL: one set for all layers of this rank, if no layer saves

@@ -1125,11 +1125,12 @@ typedef struct mt_drop_args {
 typedef struct mt_aux_loss_args {
     int64_t S, T;
     const mt_router *router;
-    const float *logits;     // [T, E]
-    const int32_t *sequence; // [T]
-    float *sums;             // [2, S, E]: the forward's results
-    double *z_sum;           // [1] +=
-    const float *counts;     // [S, E]: sums[1], constants of the backward
+    const float *logits;        // [T, E]
+    const int32_t *sequence;    // [T]
+    const int64_t *token_index; // [T] negative: padding, which is left out; NULL: none
+    float *sums;                // [2, S, E]: the forward's results
+    double *z_sum;              // [1] +=
+    const float *counts;        // [S, E]: sums[1], constants of the backward
     float aux_scale, z_scale;
     float *dlogits; // [T, E] +=: gradient of logits
 } mt_aux_loss_args;
@@ -1143,21 +1144,25 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
        const void *w, int64_t T, int64_t E, int64_t C, mt_dtype dtype, mt_stream *stream)                              \
     /* experts[T, k], the greatest score first, and probs[T, k], from logits[T, E]. bias[E] (may be NULL) is added to  \
      * sigmoid scores for the choice only. invalid[0] += tokens whose logits are not all finite; those choose experts  \
-     * 0 to k - 1 with NaN probabilities. */                                                                           \
+     * 0 to k - 1 with NaN probabilities. Tokens with a negative token_index[T] (may be NULL) are padding: their k     \
+     * choices are -1 with probability 0. */                                                                           \
     OP(route_forward, mt_work_bytes((router->num_experts + 2 * router->topk) * T, MT_F32),                             \
-       (probs, experts, invalid, logits, bias, T, router, stream), float *probs, int32_t *experts, int32_t *invalid,   \
-       const float *logits, const float *bias, int64_t T, const mt_router *router, mt_stream *stream)                  \
+       (probs, experts, invalid, logits, bias, token_index, T, router, stream), float *probs, int32_t *experts,        \
+       int32_t *invalid, const float *logits, const float *bias, const int64_t *token_index, int64_t T,                \
+       const mt_router *router, mt_stream *stream)                                                                     \
     /* The same for rows [first, first + count) of T, with a choice that balances all T tokens: the rows and columns   \
      * of cost = exp(logits) are scaled in turn until they sum to 1 / T and 1 / E, and a token's experts are those of  \
      * its k greatest scaled costs (Sinkhorn & Knopp, "Concerning nonnegative matrices and doubly stochastic           \
      * matrices"; as Megatron's sinkhorn, with its 1e-8 beside every sum, until the columns' factors change by 1e-4 at \
      * most on the mean, or MT_SINKHORN_ROUNDS times). Sums are in float64: the order of tokens does not matter.       \
-     * Tokens that are not finite are left out. No groups, no bias; sigmoids with topk 1, or pre_softmax. */           \
+     * Tokens that are not finite, and padding, are left out. No groups, no bias; sigmoids with topk 1, or             \
+     * pre_softmax. */                                                                                                 \
     OP(route_sinkhorn, mt_work_bytes(2 * count * router->topk + T * router->num_experts, MT_F32),                      \
-       (probs, experts, invalid, logits, T, first, count, router, stream), float *probs, int32_t *experts,             \
-       int32_t *invalid, const float *logits, int64_t T, int64_t first, int64_t count, const mt_router *router,        \
-       mt_stream *stream)                                                                                              \
-    /* dlogits[T, E], zero where an expert neither was chosen nor takes part in the softmax. */                        \
+       (probs, experts, invalid, logits, token_index, T, first, count, router, stream), float *probs,                  \
+       int32_t *experts, int32_t *invalid, const float *logits, const int64_t *token_index, int64_t T, int64_t first,  \
+       int64_t count, const mt_router *router, mt_stream *stream)                                                      \
+    /* dlogits[T, E], zero where an expert neither was chosen nor takes part in the softmax; a token of choices -1 has \
+     * none. */                                                                                                        \
     OP(route_backward, mt_work_bytes(2 * T * (router->num_experts + router->topk), MT_F32),                            \
        (dlogits, dprobs, experts, logits, T, router, stream), float *dlogits, const float *dprobs,                     \
        const int32_t *experts, const float *logits, int64_t T, const mt_router *router, mt_stream *stream)             \
@@ -2320,7 +2325,8 @@ typedef struct mt_batch {
     int32_t *labels;      // [T]
     float *loss_mask;     // [T] 1 where the label counts
     int32_t *positions;   // [T] within the sequence
-    int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout
+    int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout;
+                          // negative: padding, which visits no expert and is in no auxiliary loss
     int64_t num_spans;
     mt_span *spans;                         // room for one span a token
     int32_t *pages;                         // decoding over a cache in pages: the page table, memory of the caller

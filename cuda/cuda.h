@@ -172,4 +172,9 @@ __device__ static inline float mt_warp_max(float x) {
     return x;
 }
 
+/* True for a token of padding, whose index is negative; token_index may be NULL. */
+__device__ static inline bool mt_is_padding(const int64_t *token_index, int64_t t) {
+    return token_index && token_index[t] < 0;
+}
+
 #endif

@@ -207,12 +207,16 @@ __device__ static inline int choose(float *prob, per_expert<float, V> &x, const 
 /* One warp per token. Reads 4 E bytes per token, writes 8 k. */
 template <int V>
 __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits, const float *bias,
-                              int64_t T, routing r, int shared_per_warp) {
+                              const int64_t *token_index, int64_t T, routing r, int shared_per_warp) {
     extern __shared__ __align__(16) char shared[];
     char *warp_memory = shared + threadIdx.x / 32 * shared_per_warp;
     int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int lane = threadIdx.x % 32;
     if (t >= T) return;
+    if (mt_is_padding(token_index, t)) {
+        if (lane < r.k) probs[t * r.k + lane] = 0, experts[t * r.k + lane] = -1;
+        return;
+    }
     per_expert<float, V> x(warp_memory + r.groups * 4);
     logits += t * r.E;
     softmax_of softmax = read_logits<V>(x, logits, r.E);
@@ -228,12 +232,13 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
 }
 
 extern "C" void mt_cuda_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                      const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
+                                      const float *bias, const int64_t *token_index, int64_t T, const mt_router *router,
+                                      mt_stream *stream) {
     if (T == 0) return;
     routing r = routing_of(router);
     with_slots(r.E, 1, mt_divide_up(r.groups, 32) * 128, [&](auto slots, unsigned warps, size_t bytes) {
         route_forward<decltype(slots)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
-            probs, experts, invalid, logits, bias, T, r, (int)(bytes / warps));
+            probs, experts, invalid, logits, bias, token_index, T, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
 }
@@ -251,6 +256,10 @@ __global__ void route_backward(float *dlogits, const float *dprobs, const int32_
     per_expert<float, V> x(shared + threadIdx.x / 32 * shared_per_warp);
     logits += t * r.E, dlogits += t * r.E;
     int expert = lane < r.k ? experts[t * r.k + lane] : -1;
+    if (__shfl_sync(all_lanes, expert, 0) < 0) { // padding
+        each_expert<V>(r.E, [&](int, int e) { dlogits[e] = 0; });
+        return;
+    }
     bool chosen = expert >= 0;
     float logit = chosen ? logits[expert] : -INFINITY, g = chosen ? dprobs[t * r.k + lane] : 0, q;
     bool all = !r.sigmoid && r.pre_softmax;
@@ -344,8 +353,9 @@ __device__ static inline double aux_loss_add(per_expert<unsigned long long, V> &
 /* A warp processes up to eight consecutive tokens. If there is only one sequence, the warps of a block first add up in
  * shared memory (`block_sums`). Reads 4 E bytes per token. */
 template <int V>
-__global__ void aux_loss_forward(aux_loss_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
-                                 int shared_per_warp, bool block_sums) {
+__global__ void aux_loss_forward(aux_loss_sums sums, const float *logits, const int32_t *sequence,
+                                 const int64_t *token_index, int64_t T, routing r, int shared_per_warp,
+                                 bool block_sums) {
     extern __shared__ __align__(16) char shared[];
     char *warp_memory = shared + threadIdx.x / 32 * shared_per_warp,
          *block_memory = shared + blockDim.x / 32 * shared_per_warp;
@@ -362,6 +372,7 @@ __global__ void aux_loss_forward(aux_loss_sums sums, const float *logits, const 
     each_expert<V>(r.E, [&](int v, int) { scores[v] = 0, counts[v] = 0; });
     double z = 0;
     for (int64_t t = first; t < min(first + tokens_per_warp, T); t++) {
+        if (mt_is_padding(token_index, t)) continue;
         int64_t s = sequence ? sequence[t] : 0;
         if (s != current) aux_loss_flush<V>(to, scores, counts, current, r.E);
         current = s;
@@ -414,7 +425,7 @@ extern "C" void mt_cuda_aux_loss_forward(const mt_aux_loss_args *a, mt_stream *s
             bool block_sums = !a->sequence && bytes + room <= (size_t)max_shared_bytes;
             aux_loss_forward<decltype(slots)::value>
                 <<<mt_grid_size(warps, in_block), in_block * 32, block_sums ? bytes + room : bytes, on>>>(
-                    to, a->logits, a->sequence, T, r, (int)(bytes / in_block), block_sums);
+                    to, a->logits, a->sequence, a->token_index, T, r, (int)(bytes / in_block), block_sums);
             MT_CUDA_LAUNCHED();
         });
     aux_loss_finish<<<mt_grid_size(S * r.E, 1024), 256, 0, on>>>(a->sums, a->z_sum, to, S, r.E, warps);
@@ -456,10 +467,11 @@ extern "C" void mt_cuda_aux_loss_value(double *loss, const float *sums, int64_t 
 /* One warp per token. Reads 8 E bytes per token and writes 4 E; the counts come from the caches. */
 template <int V>
 __global__ void aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                  int64_t T, float aux_scale, float z_scale, routing r, int shared_per_warp) {
+                                  const int64_t *token_index, int64_t T, float aux_scale, float z_scale, routing r,
+                                  int shared_per_warp) {
     extern __shared__ __align__(16) char shared[];
     int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (t >= T) return;
+    if (t >= T || mt_is_padding(token_index, t)) return;
     per_expert<float, V> x(shared + threadIdx.x / 32 * shared_per_warp);
     counts += (sequence ? sequence[t] : 0) * r.E, logits += t * r.E, dlogits += t * r.E;
     softmax_of softmax = read_logits<V>(x, logits, r.E);
@@ -485,7 +497,8 @@ extern "C" void mt_cuda_aux_loss_backward(const mt_aux_loss_args *a, mt_stream *
     with_slots(r.E, 1, 0, [&](auto slots, unsigned warps, size_t bytes) {
         aux_loss_backward<decltype(slots)::value>
             <<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
-                a->dlogits, a->logits, a->counts, a->sequence, T, a->aux_scale, a->z_scale, r, (int)(bytes / warps));
+                a->dlogits, a->logits, a->counts, a->sequence, a->token_index, T, a->aux_scale, a->z_scale, r,
+                (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
 }

@@ -63,8 +63,8 @@ __device__ static inline double scale_columns(double *scale, double *parts, cons
 }
 
 /* One block. Writes scale[E]. weight[T] is scratch; row_max[T] is used again by `choose`. */
-__global__ void __launch_bounds__(threads)
-    sinkhorn(double *scale, double *weight, float *row_max, const float *logits, int64_t T, int E) {
+__global__ void __launch_bounds__(threads) sinkhorn(double *scale, double *weight, float *row_max, const float *logits,
+                                                    const int64_t *token_index, int64_t T, int E) {
     extern __shared__ double factors[]; // [E]
     __shared__ double parts[threads], mean;
     __shared__ int tokens;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(threads)
     for (int e = threadIdx.x; e < E; e += threads) factors[e] = 1;
     __syncthreads();
     for (int64_t t = threadIdx.x / 32; t < T; t += warps) {
-        float max = row_maximum(logits + t * E, E);
+        float max = mt_is_padding(token_index, t) ? NAN : row_maximum(logits + t * E, E);
         if (threadIdx.x % 32 == 0) row_max[t] = max;
         if (threadIdx.x % 32 == 0 && !isnan(max)) atomicAdd(&tokens, 1);
     }
@@ -114,10 +114,15 @@ __device__ static inline void next_after(double *value, int *expert, const float
 
 /* One warp per token; the arrays begin at the first token. */
 __global__ void choose(float *probs, int32_t *experts, int32_t *invalid, const float *logits, const double *scale,
-                       const float *row_max, int64_t count, int E, int k, bool sigmoid, float scaling) {
+                       const float *row_max, const int64_t *token_index, int64_t count, int E, int k, bool sigmoid,
+                       float scaling) {
     int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int lane = threadIdx.x % 32, expert = -1;
     if (t >= count) return;
+    if (mt_is_padding(token_index, t)) {
+        if (lane < k) probs[t * k + lane] = 0, experts[t * k + lane] = -1;
+        return;
+    }
     const float *x = logits + t * E;
     float max = row_max[t], sum = 0;
     double value = INFINITY;
@@ -136,8 +141,9 @@ __global__ void choose(float *probs, int32_t *experts, int32_t *invalid, const f
     }
 }
 
-extern "C" void mt_cuda_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
-                                       int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
+extern "C" void mt_cuda_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
+                                       const int64_t *token_index, int64_t T, int64_t first, int64_t count,
+                                       const mt_router *router, mt_stream *stream) {
     int64_t E = router->num_experts;
     MT_CHECK(router->sigmoid ? router->topk == 1 : router->pre_softmax);
     if (T == 0 || count == 0) return;
@@ -146,10 +152,10 @@ extern "C" void mt_cuda_route_sinkhorn(float *probs, int32_t *experts, int32_t *
     double *scale = (double *)mt_cuda_workspace(stream, (E + T) * 8 + T * 4), *weight = scale + E;
     float *row_max = (float *)(weight + T);
     cudaStream_t on = mt_cuda_stream(stream);
-    sinkhorn<<<1, threads, (size_t)(E * 8), on>>>(scale, weight, row_max, logits, T, (int)E);
+    sinkhorn<<<1, threads, (size_t)(E * 8), on>>>(scale, weight, row_max, logits, token_index, T, (int)E);
     MT_CUDA_LAUNCHED();
-    choose<<<(unsigned)mt_divide_up(count, 8), 256, 0, on>>>(probs, experts, invalid, logits + first * E, scale,
-                                                             row_max + first, count, (int)E, (int)router->topk,
-                                                             router->sigmoid, router->scaling);
+    choose<<<(unsigned)mt_divide_up(count, 8), 256, 0, on>>>(
+        probs, experts, invalid, logits + first * E, scale, row_max + first, token_index ? token_index + first : NULL,
+        count, (int)E, (int)router->topk, router->sigmoid, router->scaling);
     MT_CUDA_LAUNCHED();
 }

@@ -83,6 +83,7 @@ static const struct {
     {MT_NAME_ALWAYS, "gradients are fp32, or as --main-grads-dtype says",
      "megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype", "fp32|float32"},
     {MT_NAME_ALWAYS, "the router computes in fp32", "moe-router-dtype", "fp32"},
+    {MT_NAME_ALWAYS, "a shared expert runs during the exchange of tokens", "moe-shared-expert-overlap", "true"},
     {MT_NAME_ALWAYS, "attention has a plain softmax", "softmax-type", "vanilla"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "num-distributed-optimizer-instances", "1"},
@@ -126,6 +127,23 @@ static const struct {
     {MT_NAME_NAMED, "--reset-attention-mask and --reset-position-ids", "dataloader-inter-document-masking"},
     {MT_NAME_NAMED, "--config FILE.yaml", "data-args-path per-split-data-args-path"},
     {MT_NAME_NAMED, "--recompute-granularity full", "checkpoint-activations"},
+    {MT_NAME_NAMED, "--num-return-sequences", "grpo-group-size"},
+    {MT_NAME_NAMED, "--rollout-batch-size", "grpo-prompts-per-step"},
+    {MT_NAME_NAMED, "--ppo-epochs", "grpo-iterations"},
+    {MT_NAME_NAMED, "--clip-ratio-low", "grpo-clamp-eps-lower"},
+    {MT_NAME_NAMED, "--clip-ratio-high", "grpo-clamp-eps-upper"},
+    {MT_NAME_NAMED, "--kl-loss-coef", "grpo-kl-beta"},
+    {MT_NAME_NAMED, "--entropy-coeff", "grpo-entropy-term-weight"},
+    {MT_NAME_NAMED, "--temperature", "rl-default-temperature"},
+    {MT_NAME_NAMED, "--top-k", "rl-default-top-k"},
+    {MT_NAME_NAMED, "--top-p", "rl-default-top-p"},
+    {MT_NAME_NAMED, "--rollout-tensor-model-parallel-size", "rl-inference-tensor-model-parallel-size"},
+    {MT_NAME_NAMED, "--rollout-expert-model-parallel-size", "rl-inference-expert-model-parallel-size"},
+    {MT_NAME_NAMED, "--teacher-load, with --stage kd: the teacher's logits are computed in each step",
+     "logits-load-dir logits-save-dir"},
+    {MT_NAME_NAMED, "--distill-loss-weight", "logits-load-kd-loss-alpha"},
+    {MT_NAME_NAMED, "--logits-topk", "logits-save-top-k"},
+    {MT_NAME_NAMED, "--chat-template", "sft-tokenizer-prompt-format"},
     {MT_NAME_NO_MEANING, "there is one implementation of the model",
      "enable-experimental flash-attention-version is-hybrid-model memory-efficient-layer-norm "
      "moe-single-grouped-bias moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe "
@@ -195,8 +213,10 @@ static const struct {
      "allow-ambiguous-pad-tokens metadata-path special-tokens tokenizer-hf-no-include-special-tokens "
      "tokenizer-hf-no-use-fast tokenizer-sentencepiece-ignore-extra-whitespaces tokenizer-sentencepiece-legacy"},
     {MT_NAME_UNSUPPORTED, "fp16, which needs loss scaling: take --bf16",
-     "enable-autocast fp16 fp16-lm-cross-entropy fp32-residual-connection grad-reduce-in-bf16 hysteresis "
-     "initial-loss-scale loss-scale loss-scale-window min-loss-scale output-logit-dtype"},
+     "enable-autocast fp16 hysteresis initial-loss-scale loss-scale loss-scale-window min-loss-scale"},
+    {MT_NAME_UNSUPPORTED,
+     "other types of the residual stream, of logits, of the loss, and of gradients in their reduction",
+     "fp16-lm-cross-entropy fp32-residual-connection grad-reduce-in-bf16 output-logit-dtype"},
     {MT_NAME_UNSUPPORTED, "fp4, and fp8 outside the linears of layers or as the stored type of weights",
      "activation-func-fp8-input-store disable-parameter-transpose-cache fp4 fp4-param "
      "fp4-param-gather fp4-quantizer-factory fp4-recipe "
@@ -208,10 +228,12 @@ static const struct {
      "te-precision-config-file use-kitchen use-kitchen-attention"},
     {MT_NAME_UNSUPPORTED, "recomputation for some micro-batches only",
      "num-microbatches-with-partial-activation-checkpoints"},
-    {MT_NAME_UNSUPPORTED, "keeping activations, weights or optimizer state in host memory",
-     "activation-offload-fraction cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering "
-     "cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers cpu-offloading-weights "
-     "delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks "
+    {MT_NAME_UNSUPPORTED,
+     "--fine-grained-activation-offloading keeps the activations of --offload-modules in host memory",
+     "cpu-offloading cpu-offloading-activations cpu-offloading-num-layers"},
+    {MT_NAME_UNSUPPORTED, "other forms of keeping activations, weights or optimizer state in host memory",
+     "activation-offload-fraction cpu-offloading-double-buffering cpu-offloading-retain-pinned-cpu-buffers "
+     "cpu-offloading-weights delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks "
      "fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size moe-paged-stash "
      "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size "
      "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
@@ -221,8 +243,8 @@ static const struct {
      "muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-split-qkv muon-tp-mode "
      "muon-use-syrk no-use-layer-wise-param-layout sgd-momentum soap-shampoo-beta soap-use-kl-shampoo "
      "use-layer-wise-distributed-optimizer"},
-    {MT_NAME_UNSUPPORTED, "master weights other than fp32", "store-param-remainders"},
-    {MT_NAME_UNSUPPORTED, "CUDA graphs",
+    {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
+    {MT_NAME_UNSUPPORTED, "CUDA graphs other than those of decoding, which are always on",
      "cuda-graph-impl cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "
      "cuda-graph-use-single-mempool cuda-graph-warmup-steps decode-only-cuda-graphs enable-cuda-graph "
      "external-cuda-graph inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens "
@@ -261,9 +283,9 @@ static const struct {
      "moe-per-layer-logging moe-permute-fusion-into-hybridep moe-router-force-biased "
      "moe-router-force-load-balancing moe-router-quantile-balancing-ema moe-router-topk-limited-devices "
      "moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights "
-     "moe-routing-trace-max-training-iters moe-routing-trace-path moe-shared-expert-overlap moe-token-dropping "
-     "moe-upcycling-granularity moe-use-upcycling overlap-dispatch-backward-with-experts-wgrad "
-     "overlap-moe-expert-parallel-comm save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},
+     "moe-routing-trace-max-training-iters moe-routing-trace-path moe-token-dropping moe-upcycling-granularity "
+     "moe-use-upcycling overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm "
+     "save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},
     {MT_NAME_UNSUPPORTED, "models other than decoder-only GPT",
      "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
      "biencoder-shared-query-context-model block-data-path classes-fraction data-per-class-fraction "
@@ -275,25 +297,24 @@ static const struct {
      "retriever-report-topk-accuracies retriever-score-scaling sample-rate short-seq-prob swin-backbone-type "
      "titles-data-path use-one-sent-docs vision-backbone-type vision-pretraining vision-pretraining-type "
      "vocab-extra-ids"},
-    {MT_NAME_UNSUPPORTED, "fine-tuning on conversations, filling in the middle, and distillation",
-     "fim-data fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token "
-     "fim-prefix-token fim-rate fim-split-sample fim-spm-rate fim-suffix-token logits-load-decode-threads "
-     "logits-load-dir logits-load-ignore-errors logits-load-kd-loss-alpha logits-load-msc-prefetch-depth "
-     "logits-load-prefetch-factor logits-save-dir logits-save-dtype logits-save-top-k logits-save-top-p "
-     "logits-save-top-p-min-k sft-tokenizer-prompt-format"},
-    {MT_NAME_UNSUPPORTED, "reinforcement learning",
-     "grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-entropy-term-weight grpo-filter-groups-with-same-reward "
-     "grpo-group-size grpo-iterations grpo-kl-beta grpo-prompts-per-step langrl-env-config perform-rl-step "
-     "refit-method rl-consumption-granularity rl-default-temperature rl-default-top-k rl-default-top-p "
-     "rl-durable-rollout-bank rl-generation-lag rl-importance-sampling-truncation-coef "
-     "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size "
+    {MT_NAME_UNSUPPORTED, "filling in the middle, and files of a teacher's logits",
+     "fim-data fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token "
+     "fim-rate fim-split-sample fim-spm-rate fim-suffix-token logits-load-decode-threads "
+     "logits-load-ignore-errors logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dtype "
+     "logits-save-top-p logits-save-top-p-min-k"},
+    {MT_NAME_UNSUPPORTED,
+     "--stage rl is reinforcement learning; see its --dynamic-sampling, --sequence-packing, --optimizer-offload",
+     "grpo-filter-groups-with-same-reward perform-rl-step rl-offload-optimizer-during-inference "
+     "rl-use-sequence-packing"},
+    {MT_NAME_UNSUPPORTED, "other forms of reinforcement learning than those of --stage rl",
+     "langrl-env-config refit-method rl-consumption-granularity rl-durable-rollout-bank rl-generation-lag "
+     "rl-importance-sampling-truncation-coef rl-inference-expert-tensor-model-parallel-size "
      "rl-inference-logprobs-is-correction rl-inference-model-unified-memory-level rl-inference-parsers "
-     "rl-inference-pipeline-model-parallel-size rl-inference-tensor-model-parallel-size rl-kv-cache-management-mode "
-     "rl-max-inflight-requests rl-offload-inference-model-weights-when-idle rl-offload-optimizer-during-inference "
-     "rl-partial-rollouts rl-persist-cuda-graphs rl-profile rl-profile-dir rl-prompts-per-eval rl-rollout-bank-dir "
-     "rl-rollout-bank-max-bytes rl-sequence-packing-algo rl-sequence-packing-max-sequences-per-bin "
-     "rl-skip-bos-token rl-submission-granularity rl-training-cuda-graphs rl-use-sequence-packing "
-     "rl-verify-model-weights-swap"},
+     "rl-inference-pipeline-model-parallel-size rl-kv-cache-management-mode rl-max-inflight-requests "
+     "rl-offload-inference-model-weights-when-idle rl-partial-rollouts rl-persist-cuda-graphs rl-profile "
+     "rl-profile-dir rl-prompts-per-eval rl-rollout-bank-dir rl-rollout-bank-max-bytes rl-sequence-packing-algo "
+     "rl-sequence-packing-max-sequences-per-bin rl-skip-bos-token rl-submission-granularity "
+     "rl-training-cuda-graphs rl-verify-model-weights-swap"},
     {MT_NAME_UNSUPPORTED, "a server for inference, and its caches",
      "batch-invariant-backend batch-invariant-mode cache-mla-latents enable-chunked-prefill flash-decode "
      "inference-batch-times-seqlen-threshold inference-coordinator-port inference-disable-ep-consensus "

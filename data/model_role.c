@@ -144,7 +144,7 @@ static int64_t number_of(const turn *t, int64_t index) {
     return index * t->role->grid->data.size + t->role->grid->data.rank;
 }
 
-/* A replica without a micro-batch scores one token that does not count: its ranks may share experts with others. */
+/* A replica without a micro-batch scores one token of padding: its ranks may share experts with others. */
 static int read_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     const turn *t = context;
     int64_t number = number_of(t, index);
@@ -152,7 +152,7 @@ static int read_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
     batch->num_tokens = batch->num_spans = 1;
     batch->spans[0] = (mt_span){0, 1, 0, 1, true};
     batch->tokens[0] = batch->labels[0] = batch->positions[0] = 0;
-    batch->loss_mask[0] = 0, batch->token_index[0] = 0;
+    batch->loss_mask[0] = 0, batch->token_index[0] = -1;
     return 0;
 }
 

@@ -779,11 +779,11 @@ static void append_item(mt_batch *batch, const mt_piece *piece, const mt_samples
         append_sample(batch, samples, piece->sample * count + i, piece->token_index + batch->num_tokens - first);
 }
 
-/* A batch of one masked token, for a rank that has no sample. */
+/* A batch of one token of padding, for a rank that has no sample. */
 static void fill_empty(mt_batch *batch) {
     batch->tokens[0] = batch->labels[0] = batch->positions[0] = 0;
     batch->loss_mask[0] = 0;
-    batch->token_index[0] = 0;
+    batch->token_index[0] = -1;
     batch->spans[0] = (mt_span){0, 1, 0, 1, true};
     batch->num_tokens = batch->num_spans = 1;
 }

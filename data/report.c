@@ -86,37 +86,47 @@ static int report_file_open(mt_report_file *file, const char *path, const char *
     return 0;
 }
 
+static const char record_start[] = "{\"iteration\":";
+
 /* The iteration of a record of the metrics; -1 for a line that is none. */
 static int64_t record_iteration(const char *record) {
-    static const char key[] = "{\"iteration\":";
     char *end;
-    if (strncmp(record, key, sizeof key - 1) != 0) return -1;
-    long long iteration = strtoll(record + sizeof key - 1, &end, 10);
+    if (strncmp(record, record_start, sizeof record_start - 1) != 0) return -1;
+    long long iteration = strtoll(record + sizeof record_start - 1, &end, 10);
     return *end == ',' || *end == '}' ? iteration : -1;
+}
+
+/* True if the end of a file may be a record that a crash cut off; bytes that never reached the disk are zero. */
+static bool record_is_torn(const char *end, int64_t bytes) {
+    size_t length = strnlen(end, (size_t)bytes);
+    return strncmp(end, record_start, length < sizeof record_start - 1 ? length : sizeof record_start - 1) == 0;
 }
 
 /* Keeps the whole records of iterations up to `last` in a metrics file of `size` bytes. Unless the file is the run's
  * own, it must end with iteration `last`: another run's records stay. */
 static int metrics_keep(mt_report_file *file, int64_t size, int64_t last, bool is_own, mt_error *error) {
-    char *text = mt_malloc(size + 1), *end;
+    char *text = mt_malloc(size + 1), *record = text, *end;
     int64_t kept = 0, unchanged = 0, number = 1, latest = 0; // number: of the line
     int status = mt_file_read_at(file->descriptor, text, size, 0);
+    bool is_record = true;
     if (status != 0) mt_file_read_error(error, file->path);
     text[size] = '\0';
-    for (char *record = text; status == 0 && (end = memchr(record, '\n', (size_t)(text + size - record))) != NULL;
+    for (; status == 0 && (end = memchr(record, '\n', (size_t)(text + size - record))) != NULL;
          record = end + 1, number++) {
         int64_t iteration = record_iteration(record), bytes = end + 1 - record;
-        if (iteration < 0)
-            status = mt_error_set(error,
-                                  "%s: line %lld is no record of --metrics; choose another --metrics, or replace it by "
-                                  "--overwrite",
-                                  file->path, (long long)number);
+        is_record = iteration >= 0;
+        if (!is_record) break;
         latest = mt_max(latest, iteration);
-        if (iteration < 0 || iteration > last) continue;
+        if (iteration > last) continue;
         if (record == text + kept) unchanged += bytes;
         memmove(text + kept, record, (size_t)bytes);
         kept += bytes;
     }
+    if (status == 0 && (!is_record || !record_is_torn(record, text + size - record)))
+        status = mt_error_set(error,
+                              "%s: line %lld is no record of --metrics; choose another --metrics, or replace it by "
+                              "--overwrite",
+                              file->path, (long long)number);
     if (status == 0 && !is_own && latest != last)
         status = mt_error_set(error,
                               "%s: holds metrics up to iteration %lld, and this run, which does not load from its own "

@@ -33,8 +33,20 @@ typedef struct partner {
     mt_stage_loss loss;
 } partner;
 
-/* The phases of an iteration that are timed. */
+/* The phases of an iteration, and what they take: seconds of this rank, and tokens of all ranks. A response that is
+ * written or rewarded counts its own tokens; a model that scores or trains counts those of its sequences, each time. */
 enum { TRANSFER, GENERATION, REWARDS, SCORING, TRAINING, NUM_PHASES };
+static const struct {
+    const char *name, *seconds, *tokens; // tokens NULL: has none
+} phases[NUM_PHASES] = {[TRANSFER] = {"transfer", "transfer seconds", NULL},
+                        [GENERATION] = {"generation", "generation seconds", "generation tokens"},
+                        [REWARDS] = {"reward", "reward seconds", "reward tokens"},
+                        [SCORING] = {"scoring", "scoring seconds", "scoring tokens"},
+                        [TRAINING] = {"training", "training seconds", "training tokens"}};
+typedef struct phase_times {
+    double seconds[NUM_PHASES], tokens[NUM_PHASES];
+    double all_seconds; // of the iteration
+} phase_times;
 
 struct mt_rl {
     mt_rl_config config;
@@ -52,12 +64,17 @@ struct mt_rl {
     /* of the iteration */
     float *generated; // the generator's log-probabilities of all tokens of the responses, one after another; NULL: none
     int64_t rounds;   // of responses
-    double value_loss, seconds[NUM_PHASES];
+    double value_loss;
+    phase_times times;
     double entropy;               // of the actor, summed over the tokens that count
     int64_t untrained, bad_steps; // iterations of this run without a step; steps without an update, as last reported
     mt_report_number numbers[MT_MAX_REPORT_NUMBERS];
     int64_t num_numbers;
     mt_step_plan plan; // the micro-batches at hand
+    /* of the run */
+    int64_t num_iterations;
+    phase_times total; // of the iterations first_timed to last_timed
+    int64_t first_timed, last_timed;
 };
 
 /* ---- models */
@@ -412,11 +429,11 @@ int mt_rl_finish(mt_rl *rl, mt_error *error) {
 
 /* ---- generation and rewards */
 
-/* Seconds since *then, which becomes now. */
-static double lap(double *then) {
-    double now = mt_time(), seconds = now - *then;
+/* Adds the seconds since *then, which becomes now, to a phase. */
+static void lap(mt_rl *rl, int phase, double *then) {
+    double now = mt_time();
+    rl->times.seconds[phase] += now - *then;
     *then = now;
-    return seconds;
 }
 
 /* The tokens that end a response: of the tokenizer, and of the chat template. */
@@ -506,6 +523,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
             tokens += r->response_tokens[first + i];
             mt_sequence_end(&sequences[i]);
         }
+        rl->times.tokens[GENERATION] += (double)more;
     }
     free(order), free(lengths), free(texts), free(sequences);
     return status == 0 ? mt_model_role_use(generator, MT_USE_NOTHING, error) : status;
@@ -551,10 +569,16 @@ static void store(void *context, int64_t micro_batch, const mt_batch *batch, con
     for (int64_t t = 0; t < batch->num_tokens && entropy; t++) s->entropy += batch->loss_mask[t] != 0 ? entropy[t] : 0;
 }
 
+/* Tokens of the sequences. */
+static double sequence_tokens(const mt_rl *rl) {
+    return (double)rl->rollouts.samples.offsets[rl->rollouts.samples.count];
+}
+
 /* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
 static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
     scoring s = {&rl->rollouts, input, role->grid, 0};
     if (!role->model) return 0;
+    rl->times.tokens[role == &rl->reward_model.role ? REWARDS : SCORING] += sequence_tokens(rl);
     if (mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s, error) !=
         0)
         return -1;
@@ -594,6 +618,7 @@ static int score_by_function(mt_rl *rl, int64_t first, mt_error *error) {
     if (status == MT_REWARD_STOPPED) return MT_RL_STOPPED;
     if (mt_agree(world, status != 0, error) != 0) return MT_RL_UNREWARDED;
     mt_broadcast(world, r->scores, r->count * 8, 0);
+    for (int64_t s = first; s < r->count; s++) rl->times.tokens[REWARDS] += (double)r->response_tokens[s];
     return 0;
 }
 
@@ -602,20 +627,19 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
     const mt_options *o = rl->config.options;
     mt_rollouts *r = &rl->rollouts;
     int64_t most = o->dynamic_sampling ? o->dynamic_sampling_max_rounds : 1, missing = o->rollout_batch_size;
-    double begin = mt_time();
+    double then = mt_time();
     int status = prepare_generator(rl, error);
-    rl->seconds[TRANSFER] = lap(&begin);
+    lap(rl, TRANSFER, &then);
     mt_rollouts_free(r);
     for (rl->rounds = 0; missing > 0 && rl->rounds < most && status == 0; rl->rounds++) {
         int64_t first = r->count;
-        double then = mt_time();
         status = generate(rl, state->consumed_prompts + r->num_prompts, missing, error);
-        rl->seconds[GENERATION] += lap(&then);
+        lap(rl, GENERATION, &then);
         if (status == 0)
             status = rl->reward_model.role.model ? score_by_model(rl, first, batch, error)
                                                  : score_by_function(rl, first, error);
         if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
-        rl->seconds[REWARDS] += lap(&then);
+        lap(rl, REWARDS, &then);
         missing = o->rollout_batch_size - (r->num_prompts - r->stats.groups_dropped);
     }
     return status;
@@ -659,6 +683,8 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_run_state *state,
                                i + 1 == steps ? metrics : NULL, error);
         *optimizer_step = inner.optimizer_step;
     }
+    if (status == 0) role->ops->stream_synchronize(mt_model_stream(role->model)); // its seconds end here
+    rl->times.tokens[TRAINING] += (double)o->ppo_epochs * sequence_tokens(rl);
     free(sequences);
     return status;
 }
@@ -687,10 +713,47 @@ static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);
     if (status == 0) status = score(rl, &rl->critic.role, MT_OLD_VALUES, batch, error);
     if (status == 0) mt_rollouts_advantages(&rl->rollouts, &rl->rollout_config);
-    rl->seconds[SCORING] = lap(&then);
+    lap(rl, SCORING, &then);
     if (status == 0) status = train(rl, state, batch, metrics, error);
-    rl->seconds[TRAINING] = lap(&then);
+    lap(rl, TRAINING, &then);
     return status;
+}
+
+/* The first phase that takes time: with one layout and without rest, nothing is transferred. */
+static int first_phase(const mt_rl *rl) {
+    return rl->transfer || rl->actor.rests ? TRANSFER : GENERATION;
+}
+
+/* Adds up the times of the run. Its first iteration, in which a device loads kernels, counts only if it is the last. */
+static void add_times(mt_rl *rl, int64_t iteration) {
+    if (rl->num_iterations++ <= 1) rl->total = (phase_times){0}, rl->first_timed = iteration;
+    for (int i = 0; i < NUM_PHASES; i++)
+        rl->total.seconds[i] += rl->times.seconds[i], rl->total.tokens[i] += rl->times.tokens[i];
+    rl->total.all_seconds += rl->times.all_seconds;
+    rl->last_timed = iteration;
+}
+
+static void print_row(FILE *file, const char *name, double tokens, double seconds, double all_seconds) {
+    fprintf(file, "  %-10s", name);
+    if (tokens > 0)
+        fprintf(file, " %12.0f %10.3f %12.0f", tokens, seconds, tokens / seconds);
+    else
+        fprintf(file, " %12s %10.3f %12s", "", seconds, "");
+    fprintf(file, " %6.1f%%\n", 100 * seconds / all_seconds);
+}
+
+void mt_rl_print_times(const mt_rl *rl, FILE *file) {
+    const phase_times *t = &rl->total;
+    double other = t->all_seconds;
+    if (!file || rl->num_iterations == 0) return;
+    fprintf(file, "phases of iterations %lld to %lld\n  %-10s %12s %10s %12s %7s\n", (long long)rl->first_timed,
+            (long long)rl->last_timed, "", "tokens", "seconds", "tokens/s", "share");
+    for (int i = first_phase(rl); i < NUM_PHASES; i++) {
+        print_row(file, phases[i].name, t->tokens[i], t->seconds[i], t->all_seconds);
+        other -= t->seconds[i];
+    }
+    print_row(file, "other", 0, other, t->all_seconds);
+    print_row(file, "iteration", 0, t->all_seconds, t->all_seconds);
 }
 
 static void add_number(mt_rl *rl, const char *name, double value, bool on_line) {
@@ -700,11 +763,6 @@ static void add_number(mt_rl *rl, const char *name, double value, bool on_line) 
 
 /* The numbers that the iteration has. */
 static void collect_numbers(mt_rl *rl) {
-    static const char *const phases[NUM_PHASES] = {[TRANSFER] = "transfer seconds",
-                                                   [GENERATION] = "generation seconds",
-                                                   [REWARDS] = "reward seconds",
-                                                   [SCORING] = "scoring seconds",
-                                                   [TRAINING] = "training seconds"};
     const mt_rollout_stats *stats = &rl->rollouts.stats;
     const mt_options *o = rl->config.options;
     double counted = (double)mt_rollouts_count(&rl->rollouts);
@@ -723,8 +781,10 @@ static void collect_numbers(mt_rl *rl) {
     if (trained) add_number(rl, "advantage", stats->advantage, false);
     if (trained) add_number(rl, "entropy", rl->entropy / counted, false);
     if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
-    for (int i = rl->transfer || rl->actor.rests ? TRANSFER : GENERATION; i < NUM_PHASES; i++)
-        add_number(rl, phases[i], rl->seconds[i], false);
+    for (int i = first_phase(rl); i < NUM_PHASES; i++) {
+        add_number(rl, phases[i].seconds, rl->times.seconds[i], false);
+        if (phases[i].tokens) add_number(rl, phases[i].tokens, rl->times.tokens[i], false);
+    }
 }
 
 void mt_rl_report(const mt_rl *rl, mt_report *report) {
@@ -736,7 +796,8 @@ void mt_rl_report(const mt_rl *rl, mt_report *report) {
 
 int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     const mt_rollouts *r = &rl->rollouts;
-    memset(rl->seconds, 0, sizeof rl->seconds);
+    double begin = mt_time();
+    rl->times = (phase_times){0};
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(rl->config.options, state->consumed_train_samples);
     int status = roll_out(rl, state, batch, error);
@@ -747,10 +808,11 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
         return mt_error_set(error, "%s", cause.text);
     if (status != 0) return status;
     rl->untrained += !trains;
+    rl->times.all_seconds = mt_time() - begin;
+    add_times(rl, state->iteration + 1);
     collect_numbers(rl);
     if (metrics) { // of the iteration, not of its last step
-        metrics->tokens = (double)r->samples.offsets[r->samples.count], metrics->seconds = 0;
-        for (int i = 0; i < NUM_PHASES; i++) metrics->seconds += rl->seconds[i];
+        metrics->tokens = sequence_tokens(rl), metrics->seconds = rl->times.all_seconds;
         if (trains) rl->bad_steps = metrics->skipped;
         metrics->skipped = rl->bad_steps + rl->untrained;
     }

@@ -50,6 +50,10 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
 /* The numbers of the last iteration for a report. */
 void mt_rl_report(const mt_rl *rl, mt_report *report);
 
+/* Prints tokens, seconds, tokens/s and share of the time for each phase of the run's iterations, all but the first if
+ * there are several; NULL: nowhere. The seconds are this rank's, the tokens those of all ranks. */
+void mt_rl_print_times(const mt_rl *rl, FILE *file);
+
 /* Saves the critic, if there is one; to be called before the actor is saved. Every rank calls it. */
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error);
 /* Waits until it is saved. */

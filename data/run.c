@@ -314,6 +314,7 @@ static void print_profile(const mt_run *r) {
 
 void mt_run_close(mt_run *r) {
     mt_error error;
+    if (r->rl) mt_rl_print_times(r->rl, r->grid.world.rank == 0 ? stdout : NULL);
     if (r->rl) mt_run_check(r, mt_rl_finish(r->rl, &error), &error);
     mt_run_check(r, mt_saver_finish(r->saver, &error), &error);
     mt_run_report_saved(r);

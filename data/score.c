@@ -154,8 +154,10 @@ static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
         else
             append_sequence(batch, tokens, length, first + i);
     }
-    if (batch->num_spans == 0) append_sequence(batch, none, 2, 0);
     free(row);
+    if (batch->num_spans > 0) return 0;
+    append_sequence(batch, none, 2, 0);
+    batch->token_index[0] = -1; // padding
     return 0;
 }
 

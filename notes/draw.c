@@ -1572,7 +1572,7 @@ static void draw_routers(const char *folder) {
          CHOICES, EXPERTS);
     routed_logits(logits);
     for (int t = 0; t < ROUTED; t++) index[t] = t;
-    ops->route_forward(probs, experts, &invalid, logits, NULL, ROUTED, &router, NULL);
+    ops->route_forward(probs, experts, &invalid, logits, NULL, NULL, ROUTED, &router, NULL);
     draw_routing(&p, 20, "the greatest scores", experts, experts);
     mt_drop_args drop = {.T = ROUTED, .k = CHOICES, .count = ROUTED, .capacity = ROUTED * CHOICES / EXPERTS};
     drop.experts = experts, drop.probs = probs, drop.token_index = index, drop.kept = kept;
@@ -1580,12 +1580,12 @@ static void draw_routers(const char *folder) {
     draw_routing(&p, 243, "and a capacity of 8", experts, kept);
     for (int step = 0; step < BIAS_STEPS; step++) {
         float loads[EXPERTS] = {0};
-        ops->route_forward(probs, experts, &invalid, logits, bias, ROUTED, &router, NULL);
+        ops->route_forward(probs, experts, &invalid, logits, bias, NULL, ROUTED, &router, NULL);
         ops->count_experts(loads, experts, ROUTED * CHOICES, EXPERTS, NULL);
         ops->expert_bias_step(bias, loads, &scale, EXPERTS, 0.002f, NULL);
     }
     draw_routing(&p, 466, "a bias after 200 steps", experts, experts);
-    ops->route_sinkhorn(probs, experts, &invalid, logits, ROUTED, 0, ROUTED, &together, NULL);
+    ops->route_sinkhorn(probs, experts, &invalid, logits, NULL, ROUTED, 0, ROUTED, &together, NULL);
     draw_routing(&p, 689, "Sinkhorn", experts, experts);
     picture_close(&p);
 }

@@ -235,7 +235,7 @@ static double route_forward(bench *b, const int64_t *n) {
     mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
     float *probs = floats(b, n[0] * n[2]), *logits = floats(b, n[0] * n[3]);
     int32_t *experts = mt_arena_alloc(&b->arena, n[0] * n[2] * 4), *invalid = mt_arena_alloc(&b->arena, 4);
-    ENQUEUE(route_forward, probs, experts, invalid, logits, NULL, n[0], &router);
+    ENQUEUE(route_forward, probs, experts, invalid, logits, NULL, NULL, n[0], &router);
     return 4 * (double)(n[0] * (n[3] + 2 * n[2]));
 }
 
@@ -250,7 +250,7 @@ static double aux_loss_forward(bench *b, const int64_t *n) {
     mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
     float *sums = floats(b, 2 * n[3]), *logits = floats(b, n[0] * n[3]);
     double *z_sum = mt_arena_alloc(&b->arena, 8);
-    ENQUEUE(aux_loss_forward, &(mt_aux_loss_args){1, n[0], &router, logits, NULL, sums, .z_sum = z_sum});
+    ENQUEUE(aux_loss_forward, &(mt_aux_loss_args){1, n[0], &router, logits, NULL, NULL, sums, .z_sum = z_sum});
     return 4 * (double)(n[0] * n[3]);
 }
 

@@ -451,7 +451,7 @@ static int32_t *int_output(run *r, int64_t count) {
 }
 
 /* Sizes: T, E, k, how (bits below), groups, group_topk, S, group_best. */
-enum { SIGMOID = 1, PRE_SOFTMAX = 2, BIASED = 4, EQUALS = 8, WRONG = 16, ONE_SEQUENCE = 32 };
+enum { SIGMOID = 1, PRE_SOFTMAX = 2, BIASED = 4, EQUALS = 8, WRONG = 16, ONE_SEQUENCE = 32, PADDED = 64 };
 
 static mt_router router_of(const int64_t *n) {
     return (mt_router){.num_experts = n[1],
@@ -480,7 +480,8 @@ static float *logits_of(run *r, const int64_t *n) {
     return device;
 }
 
-/* k of E experts for each of T tokens, low numbers more often; one in `dropped` of them -1. */
+/* k of E experts for each of T tokens, low numbers more often; one in `dropped` of them -1, or if it is negative those
+ * of one token in -dropped. */
 static int32_t *choices_of(run *r, int64_t T, int64_t E, int64_t k, int64_t dropped) {
     int32_t *data = mt_malloc(T * k * 4);
     for (int64_t i = 0; i < T * k; i++) {
@@ -494,7 +495,19 @@ static int32_t *choices_of(run *r, int64_t T, int64_t E, int64_t k, int64_t drop
     }
     for (int64_t i = 0; dropped > 0 && i < T * k; i++)
         if (i * 40503 % dropped == 0) data[i] = -1;
+    for (int64_t i = 0; dropped < 0 && i < T * k; i++)
+        if (i / k % -dropped == 0) data[i] = -1;
     int32_t *device = upload(r, data, T * k, MT_I32, false);
+    free(data);
+    return device;
+}
+
+/* Token indices, some negative, between others and at the end; NULL without PADDED. */
+static int64_t *padding_of(run *r, const int64_t *n) {
+    if (!(n[3] & PADDED)) return NULL;
+    int64_t *data = mt_malloc(n[0] * 8);
+    for (int64_t t = 0; t < n[0]; t++) data[t] = t % 3 == 1 || t >= n[0] - n[0] / 5 ? -1 - t % 2 : t;
+    int64_t *device = upload(r, data, n[0], MT_I64, false);
     free(data);
     return device;
 }
@@ -514,7 +527,7 @@ static void route_forward(run *r, const int64_t *n) {
     float *probs = float_output(r, n[0] * n[2]), *logits = logits_of(r, n);
     float *bias = n[3] & BIASED ? float_input(r, n[1], POSITIVE) : NULL;
     int32_t *experts = int_output(r, n[0] * n[2]), *invalid = int_output(r, 1);
-    r->ops->route_forward(probs, experts, invalid, logits, bias, n[0], &router, r->stream);
+    r->ops->route_forward(probs, experts, invalid, logits, bias, padding_of(r, n), n[0], &router, r->stream);
 }
 
 static void route_sinkhorn(run *r, const int64_t *n) { // a part of the tokens
@@ -523,14 +536,14 @@ static void route_sinkhorn(run *r, const int64_t *n) { // a part of the tokens
     int64_t first = n[0] / 3, count = n[0] - n[0] / 2;
     float *probs = float_output(r, count * n[2]), *logits = logits_of(r, n);
     int32_t *experts = int_output(r, count * n[2]), *invalid = int_output(r, 1);
-    r->ops->route_sinkhorn(probs, experts, invalid, logits, n[0], first, count, &router, r->stream);
+    r->ops->route_sinkhorn(probs, experts, invalid, logits, padding_of(r, n), n[0], first, count, &router, r->stream);
 }
 
 static void route_backward(run *r, const int64_t *n) {
     mt_router router = router_of(n);
     float *dlogits = float_output(r, n[0] * n[1]), *dprobs = float_input(r, n[0] * n[2], NORMAL);
     float *logits = float_input(r, n[0] * n[1], NORMAL);
-    int32_t *experts = choices_of(r, n[0], n[1], n[2], 0);
+    int32_t *experts = choices_of(r, n[0], n[1], n[2], n[3] & PADDED ? -3 : 0);
     r->ops->route_backward(dlogits, dprobs, experts, logits, n[0], &router, r->stream);
 }
 
@@ -539,16 +552,18 @@ static void aux_loss_forward(run *r, const int64_t *n) {
     float *sums = float_output(r, 2 * n[6] * n[1]), *logits = n[3] & WRONG ? NULL : logits_of(r, n);
     double *z_sum = numbers(r, MT_F64, 1, POSITIVE, true);
     if (!logits) logits = float_input(r, n[0] * n[1], NORMAL);
-    r->ops->aux_loss_forward(&(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), sums, .z_sum = z_sum},
-                             r->stream);
+    r->ops->aux_loss_forward(
+        &(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), padding_of(r, n), sums, .z_sum = z_sum},
+        r->stream);
 }
 
 static void aux_loss_value(run *r, const int64_t *n) { // of sequences without tokens too
     mt_router router = router_of(n);
     float *sums = float_output(r, 2 * n[6] * n[1]), *logits = float_input(r, n[0] * n[1], NORMAL);
     double *z_sum = numbers(r, MT_F64, 1, POSITIVE, false), *loss = numbers(r, MT_F64, 1, POSITIVE, true);
-    r->ops->aux_loss_forward(&(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), sums, .z_sum = z_sum},
-                             r->stream);
+    r->ops->aux_loss_forward(
+        &(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), padding_of(r, n), sums, .z_sum = z_sum},
+        r->stream);
     r->ops->aux_loss_value(loss, sums, n[6], n[1], r->stream);
 }
 
@@ -556,8 +571,9 @@ static void aux_loss_backward(run *r, const int64_t *n) {
     mt_router router = router_of(n);
     float *dlogits = float_changed(r, n[0] * n[1], NORMAL), *logits = float_input(r, n[0] * n[1], NORMAL);
     float *counts = float_input(r, n[6] * n[1], ONES);
-    r->ops->aux_loss_backward(&(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), .counts = counts,
-                                                  .aux_scale = 0.7f, .z_scale = 0.3f, .dlogits = dlogits},
+    r->ops->aux_loss_backward(&(mt_aux_loss_args){n[6], n[0], &router, logits, sequences_of(r, n), padding_of(r, n),
+                                                  .counts = counts, .aux_scale = 0.7f, .z_scale = 0.3f,
+                                                  .dlogits = dlogits},
                               r->stream);
 }
 
@@ -1043,6 +1059,12 @@ static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 
                                                    {41, 520, 4, PRE_SOFTMAX | WRONG, 130, 2, 2},
                                                    {9, 1000, 16, SIGMOID | BIASED, 0, 0, 2},
                                                    {1000, 16, 4, ONE_SEQUENCE, 0, 0, 1},
+                                                   {130, 8, 2, PADDED | EQUALS | WRONG, 0, 0, 3},
+                                                   {333, 128, 8, PADDED | ONE_SEQUENCE, 0, 0, 1},
+                                                   {65, 256, 8, PADDED | SIGMOID | BIASED | WRONG, 8, 4, 2},
+                                                   {99, 160, 6, PADDED | PRE_SOFTMAX | EQUALS, 40, 2, 4},
+                                                   {41, 520, 4, PADDED | PRE_SOFTMAX | WRONG, 130, 2, 2},
+                                                   {50, 33, 1, PADDED | SIGMOID, 0, 0, 1},
                                                    {0}};
 static const int64_t router_logit_shapes[][MAX_SIZES] = {{1, 8, 16}, {7, 33, 17}, {130, 8, 96}, {333, 128, 512}, {0}};
 /* T, E, k, first, count, capacity, by position */

@@ -23,6 +23,18 @@ the_demo_leaves_its_files() {
     [ -s "$work/demo/reward.svg" ] && says "^4\. curves: $work/demo/reward.svg" "$work/out"
 }
 
+# As on a GPU: the shape of a file, with its batches and learning rates, but few steps.
+the_demo_takes_a_shape() {
+    DEMO_DIR=$work/shape DEMO_MODEL=tiny-gpt2 DEMO_ITERS=2 DEMO_FORMAT='--train-iters 3' \
+        DEMO_TASK='--rollout-batch-size 32' data/demo-rl.sh >"$work/out" 2>"$work/err" || return 1
+    says '^3\. task: 2 iterations of GRPO' "$work/out" && says '"model_type": "gpt2"' "$work/shape/sorts/config.json" &&
+        says '"n_layer": 4' "$work/shape/sorts/config.json" || return 1
+    for phase in generation reward scoring training; do
+        says "^ *$phase  *[1-9][0-9]*  *[0-9.]*  *[1-9][0-9]*  *[0-9.]*%$" "$work/out" || return 1
+    done
+}
+
 check the_demo_learns_to_sort the_demo_learns_to_sort
 check the_demo_leaves_its_files the_demo_leaves_its_files
+check the_demo_takes_a_shape the_demo_takes_a_shape
 exit $failed

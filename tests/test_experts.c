@@ -166,7 +166,7 @@ static void assert_routes(const json_t *c, const mt_router *router, const float 
     double *want_map = json_numbers(json_object_get(c, "map"), T * E);
     double *got_probs = mt_calloc(T * E * 8), *got_map = mt_calloc(T * E * 8);
     int32_t *experts = mt_malloc(T * k * 4), invalid = 3;
-    ops->route_forward(probs, experts, &invalid, logits, bias, T, router, NULL);
+    ops->route_forward(probs, experts, &invalid, logits, bias, NULL, T, router, NULL);
     assert_int_equal(invalid, 3);
     for (int64_t i = 0; i < T * k; i++) {
         got_probs[i / k * E + experts[i]] = (double)probs[i];
@@ -188,14 +188,14 @@ static void assert_aux_losses(const json_t *c, const mt_router *router, const fl
     double *want_scores = json_numbers(json_object_get(c, "aux_scores"), T * E);
     double *want_map = json_numbers(json_object_get(c, "aux_map"), T * E);
     for (int64_t t = 0; t < T; t++) sequence[t] = (int32_t)t;
-    ops->aux_loss_forward(&(mt_aux_loss_args){T, T, router, logits, sequence, sums, .z_sum = &z_sum}, NULL);
+    ops->aux_loss_forward(&(mt_aux_loss_args){T, T, router, logits, sequence, NULL, sums, .z_sum = &z_sum}, NULL);
     double *got = load(sums, 2 * T * E, MT_F32);
     assert_near("aux_scores", got, want_scores, T * E, 1e-6);
     assert_memory_equal(got + T * E, want_map, T * E * 8);
     double z = z_sum / (double)T * 1e-3;
     assert_near("z loss", &z, &want_z, 1, 1e-6);
     z_sum = 5;
-    ops->aux_loss_forward(&(mt_aux_loss_args){1, T, router, logits, NULL, sums, .z_sum = &z_sum}, NULL);
+    ops->aux_loss_forward(&(mt_aux_loss_args){1, T, router, logits, NULL, NULL, sums, .z_sum = &z_sum}, NULL);
     z = (z_sum - 5) / (double)T * 1e-3;
     assert_near("z loss of one sequence", &z, &want_z, 1, 1e-6);
     ops->aux_loss_value(&aux, sums, 1, E, NULL);
@@ -306,7 +306,7 @@ static void routes_match_float64_and_finite_differences(void **state) {
         float *x = store(logits, n, MT_F32), *b = bias ? store(bias, E, MT_F32) : NULL, *p = mt_malloc(T * k * 4);
         float *dp = store(dprobs, T * k, MT_F32), *dx = nans(n, MT_F32);
         int32_t *experts = mt_malloc(T * k * 4), *chosen = mt_malloc(T * k * 4), invalid = 0;
-        ops->route_forward(p, experts, &invalid, x, b, T, r, NULL);
+        ops->route_forward(p, experts, &invalid, x, b, NULL, T, r, NULL);
         ops->route_backward(dx, dp, experts, x, T, r, NULL);
         for (int64_t t = 0; t < T; t++) reference_choice(chosen + t * k, logits + t * E, bias, r);
         assert_memory_equal(experts, chosen, T * k * 4);
@@ -330,14 +330,14 @@ static void equal_scores_choose_the_lowest_expert(void **state) {
     mt_router router = {.num_experts = 8, .topk = 3, .sigmoid = true, .scaling = 1};
     float probs[6], bias[8] = {0};
     int32_t experts[6], invalid = 0;
-    ops->route_forward(probs, experts, &invalid, &logits[0][0], NULL, 2, &router, NULL);
+    ops->route_forward(probs, experts, &invalid, &logits[0][0], NULL, NULL, 2, &router, NULL);
     assert_memory_equal(experts, plain, sizeof plain);
     bias[7] = 0.01f;
-    ops->route_forward(probs, experts, &invalid, &logits[0][0], bias, 1, &router, NULL);
+    ops->route_forward(probs, experts, &invalid, &logits[0][0], bias, NULL, 1, &router, NULL);
     assert_true(experts[0] == 7 && experts[1] == 1 && experts[2] == 2);
     for (int j = 0; j < 3; j++) assert_true(fabsf(probs[j] - 1.0f / 3) < 1e-6f);
     mt_router grouped = {.num_experts = 8, .topk = 2, .num_groups = 4, .group_topk = 1, .scaling = 1};
-    ops->route_forward(probs, experts, &invalid, &logits[0][0], NULL, 1, &grouped, NULL);
+    ops->route_forward(probs, experts, &invalid, &logits[0][0], NULL, NULL, 1, &grouped, NULL);
     assert_true(experts[0] == 4 && experts[1] == 5);
 }
 
@@ -352,9 +352,9 @@ static void non_finite_logits_are_counted_and_affect_their_token_only(void **sta
         float *sums = mt_malloc(2 * 2 * E * 4);
         int32_t *experts = mt_malloc(2 * T * k * 4), *clean_experts = experts + T * k, invalid = 0;
         int32_t sequence[T] = {0, 1, 0, 1, 0, 1, 0};
-        ops->route_forward(clean, clean_experts, &invalid, logits, NULL, T, r, NULL);
+        ops->route_forward(clean, clean_experts, &invalid, logits, NULL, NULL, T, r, NULL);
         logits[1 * E + E - 1] = NAN, logits[3 * E] = INFINITY, logits[5 * E + 1] = -INFINITY;
-        ops->route_forward(probs, experts, &invalid, logits, NULL, T, r, NULL);
+        ops->route_forward(probs, experts, &invalid, logits, NULL, NULL, T, r, NULL);
         assert_int_equal(invalid, 3);
         for (int64_t t = 0; t < T; t++)
             for (int64_t j = 0; j < k; j++) {
@@ -362,7 +362,7 @@ static void non_finite_logits_are_counted_and_affect_their_token_only(void **sta
                 assert_int_equal(experts[at], t % 2 ? j : clean_experts[at]);
                 assert_true(t % 2 ? isnan(probs[at]) : probs[at] == clean[at]);
             }
-        ops->aux_loss_forward(&(mt_aux_loss_args){2, T, r, logits, sequence, sums, .z_sum = &z_sum}, NULL);
+        ops->aux_loss_forward(&(mt_aux_loss_args){2, T, r, logits, sequence, NULL, sums, .z_sum = &z_sum}, NULL);
         assert_true(isnan(z_sum) || isinf(z_sum));
         float counted = 0, wrong = 0;
         for (int64_t e = 0; e < E; e++) {
@@ -430,7 +430,7 @@ static void sinkhorn_routing_equals_megatrons_in_float64(void **state) {
             int64_t rank = rank_of(scaled + j / E * E, E, j % E);
             if (rank < k) chosen[j / E * k + rank] = (int32_t)(j % E);
         }
-        ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+        ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
         assert_memory_equal(experts, chosen, T * k * 4);
         route_shape shape = {T, r, experts};
         route_reference(want, logits, &shape);
@@ -438,8 +438,8 @@ static void sinkhorn_routing_equals_megatrons_in_float64(void **state) {
         assert_near("probs", got, want, T * k, 1e-6);
         memset(experts, 0xff, T * k * 4);
         float *parts = nans(T * k, MT_F32);
-        ops->route_sinkhorn(parts, experts, &invalid, x, T, 0, FIRST, r, NULL);
-        ops->route_sinkhorn(parts + FIRST * k, experts + FIRST * k, &invalid, x, T, FIRST, T - FIRST, r, NULL);
+        ops->route_sinkhorn(parts, experts, &invalid, x, NULL, T, 0, FIRST, r, NULL);
+        ops->route_sinkhorn(parts + FIRST * k, experts + FIRST * k, &invalid, x, NULL, T, FIRST, T - FIRST, r, NULL);
         assert_memory_equal(experts, chosen, T * k * 4);
         assert_memory_equal(parts, p, T * k * 4);
         assert_int_equal(invalid, 5);
@@ -462,9 +462,9 @@ static void sinkhorn_evens_loads_that_topk_does_not(void **state) {
     double *logits = uneven_logits(T, E);
     float *x = store(logits, T * E, MT_F32), *p = mt_malloc(T * 4);
     int32_t *experts = mt_malloc(T * 4), invalid = 0;
-    ops->route_forward(p, experts, &invalid, x, NULL, T, r, NULL);
+    ops->route_forward(p, experts, &invalid, x, NULL, NULL, T, r, NULL);
     assert_true(greatest_load(experts, T, E) > 3 * T / E);
-    ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+    ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
     assert_true(greatest_load(experts, T, E) < 1.25 * T / E);
     free(logits), free(x), free(p), free(experts);
 }
@@ -476,21 +476,79 @@ static void sinkhorn_ignores_non_finite_tokens_and_ends_for_all_others(void **st
     double *logits = uneven_logits(T, E);
     float *x = store(logits, T * E, MT_F32), p[T * K], clean[T * K];
     int32_t experts[T * K], others[T * K], invalid = 0;
-    ops->route_sinkhorn(clean, others, &invalid, x + E, T - 1, 0, T - 1, r, NULL);
+    ops->route_sinkhorn(clean, others, &invalid, x + E, NULL, T - 1, 0, T - 1, r, NULL);
     x[3] = NAN;
-    ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+    ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
     assert_true(invalid == 1 && experts[0] == 0 && experts[1] == 1 && isnan(p[0]) && isnan(p[1]));
     assert_memory_equal(experts + K, others, (T - 1) * K * 4);
     assert_memory_equal(p + K, clean, (T - 1) * K * 4);
     for (int64_t i = 0; i < T * E; i++) x[i] = i % E == 0 ? 3e38f : i / E % 2 ? -3e38f : 1000.0f * (float)(i % 5);
     invalid = 0;
-    ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+    ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
     for (int64_t i = 0; i < T * K; i++) assert_true(experts[i] >= 0 && experts[i] < E && isfinite(p[i]));
     for (int64_t t = 0; t < T; t++) assert_true(experts[t * K] != experts[t * K + 1]);
     for (int64_t i = 0; i < T * E; i++) x[i] = INFINITY;
-    ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+    ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
     assert_int_equal(invalid, T);
     free(logits), free(x);
+}
+
+/* Rows [T, n] with padding of `fill` between them: token t is row 2 t + 1. */
+static float *spread_rows(const float *x, int64_t T, int64_t n, float fill) {
+    float *rows = mt_malloc(2 * T * n * 4);
+    for (int64_t i = 0; i < 2 * T * n; i++) rows[i] = i / n % 2 ? x[i / n / 2 * n + i % n] : fill;
+    return rows;
+}
+
+/* Checks rows [2 T, n] that spread_rows made room for: those of x, and padding of `fill`. */
+static void assert_spread(const float *rows, const float *x, int64_t T, int64_t n, float fill) {
+    float *want = spread_rows(x, T, n, fill);
+    assert_memory_equal(rows, want, 2 * T * n * 4);
+    free(want);
+}
+
+/* Padding has NaN logits, which nothing reads. */
+static void padding_visits_no_expert_and_changes_nothing(void **state) {
+    (void)state;
+    enum { T = 29, S = 3, MOST_E = 70, MOST_K = 8 };
+    int64_t index[2 * T];
+    int32_t sequence[2 * T], packed_sequence[T];
+    for (int t = 0; t < 2 * T; t++) index[t] = t % 2 ? t : -1 - t, sequence[t] = t / 2 % S;
+    for (int t = 0; t < T; t++) packed_sequence[t] = t % S;
+    for (int i = 0; i < NUM_ROUTERS + 3; i++) {
+        const mt_router *r = i < NUM_ROUTERS ? &routers[i] : &sinkhorn_routers[i - NUM_ROUTERS];
+        int64_t E = r->num_experts, k = r->topk;
+        double *logits = random_logits(T * E), *values = random_values(T * E), z[2] = {0};
+        float *x = store(logits, T * E, MT_F32), *dp = store(values, T * k, MT_F32), *dx = store(values, T * E, MT_F32);
+        float *spread = spread_rows(x, T, E, NAN), *spread_dp = spread_rows(dp, T, k, NAN);
+        float p[T * MOST_K], spread_p[2 * T * MOST_K], sums[2][2 * S * MOST_E], spread_dx[2 * T * MOST_E];
+        int32_t experts[T * MOST_K], spread_experts[2 * T * MOST_K], invalid = 0;
+        if (i < NUM_ROUTERS) {
+            ops->route_forward(p, experts, &invalid, x, NULL, NULL, T, r, NULL);
+            ops->route_forward(spread_p, spread_experts, &invalid, spread, NULL, index, 2 * T, r, NULL);
+        } else {
+            ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
+            ops->route_sinkhorn(spread_p, spread_experts, &invalid, spread, index, 2 * T, 0, 8, r, NULL);
+            ops->route_sinkhorn(spread_p + 8 * k, spread_experts + 8 * k, &invalid, spread, index, 2 * T, 8, 2 * T - 8,
+                                r, NULL);
+        }
+        assert_int_equal(invalid, 0);
+        assert_spread(spread_p, p, T, k, 0);
+        for (int64_t j = 0; j < 2 * T * k; j++)
+            assert_int_equal(spread_experts[j], j / k % 2 ? experts[j / k / 2 * k + j % k] : -1);
+        ops->route_backward(dx, dp, experts, x, T, r, NULL);
+        ops->route_backward(spread_dx, spread_dp, spread_experts, spread, 2 * T, r, NULL);
+        assert_spread(spread_dx, dx, T, E, 0);
+        mt_aux_loss_args a = {S, T, r, x, packed_sequence, NULL, sums[0], &z[0], sums[0] + S * E, 0.5f, 0.25f, dx};
+        mt_aux_loss_args b = {S,     2 * T,           r,    spread, sequence, index, sums[1],
+                              &z[1], sums[1] + S * E, 0.5f, 0.25f,  spread_dx};
+        ops->aux_loss_forward(&a, NULL), ops->aux_loss_forward(&b, NULL);
+        assert_memory_equal(sums[0], sums[1], 2 * S * E * 4);
+        assert_true(z[0] == z[1] && z[0] > 0);
+        ops->aux_loss_backward(&a, NULL), ops->aux_loss_backward(&b, NULL);
+        assert_spread(spread_dx, dx, T, E, 0);
+        free(logits), free(values), free(x), free(dp), free(dx), free(spread), free(spread_dp);
+    }
 }
 
 /* ==== auxiliary loss ============================================================================================= */
@@ -540,7 +598,7 @@ static void aux_loss_matches_float64_and_finite_differences(void **state) {
         float *x = store(logits, n, MT_F32), *dx = store(before, n, MT_F32), *sums = nans(2 * S * E, MT_F32);
         aux_loss_shape shape = {S, T, r, sequence, counts};
         aux_loss_reference(want, logits, &shape);
-        ops->aux_loss_forward(&(mt_aux_loss_args){S, T, r, x, sequence, sums, .z_sum = &got[1]}, NULL);
+        ops->aux_loss_forward(&(mt_aux_loss_args){S, T, r, x, sequence, NULL, sums, .z_sum = &got[1]}, NULL);
         ops->aux_loss_value(&got[0], sums, S, E, NULL);
         assert_near("losses", got, want, 2, 1e-6);
         for (int64_t j = 0; j < S * E; j++) assert_true((double)sums[S * E + j] == counts[j]);
@@ -562,17 +620,17 @@ static void aux_loss_is_per_sequence_or_over_the_batch(void **state) {
     float *x = store(logits, T * E, MT_F32), sums[2 * S * E], part[2 * E];
     int32_t sequence[T];
     for (int t = 0; t < T; t++) sequence[t] = t / (T / S);
-    ops->aux_loss_forward(&(mt_aux_loss_args){S, T, r, x, sequence, sums, .z_sum = &z_sum}, NULL);
+    ops->aux_loss_forward(&(mt_aux_loss_args){S, T, r, x, sequence, NULL, sums, .z_sum = &z_sum}, NULL);
     ops->aux_loss_value(&loss, sums, S, E, NULL);
     for (int s = 0; s < S; s++) {
-        ops->aux_loss_forward(&(mt_aux_loss_args){1, T / S, r, x + s * (T / S) * E, NULL, part, .z_sum = &z_parts},
-                              NULL);
+        ops->aux_loss_forward(
+            &(mt_aux_loss_args){1, T / S, r, x + s * (T / S) * E, NULL, NULL, part, .z_sum = &z_parts}, NULL);
         ops->aux_loss_value(&parts, part, 1, E, NULL);
         assert_memory_equal(part, sums + s * E, E * 4);
         assert_memory_equal(part + E, sums + (S + s) * E, E * 4);
     }
     assert_true(loss == parts && z_sum == z_parts);
-    ops->aux_loss_forward(&(mt_aux_loss_args){1, T, r, x, NULL, part, .z_sum = &z_parts}, NULL);
+    ops->aux_loss_forward(&(mt_aux_loss_args){1, T, r, x, NULL, NULL, part, .z_sum = &z_parts}, NULL);
     for (int i = 0; i < 2 * E; i++) {
         float sum = 0;
         for (int s = 0; s < S; s++) sum += sums[(i / E * S + s) * E + i % E];
@@ -1052,7 +1110,7 @@ static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     float logits[T], gates[T], y[T * F], dgates[T], dlogits[T], gradients[GATED_INPUTS];
     int32_t experts[T], invalid = 0;
     ops->router_logits(logits, x, w, T, 1, C, MT_F32, NULL);
-    ops->route_forward(gates, experts, &invalid, logits, NULL, T, &one, NULL);
+    ops->route_forward(gates, experts, &invalid, logits, NULL, NULL, T, &one, NULL);
     ops->activation_forward(&(mt_activation_args){T, F, MT_ACTIVATION_SWIGLU, gate_up, gates, .y = y}, MT_F32, NULL);
     gated_reference(want, in, NULL);
     double *got = load(y, T * F, MT_F32);
@@ -1181,15 +1239,15 @@ static uint64_t hash_routing(mt_dtype dtype) {
         mt_router router = routers[i];
         router.num_experts = E, router.topk = smaller(router.topk, 4);
         if (router.num_groups) router.num_groups = 4;
-        ops->route_forward(probs, experts, &invalid, logits, NULL, T, &router, NULL);
+        ops->route_forward(probs, experts, &invalid, logits, NULL, NULL, T, &router, NULL);
         ops->route_backward(dlogits, probs, experts, logits, T, &router, NULL);
-        ops->aux_loss_forward(&(mt_aux_loss_args){S, T, &router, logits, sequence, sums, .z_sum = &z_sum}, NULL);
+        ops->aux_loss_forward(&(mt_aux_loss_args){S, T, &router, logits, sequence, NULL, sums, .z_sum = &z_sum}, NULL);
         ops->aux_loss_backward(&(mt_aux_loss_args){S, T, &router, logits, sequence, .counts = sums + S * E,
                                                    .aux_scale = 0.5f, .z_scale = 0.25f, .dlogits = dlogits},
                                NULL);
         hash = hash_bytes(hash, probs, T * router.topk * 4);
         router = sinkhorn_routers[i % 2], router.num_experts = E;
-        ops->route_sinkhorn(probs, experts, &invalid, logits, T, 0, T, &router, NULL);
+        ops->route_sinkhorn(probs, experts, &invalid, logits, NULL, T, 0, T, &router, NULL);
         hash = hash_bytes(hash, experts, T * router.topk * 4);
         hash = hash_bytes(hash, dlogits, sizeof dlogits);
         hash = hash_bytes(hash_bytes(hash, sums, sizeof sums), &z_sum, 8);
@@ -1270,6 +1328,7 @@ int main(void) {
         cmocka_unit_test(sinkhorn_routing_equals_megatrons_in_float64),
         cmocka_unit_test(sinkhorn_evens_loads_that_topk_does_not),
         cmocka_unit_test(sinkhorn_ignores_non_finite_tokens_and_ends_for_all_others),
+        cmocka_unit_test(padding_visits_no_expert_and_changes_nothing),
         cmocka_unit_test(equal_scores_choose_the_lowest_expert),
         cmocka_unit_test(non_finite_logits_are_counted_and_affect_their_token_only),
         cmocka_unit_test(aux_loss_matches_float64_and_finite_differences),

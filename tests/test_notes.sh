@@ -7,6 +7,9 @@
 #   <!-- prints -->           the block or table below is what the block before it printed; "..." is any text. Numbers
 #                             may differ by one in the last digit, and by 5% with <!-- prints 5% -->
 #
+# Every other number in the text has a source, as tests/note_numbers.awk says: an equation, a block of the page, the
+# section of the lab notes that the paragraph links, or a comment with an equation or a reason.
+#
 # MT_NOTES names pages to check; by default all are.
 set -u
 . tests/suite.sh
@@ -92,6 +95,26 @@ names_exist() {
     [ -s "$work/names" ] && ! [ -s "$work/err" ]
 }
 
+# numbers_have_sources PAGE...
+numbers_have_sources() {
+    for page; do awk -f tests/note_numbers.awk "$page" || :; done >"$work/err" 2>&1
+    ! [ -s "$work/err" ]
+}
+
+# The lab notes: each section names the machine of its measurements, or counts, and a command.
+measurements_can_be_repeated() {
+    awk '
+        function end_section() {
+            if (name == "") return
+            if (text !~ /H100|H200|EPYC|core|counted/) lacks("a machine")
+            if (text !~ /`[^`]*(\.\/train|build\/|make |tests\/)[^`]*`|    \.\/train/) lacks("a command")
+        }
+        function lacks(what) { print "notes/lab.md: " name " lacks " what; failed = 1 }
+        /^## / { end_section(); name = $0; text = "" }
+        { text = text $0 " " }
+        END { end_section(); exit failed }' "${1:-notes/lab.md}" >"$work/err"
+}
+
 # has_form PAGE...: a chapter asks a question, shows a picture, and has the same sections as all others.
 has_form() {
     for page; do
@@ -136,6 +159,9 @@ experiments() {
 write_page() {
     cat <<'END'
 Code, `mt_slots_place` (§9b), with `--num-layers`; [a link](page.md) and [one to a section](page.md#a-section).
+Its 32 rows of 4 bytes are 32 x 4 = 128 bytes, and 64 rows take 0.256 KB.
+
+<!-- 64 * 4 / 1000 = 0.256 -->
 
 ## A section
 
@@ -177,7 +203,7 @@ sees() {
 
 the_checks_see_errors() {
     write_page | awk -f notes/weave.awk >"$work/page.md" || return 1
-    for test in quotes_are_the_source names_exist experiments; do passes $test '' || return 1; done
+    for test in quotes_are_the_source names_exist numbers_have_sources experiments; do passes $test '' || return 1; done
     sees quotes_are_the_source 's/MT_KEEP/MT_KEEPS/' 'quotes another source' &&
         sees quotes_are_the_source 's/c mt_slots_place/c mt_nothing/' 'no definition of mt_nothing' &&
         sees quotes_are_the_source 's/_place -->/_place from "bool recompute" to "nothing" -->/' 'no lines from' &&
@@ -185,6 +211,11 @@ the_checks_see_errors() {
         sees names_exist 's/--num-layers/--num-layer/' 'no option --num-layer ' &&
         sees names_exist 's/§9b/§9c/' 'no section mt_slots_place 9c' &&
         sees names_exist 's/(page.md)/(nothing.md)/' 'no file .*nothing.md' &&
+        sees numbers_have_sources 's/32 x 4/33 x 4/' "= 128 does not hold: 132" &&
+        sees numbers_have_sources 's/take 0.256/take 0.265/' "0.265 has no source" &&
+        sees numbers_have_sources 's/64 rows/65 rows/' "65 has no source" &&
+        sees numbers_have_sources 's/-- 64/-- 65/' "65 . 4 . 1000 = 0.256 does not hold: 0.26" &&
+        sees numbers_have_sources 's/and 64.*//' "the text has no 0.256" &&
         sees names_exist 's/#a-section/#another/' 'no anchor .*another' &&
         passes experiments 's/| 1.25/| 1.26/' && # one in the last digit
         sees experiments 's/| 1.25/| 1.27/' 'says "one 1.27", and its commands print "one 1.25"' &&
@@ -216,6 +247,8 @@ make_tree "$tree" || exit 1
 {
     check quotes_are_the_source quotes_are_the_source $pages README.md
     check names_exist names_exist $pages README.md notes/lab.md
+    check numbers_have_sources numbers_have_sources $pages README.md
+    check measurements_can_be_repeated measurements_can_be_repeated
     check chapters_have_one_form has_form $pages
 }
 [ -n "${MT_NOTES:-}" ] || check the_checks_see_errors the_checks_see_errors

@@ -786,6 +786,10 @@ static void every_name_of_megatron_has_one_answer(void **state) {
                      is_row ? "is an option; remove it from data/megatron_names.c"
                             : "has no answer in data/megatron_names.c");
         if (megatron.kind == MT_NAME_ALIAS) assert_non_null(mt_option_find(megatron.text, strlen(megatron.text)));
+        for (const char *at = megatron.text; at && (at = strstr(at, "--")); at += 2) { // options that an answer names
+            size_t length = strspn(at + 2, "abcdefghijklmnopqrstuvwxyz0123456789-");
+            if (!mt_option_find(at + 2, length)) fail_msg("--%s: %s", name, megatron.text);
+        }
         mt_options options;
         mt_error error = {""};
         snprintf(option, sizeof option, "--%s", name);
@@ -892,6 +896,19 @@ static void options_that_megatron_lacks_are_marked(void **state) {
             fail_msg("--%s: .own must be %s", row->name, row->own ? "left out" : "true");
 }
 
+/* Names of features that have other names here. */
+static void answers_name_the_option_to_use(void **state) {
+    (void)state;
+    expect_error(RUN "--grpo-group-size 8", "--grpo-group-size is named --num-return-sequences here");
+    expect_error(RUN "--perform-rl-step", "--perform-rl-step is not supported (--stage rl is reinforcement learning");
+    expect_error(RUN "--rl-inference-tensor-model-parallel-size 2", "is named --rollout-tensor-model-parallel-size");
+    expect_error(RUN "--logits-load-dir d", "is named --teacher-load, with --stage kd");
+    expect_error(RUN "--sft-tokenizer-prompt-format x", "is named --chat-template here");
+    expect_error(RUN "--cpu-offloading", "--fine-grained-activation-offloading keeps the activations");
+    expect_error(RUN "--grad-reduce-in-bf16", "not supported (other types of the residual stream");
+    expect_error(RUN "--moe-shared-expert-overlap=false", "can only be true here: a shared expert runs during");
+}
+
 static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
     mt_options options;
@@ -963,6 +980,8 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
     expect_error(RUN "--use-megatron-fsdp --ckpt-format torch_dist", "--ckpt-format is not supported");
     expect_error(RUN "--use-megatron-fsdp --ckpt-format", "--ckpt-format is not supported");
     expect_error(RUN "--optimizer muon", "--optimizer can only be adam here");
+    expect_good(&options, RUN "--moe-shared-expert-overlap --perform-rl-step=False");
+    mt_options_free(&options);
     expect_error(RUN "--attention-softmax-in-fp32=1", "expects true or false, got '1'");
     expect_error(RUN "--optimizer", "--optimizer expects adam, got nothing");
 }
@@ -2218,6 +2237,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(infer_is_checked_too),
     cmocka_unit_test(every_name_of_megatron_has_one_answer),
     cmocka_unit_test(options_that_megatron_lacks_are_marked),
+    cmocka_unit_test(answers_name_the_option_to_use),
     cmocka_unit_test(all_refused_names_are_reported_at_once),
     cmocka_unit_test(other_names_of_an_option_set_it),
     cmocka_unit_test(names_that_state_what_is_so_take_no_other_value),

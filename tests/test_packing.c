@@ -393,7 +393,8 @@ typedef struct trained {
 } trained;
 
 /* One step over the rows of `config`; its loss, and the sum of the gradients of every micro-batch. */
-static trained train_step(const mt_samples *samples, mt_data_config config, int64_t rows, int64_t micro_batch_size) {
+static trained train_step(const mt_samples *samples, mt_data_config config, int64_t rows, int64_t micro_batch_size,
+                          bool has_experts) {
     mt_options options;
     mt_error error;
     const char *const settings[][2] = {{"num_layers", "2"},
@@ -409,9 +410,16 @@ static trained train_step(const mt_samples *samples, mt_data_config config, int6
                                        {"clip_grad", "0"},
                                        {"swiglu", "true"},
                                        {"normalization", "RMSNorm"},
-                                       {"disable_bias_linear", "true"}};
+                                       {"disable_bias_linear", "true"},
+                                       {"num_experts", "4"}, // from here on: experts
+                                       {"moe_router_topk", "2"},
+                                       {"moe_ffn_hidden_size", "24"},
+                                       {"moe_shared_expert_intermediate_size", "16"},
+                                       {"moe_aux_loss_coeff", "0.1"},
+                                       {"moe_z_loss_coeff", "0.01"},
+                                       {"moe_router_load_balancing_type", "seq_aux_loss"}};
     mt_options_default(&options);
-    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
+    for (size_t i = 0; i < sizeof settings / sizeof *settings - (has_experts ? 0 : 7); i++)
         assert_int_equal(mt_options_set(&options, settings[i][0], settings[i][1], &error), 0);
     if (mt_options_finish(&options, MT_PROGRAM_LIBRARY, 1, &error) != 0) fail_msg("%s", error.text);
     int64_t tokens = micro_batch_size * config.seq_length, count;
@@ -445,13 +453,14 @@ static trained train_step(const mt_samples *samples, mt_data_config config, int6
 }
 
 /* One sample a row and micro-batch against packed rows, padded or of variable length: the same loss and gradients.
- * Without dropout, whose coordinates are those of the rows. */
-static void packed_samples_train_as_one_by_one(void **state) {
-    (void)state;
+ * Without dropout, whose coordinates are those of the rows. Of a model with experts, the samples alone have no padding,
+ * which packed rows have. */
+static void check_packed_samples(bool has_experts) {
     enum { SAMPLES = 24, LENGTH = 96 };
     mt_samples samples = make_samples(SAMPLES, LENGTH);
     mt_data_config config = make_config(LENGTH, false);
-    trained alone = train_step(&samples, config, SAMPLES, 1);
+    config.variable_seq_lengths = has_experts;
+    trained alone = train_step(&samples, config, SAMPLES, 1, has_experts);
     for (int packs = 0; packs < 2; packs++)
         for (int variable = 0; variable < 2; variable++)
             for (int64_t each = 1; each <= 2; each++) {
@@ -461,7 +470,7 @@ static void packed_samples_train_as_one_by_one(void **state) {
                 int64_t count = (rows->num_samples + each - 1) / each * each;
                 mt_dataset_free(rows);
                 assert_true(!packs || count < SAMPLES);
-                trained packed = train_step(&samples, config, count, each);
+                trained packed = train_step(&samples, config, count, each, has_experts);
                 double largest = 0, worst = 0;
                 for (int64_t i = 0; i < alone.count; i++) {
                     largest = fmax(largest, fabs(alone.gradients[i]));
@@ -476,6 +485,16 @@ static void packed_samples_train_as_one_by_one(void **state) {
     mt_samples_free(&samples);
 }
 
+static void packed_samples_train_as_one_by_one(void **state) {
+    (void)state;
+    check_packed_samples(false);
+}
+
+static void padding_trains_no_router(void **state) {
+    (void)state;
+    check_packed_samples(true);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_row_holds_whole_samples_and_an_epoch_every_sample_once),
@@ -487,6 +506,7 @@ int main(void) {
         cmocka_unit_test(blocks_are_aligned_and_even),
         cmocka_unit_test(dynamic_blocks_are_even_and_faster),
         cmocka_unit_test(packed_samples_train_as_one_by_one),
+        cmocka_unit_test(padding_trains_no_router),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

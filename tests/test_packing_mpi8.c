@@ -1,5 +1,6 @@
 /* test_packing_mpi8.c: sequences of any length, several in a micro-batch and micro-batches of different lengths, train
- * on every layout as they do one by one on one rank, with every kind of loss: losses and gradient norms. */
+ * on every layout as they do one by one on one rank, with every kind of loss: losses, gradient norms and loads of
+ * experts. Padding changes none of these, nor what depends on the tokens of a micro-batch. */
 #include "../data/options.h"
 
 #include <math.h>
@@ -13,15 +14,13 @@
 enum { SAMPLES = 24, STEPS = 3, VOCABULARY = 61, LONGEST = 37, TOKENS = 400 };
 
 static mt_grid world;
-static bool even_lengths; // no padding, which an auxiliary loss would count
 
 /* ---- samples: functions of their numbers --------------------------------------------------------------------------
  */
 
 static int64_t sample_length(int64_t sample) {
     static const int64_t lengths[] = {13, 29, 1, 7, 22, 5, 2, 17, LONGEST, 11};
-    int64_t length = lengths[sample * 7 % 10];
-    return even_lengths ? mt_max(length - length % 2, 2) : length;
+    return lengths[sample * 7 % 10];
 }
 
 /* Operands of the losses on the host: around the log-probability of chance, around 0, and around 1. */
@@ -54,6 +53,7 @@ static void add_sample(mt_batch *batch, int64_t step, int64_t sample) {
 typedef struct dealer {
     const mt_grid *grid;
     int64_t step, slots, together; // 2: pairs
+    int64_t pads;                  // the tokens of a micro-batch are padded to a multiple; 0: to none
     bool dynamic, one_by_one;
 } dealer;
 
@@ -81,6 +81,13 @@ static int deal(void *context, int64_t index, mt_batch *batch, mt_error *error) 
     for (int64_t sample = 0; sample < SAMPLES; sample++)
         if (d->one_by_one ? sample / d->together == index : sample / d->together % blocks == mine)
             add_sample(batch, d->step, sample);
+    if (batch->num_tokens > 0 && d->pads == 0) return 0;
+    batch->num_tokens++; // one token is padding even if the others are a multiple
+    batch->spans[batch->num_spans++] = (mt_span){batch->num_tokens - 1, 1, batch->num_tokens - 1, 1, true};
+    batch->tokens[batch->num_tokens - 1] = batch->labels[batch->num_tokens - 1] = VOCABULARY - 1;
+    batch->loss_mask[batch->num_tokens - 1] = 0, batch->positions[batch->num_tokens - 1] = 0;
+    batch->token_index[batch->num_tokens - 1] = -1;
+    if (d->pads > 0) mt_batch_pad(batch, d->pads);
     return 0;
 }
 
@@ -88,7 +95,8 @@ static int deal(void *context, int64_t index, mt_batch *batch, mt_error *error) 
  */
 
 typedef struct results {
-    double loss[STEPS], norm[STEPS];
+    double loss[STEPS], norm[STEPS], experts[STEPS][4]; // auxiliary and z-loss, imbalance and the worst layer's
+    int64_t data_ranks;
 } results;
 
 static const mt_preference_config sigmoid = {MT_PREFERENCE_SIGMOID, 0.5, 0.1};
@@ -114,9 +122,9 @@ static mt_loss loss_of(const char *name) {
     return loss;
 }
 
-/* Trains a model on a layout, with `slots` micro-batches a step. */
+/* Trains a model on a layout, with `slots` micro-batches a step; slots 0: one of each sample, or pair. */
 static results train(const char *model, const char *layout, const char *loss_name, const mt_grid *start, int64_t slots,
-                     bool one_by_one) {
+                     int64_t pads) {
     char line[2048], *arguments[128];
     int count = 0;
     mt_error error;
@@ -124,7 +132,6 @@ static results train(const char *model, const char *layout, const char *loss_nam
     mt_model *m;
     mt_batch batch;
     results r;
-    even_lengths = strstr(model, "aux_loss");
     const mt_loss loss = loss_of(loss_name);
     snprintf(line, sizeof line,
              "train --mock-data --seq-length %d --train-iters %d --lr 5e-3 --lr-decay-style constant --adam-eps 1e-3 "
@@ -147,12 +154,15 @@ static results train(const char *model, const char *layout, const char *loss_nam
     mt_run_state state = {0};
     for (int step = 0; step < STEPS; step++) {
         int64_t together = loss.metrics == mt_preference.metrics ? 2 : 1;
-        dealer d = {&grid,     step, one_by_one ? SAMPLES / together : slots, together, o.dynamic_context_parallel,
-                    one_by_one};
+        dealer d = {&grid,     step, slots > 0 ? slots : SAMPLES / together, together, pads, o.dynamic_context_parallel,
+                    slots == 0};
         mt_metrics metrics;
         if (mt_train_step(m, &state, d.slots, deal, &d, &batch, &metrics, &error) != 0) fail_msg("%s", error.text);
         r.loss[step] = metrics.loss, r.norm[step] = metrics.grad_norm;
+        r.experts[step][0] = metrics.load_balancing_loss, r.experts[step][1] = metrics.z_loss;
+        r.experts[step][2] = metrics.imbalance, r.experts[step][3] = metrics.worst_imbalance;
     }
+    r.data_ranks = grid.data.size;
     mt_model_destroy(m);
     mt_batch_free(&batch);
     mt_options_free(&o);
@@ -166,7 +176,14 @@ static results train(const char *model, const char *layout, const char *loss_nam
 #define WINDOW   LLAMA "--window-size 9 "
 #define MTP      LLAMA "--mtp-num-layers 2 --untie-embeddings-and-output-weights "
 #define EXPERTS  ROTARY "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
-#define BALANCED EXPERTS "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss "
+#define LOSSES   EXPERTS "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
+#define BALANCED LOSSES "--moe-router-load-balancing-type seq_aux_loss "
+#define BIASED                                                                                                         \
+    BALANCED "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 " \
+             "--moe-shared-expert-intermediate-size 24 "
+#define GLOBAL   LOSSES "--moe-router-load-balancing-type global_aux_loss "
+#define CAPACITY LOSSES "--moe-expert-capacity-factor 0.75 "
+#define SINKHORN EXPERTS "--moe-router-pre-softmax --moe-router-load-balancing-type sinkhorn "
 #define BY       "--cp-comm-type "
 #define CP       "--context-parallel-size "
 #define TP       "--sequence-parallel --tensor-model-parallel-size "
@@ -182,6 +199,7 @@ static const struct {
     const char *model, *layout;
     int64_t slots;
     const char *loss; // NULL: that one
+    int64_t pads;     // more than 0: compared with one rank that has the same micro-batches without padding
 } rows[] = {
     {LLAMA, "", 3},
     {LLAMA, CP "2", 3},
@@ -204,6 +222,22 @@ static const struct {
     {EXPERTS, TP "2 " EP "2 --moe-token-dispatcher-type allgather", 3},
     {BALANCED, CP "2", 3},
     {BALANCED, CP "2 " EP "2 " BY "all_gather", 2},
+    {BALANCED, EP "4", 4}, // 32 places for 24 samples
+    {BIASED, CP "2 " EP "2", 3},
+    {BIASED, TP "2 " EP "2 --recompute-granularity full --recompute-method uniform", 3},
+    {BIASED, TP "2 " CP "2 " EP "2 --moe-token-dispatcher-type allgather", 3},
+    {BIASED, CP "2 " PP "2 " PER_RANK "2", 4},
+    {LOSSES, EP "2 --no-moe-permute-fusion", 2, NULL, 64},
+    {LOSSES, CP "2 " EP "4 --moe-token-dispatcher-type allgather", 2, NULL, 36},
+    {GLOBAL, TP "2 " EP "2", 2, NULL, 64},
+    {CAPACITY, CP "2 " EP "2", 2, NULL, 64},
+    {CAPACITY,
+     TP "2 " EP "4 --moe-pad-expert-input-to-capacity --recompute-granularity selective "
+        "--recompute-modules moe",
+     2, NULL, 6}, // ranks have micro-batches of different lengths
+    {CAPACITY "--moe-token-drop-policy position ", EP "4", 4, NULL, 40},
+    {SINKHORN, CP "2 " TP "2 " EP "2", 2, NULL, 64},
+    {SINKHORN, "", 2, NULL, 50},
     {LLAMA, CP "2 " SHARD "optim_grads_params", 2},
     {LLAMA, DYNAMIC CP "2", 3},
     {GPT2, DYNAMIC CP "4", 3},
@@ -237,27 +271,36 @@ static const struct {
     {LLAMA, DYNAMIC CP "4 " SHARD "optim_grads_params --overlap-grad-reduce", 3},
 };
 
+/* False if step `step` differs from the expected one; the first rank prints how. */
+static bool step_is_right(const results *r, const results *expected, int step, const char *name) {
+    const double *experts = r->experts[step], *wanted = expected->experts[step];
+    bool is_equal = fabs(r->loss[step] - expected->loss[step]) <= 1e-5 * fabs(expected->loss[step]) &&
+                    fabs(r->norm[step] - expected->norm[step]) <= 1e-5 * expected->norm[step];
+    for (int i = 0; i < 4; i++) is_equal = is_equal && fabs(experts[i] - wanted[i]) <= 1e-5 * wanted[i];
+    if (is_equal || world.world.rank > 0) return is_equal;
+    fprintf(stderr, "%s, step %d: loss %.9g, expected %.9g; norm %.9g, expected %.9g\n", name, step, r->loss[step],
+            expected->loss[step], r->norm[step], expected->norm[step]);
+    fprintf(stderr, "  auxiliary loss %.9g, expected %.9g; z-loss %.9g, %.9g; imbalance %.9g, %.9g; worst %.9g, %.9g\n",
+            experts[0], wanted[0], experts[1], wanted[1], experts[2], wanted[2], experts[3], wanted[3]);
+    return false;
+}
+
 static void packed_trains_as_one_by_one(void **state) {
     (void)state;
-    const char *reference = NULL, *reference_loss = NULL;
+    const char *reference = "", *reference_loss = "";
     results expected = {0};
     int failures = 0;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         const char *loss = rows[i].loss ? rows[i].loss : "nll";
-        if (!reference || strcmp(reference, rows[i].model) != 0 || strcmp(reference_loss, loss) != 0)
-            expected = train(rows[i].model, "", loss, &mt_grid_of_one, 0, true);
-        reference = rows[i].model, reference_loss = loss;
-        results r = train(rows[i].model, rows[i].layout, loss, &world, rows[i].slots, false);
-        for (int step = 0; step < STEPS; step++) {
-            bool is_equal = fabs(r.loss[step] - expected.loss[step]) <= 1e-5 * fabs(expected.loss[step]) &&
-                            fabs(r.norm[step] - expected.norm[step]) <= 1e-5 * expected.norm[step];
-            if (is_equal) continue;
-            failures++;
-            if (world.world.rank == 0)
-                fprintf(stderr, "%s: %s%s, step %d: loss %.9g, expected %.9g; norm %.9g, expected %.9g\n", loss,
-                        rows[i].model, rows[i].layout, step, r.loss[step], expected.loss[step], r.norm[step],
-                        expected.norm[step]);
-        }
+        char name[512];
+        snprintf(name, sizeof name, "%s: %s%s", loss, rows[i].model, rows[i].layout);
+        results r = train(rows[i].model, rows[i].layout, loss, &world, rows[i].slots, rows[i].pads);
+        if (rows[i].pads > 0)
+            expected = train(rows[i].model, "", loss, &mt_grid_of_one, rows[i].slots * r.data_ranks, 0);
+        else if (strcmp(reference, rows[i].model) != 0 || strcmp(reference_loss, loss) != 0)
+            expected = train(rows[i].model, "", loss, &mt_grid_of_one, 0, 0);
+        reference = rows[i].pads > 0 ? "" : rows[i].model, reference_loss = loss;
+        for (int step = 0; step < STEPS; step++) failures += !step_is_right(&r, &expected, step, name);
     }
     assert_int_equal(failures, 0);
 }

@@ -53,9 +53,50 @@ gains() {
     }
 }
 
+# phases_add_up METRICS RESPONSES SCORES TRAINED: tokens and seconds of the phases, in the metrics and in the table of
+# $work/out, which leaves out the first iteration. An iteration writes RESPONSES responses. Models score its sequences
+# SCORES times and train on them TRAINED times.
+phases_add_up() {
+    keys="response_tokens tokens_per_second iteration_ms"
+    for phase in generation reward scoring training; do keys="$keys ${phase}_tokens ${phase}_seconds"; done
+    for key in $keys; do series "$key" "$1" >"$work/series.$key"; done
+    # shellcheck disable=SC2046,SC2086
+    (cd "$work" && paste -d ' ' $(printf 'series.%s ' $keys)) >"$work/series"
+    awk -v responses="$2" -v scores="$3" -v trained="$4" '
+        function differs(a, b, tolerance) { return a < b * (1 - tolerance) || a > b * (1 + tolerance) }
+        FILENAME != ARGV[1] {
+            if ($1 == "phases") in_table = 1
+            if (in_table && $1 in tokens) {
+                rows++
+                if ($2 != tokens[$1] || $3 > seconds[$1] + 0.001 || $3 < seconds[$1] - 0.001) bad = bad " " $1
+                if (differs($2 / $3, $4, 0.01) && $3 > 0.1 || differs(100 * $3 / all, $5 + 0, 0.02) && $5 > 5)
+                    bad = bad " rates of " $1
+            }
+            next
+        }
+        NF != 11 { bad = bad " fields" }
+        {
+            sequences = $2 * $3 / 1000
+            if (differs($4, responses * $1, 1e-9) || $6 != $4) bad = bad " responses"
+            if (differs($8, scores * sequences, 1e-9) || differs($10, trained * sequences, 1e-9)) bad = bad " sequences"
+            if ($5 + $7 + $9 + $11 > $3 / 1000) bad = bad " seconds"
+            if (NR == 1) next
+            tokens["generation"] += $4; tokens["reward"] += $6; tokens["scoring"] += $8; tokens["training"] += $10
+            seconds["generation"] += $5; seconds["reward"] += $7; seconds["scoring"] += $9; seconds["training"] += $11
+            phases += $5 + $7 + $9 + $11; all += $3 / 1000
+        }
+        END {
+            if (phases < 0.95 * all) bad = bad " " phases " s of " all
+            if (rows != 4) bad = bad " table"
+            if (bad) print "phases:" bad
+            exit bad != ""
+        }' "$work/series" "$work/out"
+}
+
 grpo_learns() {
     learn 1 "$work/grpo" --rollout-batch-size 16 --num-return-sequences 8 --train-iters 60 --lr 2e-3 \
-        --reward number && gains "$work/grpo" && series advantage "$work/grpo" | grep -q . &&
+        --reward number && gains "$work/grpo" && phases_add_up "$work/grpo" 128 1 1 &&
+        series advantage "$work/grpo" | grep -q . &&
         series entropy "$work/grpo" | awk 'NR == 1 { first = $1 } END { exit !($1 < first / 2 && $1 > 0) }' &&
         ! grep -q 'ref_kl\|value_\|groups_dropped' "$work/grpo" # not measured
 }
@@ -63,7 +104,7 @@ grpo_learns() {
 ppo_with_a_critic_learns() {
     learn 1 "$work/ppo" --rollout-batch-size 128 --num-return-sequences 1 --train-iters 40 --lr 2e-3 \
         --adv-estimator gae --whiten-advantages --critic-lr 5e-3 --ppo-epochs 2 --global-batch-size 64 \
-        --kl-loss-coef 0.001 --value-clip 0.5 && gains "$work/ppo" &&
+        --kl-loss-coef 0.001 --value-clip 0.5 && gains "$work/ppo" && phases_add_up "$work/ppo" 128 3 4 &&
         series value_loss "$work/ppo" | awk 'NR == 1 { first = $1 } END { exit !($1 < first) }' &&
         series value_target "$work/ppo" | grep -q . && series ref_kl "$work/ppo" | grep -q .
 }

@@ -253,10 +253,18 @@ a_resumed_run_removes_the_metrics_that_it_repeats() {
     small_run --train-iters 2 --metrics "$work/two.jsonl" && cat "$work/two.jsonl" >>"$work/m.jsonl" &&
         small_run --train-iters 4 --load "$work/six" --metrics "$work/m.jsonl" &&
         [ "$(iterations "$work/m.jsonl")" = '1 2 3 1 2 4 ' ] || return 1
-    printf 'notes\n' >"$work/notes.jsonl"
-    # shellcheck disable=SC2086
-    refuses 'notes.jsonl: line 1 is no record of --metrics; choose another --metrics' $small --train-iters 6 \
-        --load "$work/six" --metrics "$work/notes.jsonl" && [ "$(cat "$work/notes.jsonl")" = notes ] || return 1
+    for end in '' '\n'; do # without a new line it is no torn record either
+        printf "notes$end" >"$work/notes.jsonl"
+        # shellcheck disable=SC2086
+        refuses 'notes.jsonl: line 1 is no record of --metrics; choose another --metrics' $small --train-iters 6 \
+            --load "$work/six" --metrics "$work/notes.jsonl" && [ "$(cat "$work/notes.jsonl")" = notes ] || return 1
+    done
+    # a torn record, and one that reached the disk as zeros
+    for torn in '{"iter' '{"iteration": 5, "lm_' '\000\000\000\000'; do
+        printf "$torn" >>"$work/m.jsonl"
+        small_run --train-iters 4 --load "$work/six" --metrics "$work/m.jsonl" &&
+            [ "$(iterations "$work/m.jsonl")" = '1 2 3 1 2 4 ' ] || return 1
+    done
     # a run that failed before its first checkpoint, started once more
     small_run --train-iters 2 --auto-resume --save "$work/anew" --metrics "$work/m.jsonl" &&
         says 'm.jsonl is now .*m.jsonl.1: this run starts at iteration 0' "$work/out" &&
