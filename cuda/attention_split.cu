@@ -12,6 +12,7 @@
 #include "vector.cuh"
 
 #include <cooperative_groups.h>
+#include <stdlib.h>
 
 namespace cg = cooperative_groups;
 
@@ -193,9 +194,9 @@ __device__ static inline void score_keys(float (&scores)[U][M], const block_quer
 template <int M, int C> struct warp_parts { float values[WARPS][M][C + 1], max[WARPS][M], sum[WARPS][M]; };
 
 /* The partial softmax of a block, over all its warps: the weighted sum replaces warp 0's values. */
-template <int M, int C> __device__ static inline void merge_warps(warp_parts<M, C> &parts) {
+template <int M, int C> __device__ static inline void merge_warps(warp_parts<M, C> &parts, int rows) {
     __syncthreads();
-    for (int i = threadIdx.x; i < M * C; i += 32 * WARPS) {
+    for (int i = threadIdx.x; i < min(M, rows) * C; i += 32 * WARPS) {
         int m = i / C;
         float max = -INFINITY, sum = 0;
         for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts.max[w][m]);
@@ -310,7 +311,7 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
             for (int i = 0; i < P * N; i++)
                 parts.values[warp][m][(i / N * W + lane) * N + i % N] = sums.values[m][i / N][i % N];
         }
-    merge_warps(parts);
+    merge_warps(parts, t.rows - t.first_row);
     leave(task, t, parts);
 }
 
@@ -453,7 +454,7 @@ template <int KS, int VS, bool joins> __global__ void __launch_bounds__(32 * WAR
 #pragma unroll
     for (int i = 0; i < VS * 16; i++)
         parts.values[warp][2 * s + i % 2][i / 16 * 64 + 8 * g + i / 4 % 4 * 2 + i % 4 / 2] = out[i / 16][i / 4 % 4][i % 4];
-    merge_warps(parts);
+    merge_warps(parts, t.rows - t.first_row);
     if (joins)
         join_cluster<__nv_bfloat16>(task, t, parts);
     else
@@ -582,7 +583,7 @@ extern "C" bool mt_attention_split_forward(const mt_attention *a, mt_dtype dtype
     int64_t splits = stream->workspace_bytes / (rows * row_bytes);
     if (splits > MAX_SPLITS) splits = MAX_SPLITS;
     if (splits < 1) return false;
-    int64_t enough = mt_divide_up(ENOUGH_BLOCKS, spans->count * a->num_groups);
+    int64_t enough = mt_divide_up(getenv("MT_ENOUGH") ? atoi(getenv("MT_ENOUGH")) : ENOUGH_BLOCKS, spans->count * a->num_groups);
     if (splits > enough) splits = enough;
     split_task task = {a->q, a->k, a->v, a->out, a->lse, spans->device};
     task.sums = (float *)mt_cuda_workspace(stream, splits * rows * row_bytes);

@@ -1,4 +1,4 @@
-/* gemv.cu: linear layers with few rows, as in decoding: y[T, N] = x[T, K] w^T with T <= 8, in bf16 T = 1.
+/* gemv.cu: linear layers with few rows, as in decoding: y[T, N] = x[T, K] w^T with T <= 8.
  *
  * The time of such a product is the time to read w. A warp computes one or a few output columns (rows of w): it reads
  * them once with 16-byte loads and multiplies them by every row of x. The order of summation does not depend on T or R,
@@ -85,7 +85,7 @@ template <class E, int rows>
 static void launch(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                    mt_stream *stream) {
     constexpr int few = rows <= 2 ? 1 : 2, many = 2 * few, enough = 16384;
-    auto kernel = N < enough ? gemv<E, rows, few, rows == 1 ? 8 : 4> : gemv<E, rows, many, 8 / many>;
+    auto kernel = N < enough ? gemv<E, rows, few, 4> : gemv<E, rows, many, 8 / many>;
     cudaLaunchAttribute early;
     cudaLaunchConfig_t config = {};
     config.gridDim = mt_grid_size(N, WARPS * (N < enough ? few : many));
@@ -98,15 +98,13 @@ static void launch(void *y, const void *x, const void *w, const void *bias, int6
 template <class E>
 static void launch_rows(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                         mt_stream *stream) {
-    auto launcher = launch<E, 1>;
-    if constexpr (sizeof(E) == 4)
-        if (T > 1) launcher = T == 2 ? launch<E, 2> : T <= 4 ? launch<E, 4> : launch<E, 8>;
+    auto launcher = T == 1 ? launch<E, 1> : T == 2 ? launch<E, 2> : T <= 4 ? launch<E, 4> : launch<E, 8>;
     launcher(y, x, w, bias, T, N, K, stream);
 }
 
 bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                   mt_dtype dtype, mt_stream *stream) {
-    if (T < 1 || T > mt_gemv_rows(dtype) || !mt_wide(dtype, {x, w}, {K})) return false;
+    if (T < 1 || T > mt_gemv_rows(N, K, dtype) || !mt_wide(dtype, {x, w}, {K})) return false;
     MT_CUDA_DISPATCH(dtype, launch_rows, y, x, w, bias, T, N, K, stream);
     return true;
 }
