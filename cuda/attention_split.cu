@@ -3,16 +3,15 @@
  *
  * One query cannot fill a GPU, but its keys can. The keys are divided into splits. A block processes the queries of all
  * heads of a group over one split, so that keys and values are read once, and writes its partial softmax to the
- * workspace. A second kernel merges the splits of a head; few splits are a cluster of blocks, which merge themselves. The
- * division of a span depends on the span as read on the
- * device and on the numbers of queries and spans of the launch, never on the lengths in the host's list, which only
- * bound the grid. Therefore a graph captured with the longest spans gives the same bits for shorter ones. */
+ * workspace. A second kernel merges the splits of a head; few splits are a cluster of blocks, which merge themselves.
+ * The division of a span depends on the span as read on the device and on the numbers of queries and spans of the
+ * launch, never on the lengths in the host's list, which only bound the grid. Therefore a graph captured with the
+ * longest spans gives the same bits for shorter ones. */
 #include "attention.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
 
 #include <cooperative_groups.h>
-#include <stdlib.h>
 
 namespace cg = cooperative_groups;
 
@@ -22,7 +21,7 @@ enum {
     MAX_QUERIES = 8,
     MAX_SPLITS = 64,
     LEAST_KEYS = 64,
-    ENOUGH_BLOCKS = 15 * 132, // with more, smaller splits cost more than they spread
+    ENOUGH_BLOCKS = 4 * 132, // fill a GPU; with more, the beginnings and ends of splits cost more than they spread
     MAX_CLUSTER = 8,
     MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS
 };
@@ -193,37 +192,24 @@ __device__ static inline void score_keys(float (&scores)[U][M], const block_quer
  * the banks. */
 template <int M, int C> struct warp_parts { float values[WARPS][M][C + 1], max[WARPS][M], sum[WARPS][M]; };
 
-/* The partial softmax of a block, over all its warps: the weighted sum replaces warp 0's values. */
-template <int M, int C> __device__ static inline void merge_warps(warp_parts<M, C> &parts, int rows) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < min(M, rows) * C; i += 32 * WARPS) {
-        int m = i / C;
-        float max = -INFINITY, sum = 0;
-        for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts.max[w][m]);
-        for (int w = 0; w < WARPS; w++) sum += weight_of(parts.max[w][m], max) * parts.values[w][m][i % C];
-        parts.values[0][m][i % C] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x < M) {
-        int m = threadIdx.x;
-        float max = -INFINITY, total = 0;
-        for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts.max[w][m]);
-        for (int w = 0; w < WARPS; w++) total += weight_of(parts.max[w][m], max) * parts.sum[w][m];
-        parts.max[0][m] = max, parts.sum[0][m] = total;
-    }
-    __syncthreads();
-}
-
-/* Writes a block's part to the workspace, for join_splits. */
+/* Merges the warps of a block and writes the result to the workspace, for join_splits. */
 template <int M, int C>
 __device__ static inline void leave(const split_task &task, const block_task &t, const warp_parts<M, C> &parts) {
     int Dv = (int)task.shape.value_size;
+    __syncthreads();
     for (int m = 0; m < M && t.first_row + m < t.rows; m++) {
         int row = t.first_row + m, head = t.group * t.per_group + row % t.per_group;
         int64_t to = row_of(task, blockIdx.z, row / t.per_group, head) + blockIdx.x;
-        for (int channel = threadIdx.x; channel < Dv; channel += 32 * WARPS)
-            task.sums[to * Dv + channel] = parts.values[0][m][channel];
-        if (threadIdx.x == 0) task.maxima[to] = make_float2(parts.max[0][m], parts.sum[0][m]);
+        float max = -INFINITY, total = 0, weights[WARPS];
+        for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts.max[w][m]);
+        for (int w = 0; w < WARPS; w++) weights[w] = weight_of(parts.max[w][m], max);
+        for (int channel = threadIdx.x; channel < Dv; channel += 32 * WARPS) {
+            float sum = 0;
+            for (int w = 0; w < WARPS; w++) sum += weights[w] * parts.values[w][m][channel];
+            task.sums[to * Dv + channel] = sum;
+        }
+        for (int w = 0; w < WARPS; w++) total += weights[w] * parts.sum[w][m];
+        if (threadIdx.x == 0) task.maxima[to] = make_float2(max, total);
     }
 }
 
@@ -234,30 +220,39 @@ __device__ static inline void finish(const split_task &task, int64_t query, int 
     const mt_attention &s = task.shape;
     int64_t at = query * s.out_stride + head * s.value_size + channel;
     ((E *)task.out)[at] = mt_from_float<E>(total > 0 ? sum / total : 0);
-    if (channel == 0)
-        task.lse[query * s.num_heads + head] = total > 0 ? 0.693147181f * max + logf(total) : -INFINITY;
+    if (channel == 0) task.lse[query * s.num_heads + head] = total > 0 ? 0.693147181f * max + logf(total) : -INFINITY;
 }
 
-/* Merges the blocks of a cluster, which are the splits of a span, over their shared memory. */
+/* Merges all warps of a cluster, whose blocks are the splits of a span, over their shared memory. */
 template <class E, int M, int C>
-__device__ static inline void join_cluster(const split_task &task, const block_task &t, warp_parts<M, C> &parts) {
+__device__ static inline void join_cluster(const split_task &task, const block_task &t, warp_parts<M, C> &own) {
 #if __CUDA_ARCH__ >= 900
     cg::cluster_group cluster = cg::this_cluster();
-    int splits = (int)cluster.num_blocks(), Dv = (int)task.shape.value_size, rows = min(M, t.rows - t.first_row);
-    cluster.sync();
-    for (int i = (int)cluster.block_rank() * 32 * WARPS + threadIdx.x; i < rows * Dv; i += splits * 32 * WARPS) {
+    int splits = gridDim.x, Dv = (int)task.shape.value_size, rows = min(M, t.rows - t.first_row);
+    auto sync = [&] {
+        if (splits > 1)
+            cluster.sync();
+        else
+            __syncthreads();
+    };
+    sync();
+    for (int i = (int)blockIdx.x * 32 * WARPS + threadIdx.x; i < rows * Dv; i += splits * 32 * WARPS) {
         int m = i / Dv, channel = i % Dv, row = t.first_row + m;
         float max = -INFINITY, total = 0, sum = 0;
-        for (int p = 0; p < splits; p++) max = fmaxf(max, *cluster.map_shared_rank(&parts.max[0][m], p));
-        for (int p = 0; p < splits; p++) {
-            float weight = weight_of(*cluster.map_shared_rank(&parts.max[0][m], p), max);
-            total += weight * *cluster.map_shared_rank(&parts.sum[0][m], p);
-            sum += weight * *cluster.map_shared_rank(&parts.values[0][m][channel], p);
-        }
-        finish<E>(task, t.span.q_start + row / t.per_group, t.group * t.per_group + row % t.per_group, channel, sum, max,
-                  total);
+        auto parts_of = [&](int p) { return splits > 1 ? cluster.map_shared_rank(&own, p) : &own; };
+        for (int p = 0; p < splits; p++)
+            for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts_of(p)->max[w][m]);
+        for (int p = 0; p < splits; p++)
+            for (int w = 0; w < WARPS; w++) {
+                const warp_parts<M, C> *parts = parts_of(p);
+                float weight = weight_of(parts->max[w][m], max);
+                total += weight * parts->sum[w][m];
+                sum += weight * parts->values[w][m][channel];
+            }
+        finish<E>(task, t.span.q_start + row / t.per_group, t.group * t.per_group + row % t.per_group, channel, sum,
+                  max, total);
     }
-    cluster.sync(); // others still read this block's part
+    if (splits > 1) cluster.sync(); // others still read this block's parts
 #endif
 }
 
@@ -311,15 +306,14 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
             for (int i = 0; i < P * N; i++)
                 parts.values[warp][m][(i / N * W + lane) * N + i % N] = sums.values[m][i / N][i % N];
         }
-    merge_warps(parts, t.rows - t.first_row);
     leave(task, t, parts);
 }
 
 /* ---- keys on tensor cores, in bf16 ------------------------------------------------------------------------------- */
 
-/* The tensor core multiplies up to ROWS queries (of the heads of a group) by TILE keys. Keys and values go straight from
- * global memory to the registers that are its operands, with loads of 16 bytes: a sum over channels may be taken in any
- * order, and output channels may be numbered in any order. With lane (g, s) = (lane / 4, lane % 4):
+/* The tensor core multiplies up to ROWS queries (of the heads of a group) by TILE keys. Keys and values go straight
+ * from global memory to the registers that are its operands, with loads of 16 bytes: a sum over channels may be taken
+ * in any order, and output channels may be numbered in any order. With lane (g, s) = (lane / 4, lane % 4):
  *   scores[query, key] = q k^T: the lane has channels 32 i + 8 s to + 7 of query g, and of keys g and g + 8;
  *   out^T[channel, query] = v^T p^T: the lane has channels 64 i + 8 g to + 7 of keys 2 s, 2 s + 1, 2 s + 8, 2 s + 9,
  *   and pairs up the elements of two keys. The scores that a lane computes are the weights that it needs then. */
@@ -335,38 +329,37 @@ __device__ static inline uint4 load_once(const __nv_bfloat16 *from, bool there) 
     return word;
 }
 
-/* The lane's parts of keys and values of a tile, whose rows begin at `row`; zeros from key `end` on. */
+/* The lane's parts of the keys and values of a tile; `from` is its place in row 0 of the tile. Zeros where fewer than
+ * `count` keys are left. */
 template <int KS>
-__device__ static inline void load_keys(uint4 (&k)[2][KS], const __nv_bfloat16 *keys, int64_t row, int64_t stride,
-                                        int tile, int end) {
-    int g = threadIdx.x % 32 / 4, s = threadIdx.x % 4;
+__device__ static inline void load_keys(uint4 (&k)[2][KS], const __nv_bfloat16 *from, int stride, int count) {
+    int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
-        for (int i = 0; i < KS; i++)
-            k[j][i] = load_once(keys + (row + g + 8 * j) * stride + 32 * i + 8 * s, tile + g + 8 * j < end);
+        for (int i = 0; i < KS; i++) k[j][i] = load_once(from + 8 * j * stride + 32 * i, g + 8 * j < count);
 }
 template <int VS>
-__device__ static inline void load_values(uint4 (&v)[4][VS], const __nv_bfloat16 *values, int64_t row, int64_t stride,
-                                          int tile, int end) {
-    int g = threadIdx.x % 32 / 4, s = threadIdx.x % 4;
+__device__ static inline void load_values(uint4 (&v)[4][VS], const __nv_bfloat16 *from, int stride, int count) {
+    int s = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        int key = 2 * s + j % 2 + j / 2 * 8;
+        int key = j % 2 + j / 2 * 8;
 #pragma unroll
-        for (int i = 0; i < VS; i++) v[j][i] = load_once(values + (row + key) * stride + 64 * i + 8 * g, tile + key < end);
+        for (int i = 0; i < VS; i++) v[j][i] = load_once(from + key * stride + 64 * i, 2 * s + key < count);
     }
 }
 
 /* weights[8 j + e] of query g: of keys 8 j + 2 s + e of the tile. The softmax so far, `max` and this lane's part of
  * `sum`, is updated; returns the factor for what was added up before. */
 template <int KS>
-__device__ static inline float weigh_keys(float (&weights)[2][2], float &max, float &sum, const uint4 (&q)[KS],
+__device__ static inline float weigh_keys(float (&weights)[2][2], float &max, float &sum, const uint4 (&q)[KS][32],
                                           const uint4 (&k)[2][KS], float scale, int first, int end) {
     float scores[2][4] = {}, largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < KS; i++) {
-        const uint32_t front[4] = {q[i].x, 0, q[i].y, 0}, back[4] = {q[i].z, 0, q[i].w, 0};
+        const uint4 part = q[i][threadIdx.x % 32];
+        const uint32_t front[4] = {part.x, 0, part.y, 0}, back[4] = {part.z, 0, part.w, 0};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             mt_mma(scores[j], front, k[j][i].x, k[j][i].y);
@@ -415,50 +408,53 @@ __device__ static inline void add_values(float (&out)[VS][4][4], const float (&w
         }
 }
 
-/* As split_keys, with M = ROWS. KS: channels of a key / 32; VS: of a value / 64. While a tile's values are awaited, the
- * keys of the next one are on their way. `joins`: the splits of a span are a cluster, which writes the results. */
-template <int KS, int VS, bool joins> __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 2 : 3) split_keys_mma(split_task task) {
+/* As split_keys, with M = ROWS. KS: channels of a key / 32; VS: of a value / 64. `joins`: the splits of a span are a
+ * cluster, which writes the results. A warp has one tile on its way; the multiprocessor's others hide the latency. */
+template <int KS, int VS, bool joins>
+__global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(split_task task) {
     const mt_attention &a = task.shape;
+    __shared__ uint4 q[KS][32];
+    __shared__ warp_parts<ROWS, VS * 64> parts;
+    __shared__ block_task task_of_block;
     mt_begin_next();
     mt_wait_for_previous();
     const block_task t = find_block(task, ROWS);
     if (t.first_row >= t.rows || (!joins && t.begin >= t.end)) return; // so do all blocks of a cluster
-    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, s = threadIdx.x % 4;
-    int row = min(t.first_row + g, t.rows - 1), query = row / t.per_group;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, s = lane % 4;
+    int row = min(t.first_row + g, t.rows - 1), query = row / t.per_group,
+        head = t.group * t.per_group + row % t.per_group;
     int first = max(t.begin, query - t.seen.behind), end = min(t.end, query + t.seen.ahead + 1);
-    const __nv_bfloat16 *q_row = (const __nv_bfloat16 *)a.q + (t.span.q_start + query) * a.q_stride +
-                                 (t.group * t.per_group + row % t.per_group) * a.head_size + 8 * s;
-    const __nv_bfloat16 *keys = (const __nv_bfloat16 *)a.k + t.group * a.head_size;
-    const __nv_bfloat16 *values = (const __nv_bfloat16 *)a.v + t.group * a.value_size;
-    auto row_of_tile = [&](int tile) { return tile < t.end ? mt_key_row(a.pages, t.span.k_start + tile) : 0; };
+    const __nv_bfloat16 *q_row =
+        (const __nv_bfloat16 *)a.q + (t.span.q_start + query) * a.q_stride + head * a.head_size + 8 * s;
+    for (int i = warp; i < KS; i += WARPS) q[i][lane] = *(const uint4 *)(q_row + 32 * i);
+    if (threadIdx.x == 0) task_of_block = t; // for the end, where registers are free again
+    __syncthreads();
 
-    float out[VS][4][4] = {}, max = -INFINITY, sum = 0, scale = a.scale * 1.44269504f;
-    uint4 q[KS], k[2][KS], v[4][VS];
+    int k_stride = (int)a.k_stride, v_stride = (int)a.v_stride;
+    const __nv_bfloat16 *keys = (const __nv_bfloat16 *)a.k + t.group * a.head_size + g * k_stride + 8 * s;
+    const __nv_bfloat16 *values = (const __nv_bfloat16 *)a.v + t.group * a.value_size + 2 * s * v_stride + 8 * g;
+    float out[VS][4][4] = {}, max = -INFINITY, sum = 0;
     int tile = t.begin / TILE * TILE + warp * TILE;
-    int64_t at = row_of_tile(tile), next = row_of_tile(tile + WARPS * TILE);
-    load_keys(k, keys, at, a.k_stride, tile, t.end);
-#pragma unroll
-    for (int i = 0; i < KS; i++) q[i] = *(const uint4 *)(q_row + 32 * i);
+#pragma unroll 1
     for (; tile < t.end; tile += WARPS * TILE) {
+        uint4 k[2][KS], v[4][VS];
         float weights[2][2];
-        load_values(v, values, at, a.v_stride, tile, t.end);
-        float shrink = weigh_keys(weights, max, sum, q, k, scale, first - tile, end - tile);
-        at = next, next = row_of_tile(tile + 2 * WARPS * TILE);
-        load_keys(k, keys, at, a.k_stride, tile + WARPS * TILE, t.end);
+        int at = (int)mt_key_row(a.pages, t.span.k_start + tile);
+        load_keys(k, keys + (int64_t)at * k_stride, k_stride, t.end - tile);
+        load_values(v, values + (int64_t)at * v_stride, v_stride, t.end - tile);
+        float shrink = weigh_keys(weights, max, sum, q, k, a.scale * 1.44269504f, first - tile, end - tile);
         add_values(out, weights, shrink, v);
     }
     for (int bit = 1; bit < 4; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
-
-    __shared__ warp_parts<ROWS, VS * 64> parts;
     if (s == 0) parts.max[warp][g] = max, parts.sum[warp][g] = sum;
 #pragma unroll
     for (int i = 0; i < VS * 16; i++)
-        parts.values[warp][2 * s + i % 2][i / 16 * 64 + 8 * g + i / 4 % 4 * 2 + i % 4 / 2] = out[i / 16][i / 4 % 4][i % 4];
-    merge_warps(parts, t.rows - t.first_row);
+        parts.values[warp][2 * s + i % 2][i / 16 * 64 + 8 * g + i / 4 % 4 * 2 + i % 4 / 2] =
+            out[i / 16][i / 4 % 4][i % 4];
     if (joins)
-        join_cluster<__nv_bfloat16>(task, t, parts);
+        join_cluster<__nv_bfloat16>(task, task_of_block, parts);
     else
-        leave(task, t, parts);
+        leave(task, task_of_block, parts);
 }
 
 /* out and lse of a query and head, merged from its splits. Grid: (query and head, span). */
@@ -583,7 +579,7 @@ extern "C" bool mt_attention_split_forward(const mt_attention *a, mt_dtype dtype
     int64_t splits = stream->workspace_bytes / (rows * row_bytes);
     if (splits > MAX_SPLITS) splits = MAX_SPLITS;
     if (splits < 1) return false;
-    int64_t enough = mt_divide_up(getenv("MT_ENOUGH") ? atoi(getenv("MT_ENOUGH")) : ENOUGH_BLOCKS, spans->count * a->num_groups);
+    int64_t enough = mt_divide_up(ENOUGH_BLOCKS, spans->count * a->num_groups);
     if (splits > enough) splits = enough;
     split_task task = {a->q, a->k, a->v, a->out, a->lse, spans->device};
     task.sums = (float *)mt_cuda_workspace(stream, splits * rows * row_bytes);

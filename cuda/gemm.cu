@@ -209,14 +209,14 @@ template <class Enqueue> static float measure_cold(Enqueue enqueue, mt_stream *s
     float total = 0, milliseconds = 0;
     MT_CUDA(cudaEventCreate(&start));
     MT_CUDA(cudaEventCreate(&end));
-    for (int i = 0; i < TRIALS; i++) {
+    for (int i = -WARM_UPS; i < TRIALS; i++) {
         MT_CUDA(cudaMemsetAsync(stream->workspace, 0, (size_t)stream->workspace_bytes, stream->stream));
         MT_CUDA(cudaEventRecord(start, stream->stream));
         enqueue();
         MT_CUDA(cudaEventRecord(end, stream->stream));
         MT_CUDA(cudaEventSynchronize(end));
         MT_CUDA(cudaEventElapsedTime(&milliseconds, start, end));
-        total += milliseconds;
+        if (i >= 0) total += milliseconds;
     }
     MT_CUDA(cudaEventDestroy(start));
     MT_CUDA(cudaEventDestroy(end));
@@ -239,8 +239,7 @@ static int fastest(plan *p, float *milliseconds, const operands *o, const cublas
     *milliseconds = 1e30f;
     for (int i = 0; i < count; i++) {
         auto enqueue = [&] { multiply(p, scratch ? scratch : o->d, o, &candidates[i].algo, stream); };
-        float time = getenv("MT_HOT") || p->shape.cols > FEW_COLUMNS ? measure(enqueue, stream) : measure_cold(enqueue, stream);
-        if (getenv("MT_DEBUG") && p->shape.cols <= 256) printf("candidate %d of %lld x %lld x %lld: %.1f us; workspace %lld\n", i, (long long)p->shape.rows, (long long)p->shape.cols, (long long)p->shape.inner, 1e3 * time, (long long)stream->workspace_bytes);
+        float time = p->shape.cols > FEW_COLUMNS ? measure(enqueue, stream) : measure_cold(enqueue, stream);
         if (time < *milliseconds) *milliseconds = time, best = i;
     }
     if (scratch)
