@@ -17,6 +17,7 @@
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
 ## make calibrate     measure this machine's GPUs for train --plan: OUT=machine.json, BASE=data/machines/h200.json
 ## make bench-experts  measure a layer of experts on the GPU against its matrix products alone
+## make bench-fp8     train a small model in bf16 and with every fp8 recipe, compare losses; DEVICE=cuda STEPS=n
 ## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
 ## make fuzz-layouts  train random models on random layouts, compare with one rank; SECONDS=600 SEED=1 NUMBER=n
@@ -84,7 +85,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: calibrate
+.PHONY: calibrate bench-fp8
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures notes puzzle demo demo-rl deps deps-dev probe lint sizes format \
 	format-check clean FORCE
 all:
@@ -290,6 +291,9 @@ calibrate: $(B)/tests/bench_calibrate
 bench-experts: all
 	@mkdir -p $(B)/tests
 	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_experts.sh $(B)/tests
+
+bench-fp8: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEVICE='$(DEVICE)' STEPS='$(STEPS)' tests/bench_fp8.sh $(B)/bench-fp8 $(TEXT)
 
 FOLDER ?= $(B)/checkpoint
 LAYERS ?= 12

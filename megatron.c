@@ -328,7 +328,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "experts",
          {E, l->aux_loss_experts}},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
-        {l->no_mxfp8 && o->fp8_format && o->fp8_recipe == MT_FP8_MXFP8,
+        {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
@@ -906,6 +906,14 @@ float mt_f8_to_f32(uint8_t bits, mt_dtype format) {
     return bits & 0x80 ? -value : value;
 }
 
+/* The transpose of a weight with one scale, or one for 128 x 128, has the same codes and scales. */
+const mt_fp8 mt_fp8_recipes[] = {
+    [MT_FP8_DELAYED] = {.blocks = MT_FP8_TENSOR, .weight_blocks = MT_FP8_TENSOR, .delayed = true},
+    [MT_FP8_TENSORWISE] = {.blocks = MT_FP8_TENSOR, .weight_blocks = MT_FP8_TENSOR},
+    [MT_FP8_BLOCKWISE] = {.blocks = MT_FP8_VECTOR_128, .weight_blocks = MT_FP8_BLOCK_128},
+    [MT_FP8_MXFP8] = {.blocks = MT_FP8_VECTOR_32, .weight_blocks = MT_FP8_VECTOR_32},
+};
+
 /* Columns of the elements that share a scale. A whole matrix counts as its rows, which have equal scales. */
 static int64_t mt_fp8_block_columns(mt_fp8_blocks blocks) {
     return blocks == MT_FP8_TENSOR ? INT64_MAX : blocks == MT_FP8_VECTOR_32 ? 32 : 128;
@@ -916,17 +924,18 @@ int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks) {
     return mt_divide_up(C, multiple) * multiple;
 }
 
-/* Index of the scale of element (r, c). */
-static int64_t mt_fp8_scale_index(int64_t R, int64_t C, mt_fp8_blocks blocks, int64_t r, int64_t c) {
-    if (blocks == MT_FP8_TENSOR) return 0;
-    if (blocks == MT_FP8_BLOCK_128) return r / 128 * mt_divide_up(mt_divide_up(C, 128), 4) * 4 + c / 128;
-    return c / mt_fp8_block_columns(blocks) * mt_divide_up(R, 4) * 4 + r;
+int64_t mt_fp8_num_scales(int64_t count, int64_t R, int64_t C, mt_fp8_blocks blocks) {
+    if (blocks == MT_FP8_TENSOR) return 1;
+    if (blocks == MT_FP8_BLOCK_128) return count * mt_divide_up(R, 128) * mt_divide_up(mt_divide_up(C, 128), 4) * 4;
+    return count * mt_divide_up(C, mt_fp8_block_columns(blocks)) * mt_divide_up(R, 4) * 4;
 }
 
-int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks) {
-    if (blocks == MT_FP8_TENSOR) return 1;
-    if (blocks == MT_FP8_BLOCK_128) return mt_divide_up(R, 128) * mt_divide_up(mt_divide_up(C, 128), 4) * 4;
-    return mt_divide_up(C, mt_fp8_block_columns(blocks)) * mt_divide_up(R, 4) * 4;
+/* Index of the scale of element (r, c); rows of several matrices are numbered on. */
+static int64_t mt_fp8_scale_index(int64_t R, int64_t C, mt_fp8_blocks blocks, int64_t r, int64_t c) {
+    if (blocks == MT_FP8_TENSOR) return 0;
+    int64_t first = mt_fp8_num_scales(r / R, R, C, blocks);
+    if (blocks == MT_FP8_BLOCK_128) return first + r % R / 128 * mt_divide_up(mt_divide_up(C, 128), 4) * 4 + c / 128;
+    return first + c / mt_fp8_block_columns(blocks) * mt_divide_up(R, 4) * 4 + r % R;
 }
 
 /* Matrix i of several [R, C]; those with one scale share it. */
@@ -934,7 +943,7 @@ static mt_fp8_matrix mt_fp8_matrix_at(const mt_fp8_matrix *matrices, int64_t i, 
     mt_fp8_matrix matrix = *matrices;
     if (!matrix.data) return matrix;
     matrix.data += i * R * matrix.stride;
-    if (matrix.blocks != MT_FP8_TENSOR) matrix.inverse_scales += i * mt_fp8_num_scales(R, matrix.stride, matrix.blocks);
+    if (matrix.blocks != MT_FP8_TENSOR) matrix.inverse_scales += mt_fp8_num_scales(i, R, matrix.stride, matrix.blocks);
     return matrix;
 }
 
@@ -1014,8 +1023,7 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
             const float *row = mt_row_load(scratch, a->x, i * n + r * C, C, dtype);
             amax = mt_amax_merge(amax, mt_amax(row, C));
         }
-    bool raises = a->scale || !(a->rows.data || a->columns.data);
-    if (one_scale && a->amax) *a->amax = raises ? mt_amax_merge(*a->amax, amax) : amax;
+    if (one_scale && a->amax) *a->amax = a->scale ? mt_amax_merge(*a->amax, amax) : amax;
     scale = a->scale ? *a->scale : mt_fp8_scale(amax, (a->rows.data ? a->rows : a->columns).format, false);
     for (int64_t i = 0; i < a->count; i++) {
         mt_matrix x = mt_matrix_load(scratch, a->x, i * n, R, C, C, dtype);
@@ -1030,7 +1038,11 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
 static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
     (void)stream;
     int64_t R = a->R, C = a->C, rows = a->rows.stride, columns = a->columns.stride;
-    a->rows.inverse_scales[0] = a->columns.inverse_scales[0] = 1.0f / a->scale[0];
+    for (int64_t i = 0; i < a->count; i++)
+        for (int64_t r = 0; r < R; r += 128)
+            for (int64_t c = 0; c < C; c += 128)
+                a->columns.inverse_scales[mt_fp8_scale_index(C, columns, a->columns.blocks, i * C + c, r)] =
+                    a->rows.inverse_scales[mt_fp8_scale_index(R, rows, a->rows.blocks, i * R + r, c)];
     memset(a->columns.data, 0, (size_t)(a->count * C * columns));
 #pragma omp parallel for collapse(2) if (a->count * R * C > MT_PARALLEL)
     for (int64_t i = 0; i < a->count; i++)
@@ -1038,6 +1050,24 @@ static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
             for (int64_t r = 0; r < R; r++)
                 for (int64_t c = c0; c < mt_min(c0 + MT_COLUMNS, C); c++)
                     a->columns.data[(i * C + c) * columns + r] = a->rows.data[(i * R + r) * rows + c];
+}
+
+static void mt_cpu_fp8_shard_quantize(const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t scales = mt_fp8_num_scales(a->count, a->R, a->C, a->w.blocks), width = mt_fp8_block_columns(a->w.blocks);
+    float *scratch = mt_scratch_grow(a->C + scales), *scale = scratch + a->C;
+    for (int64_t i = 0; i < scales; i++) {
+        if (!a->w.data) a->amax[i] = 0;
+        scale[i] = a->scale ? *a->scale : mt_fp8_scale(a->amax[i], a->w.format, a->w.blocks != MT_FP8_TENSOR);
+        if (a->w.data) a->w.inverse_scales[i] = 1 / scale[i];
+    }
+    for (int64_t i = a->first, end = i + a->n, n; i < end; i += n) { // n elements of a row and a block
+        int64_t block = mt_fp8_scale_index(a->R, a->C, a->w.blocks, i / a->C, i % a->C);
+        n = mt_min(mt_min(width - i % a->C % width, a->C - i % a->C), end - i);
+        const float *x = mt_row_load(scratch, a->x, i - a->first, n, dtype);
+        if (a->scale || !a->w.data) a->amax[block] = mt_amax_merge(a->amax[block], mt_amax(x, n));
+        for (int64_t k = 0; k < n && a->w.data; k++) a->w.data[i + k] = mt_f32_to_f8(x[k] * scale[block], a->w.format);
+    }
 }
 
 /* to[rows, C] = the values of rows [first, first + rows) of a matrix [R, ...], columns [c0, c0 + C). */
@@ -3770,9 +3800,8 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, int64_t C, mt_dtype format,
                                      mt_fp8_blocks blocks) {
     mt_fp8_matrix matrix = {.stride = mt_fp8_stride(C, blocks), .format = format, .blocks = blocks};
-    int64_t scales = blocks == MT_FP8_TENSOR ? 1 : count * mt_fp8_num_scales(R, matrix.stride, blocks);
     matrix.data = mt_arena_alloc(arena, count * R * matrix.stride);
-    matrix.inverse_scales = mt_arena_alloc(arena, scales * 4);
+    matrix.inverse_scales = mt_arena_alloc(arena, mt_fp8_num_scales(count, R, matrix.stride, blocks) * 4);
     return matrix;
 }
 
@@ -3803,7 +3832,7 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
     }
     mt_fp8_allocate_columns(&backward, l, T, l->N, recipe->gradient_format);
     mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
-    if (!recipe->keeps_weights) mt_fp8_allocate_weight(&forward, l, &w, NULL);
+    if (!recipe->keeps_weights && !l->fp8->gathered) mt_fp8_allocate_weight(&forward, l, &w, NULL);
     if (!recipe->keeps_weights) mt_fp8_allocate_weight(&backward, l, NULL, &w);
     for (int64_t i = 0; i < pieces + 3; i++)
         mt_arena_alloc(forward.used > backward.used ? &forward : &backward, 4); // amax
@@ -3816,7 +3845,8 @@ static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const
     mt_arena *scratch = &l->fp8->recipe->scratch;
     int64_t bytes = io->offsets ? mt_fp8_scratch_bytes(l, io->num_rows, 1) : 0;
     scratch->used = 0;
-    if (!l->fp8->recipe->keeps_weights) l->fp8->w.data = l->fp8->w_transposed.data = NULL;
+    if (!l->fp8->recipe->keeps_weights) l->fp8->w_transposed.data = NULL;
+    if (!l->fp8->recipe->keeps_weights && !l->fp8->gathered) l->fp8->w.data = NULL;
     if (bytes <= scratch->capacity) return;
     if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
     scratch->capacity = bytes * 9 / 8, scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
@@ -3840,21 +3870,19 @@ static void mt_fp8_quantize(const mt_tensor_parallel *tp, const mt_linear *l, mt
 /* w, or its transpose. */
 static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear *l, bool transposed) {
     mt_fp8_linear *f = l->fp8;
+    mt_fp8_matrix *w = transposed ? &f->w_transposed : &f->w;
     mt_quantize_args a = {.x = l->weight.w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
-    if (f->recipe->keeps_weights) {
-        a.rows = f->w, a.columns = f->w_transposed;
-        if (f->gathered) a.scale = f->scale + MT_FP8_W;
-        if (f->version != f->recipe->version && f->gathered)
-            tp->ops->fp8_transpose(&a, tp->stream);
-        else if (f->version != f->recipe->version)
-            mt_fp8_quantize(tp, l, MT_FP8_W, a);
-        f->version = f->recipe->version;
-    } else if (!(transposed ? f->w_transposed : f->w).data) { // the first product of this call
-        mt_fp8_allocate_weight(&f->recipe->scratch, l, transposed ? NULL : &a.rows, transposed ? &a.columns : NULL);
+    if (f->recipe->keeps_weights ? f->version == f->recipe->version : w->data != NULL) return *w;
+    f->version = f->recipe->version;
+    if (!f->recipe->keeps_weights) // the first product of this call
+        mt_fp8_allocate_weight(&f->recipe->scratch, l, transposed ? NULL : w, transposed ? w : NULL);
+    if (f->recipe->keeps_weights || !transposed || f->gathered) a.rows = f->w;
+    if (f->recipe->keeps_weights || transposed) a.columns = f->w_transposed;
+    if (f->gathered)
+        tp->ops->fp8_transpose(&a, tp->stream);
+    else
         mt_fp8_quantize(tp, l, MT_FP8_W, a);
-        *(transposed ? &f->w_transposed : &f->w) = transposed ? a.columns : a.rows;
-    }
-    return transposed ? f->w_transposed : f->w;
+    return *w;
 }
 
 /* Quantizes T rows of dy for the products of the selected halves of the backward. */
@@ -5292,7 +5320,7 @@ typedef struct mt_fp8_model {
     mt_fp8_linear *linears; // [num_linears]
     mt_fp8_key *keys;       // [num_linears]
     int64_t num_linears, history_length;
-    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands; delayed scaling or gathered weights
+    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands: delayed scaling
 } mt_fp8_model;
 
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
@@ -8675,7 +8703,7 @@ typedef struct mt_bucket_buffer {
 typedef struct mt_bucket_progress {
     mt_bucket_kind kind;     // selects its buffers
     bool needs_gather;       // the optimizer's step changed the shards
-    int64_t fp8_version;     // --fp8-param-gather: of the gathered weights in fp8
+    int64_t fp8_version;     // --fp8-param-gather: of the weights that amaxes belong to
     bool gradients_acquired; // between mt_bucket_gradients_acquire and _release
     bool has_gradients;      // from earlier micro-batches of this step
     bool complete;           // the step adds nothing more to its gradients
@@ -8717,6 +8745,19 @@ static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
     return (mt_weight *)(void *)(fields + param->field);
 }
 
+/* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
+ * router and the projection of a module of multi-token prediction. */
+static bool mt_param_takes_fp8(const mt_param *param) {
+    return mt_param_can_adapt(param) && !param->continues;
+}
+
+/* The fp8 linear that begins with this parameter, or NULL. */
+static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
+    if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
+    const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
+    return linear->fp8 ? linear : NULL;
+}
+
 /* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
 static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
@@ -8727,6 +8768,8 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
         weight->has_gradient = &m->sharding->has_gradient[i];
+        const mt_linear *l = b->num_fp8_amaxes > 0 ? mt_param_fp8_linear(m, param) : NULL;
+        if (l) l->fp8->w.data = mt_offset_pointer(b->fp8_params, param->offset);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
 }
@@ -8801,14 +8844,17 @@ static void mt_plan_bucket_buffers(mt_model *m, mt_arena *arena) {
     for (int64_t i = 0; i < m->num_buckets; i++) {
         const mt_bucket *b = &m->buckets[i];
         mt_bucket_kind kind = s->progress[i].kind;
-        if (b->strategy == MT_SHARD_PARAMS) params[kind] = mt_max(params[kind], b->count);
+        int64_t bytes = mt_max(b->count * mt_dtype_size(m->dtype), b->num_fp8_amaxes > 0 ? b->fp8_first + b->count : 0);
+        if (b->strategy == MT_SHARD_PARAMS) params[kind] = mt_max(params[kind], bytes);
+        m->buckets[i].fp8_amaxes = mt_arena_alloc(arena, b->num_fp8_amaxes * 4);
+        if (b->num_fp8_amaxes > 0 && b->strategy != MT_SHARD_PARAMS)
+            m->buckets[i].fp8_params = mt_arena_alloc(arena, b->count);
         if (m->plan.train && b->trained && mt_bucket_buffers_gradients(b)) grads[kind] = mt_max(grads[kind], b->count);
     }
     for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
         for (int buffer = mt_first_buffer[kind]; buffer < mt_first_buffer[kind + 1]; buffer++) {
             s->param_buffers[buffer] = s->grad_buffers[buffer] = (mt_bucket_buffer){.bucket = -1};
-            if (params[kind] > 0)
-                s->param_buffers[buffer].memory = mt_arena_alloc(arena, params[kind] * mt_dtype_size(m->dtype));
+            if (params[kind] > 0) s->param_buffers[buffer].memory = mt_arena_alloc(arena, params[kind]);
             if (grads[kind] > 0) s->grad_buffers[buffer].memory = mt_arena_alloc(arena, grads[kind] * 4);
         }
 }
@@ -8882,82 +8928,35 @@ static mt_bucket_buffer *mt_buffer_take(mt_model *m, mt_bucket_buffer *buffers, 
 
 /* ---- parameters */
 
-/* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
- * router and the projection of a module of multi-token prediction. */
-static bool mt_param_takes_fp8(const mt_param *param) {
-    return mt_param_can_adapt(param) && !param->continues;
-}
-
-/* The fp8 linear that begins with this parameter, or NULL. */
-static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
-    if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
-    const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
-    return linear->fp8 ? linear : NULL;
-}
-
-/* --fp8-param-gather: quantizes this rank's part of a linear's weight, which begins at element `at` of the bucket, into
- * the bucket's fp8 weights; or without `scale` raises amax only. */
-static void mt_shard_quantize(mt_model *m, const mt_bucket *b, const mt_linear *l, int64_t at, const float *scale,
-                              float *amax) {
-    int64_t end = at + mt_max(l->num_experts, 1) * l->N * l->K, width = MT_PARAM_ALIGNMENT * 64;
-    int64_t first = mt_max(at, b->shard_first), n = mt_min(end, b->shard_first + b->shard_count) - first;
-    if (n <= 0) return;
-    while (n % width != 0) width /= 2;
-    mt_quantize_args a = {.count = 1, .R = n / width, .C = width, .scale = scale, .amax = amax};
-    a.x = (const char *)b->param_shard + (first - b->shard_first) * mt_dtype_size(b->dtype);
-    if (scale) a.rows = l->fp8->w, a.rows.data = b->fp8_params + first, a.rows.stride = width;
-    m->ops->quantize(&a, b->dtype, m->sharding->param_stream);
-}
-
-/* Tensorwise scales of a bucket's weights: the ranks agree on the largest value of each. */
-static void mt_bucket_agree_scales(mt_model *m, const mt_bucket *b) {
-    mt_fp8_model *f = m->fp8;
-    int64_t first = f->num_linears, count = 0; // the bucket's linears are neighbours
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
-        if (!l) continue;
-        mt_shard_quantize(m, b, l, m->params[i].offset, NULL, l->fp8->amax + MT_FP8_W);
-        first = mt_min(first, l->fp8 - f->linears), count++;
-    }
-    mt_fp8_scale_args a = {.n = count * MT_NUM_FP8_OPERANDS, .length = 1};
-    a.scale = f->scale + first * MT_NUM_FP8_OPERANDS, a.history = f->history + first * MT_NUM_FP8_OPERANDS;
-    a.largest = a.guard = f->largest; // any number that is not negative: the update is not conditional
-    m->ops->all_reduce(a.history, a.n, MT_MAX, MT_F32, b->group, m->sharding->param_stream);
-    m->ops->fp8_scale_step(&a, m->sharding->param_stream);
+/* --fp8-param-gather: quantizes this rank's part of a linear's weight into the bucket's weights in fp8; without these:
+ * finds the largest values of its blocks. */
+static mt_fp8_shard_args mt_shard_quantize(mt_model *m, const mt_bucket *b, const mt_param *param,
+                                           uint8_t *fp8_params) {
+    const mt_linear *l = mt_param_fp8_linear(m, param);
+    if (!l) return (mt_fp8_shard_args){0};
+    const mt_fp8_linear *f = l->fp8;
+    mt_fp8_shard_args a = {.w = f->w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
+    int64_t at = param->offset, end = mt_min(at + a.count * l->N * l->K, b->shard_first + b->shard_count);
+    a.w.data = mt_offset_pointer(fp8_params, at);
+    a.first = mt_max(b->shard_first - at, 0), a.n = mt_max(end - at - a.first, 0);
+    if (a.n > 0) a.x = (const char *)b->param_shard + (at + a.first - b->shard_first) * mt_dtype_size(b->dtype);
+    if (f->recipe->delayed) a.scale = f->scale + MT_FP8_W;
+    a.amax = f->recipe->delayed ? f->amax + MT_FP8_W : b->fp8_amaxes + f->first_amax;
+    m->ops->fp8_shard_quantize(&a, b->dtype, m->sharding->param_stream);
+    return a;
 }
 
 /* Sums over the ranks the bf16 parameters [begin, end) of a bucket, zero on all ranks but their owner. */
-static void mt_bucket_gather_run(mt_model *m, const mt_bucket *b, int64_t begin, int64_t end) {
+static void mt_bucket_gather_run(mt_model *m, const mt_bucket *b, char *params, int64_t begin, int64_t end) {
     mt_stream *stream = m->sharding->param_stream;
     int64_t size = mt_dtype_size(b->dtype), first = mt_min(mt_max(b->shard_first, begin), end);
     int64_t last = mt_min(mt_max(b->shard_first + b->shard_count, begin), end);
-    char *params = b->params;
     if (first > begin) m->ops->memory_zero(params + begin * size, (first - begin) * size, stream);
     if (end > last) m->ops->memory_zero(params + last * size, (end - last) * size, stream);
+    if (last > first && b->strategy == MT_SHARD_PARAMS)
+        m->ops->memory_copy(params + first * size, (char *)b->param_shard + (first - b->shard_first) * size,
+                            (last - first) * size, stream);
     m->ops->all_reduce(params + begin * size, end - begin, MT_SUM, b->dtype, b->group, stream);
-}
-
-/* --fp8-param-gather: gathers the weights of fp8 linears in fp8, the other parameters in bf16. */
-static void mt_bucket_gather_fp8(mt_model *m, int64_t bucket) {
-    mt_sharding *s = m->sharding;
-    const mt_bucket *b = &m->buckets[bucket];
-    int64_t rest = 0; // begin of the parameters after the last fp8 linear
-    bool delayed = m->fp8->recipe.delayed;
-    if (s->progress[bucket].fp8_version == m->fp8->recipe.version) return;
-    s->progress[bucket].fp8_version = m->fp8->recipe.version;
-    mt_wait_stream(m, s->param_stream, m->stream);
-    if (m->reader) mt_wait_stream(m, s->param_stream, m->reader); // the sums below write this rank's parameters again
-    if (!delayed) mt_bucket_agree_scales(m, b);
-    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
-        int64_t at = m->params[i].offset;
-        if (!l) continue;
-        mt_shard_quantize(m, b, l, at, l->fp8->scale + MT_FP8_W, delayed ? l->fp8->amax + MT_FP8_W : NULL);
-        if (at > rest) mt_bucket_gather_run(m, b, rest, at);
-        rest = at + mt_max(l->num_experts, 1) * l->N * l->K;
-    }
-    if (b->count > rest) mt_bucket_gather_run(m, b, rest, b->count);
-    m->ops->all_gather(b->fp8_params, b->fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
 }
 
 /* Starts the all-gather of a bucket's parameters, unless they are current or already on their way. */
@@ -8976,12 +8975,34 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
 }
 
-/* The same for products, which read the weights of fp8 linears in fp8. */
+/* The same for products. --fp8-param-gather: gathers the weights of linears in fp8, the other parameters in bf16. */
 static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
-    if (m->buckets[bucket].fp8_params)
-        mt_bucket_gather_fp8(m, bucket);
-    else
-        mt_bucket_gather(m, bucket);
+    mt_sharding *s = m->sharding;
+    const mt_bucket *b = &m->buckets[bucket];
+    if (b->num_fp8_amaxes == 0) mt_bucket_gather(m, bucket);
+    if (b->num_fp8_amaxes == 0) return;
+    int64_t *version = &s->progress[bucket].fp8_version, rest = 0; // begin of the parameters after the last fp8 linear
+    mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
+    bool stale = *version != m->fp8->recipe.version, needs_buffer = b->strategy == MT_SHARD_PARAMS && !buffer;
+    if (!stale && !needs_buffer) return;
+    if (needs_buffer) buffer = mt_buffer_take(m, s->param_buffers, bucket);
+    char *params = buffer ? buffer->memory : b->params;
+    uint8_t *fp8_params = buffer ? (uint8_t *)params + b->fp8_first : b->fp8_params;
+    mt_wait_stream(m, s->param_stream, m->stream);
+    if (m->reader) mt_wait_stream(m, s->param_stream, m->reader); // the sums below write this rank's parameters again
+    if (stale && !m->fp8->recipe.delayed) {
+        for (int64_t i = 0; i < b->num_params; i++) mt_shard_quantize(m, b, &m->params[b->first_param + i], NULL);
+        m->ops->all_reduce(b->fp8_amaxes, b->num_fp8_amaxes, MT_MAX, MT_F32, b->group, s->param_stream);
+    }
+    *version = m->fp8->recipe.version;
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        mt_fp8_shard_args a = mt_shard_quantize(m, b, &m->params[i], fp8_params);
+        int64_t at = a.count > 0 ? m->params[i].offset : rest;
+        if (at > rest) mt_bucket_gather_run(m, b, params, rest, at);
+        rest = at + a.count * a.R * a.C;
+    }
+    if (b->count > rest) mt_bucket_gather_run(m, b, params, rest, b->count);
+    m->ops->all_gather(fp8_params, fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
 }
 
 /* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
@@ -9012,18 +9033,19 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
         buffer->users++;
         m->buckets[bucket].params = buffer->memory;
+        m->buckets[bucket].fp8_params = (uint8_t *)buffer->memory + m->buckets[bucket].fp8_first;
         mt_bucket_bind(m, bucket);
     }
     int64_t next = mt_bucket_next(m, bucket);
     if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
-    if (m->buckets[next].fp8_params || mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
+    if (mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
     if (m->buckets[bucket].strategy != MT_SHARD_PARAMS ||
         --mt_buffer_find(m->sharding->param_buffers, bucket)->users > 0)
         return;
-    m->buckets[bucket].params = NULL; // the buffer keeps its values, and the next acquire may find them
+    m->buckets[bucket].params = m->buckets[bucket].fp8_params = NULL; // the buffer keeps them for the next acquire
     mt_bucket_bind(m, bucket);
 }
 
@@ -9765,7 +9787,7 @@ static void mt_fp8_discard_step(mt_model *m) {
 /* Delayed scaling: the ranks agree on the largest values of the step, which set the scales of the next one; a bad step
  * leaves them unchanged. */
 static void mt_fp8_update_scales(mt_model *m) {
-    if (!m->fp8 || m->options->fp8_recipe != MT_FP8_DELAYED) return;
+    if (!m->fp8 || !m->fp8->recipe.delayed) return;
     mt_fp8_scale_args a = {.n = m->fp8->num_linears * MT_NUM_FP8_OPERANDS, .length = m->fp8->history_length};
     a.scale = m->fp8->scale, a.history = m->fp8->history, a.largest = m->fp8->largest;
     a.margin = (float)m->options->fp8_margin, a.guard = &m->numbers->grad_scale;
@@ -10106,7 +10128,7 @@ void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
 mt_fp8_state mt_train_fp8_state(mt_model *m) {
     const mt_fp8_model *f = m->fp8;
     mt_fp8_state s = {0};
-    if (!f || m->options->fp8_recipe != MT_FP8_DELAYED) return s;
+    if (!f || !f->recipe.delayed) return s;
     int64_t n = f->num_linears * MT_NUM_FP8_OPERANDS;
     s = (mt_fp8_state){.num_linears = f->num_linears, .history_length = f->history_length, .keys = f->keys};
     for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
@@ -10541,31 +10563,13 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->context_memory = mt_arena_alloc(arena, context_bytes);
 }
 
-/* --fp8-param-gather: the weights of a sharded bucket in fp8, at the offsets of its bf16 parameters. */
-static void mt_plan_fp8_params(mt_model *m, mt_arena *arena) {
-    const mt_bucket *last = NULL; // with fp8 weights
-    for (int64_t i = 0; i < m->num_params; i++) {
-        mt_bucket *b = &m->buckets[m->params[i].bucket];
-        const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
-        if (!l || !m->options->fp8_param_gather || b->strategy == MT_NO_SHARD) continue;
-        mt_fp8_linear *f = l->fp8;
-        if (last != b) b->fp8_params = mt_arena_alloc(arena, b->count);
-        last = b, f->gathered = true;
-        f->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe->format, .blocks = f->recipe->weight_blocks};
-        f->w.data = mt_offset_pointer(b->fp8_params, m->params[i].offset);
-        f->w.inverse_scales = mt_arena_alloc(arena, 4);
-    }
-}
-
 /* fp8: quantized weights and the state of delayed scaling; the operands of the largest call in scratch of their own. */
 static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     mt_fp8_model *f = m->fp8;
-    int64_t start = arena->used, operands = f->num_linears * MT_NUM_FP8_OPERANDS;
-    if (!f->recipe.delayed && !m->options->fp8_param_gather) operands = 0;
+    int64_t start = arena->used, operands = f->recipe.delayed ? f->num_linears * MT_NUM_FP8_OPERANDS : 0;
     f->scale = mt_arena_alloc(arena, operands * 4);
     f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
     f->largest = mt_arena_alloc(arena, operands * 4);
-    mt_plan_fp8_params(m, arena);
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_linear *l = mt_param_fp8_linear(m, &m->params[i]);
         if (!l) continue;
@@ -10575,6 +10579,7 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         l->fp8->amax = operands > 0 && f->history ? f->history + operand : NULL;
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
+        if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
         f->recipe.scratch.capacity = mt_max(f->recipe.scratch.capacity, mt_fp8_scratch_bytes(l, rows, pieces));
     }
     m->bytes[MT_PLAN_FP8] = arena->used - start + f->recipe.scratch.capacity;
@@ -10800,35 +10805,39 @@ static void mt_model_adapters(mt_model *m) {
 
 /* Gives the linears of layers their fp8 recipe. */
 static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
-    int64_t multiple = m->ops->limits.fp8_multiple, first = 0, end = INT64_MAX;
+    int64_t N_multiple = m->ops->limits.fp8_multiple, K_multiple = N_multiple, first = 0, end = INT64_MAX;
     if (!m->plan.train || o->fp8_format == MT_FP8_OFF) return 0;
     mt_fp8_model *f = m->fp8 = mt_model_calloc(m, (int64_t)sizeof *m->fp8);
-    static const mt_fp8_blocks blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_VECTOR_128, MT_FP8_VECTOR_32};
-    static const mt_fp8_blocks weight_blocks[] = {MT_FP8_TENSOR, MT_FP8_TENSOR, MT_FP8_BLOCK_128, MT_FP8_VECTOR_32};
-    f->recipe = (mt_fp8){.format = MT_F8_E4M3, .wgrad = o->fp8_wgrad, .version = 1};
-    f->recipe.delayed = o->fp8_recipe == MT_FP8_DELAYED;
-    if (o->fp8_param_gather) multiple = MT_FP8_WIDTH;
-    f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
-    f->recipe.blocks = blocks[o->fp8_recipe], f->recipe.weight_blocks = weight_blocks[o->fp8_recipe];
+    f->recipe = mt_fp8_recipes[o->fp8_recipe], f->recipe.wgrad = o->fp8_wgrad, f->recipe.version = 1;
+    f->recipe.format = MT_F8_E4M3, f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS, f->history_length = o->fp8_amax_history_len;
+    if (o->fp8_param_gather) N_multiple = MT_FP8_WIDTH, K_multiple = mt_fp8_stride(1, f->recipe.weight_blocks);
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
     f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
-        int64_t number = param->layer;
-        if (!mt_param_takes_fp8(param) || number < first || number >= end) continue;
+        mt_bucket *b = &m->buckets[param->bucket];
+        int64_t number = param->layer, size = mt_dtype_size(b->dtype);
+        bool in_fp8 = mt_param_takes_fp8(param) && number >= first && number < end;
+        if (!in_fp8 && !param->continues && param->offset * size < b->count) b->fp8_first = b->count * size;
+        if (!in_fp8) continue;
         mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
         mt_fp8_key *key = &f->keys[f->num_linears];
         key->layer = number;
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
-        if (multiple > 0 && (l->N % multiple != 0 || l->K % multiple != 0))
+        if (N_multiple > 0 && (l->N % N_multiple != 0 || l->K % K_multiple != 0))
             return mt_error_set(error,
-                                "--fp8-format on this device needs products of multiples of %lld, and layer "
-                                "%lld has one of %lld x %lld; change the model's widths or "
-                                "--tensor-model-parallel-size",
-                                (long long)multiple, (long long)number, (long long)l->N, (long long)l->K);
+                                "%s needs weights of multiples of %lld x %lld, and layer %lld has one of %lld x %lld; "
+                                "change the model's widths or --tensor-model-parallel-size",
+                                o->fp8_param_gather ? "--fp8-param-gather" : "--fp8-format on this device",
+                                (long long)N_multiple, (long long)K_multiple, (long long)number, (long long)l->N,
+                                (long long)l->K);
+        if (!o->fp8_param_gather || b->strategy == MT_NO_SHARD) continue;
+        l->fp8->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe.format, .blocks = f->recipe.weight_blocks};
+        l->fp8->num_amaxes = mt_fp8_num_scales(mt_max(l->num_experts, 1), l->N, l->K, f->recipe.weight_blocks);
+        l->fp8->gathered = true, l->fp8->first_amax = b->num_fp8_amaxes, b->num_fp8_amaxes += l->fp8->num_amaxes;
     }
     return 0;
 }
@@ -10838,12 +10847,11 @@ static void mt_fp8_start(mt_model *m) {
     mt_fp8_model *f = m->fp8;
     int64_t operands = f->num_linears * MT_NUM_FP8_OPERANDS;
     f->recipe.scratch.base = m->ops->memory_alloc_ordered(f->recipe.scratch.capacity, m->stream);
-    if (!f->recipe.delayed && !m->options->fp8_param_gather) return;
+    if (!f->recipe.delayed) return;
     float *values = mt_malloc(2 * operands * 4);
-    for (int64_t i = 0; i < operands; i++) {
-        bool is_gradient = i % MT_NUM_FP8_OPERANDS == MT_FP8_DY;
-        values[i] = 1, values[operands + i] = mt_f8_largest(is_gradient ? f->recipe.gradient_format : f->recipe.format);
-    }
+    mt_dtype formats[] = {f->recipe.format, f->recipe.format, f->recipe.gradient_format};
+    for (int64_t i = 0; i < operands; i++)
+        values[i] = 1, values[operands + i] = mt_f8_largest(formats[i % MT_NUM_FP8_OPERANDS]);
     m->ops->memory_copy(f->scale, values, operands * 4, m->stream);
     m->ops->memory_copy(f->largest, values + operands, operands * 4, m->stream);
     m->ops->memory_zero(f->history, f->history_length * operands * 4, m->stream);

@@ -756,9 +756,9 @@ typedef struct mt_fp8_matrix {
     mt_fp8_blocks blocks;
 } mt_fp8_matrix;
 
-/* Elements of a row of C elements in fp8, and the number of scales of a matrix. */
+/* Elements of a row of C elements in fp8, and the number of scales of `count` matrices. */
 int64_t mt_fp8_stride(int64_t C, mt_fp8_blocks blocks);
-int64_t mt_fp8_num_scales(int64_t R, int64_t C, mt_fp8_blocks blocks);
+int64_t mt_fp8_num_scales(int64_t count, int64_t R, int64_t C, mt_fp8_blocks blocks);
 
 /* Rows per expert in a transposed copy are rounded up to MT_FP8_EXPERT_ROWS, so that no block spans two experts. Rows
  * of a matrix in fp8 are multiples of MT_FP8_WIDTH wide. */
@@ -770,7 +770,7 @@ enum { MT_FP8_EXPERT_ROWS = 128, MT_FP8_WIDTH = 16 };
 typedef struct mt_quantize_args {
     const void *x;
     int64_t count, R, C;
-    mt_fp8_matrix rows;    // [count, R, C]; either copy may be absent. Without both, only amax is raised
+    mt_fp8_matrix rows;    // [count, R, C]; either copy may be absent
     mt_fp8_matrix columns; // [count, C, R]: the transposes
     const float *scale;    // [1]: the scale of both copies, MT_FP8_TENSOR only (delayed scaling); NULL: computed from x
     float *amax;           // [1]: the largest |x|. With `scale`: raised to it (NULL: not wanted); else scratch, written
@@ -781,6 +781,18 @@ typedef struct mt_quantize_args {
     const int32_t *offsets;
     int64_t num_experts;
 } mt_quantize_args;
+
+/* A rank's part of weights: elements [first, first + n) of w[count, R, C], whose rows are C wide. Other ranks have the
+ * rest, also of blocks that the part cuts, so that quantization takes two calls. Without w.data: amax = the largest |x|
+ * of each block in the part, 0 of the others; their maximum over the ranks gives the scales. With it: the part of w,
+ * and the inverse scales of all of w. Delayed scaling needs the second call only, which raises amax. */
+typedef struct mt_fp8_shard_args {
+    const void *x;   // [n]; first and n are multiples of MT_FP8_WIDTH
+    mt_fp8_matrix w; // MT_FP8_TENSOR or MT_FP8_BLOCK_128
+    int64_t count, R, C, first, n;
+    float *amax;        // of each block, in the layout of the scales
+    const float *scale; // [1]: of delayed scaling; NULL: amax gives the scales
+} mt_fp8_shard_args;
 
 /* out[M, N] = a[M, K] b[N, K]^T + bias[N]. */
 typedef struct mt_fp8_product_args {
@@ -819,9 +831,11 @@ typedef struct mt_fp8_scale_args {
                      MT_U8),                                                                                           \
        (a, dtype, stream), const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream)                               \
     OP(fp8_product, mt_work_product(a->M, a->N, a->K), (a, stream), const mt_fp8_product_args *a, mt_stream *stream)   \
-    /* columns = the transposes of `rows`, MT_FP8_TENSOR with scale[0]; writes the inverse scales of both. */          \
+    /* columns = the transposes of `rows`, with its scales: MT_FP8_TENSOR or MT_FP8_BLOCK_128. */                      \
     OP(fp8_transpose, mt_work_bytes(2 * a->count * a->R * a->C, MT_U8), (a, stream), const mt_quantize_args *a,        \
        mt_stream *stream)                                                                                              \
+    OP(fp8_shard_quantize, mt_work_bytes(a->n *(mt_dtype_size(dtype) + 1), MT_U8), (a, dtype, stream),                 \
+       const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream)                                                  \
     /* column_sums: sums[C] += the sums over the rows of x[R, C]: a bias's gradient. */                                \
     OP(column_sums, mt_work_bytes(R *C, dtype), (sums, x, R, C, dtype, stream), float *sums, const void *x, int64_t R, \
        int64_t C, mt_dtype dtype, mt_stream *stream)                                                                   \
@@ -1889,26 +1903,28 @@ typedef enum mt_linear_kind {
     MT_LINEAR_GROUPED,    // one weight per expert: rows sorted by expert
 } mt_linear_kind;
 
-/* An fp8 recipe: how operands of products are quantized (--fp8-recipe). */
+/* An fp8 recipe: how operands of products are quantized. */
 typedef struct mt_fp8 {
-    mt_dtype format, gradient_format;    // of x and w; of dy
     mt_fp8_blocks blocks, weight_blocks; // of x and dy; of w
     bool delayed;                        // scales of earlier steps; else of the operand itself
+    mt_dtype format, gradient_format;    // of x and w; of dy
     bool wgrad;                          // also the weights' gradients
     bool keeps_weights;                  // quantized weights are kept until the weights change
     int64_t version;                     // number of changes of the weights
     mt_arena scratch;                    // operands of the product at hand
 } mt_fp8;
+extern const mt_fp8 mt_fp8_recipes[]; // by mt_fp8_recipe: the fields that --fp8-recipe sets
 
 /* The fp8 state of one linear. With delayed scaling the operands x, w, dy have a scale each, and the largest absolute
  * values of this step. */
 typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
 typedef struct mt_fp8_linear {
     mt_fp8 *recipe;
-    float *scale, *amax;           // [MT_NUM_FP8_OPERANDS]: delayed scaling's; `gathered`: of w
-    mt_fp8_matrix w, w_transposed; // with keeps_weights until the weights change, else for one call
-    int64_t version;               // of the weights that these are
-    bool gathered;                 // --fp8-param-gather: w arrives in fp8, quantized with `scale`
+    float *scale, *amax;            // [MT_NUM_FP8_OPERANDS]: delayed scaling's
+    mt_fp8_matrix w, w_transposed;  // with keeps_weights until the weights change, else for one call
+    int64_t version;                // of the weights that these are
+    bool gathered;                  // --fp8-param-gather: w arrives in fp8
+    int64_t first_amax, num_amaxes; // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
 
 /* Low-rank adapters of a linear with a frozen weight (Hu et al., "LoRA"): y += scale dropout(x) A^T B^T. A fused linear
@@ -2282,10 +2298,14 @@ typedef struct mt_bucket {
     mt_strategy strategy;  // MT_NO_SHARD for a group of one
     const mt_group *group; // the ranks with the same parameters, which add their gradients
     mt_dtype dtype;        // of params
-    uint8_t *fp8_params;   // [count] the weights of linears in fp8, with --fp8-param-gather; else NULL
     mt_dtype grad_dtype;   // of main_grads and grad_shard: --main-grads-dtype
     bool on_host;          // master, m and v are in host memory, and AdamW runs there: --optimizer-cpu-offload
     bool trained;          // false: no gradients, no moments
+    /* --fp8-param-gather: the weights of linears in fp8 */
+    uint8_t *fp8_params;    // [count] like params; if these are sharded, fp8_first bytes behind them in their buffer
+    int64_t fp8_first;      // the bytes of params, or 0 if the parameters in bf16 are all in the second half
+    int64_t num_fp8_amaxes; // blocks of these weights; 0: none is gathered in fp8
+    float *fp8_amaxes;      // [num_fp8_amaxes] the largest values of the blocks; not with delayed scaling
 } mt_bucket;
 
 /* A virtual stage: which part of the model one chunk of a pipeline rank holds. */
@@ -2369,8 +2389,9 @@ void mt_batch_free(mt_batch *batch);
 /* The tokens of a rank's share of a micro-batch of `tokens` tokens, after mt_batch_pad. */
 int64_t mt_rank_tokens(const mt_options *options, int64_t tokens);
 
-/* Appends masked tokens until the number of tokens is a multiple of `multiple`: sequences of at most 64 copies of token
- * 0. `batch` has room for them. mt_train_step and mt_evaluate do so where the ranks of a layout share tokens evenly. */
+/* Appends padding until the number of tokens is a multiple of `multiple`: sequences of at most 64 copies of token 0,
+ * masked and with a negative token_index. `batch` has room for them. mt_train_step and mt_evaluate do so where the
+ * ranks of a layout share tokens evenly. */
 void mt_batch_pad(mt_batch *batch, int64_t multiple);
 
 /* Writes the tokens rows[T] of `whole`, ascending, and their sequences to `part`, which has room for them. The spans of

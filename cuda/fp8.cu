@@ -344,16 +344,15 @@ template <class T> static void quantize(const mt_quantize_args *a, mt_stream *st
                                                          : a->R;
     task.num_experts = (int)a->num_experts;
     task.row_tiles = mt_grid_size(mt_max(height, 1), TILE), task.column_tiles = mt_grid_size(width, TILE);
-    if (a->rows.data) task.row_scales = mt_fp8_num_scales(a->R, a->rows.stride, one.blocks);
-    if (a->columns.data) task.column_scales = mt_fp8_num_scales(a->C, a->columns.stride, one.blocks);
+    if (a->rows.data) task.row_scales = mt_fp8_num_scales(1, a->R, a->rows.stride, one.blocks);
+    if (a->columns.data) task.column_scales = mt_fp8_num_scales(1, a->C, a->columns.stride, one.blocks);
     if (one.blocks == MT_FP8_TENSOR && !a->scale) {
         const int64_t n = a->count * a->R * a->C, most = mt_cuda_device()->multiProcessorCount * (2048 / THREADS);
-        if (one.data) MT_CUDA(cudaMemsetAsync(a->amax, 0, sizeof *a->amax, mt_cuda_stream(stream)));
+        MT_CUDA(cudaMemsetAsync(a->amax, 0, sizeof *a->amax, mt_cuda_stream(stream)));
         largest_magnitude<<<(unsigned)mt_max(1, mt_min(most, mt_divide_up(n, THREADS * SIDE * LOADS))), THREADS, 0,
                             mt_cuda_stream(stream)>>>(task, n);
         MT_CUDA_LAUNCHED();
     }
-    if (!one.data) return; // amax alone
     if (one.blocks == MT_FP8_TENSOR) launch_tiles<T, MT_FP8_TENSOR>(task, a->count, one.format, stream);
     if (one.blocks == MT_FP8_VECTOR_128) launch_tiles<T, MT_FP8_VECTOR_128>(task, a->count, one.format, stream);
     if (one.blocks == MT_FP8_BLOCK_128) launch_tiles<T, MT_FP8_BLOCK_128>(task, a->count, one.format, stream);
@@ -361,7 +360,6 @@ template <class T> static void quantize(const mt_quantize_args *a, mt_stream *st
 
 extern "C" void mt_cuda_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
     const mt_fp8_matrix *rows = &a->rows, *columns = &a->columns, *one = rows->data ? rows : columns;
-    if (a->count * a->R * a->C == 0 && !one->data) return;
     if (a->count * a->C == 0) return;
     MT_CHECK(!rows->data || !columns->data || (rows->blocks == columns->blocks && rows->format == columns->format));
     MT_CHECK(one->blocks != MT_FP8_VECTOR_32 && !(one->blocks == MT_FP8_BLOCK_128 && a->offsets));
@@ -373,18 +371,38 @@ extern "C" void mt_cuda_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_s
     MT_CUDA_DISPATCH(dtype, quantize, a, stream);
 }
 
+/* ---- scales ------------------------------------------------------------------------------------------------------ */
+
+/* Index of the scale of element (r, c) of a matrix with R rows. */
+__device__ static inline int64_t scale_index(const mt_fp8_matrix &matrix, int64_t R, int64_t r, int64_t c) {
+    if (matrix.blocks == MT_FP8_TENSOR) return 0;
+    if (matrix.blocks == MT_FP8_BLOCK_128) return r / 128 * ((matrix.stride + 511) / 512 * 4) + c / 128;
+    return c / 128 * ((R + 3) / 4 * 4) + r;
+}
+
+/* Matrix `i` of several with R rows. */
+__device__ static inline mt_fp8_matrix matrix_at(mt_fp8_matrix matrix, int64_t R, int64_t i) {
+    const int64_t blocks = (matrix.stride + 127) / 128;
+    matrix.data += i * R * matrix.stride;
+    if (matrix.blocks == MT_FP8_BLOCK_128) matrix.inverse_scales += i * ((R + 127) / 128) * ((blocks + 3) / 4 * 4);
+    if (matrix.blocks == MT_FP8_VECTOR_128) matrix.inverse_scales += i * blocks * ((R + 3) / 4 * 4);
+    return matrix;
+}
+
 /* ---- transpose --------------------------------------------------------------------------------------------------- */
 
 /* columns[C, R] = rows[R, C], bytes. A block takes 128 x 128; a word of shared memory holds 4 columns of a row. The
  * words of row r are stored at w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. */
 static __global__ void __launch_bounds__(THREADS)
-    transpose_tiles(mt_fp8_matrix rows, mt_fp8_matrix columns, int64_t R, int64_t C, const float *scale) {
+    transpose_tiles(const mt_fp8_matrix all_rows, const mt_fp8_matrix all_columns, int64_t R, int64_t C) {
     __shared__ uint32_t tile[TILE][TILE / 4];
+    const mt_fp8_matrix rows = matrix_at(all_rows, R, blockIdx.z), columns = matrix_at(all_columns, C, blockIdx.z);
     const int64_t row = (int64_t)blockIdx.y * TILE, column = (int64_t)blockIdx.x * TILE;
-    const uint8_t *from = rows.data + blockIdx.z * R * rows.stride;
-    uint8_t *to = columns.data + blockIdx.z * C * columns.stride;
-    if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0)
-        *rows.inverse_scales = *columns.inverse_scales = 1 / *scale;
+    const uint8_t *from = rows.data;
+    uint8_t *to = columns.data;
+    if (row < R && threadIdx.x == 0)
+        columns.inverse_scales[scale_index(columns, C, column, row)] =
+            rows.inverse_scales[scale_index(rows, R, row, column)];
 #pragma unroll
     for (int k = 0; k < TILE * TILE / 16 / THREADS; k++) {
         const int r = k * (THREADS / 8) + threadIdx.x / 8, place = threadIdx.x % 8;
@@ -415,8 +433,104 @@ extern "C" void mt_cuda_fp8_transpose(const mt_quantize_args *a, mt_stream *stre
     const dim3 blocks(mt_grid_size(a->C, TILE), mt_grid_size(mt_max(a->R, a->columns.stride), TILE),
                       (unsigned)a->count);
     MT_CHECK(a->C % MT_CUDA_FP8_MULTIPLE == 0 && mt_wide(MT_U8, {a->rows.data, a->columns.data}, {}));
-    transpose_tiles<<<blocks, THREADS, 0, mt_cuda_stream(stream)>>>(a->rows, a->columns, a->R, a->C, a->scale);
+    MT_CHECK(a->rows.blocks == MT_FP8_TENSOR || a->rows.blocks == MT_FP8_BLOCK_128);
+    transpose_tiles<<<blocks, THREADS, 0, mt_cuda_stream(stream)>>>(a->rows, a->columns, a->R, a->C);
     MT_CUDA_LAUNCHED();
+}
+
+/* ---- a rank's part of weights ------------------------------------------------------------------------------------ */
+
+/* The operands, named as in megatron.h. */
+template <class T> struct shard_task {
+    const T *x;
+    mt_fp8_matrix w;
+    int64_t R, C, first, n;
+    float *amax;
+    const float *scale;
+};
+
+template <class T, mt_fp8_blocks BLOCKS>
+__device__ static inline float shard_scale(const shard_task<T> &task, int64_t block) {
+    if (task.scale) return *task.scale;
+    return BLOCKS == MT_FP8_TENSOR ? tensor_scale<MT_F8_E4M3>(task.amax[block])
+                                   : block_scale<MT_F8_E4M3>(task.amax[block]);
+}
+
+/* The inverse scales of all blocks. */
+template <class T, mt_fp8_blocks BLOCKS> static __global__ void shard_scales(const shard_task<T> task, int64_t scales) {
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < scales) task.w.inverse_scales[i] = 1 / shard_scale<T, BLOCKS>(task, i);
+}
+
+/* A thread takes 8 elements, 16 threads 128 that begin at a multiple of 128 in w: of one row and block, because rows of
+ * a w with blocks are multiples of 128 wide. A maximum is written only where it exceeds what another thread wrote. */
+template <class T, mt_fp8_blocks BLOCKS> static __global__ void shard_parts(const shard_task<T> task) {
+    __shared__ uint32_t warp_maxima[WARPS];
+    const int64_t begin = task.first / TILE * TILE, end = task.first + task.n;
+    const int64_t warp = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, step = (int64_t)gridDim.x * THREADS * SIDE;
+    chunk<T> largest = {};
+    for (int64_t base = begin + warp * 32 * SIDE; base < end; base += step) {
+        const int64_t i = base + threadIdx.x % 32 * SIDE, row = i / task.C, matrix = row / task.R;
+        const bool exists = i >= task.first && i < end;
+        const chunk<T> x = mt_load<SIDE>(task.x + (i - task.first), exists);
+        int64_t block = 0;
+        if (BLOCKS != MT_FP8_TENSOR)
+            block = matrix * ((task.R + 127) / 128) * ((task.C + 511) / 512 * 4) +
+                    scale_index(task.w, task.R, row - matrix * task.R, i - row * task.C);
+        if (task.w.data && exists) {
+            const float s = shard_scale<T, BLOCKS>(task, block);
+            uint32_t bits[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+                bits[k] = to_fp8<MT_F8_E4M3>(mt_element(x, 4 * k) * s, mt_element(x, 4 * k + 1) * s,
+                                             mt_element(x, 4 * k + 2) * s, mt_element(x, 4 * k + 3) * s);
+            *(uint2 *)(task.w.data + i) = make_uint2(bits[0], bits[1]);
+        }
+        if (BLOCKS == MT_FP8_TENSOR) {
+            raise(largest, x);
+        } else if (!task.w.data) {
+            chunk<T> magnitudes = {};
+            raise(magnitudes, x);
+            uint32_t bits = largest_bits(magnitudes);
+#pragma unroll
+            for (int mask = 1; mask < TILE / SIDE; mask *= 2) bits = max(bits, __shfl_xor_sync(0xffffffff, bits, mask));
+            if (threadIdx.x % (TILE / SIDE) == 0 && bits > 0 && bits > __float_as_uint(__ldcg(task.amax + block)))
+                atomicMax((uint32_t *)task.amax + block, bits);
+        }
+    }
+    if (BLOCKS != MT_FP8_TENSOR || (task.w.data && !task.scale)) return;
+    const float amax = block_largest(largest_bits(largest), warp_maxima);
+    if (threadIdx.x == 0 && amax != 0) atomicMax((uint32_t *)task.amax, __float_as_uint(amax));
+}
+
+template <class T, mt_fp8_blocks BLOCKS> static void launch_shard(const mt_fp8_shard_args *a, cudaStream_t stream) {
+    const shard_task<T> task = {(const T *)a->x, a->w, a->R, a->C, a->first, a->n, a->amax, a->scale};
+    const int64_t scales = mt_fp8_num_scales(a->count, a->R, a->C, BLOCKS);
+    const int64_t most = mt_cuda_device()->multiProcessorCount * (2048 / THREADS);
+    if (a->w.data)
+        shard_scales<T, BLOCKS><<<mt_grid_size(scales, THREADS), THREADS, 0, stream>>>(task, scales);
+    else
+        MT_CUDA(cudaMemsetAsync(a->amax, 0, (size_t)scales * sizeof *a->amax, stream));
+    if (a->n > 0)
+        shard_parts<T, BLOCKS>
+            <<<(unsigned)mt_min(most, mt_divide_up(a->n + TILE, THREADS * SIDE)), THREADS, 0, stream>>>(task);
+    MT_CUDA_LAUNCHED();
+}
+
+template <class T> static void quantize_shard(const mt_fp8_shard_args *a, mt_stream *stream) {
+    if (a->w.blocks == MT_FP8_TENSOR)
+        launch_shard<T, MT_FP8_TENSOR>(a, mt_cuda_stream(stream));
+    else
+        launch_shard<T, MT_FP8_BLOCK_128>(a, mt_cuda_stream(stream));
+}
+
+extern "C" void mt_cuda_fp8_shard_quantize(const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream) {
+    const bool in_blocks = a->w.blocks == MT_FP8_BLOCK_128;
+    MT_CHECK(a->w.format == MT_F8_E4M3 && (in_blocks ? !a->scale : a->w.blocks == MT_FP8_TENSOR));
+    MT_CHECK(a->C % (in_blocks ? (int)TILE : (int)MT_FP8_WIDTH) == 0 && a->first % MT_FP8_WIDTH == 0 &&
+             a->n % MT_FP8_WIDTH == 0);
+    MT_CHECK(mt_wide(dtype, {a->x, a->w.data}, {}));
+    MT_CUDA_DISPATCH(dtype, quantize_shard, a, stream);
 }
 
 /* ---- products on any GPU ----------------------------------------------------------------------------------------- */
@@ -456,22 +570,6 @@ __device__ static inline bool find_part(const fp8_task &task, fp8_part &p) {
     if (!mt_find_expert_rows<ROWS>(task.offsets, task.num_experts, (int)index, expert, first, count, row)) return false;
     p.expert = expert, p.row = first + row, p.row_end = first + count;
     return true;
-}
-
-/* Index of the scale of element (r, c) of a matrix with R rows. */
-__device__ static inline int64_t scale_index(const mt_fp8_matrix &matrix, int64_t R, int64_t r, int64_t c) {
-    if (matrix.blocks == MT_FP8_TENSOR) return 0;
-    if (matrix.blocks == MT_FP8_BLOCK_128) return r / 128 * ((matrix.stride + 511) / 512 * 4) + c / 128;
-    return c / 128 * ((R + 3) / 4 * 4) + r;
-}
-
-/* Matrix `i` of several with R rows. */
-__device__ static inline mt_fp8_matrix matrix_at(mt_fp8_matrix matrix, int64_t R, int64_t i) {
-    const int64_t blocks = (matrix.stride + 127) / 128;
-    matrix.data += i * R * matrix.stride;
-    if (matrix.blocks == MT_FP8_BLOCK_128) matrix.inverse_scales += i * ((R + 127) / 128) * ((blocks + 3) / 4 * 4);
-    if (matrix.blocks == MT_FP8_VECTOR_128) matrix.inverse_scales += i * blocks * ((R + 3) / 4 * 4);
-    return matrix;
 }
 
 /* shared[k][r] = the values of 16 elements of row `row` that begin at `inner`, or zeros. */

@@ -147,7 +147,7 @@ int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error) {
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         if (data->samples[split].count == 0) continue;
         prints[count] = mt_samples_fingerprint(&data->samples[split]);
-        names[count++] = split == MT_SPLIT_TRAIN ? "samples to train on" : "samples to evaluate";
+        names[count++] = split == MT_SPLIT_TRAIN ? "set of samples" : "set of samples to evaluate";
     }
     if (data->tokens_file) {
         const mt_mapping *file = &data->tokens_file->file;

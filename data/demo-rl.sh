@@ -30,7 +30,7 @@ else
     shape="--hf-config data/configs/$DEMO_MODEL.json --vocab-size 257"
     format="--micro-batch-size 256 --global-batch-size 256 --train-iters 400 --lr 5e-4 --lr-warmup-fraction 0.1"
     task="--rollout-batch-size 64 --num-return-sequences 16 --global-batch-size 512 --micro-batch-size 256
-        --inference-max-requests 1024 --lr 5e-5 --lr-warmup-fraction 0.05"
+        --inference-max-requests 1024 --lr 3e-5 --lr-warmup-fraction 0.05"
 fi
 precision=''
 if [ "$device" = cuda ]; then precision=--bf16; fi

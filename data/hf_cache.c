@@ -23,8 +23,11 @@ static bool is_model_name(const char *text) {
 /* The cache's folder, to free. */
 static char *cache_folder(void) {
     const char *cache = getenv("HF_HUB_CACHE"), *home = getenv("HF_HOME"), *user = getenv("HOME");
+    const char *caches = getenv("XDG_CACHE_HOME");
     if (cache && *cache) return mt_strdup(cache);
-    return home && *home ? mt_path_join(home, "hub") : mt_path_join(user ? user : "", ".cache/huggingface/hub");
+    if (home && *home) return mt_path_join(home, "hub");
+    if (caches && *caches) return mt_path_join(caches, "huggingface/hub");
+    return mt_path_join(user ? user : "", ".cache/huggingface/hub");
 }
 
 /* CACHE/models--ORG--NAME, to free. */

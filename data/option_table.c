@@ -395,8 +395,8 @@ const mt_option mt_option_table[] = {
      "compute the weights' gradients in fp8 too; the default"},
     {"fp8-param-gather", MT_FLAG, MT_AT(fp8_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gather the weights of these products in fp8; the other ranks' parts in bf16 are gathered for readers only",
-     .needs = "any: fp8-format, any: fp8-recipe delayed|tensorwise, "
-              "any: data-parallel-sharding-strategy optim|optim_grads",
+     .needs = "any: fp8-format, any: fp8-recipe delayed|tensorwise|blockwise, "
+              "any: data-parallel-sharding-strategy optim|optim_grads|optim_grads_params",
      .excludes = "any: tp-only-amax-red"},
     {"fp8-param", MT_FLAG, MT_AT(fp8_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL, "--fp8-param-gather"},
     {"tp-only-amax-red", MT_FLAG, MT_AT(tp_only_amax_red), MT_TRAIN, MT_OF_RUN, NULL, NULL,

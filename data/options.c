@@ -193,13 +193,15 @@ static void mt_option_reader_free(mt_option_reader *reader) {
 /* Adds the words of a blend in one text, "0.7 a 0.3 b", or else one prefix, which may have blanks. */
 static int mt_option_add_paths(mt_options *options, const mt_option *row, const char *text, const char *where,
                                mt_error *error) {
+    static const char blanks[] = " \t\r\n"; // a text of YAML may have several lines
     char *end, *words, *rest = NULL;
     if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
     (void)strtod(text, &end);
     words = mt_strdup(text);
-    bool is_blend = end > text && *end == ' ';
+    bool is_blend = end > text && *end && strchr(blanks, *end);
     int status = is_blend ? 0 : mt_option_set(options, row, text, where, error);
-    for (char *word = is_blend ? strtok_r(words, " ", &rest) : NULL; word && !status; word = strtok_r(NULL, " ", &rest))
+    for (char *word = is_blend ? strtok_r(words, blanks, &rest) : NULL; word && !status;
+         word = strtok_r(NULL, blanks, &rest))
         status = mt_option_set(options, row, word, where, error);
     free(words);
     return status;
@@ -961,6 +963,8 @@ static int mt_options_find_models(mt_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
     if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->teacher_load, NULL, "--teacher-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->reward_load, NULL, "--reward-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->critic_load, NULL, "--critic-load", error) != 0) return -1;
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
 }
 
@@ -1328,6 +1332,8 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
          "data-parallel-sharding-strategy", alone},
         {one && o->ddp_bucket_size > 0, "ddp-bucket-size", alone},
         {one && o->fp8_param_gather, "fp8-param-gather", alone},
+        {o->add_bias_linear && MT_GIVEN(o, add_qkv_bias) && o->add_qkv_bias, "add-qkv-bias",
+         "all linear layers have biases"},
         {!one && o->ddp_bucket_size > 0 && o->data_parallel_sharding_strategy >= MT_SHARD_GRADS, "ddp-bucket-size",
          "a layer's gradients are sharded before the next layer's are computed"},
         {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},

@@ -533,12 +533,13 @@ static int check_count(const reader *r, mt_error *error) {
     if (r->config->prompts && r->dropped > 0)
         return mt_error_set(error, "%s: has no prompts of at most %lld tokens, which the sequence length leaves them",
                             r->config->paths.items[0], (long long)r->config->seq_length);
-    return mt_error_set(
-        error, "%s: has no samples%s", r->config->paths.items[0],
-        r->equal_pairs > 0 ? ": responses are the same once truncated to --seq-length; raise it, or give "
-                             "--long-samples drop"
-        : r->dropped > 0   ? ": all are longer than --seq-length; raise it, or give --long-samples truncate"
-                           : "; check the path");
+    const char *why = "; check the path";
+    if (r->dropped > 0) why = ": none has a token that the loss counts within --seq-length; raise it";
+    if (r->dropped > 0 && r->config->long_samples == MT_LONG_DROP)
+        why = ": all are longer than --seq-length; raise it, or give --long-samples truncate";
+    if (r->equal_pairs > 0)
+        why = ": responses are the same once truncated to --seq-length; raise it, or give --long-samples drop";
+    return mt_error_set(error, "%s: has no samples%s", r->config->paths.items[0], why);
 }
 
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {

@@ -75,20 +75,23 @@ static int open_bytes(mt_tokenizer *tokenizer) {
     return 0;
 }
 
-static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
-    if (keep_file(tokenizer, path, "tokenizer.json", !tokenizer->in_folder, error)) return -1;
+/* Keeps a file beside the tokenizer's, if it is there and not kept yet. */
+static int keep_beside(mt_tokenizer *tokenizer, const char *path, const char *name, mt_error *error) {
     const char *slash = strrchr(path, '/');
     char *folder = slash ? mt_strdup(path) : mt_strdup(".");
     if (slash) folder[slash - path] = 0;
-    const char *config_name = "tokenizer_config.json";
-    int failed = 0;
-    if (mt_folder_has(folder, config_name)) {
-        char *config_path = mt_path_join(folder, config_name);
-        failed = keep_file(tokenizer, config_path, config_name, false, error);
-        free(config_path);
-    }
+    char *beside = mt_path_join(folder, name);
+    bool is_kept = !mt_folder_has(folder, name);
+    for (int i = 0; i < tokenizer->file_count; i++) is_kept = is_kept || !strcmp(tokenizer->files[i].name, name);
+    int failed = is_kept ? 0 : keep_file(tokenizer, beside, name, false, error);
+    free(beside);
     free(folder);
-    if (failed) return -1;
+    return failed;
+}
+
+static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
+    if (keep_file(tokenizer, path, "tokenizer.json", !tokenizer->in_folder, error)) return -1;
+    if (keep_beside(tokenizer, path, "tokenizer_config.json", error)) return -1;
     return mt_tokenizer_load_json(tokenizer, path, &tokenizer->files[0].content, &tokenizer->files[1].content, error);
 }
 
@@ -165,6 +168,9 @@ int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *pa
                         : open_sentencepiece(tokenizer, path, error);
     else
         failed = folder ? open_in(tokenizer, path, "vocab.json", open_gpt2, error) : open_gpt2(tokenizer, path, error);
+    // the template of conversations and the tokens that begin a text, which a saved model must have too
+    if (!failed && !bytes) failed = keep_beside(tokenizer, tokenizer->path, "tokenizer_config.json", error);
+    if (!failed && !bytes) failed = keep_beside(tokenizer, tokenizer->path, "chat_template.jinja", error);
     return finish_open(out, tokenizer, failed);
 }
 

@@ -184,7 +184,7 @@ struct mt_tokenizer {
     mt_join join;
     int strip_start; // leading spaces that decoding removes
 
-    mt_file files[3];
+    mt_file files[4];
     int file_count;
     bool in_folder; // the user named the files' folder
 };

@@ -1771,7 +1771,7 @@ static mt_fp8_matrix quantized(const float *x, int64_t rows, mt_fp8_blocks block
     mt_fp8_matrix m = {.stride = mt_fp8_stride(FP8_K, blocks), .format = MT_F8_E4M3, .blocks = blocks};
     float amax;
     m.data = mt_malloc(rows * m.stride);
-    m.inverse_scales = mt_malloc(mt_fp8_num_scales(rows, m.stride, blocks) * 4);
+    m.inverse_scales = mt_malloc(mt_fp8_num_scales(1, rows, m.stride, blocks) * 4);
     mt_quantize_args a = {.x = x, .count = 1, .R = rows, .C = FP8_K, .rows = m, .amax = &amax, .scale = scale};
     mt_cpu_ops.quantize(&a, MT_F32, NULL);
     return m;

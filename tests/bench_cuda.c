@@ -192,7 +192,7 @@ static double quantize(bench *b, const int64_t *n) { // R, C, scale, copies
         int64_t R = n[i], C = n[1 - i];
         copies[i]->blocks = blocks[n[2]], copies[i]->format = MT_F8_E4M3, copies[i]->stride = C;
         copies[i]->data = mt_arena_alloc(&b->arena, R * C);
-        copies[i]->inverse_scales = floats(b, mt_fp8_num_scales(R, C, blocks[n[2]]));
+        copies[i]->inverse_scales = floats(b, mt_fp8_num_scales(1, R, C, blocks[n[2]]));
     }
     if (n[2] == DELAYED) a.scale = floats(b, 1);
     if (n[2] > CURRENT) a.amax = NULL;

@@ -42,7 +42,7 @@ static mt_fp8_matrix quantized(const bench *b, const void *x, int64_t count, int
     int64_t width = C + (transposed ? EXPERTS * (MT_FP8_EXPERT_ROWS - 1) : 0);
     mt_fp8_matrix matrix = {.stride = mt_fp8_stride(width, blocks), .format = MT_F8_E4M3, .blocks = blocks};
     matrix.data = b->ops->memory_alloc(count * R * matrix.stride);
-    matrix.inverse_scales = b->ops->memory_alloc(4 * count * mt_fp8_num_scales(R, matrix.stride, blocks));
+    matrix.inverse_scales = b->ops->memory_alloc(4 * mt_fp8_num_scales(count, R, matrix.stride, blocks));
     float *amax = b->ops->memory_alloc(4);
     mt_quantize_args a = {.x = x, .count = count, .R = R, .C = C};
     if (transposed) a.R = C, a.C = R, a.offsets = b->offsets, a.num_experts = EXPERTS;

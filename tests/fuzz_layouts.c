@@ -200,8 +200,7 @@ static const row layout_rows[] = {
     {15, "", "use-precision",
      "--use-precision-aware-optimizer;--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 "
      "--exp-avg-sq-dtype fp32"},
-    {90, "--fp8-format&sharding-strategy optim&" WIDE, "blockwise&mxfp8&optim_grads_params&tp-only-amax-red",
-     "--fp8-param-gather"},
+    {90, "--fp8-format&sharding-strategy optim&" WIDE, "blockwise&mxfp8&tp-only-amax-red", "--fp8-param-gather"},
     {40, "", "", "OMPI_MCA_btl_vader_eager_limit=256"}, // longer messages wait for their receiver
 };
 

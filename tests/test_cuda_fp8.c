@@ -89,7 +89,7 @@ static void *fetched(const mt_ops *ops, mt_stream *on, void *memory, int64_t byt
 static void open_matrix(const mt_ops *ops, mt_stream *on, mt_fp8_matrix *matrix, const quantization *p, int64_t R,
                         int64_t C, int64_t *bytes, int64_t *scales) {
     *matrix = (mt_fp8_matrix){.stride = mt_fp8_stride(C, p->blocks), .format = p->format, .blocks = p->blocks};
-    *scales = mt_fp8_num_scales(R, matrix->stride, p->blocks) * (p->blocks == MT_FP8_TENSOR ? 1 : p->count);
+    *scales = mt_fp8_num_scales(p->count, R, matrix->stride, p->blocks);
     *bytes = p->count * R * matrix->stride;
     matrix->data = patterned(ops, on, *bytes);
     matrix->inverse_scales = patterned(ops, on, *scales * 4);
@@ -248,7 +248,7 @@ static mt_fp8_matrix random_matrices(const problem *p, int64_t count, int64_t R,
     int64_t width = C + (transposed ? p->num_experts * (MT_FP8_EXPERT_ROWS - 1) : 0), n = count * R * C;
     mt_fp8_matrix matrix = {.stride = mt_fp8_stride(width, blocks), .format = format, .blocks = blocks};
     *bytes = count * R * matrix.stride;
-    *scales = (blocks == MT_FP8_TENSOR ? 1 : count) * mt_fp8_num_scales(R, matrix.stride, blocks);
+    *scales = mt_fp8_num_scales(count, R, matrix.stride, blocks);
     matrix.data = mt_malloc(*bytes + 16), matrix.inverse_scales = mt_calloc(*scales * 4);
     float *x = mt_malloc(n * 4 + 4), amax;
     for (int64_t i = 0; i < n; i++) x[i] = ldexpf(random_float(), (int)(i / C / 64 % 4) * 2);
@@ -454,42 +454,92 @@ static void products_of_many_experts_match_the_cpu(void **state) {
     check_experts(many, MAX_EXPERTS, 1, 1, 784, 48);
 }
 
-/* ==== delayed scaling ============================================================================================= */
+/* ==== a rank's part of weights ==================================================================================== */
 
-/* The transposes of quantized matrices, and the largest value alone. */
-static void transposes_match_bit_for_bit(void **state) {
+/* Codes, scales and largest values of two calls, on the host. */
+typedef struct parts {
+    uint8_t *codes, *transposed;
+    float *scales, *transposed_scales, *amax;
+} parts;
+
+static void parts_free(parts *p) {
+    free(p->codes), free(p->transposed), free(p->scales), free(p->transposed_scales), free(p->amax);
+}
+
+/* Quantizes elements [first, first + n) of x, and transposes all codes; the others are a pattern. */
+static parts run_shard(const mt_ops *ops, mt_stream *on, const quantization *p, int64_t first, int64_t n,
+                       uint64_t seed) {
+    int64_t size = mt_dtype_size(p->dtype), all = p->count * p->R * p->C, bytes, scales, columns_bytes, columns_scales;
+    const float scale = 3.7f;
+    char *host = draw_input(p, seed), *x = ops->memory_alloc(n * size + 16);
+    mt_fp8_matrix w, columns;
+    float *given = ops->memory_alloc(16);
+    parts result;
+    open_matrix(ops, on, &w, p, p->R, p->C, &bytes, &scales);
+    open_matrix(ops, on, &columns, p, p->C, p->R, &columns_bytes, &columns_scales);
+    assert_int_equal(bytes, all);
+    ops->memory_copy(x, host + first * size, n * size, on);
+    ops->memory_copy(given, &scale, 4, on);
+    mt_fp8_shard_args a = {.x = x, .w = w, .count = p->count, .R = p->R, .C = p->C, .first = first, .n = n};
+    a.amax = ops->memory_alloc(scales * 4 + 16), a.w.data = NULL;
+    ops->fp8_shard_quantize(&a, p->dtype, on);
+    a.w = w, a.scale = p->scaling == COMPUTED ? NULL : given;
+    ops->fp8_shard_quantize(&a, p->dtype, on);
+    mt_quantize_args t = {.count = p->count, .R = p->R, .C = p->C, .rows = w, .columns = columns};
+    ops->fp8_transpose(&t, on);
+    result.codes = fetched(ops, on, w.data, bytes), result.scales = fetched(ops, on, w.inverse_scales, scales * 4);
+    result.transposed = fetched(ops, on, columns.data, columns_bytes);
+    result.transposed_scales = fetched(ops, on, columns.inverse_scales, columns_scales * 4);
+    result.amax = fetched(ops, on, a.amax, scales * 4);
+    ops->memory_free(x), ops->memory_free(given), free(host);
+    return result;
+}
+
+static void check_codes(const char *copy, const uint8_t *got, const uint8_t *want, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i++)
+        if (got[i] != want[i] && !(is_nan(got[i], MT_F8_E4M3) && is_nan(want[i], MT_F8_E4M3)))
+            fail_msg("%s: element %lld is %02x, not %02x", copy, (long long)i, got[i], want[i]);
+}
+
+static void check_floats(const char *what, const float *got, const float *want, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (memcmp(got + i, want + i, 4) != 0 && !(isnan(got[i]) && isnan(want[i])))
+            fail_msg("%s: %lld of %lld is %g, not %g", what, (long long)i, (long long)count, (double)got[i],
+                     (double)want[i]);
+}
+
+static void check_shard(const quantization *p, int64_t first, int64_t n) {
+    uint64_t seed = random_word();
+    parts want = run_shard(&mt_cpu_ops, NULL, p, first, n, seed), got = run_shard(gpu, stream, p, first, n, seed);
+    int64_t stride = mt_fp8_stride(p->R, p->blocks), scales = mt_fp8_num_scales(p->count, p->R, p->C, p->blocks);
+    check_codes("codes", got.codes, want.codes, p->count * p->R * p->C);
+    check_codes("transposed codes", got.transposed, want.transposed, p->count * p->C * stride);
+    check_floats("scales", got.scales, want.scales, scales);
+    check_floats("transposed scales", got.transposed_scales, want.transposed_scales,
+                 mt_fp8_num_scales(p->count, p->C, stride, p->blocks));
+    check_floats("largest values", got.amax, want.amax, scales);
+    parts_free(&want), parts_free(&got);
+}
+
+/* Parts that begin and end within rows and blocks, the whole, and nothing. */
+static void parts_of_weights_match_the_cpu_bit_for_bit(void **state) {
     (void)state;
     if (!gpu) skip();
-    static const int64_t sizes[][3] = {{1, 128, 128}, {1, 16, 16}, {3, 144, 272}, {2, 1040, 400}};
-    for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
-        int64_t count = sizes[k][0], R = sizes[k][1], C = sizes[k][2], stride = mt_fp8_stride(R, MT_FP8_TENSOR);
-        uint8_t *from = mt_malloc(count * R * C), *to = mt_malloc(count * C * stride);
-        float *x = mt_malloc(R * C * 4), scale = 3, inverse[2], amax = 0.25f, largest = amax;
-        for (int64_t i = 0; i < count * R * C; i++) from[i] = (uint8_t)random_word();
-        for (int64_t i = 0; i < R * C; i++) x[i] = random_float(), largest = fmaxf(largest, fabsf(x[i]));
-        mt_quantize_args a = {.count = count, .R = R, .C = C, .scale = to_gpu(&scale, 4)};
-        a.rows = (mt_fp8_matrix){to_gpu(from, count * R * C), gpu->memory_alloc(4), C, MT_F8_E4M3, MT_FP8_TENSOR};
-        a.columns = (mt_fp8_matrix){gpu->memory_alloc(count * C * stride), gpu->memory_alloc(4), stride, MT_F8_E4M3,
-                                    MT_FP8_TENSOR};
-        gpu->fp8_transpose(&a, stream);
-        from_gpu(to, a.columns.data, count * C * stride);
-        from_gpu(inverse, a.rows.inverse_scales, 4), from_gpu(inverse + 1, a.columns.inverse_scales, 4);
-        assert_true(inverse[0] == 1.0f / 3 && inverse[1] == 1.0f / 3);
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t c = 0; c < C; c++)
-                for (int64_t r = 0; r < stride; r++)
-                    assert_int_equal(to[(i * C + c) * stride + r], r < R ? from[(i * R + r) * C + c] : 0);
-        mt_quantize_args alone = {.x = to_gpu(x, R * C * 4), .count = 1, .R = R, .C = C, .amax = to_gpu(&amax, 4)};
-        gpu->quantize(&alone, MT_F32, stream);
-        from_gpu(&amax, alone.amax, 4);
-        assert_true(amax == largest);
-        void *memory[] = {
-            (void *)(uintptr_t)a.scale, a.rows.data, a.rows.inverse_scales, a.columns.data, a.columns.inverse_scales,
-            (void *)(uintptr_t)alone.x, alone.amax};
-        for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) gpu->memory_free(memory[i]);
-        free(from), free(to), free(x);
-    }
+    static const int64_t sizes[][3] = {{1, 128, 128}, {1, 272, 384}, {3, 144, 256}, {2, 1040, 640}, {1, 16, 128}};
+    for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++)
+        for (int i = 0; i < 12; i++) {
+            quantization p = {.format = MT_F8_E4M3, .count = sizes[k][0], .R = sizes[k][1], .C = sizes[k][2]};
+            int64_t all = p.count * p.R * p.C, first = all / 3 / 64 * 64;
+            p.dtype = i % 2 ? MT_F32 : MT_BF16, p.odd = i / 2 % 2;
+            p.blocks = i / 4 == 2 ? MT_FP8_BLOCK_128 : MT_FP8_TENSOR, p.scaling = i / 4 == 1 ? RECORDED : COMPUTED;
+            check_shard(&p, 0, all);
+            check_shard(&p, first, (all - first) / 2 / 64 * 64);
+            check_shard(&p, first, all - first);
+            check_shard(&p, 64, 0);
+        }
 }
+
+/* ==== delayed scaling ============================================================================================= */
 
 static void scales_of_delayed_scaling_match_the_cpu_bit_for_bit(void **state) {
     (void)state;
@@ -525,7 +575,7 @@ int main(void) {
         cmocka_unit_test(products_of_any_size_match_the_cpu),
         cmocka_unit_test(products_of_experts_match_the_cpu),
         cmocka_unit_test(products_of_many_experts_match_the_cpu),
-        cmocka_unit_test(transposes_match_bit_for_bit),
+        cmocka_unit_test(parts_of_weights_match_the_cpu_bit_for_bit),
         cmocka_unit_test(scales_of_delayed_scaling_match_the_cpu_bit_for_bit),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);

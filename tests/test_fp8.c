@@ -17,21 +17,17 @@ enum { T = 64, K = 128, N = 256, MAX_HISTORY = 16 };
 typedef struct recipe {
     const char *name;
     int64_t steps;
-    mt_fp8 fp8;
-    bool delayed, most_recent;
+    mt_fp8_recipe row; // of mt_fp8_recipes
+    mt_dtype gradient_format;
+    bool most_recent;
     int64_t history;
 } recipe;
 
 static const recipe recipes[] = {
-    {"delayed", 4, {MT_F8_E4M3, MT_F8_E5M2, MT_FP8_TENSOR, MT_FP8_TENSOR, .wgrad = true}, true, false, 3},
-    {"delayed_most_recent_e4m3",
-     4,
-     {MT_F8_E4M3, MT_F8_E4M3, MT_FP8_TENSOR, MT_FP8_TENSOR, .wgrad = true},
-     true,
-     true,
-     2},
-    {"tensorwise", 2, {MT_F8_E4M3, MT_F8_E5M2, MT_FP8_TENSOR, MT_FP8_TENSOR, .wgrad = true}, false, false, 0},
-    {"blockwise", 2, {MT_F8_E4M3, MT_F8_E4M3, MT_FP8_VECTOR_128, MT_FP8_BLOCK_128, .wgrad = true}, false, false, 0},
+    {"delayed", 4, MT_FP8_DELAYED, MT_F8_E5M2, false, 3},
+    {"delayed_most_recent_e4m3", 4, MT_FP8_DELAYED, MT_F8_E4M3, true, 2},
+    {"tensorwise", 2, MT_FP8_TENSORWISE, MT_F8_E5M2, false, 0},
+    {"blockwise", 2, MT_FP8_BLOCKWISE, MT_F8_E4M3, false, 0},
 };
 
 static const char *golden_folder(void) {
@@ -83,8 +79,8 @@ static void *fetch(const fixture *f, const void *from, int64_t bytes) {
 }
 
 static fixture open_linear(const mt_ops *ops, const recipe *r) {
-    fixture f = {.ops = ops, .fp8 = r->fp8};
-    f.fp8.delayed = r->delayed;
+    fixture f = {.ops = ops, .fp8 = mt_fp8_recipes[r->row]};
+    f.fp8.format = MT_F8_E4M3, f.fp8.gradient_format = r->gradient_format, f.fp8.wgrad = true;
     int64_t bytes = ops->workspace_bytes(T, N, 1, 1);
     f.workspace = ops->memory_alloc(bytes);
     f.stream = ops->stream_create(f.workspace, bytes, false);
@@ -94,9 +90,9 @@ static fixture open_linear(const mt_ops *ops, const recipe *r) {
     f.linear.weight.w = ops->memory_alloc(N * K * 2), f.linear.weight.dw = ops->memory_alloc(N * K * 4);
     put(&f, f.linear.weight.w, tensor("w", NULL, 0, N * K * 2), N * K * 2);
     f.fp8.scratch.capacity = 1 << 20, f.fp8.scratch.base = ops->memory_alloc(1 << 20);
-    if (r->delayed) {
+    if (f.fp8.delayed) {
         const float ones[] = {1, 1, 1}, guard = 1;
-        const float largest[] = {448, 448, mt_f8_largest(r->fp8.gradient_format)};
+        const float largest[] = {448, 448, mt_f8_largest(r->gradient_format)};
         f.history = ops->memory_alloc(MAX_HISTORY * 3 * 4), f.largest = ops->memory_alloc(3 * 4);
         f.state.scale = ops->memory_alloc(3 * 4), f.guard = ops->memory_alloc(4);
         f.state.amax = f.history;
@@ -212,7 +208,7 @@ static void check_backend(const mt_ops *ops, bool keeps_weights) {
         fixture f = open_linear(ops, r);
         f.fp8.keeps_weights = keeps_weights, f.fp8.version = 1;
         if (keeps_weights) {
-            mt_fp8_matrix w = {.stride = K, .format = MT_F8_E4M3, .blocks = r->fp8.weight_blocks}, t = w;
+            mt_fp8_matrix w = {.stride = K, .format = MT_F8_E4M3, .blocks = f.fp8.weight_blocks}, t = w;
             w.data = ops->memory_alloc(N * K), w.inverse_scales = ops->memory_alloc(1024);
             t.data = ops->memory_alloc(N * K), t.inverse_scales = ops->memory_alloc(1024), t.stride = N;
             f.state.w = w, f.state.w_transposed = t;
@@ -221,7 +217,7 @@ static void check_backend(const mt_ops *ops, bool keeps_weights) {
         for (int64_t step = 0; step < r->steps; step++) {
             f.fp8.version++;
             check_step(&f, r, step);
-            if (r->delayed) check_scales(&f, r, step);
+            if (f.fp8.delayed) check_scales(&f, r, step);
         }
         void *weights[] = {f.state.w.data, f.state.w.inverse_scales, f.state.w_transposed.data,
                            f.state.w_transposed.inverse_scales};

@@ -7,21 +7,24 @@ needs_mpi
 export OMP_NUM_THREADS=1
 model='--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --swiglu --normalization RMSNorm
     --position-embedding-type rope --disable-bias-linear --vocab-size 256 --seq-length 64 --micro-batch-size 1
-    --global-batch-size 2 --mock-data --train-iters 3 --lr 1e-3 --eval-iters 0 --bf16 --fp8-format hybrid
+    --global-batch-size 4 --mock-data --train-iters 3 --lr 1e-3 --eval-iters 0 --bf16 --fp8-format hybrid
     --deterministic-mode'
 
-# trace RANKS FILE ARGUMENTS...: trains, and writes the collectives of rank 0 in step 3 as lines "NAME BYTES".
+# trace RANKS FILE ARGUMENTS...: trains, and writes the collectives of rank 0 in step 3 as lines "NAME BYTES", and the
+# losses and norms of all steps to FILE.losses.
 trace() {
     ranks=$1 file=$2
     shift 2
+    rm -f "$work/metrics"
     # shellcheck disable=SC2046,SC2086
     $(mpirun_here) -np "$ranks" "$train" $model --trace "$work/trace.json" --trace-first-step 3 --trace-last-step 3 \
-        "$@" >"$work/out" 2>"$work/err" </dev/null || {
+        --metrics "$work/metrics" "$@" >"$work/out" 2>"$work/err" </dev/null || {
         cat "$work/err"
         return 1
     }
     sed -n 's/.*"pid":0,.*"name":"\(all_gather\|all_reduce\)".*"bytes":\([0-9.]*\).*/\1 \2/p' "$work/trace.json" \
         >"$file"
+    grep -o '"\(lm_loss\|grad_norm\)": [^,}]*' "$work/metrics" >"$file.losses"
 }
 
 # counts NUMBER LINE FILE: the file has the line so many times.
@@ -32,8 +35,13 @@ counts() {
     return 1
 }
 
+# same_losses FILE FILE: the steps of two runs have the same losses and norms, to the last digit.
+same_losses() {
+    [ "$(wc -l <"$1.losses")" = 6 ] && cmp "$1.losses" "$2.losses"
+}
+
 # A layer has 4 C^2 + 3 C F + 2 C = 164096 parameters. A rank sends half of them, with 2 bytes each or 1. With
-# --fp8-param-gather the two norms follow in bf16, and for tensorwise scales the largest values of 4 linears.
+# --fp8-param-gather the two norms follow in bf16, and without delayed scaling the largest values of 4 linears.
 weights_are_gathered_in_8_bits() {
     device=$1
     trace 2 "$work/bf16" --device "$device" --fp8-recipe tensorwise --use-distributed-optimizer &&
@@ -42,8 +50,27 @@ weights_are_gathered_in_8_bits() {
         trace 2 "$work/fp8" --device "$device" --fp8-recipe $recipe --use-distributed-optimizer --fp8-param-gather &&
             counts 2 'all_gather 82048' "$work/fp8" && counts 0 'all_gather 164096' "$work/fp8" &&
             counts 2 'all_reduce 512' "$work/fp8" || return 1
-        [ $recipe = delayed ] || counts 2 'all_reduce 48' "$work/fp8" || return 1
+        [ $recipe = delayed ] || {
+            counts $(($(grep -cx 'all_reduce 16' "$work/bf16") + 2)) 'all_reduce 16' "$work/fp8" &&
+                same_losses "$work/fp8" "$work/bf16"
+        } || return 1
     done
+}
+
+# The 4 linears of a layer have 9 rows of blocks of 128 x 128, each with 4 places for scales: 144 bytes. Of two or four
+# ranks each sends 1/2 or 3/4 of the parameters, and 2/2 or 6/4 of the sums. Sharded parameters are gathered for every
+# use, unless a buffer holds them.
+blocks_are_gathered_in_8_bits() {
+    device=$1 ranks=$2 strategy=$3 gathers=$4
+    others=$((ranks - 1))
+    wide=$((164096 * 2 * others / ranks)) narrow=$((164096 * others / ranks))
+    shape="--device $device --fp8-recipe blockwise --data-parallel-sharding-strategy $strategy"
+    # shellcheck disable=SC2086
+    trace "$ranks" "$work/bf16" $shape && counts "$gathers" "all_gather $wide" "$work/bf16" &&
+        counts 0 "all_gather $narrow" "$work/bf16" && trace "$ranks" "$work/fp8" $shape --fp8-param-gather &&
+        counts "$gathers" "all_gather $narrow" "$work/fp8" && counts 0 "all_gather $wide" "$work/fp8" &&
+        counts "$gathers" "all_reduce $((512 * 2 * others / ranks))" "$work/fp8" &&
+        counts 2 "all_reduce $((144 * 2 * others / ranks))" "$work/fp8" && same_losses "$work/bf16" "$work/fp8"
 }
 
 # The scales of 2 layers with 4 linears of 3 operands are 96 bytes. Each of four ranks sends 3/4 of them twice; each of
@@ -57,12 +84,17 @@ one_collective_for_all_scales() {
 }
 
 check weights_are_gathered_in_8_bits weights_are_gathered_in_8_bits cpu
+check blocks_are_gathered_in_8_bits_for_the_optimizer blocks_are_gathered_in_8_bits cpu 2 optim 2
+check blocks_are_gathered_in_8_bits_for_every_use blocks_are_gathered_in_8_bits cpu 2 optim_grads_params 5
+check blocks_of_four_ranks_are_gathered_in_8_bits blocks_are_gathered_in_8_bits cpu 4 optim_grads_params 3
 check one_collective_for_all_scales one_collective_for_all_scales
 # shellcheck disable=SC2086
 if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] &&
     ! $(mpirun_here) -np 2 "$train" $model --device cuda 2>&1 </dev/null | grep -q 'this build'; then
     check weights_are_gathered_in_8_bits_on_two_gpus weights_are_gathered_in_8_bits cuda
+    check blocks_are_gathered_in_8_bits_on_two_gpus blocks_are_gathered_in_8_bits cuda 2 optim 2
+    check blocks_are_gathered_for_every_use_on_two_gpus blocks_are_gathered_in_8_bits cuda 2 optim_grads_params 5
 else
-    echo "skipped: weights_are_gathered_in_8_bits_on_two_gpus: needs two GPUs, CUDA and NCCL"
+    echo "skipped: weights_are_gathered_in_8_bits_on_two_gpus and two more: need two GPUs, CUDA and NCCL"
 fi
 exit $failed

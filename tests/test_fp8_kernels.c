@@ -130,7 +130,7 @@ static int64_t scale_place(mt_fp8_blocks blocks, int64_t i, int64_t R, int64_t C
 
 static mt_fp8_matrix matrix_new(mt_fp8_blocks blocks, mt_dtype format, int64_t count, int64_t R, int64_t C) {
     mt_fp8_matrix m = {.stride = mt_fp8_stride(C, blocks), .format = format, .blocks = blocks};
-    int64_t scales = (blocks == MT_FP8_TENSOR ? 1 : count) * mt_fp8_num_scales(R, m.stride, blocks);
+    int64_t scales = mt_fp8_num_scales(count, R, m.stride, blocks);
     assert_true(m.stride >= C && m.stride % 16 == 0 && m.stride < C + 128);
     m.data = mt_malloc(count * R * m.stride + 1);
     memset(m.data, UNTOUCHED, (size_t)(count * R * m.stride + 1));
@@ -328,6 +328,67 @@ static void scales_of_mxfp8_are_powers_of_two(void **state) {
     free(x);
 }
 
+/* ---- a rank's part of weights ------------------------------------------------------------------------------------ */
+
+/* Three ranks quantize a part of the weights each, cut within rows and blocks. Codes, scales and the transposes are
+ * those of quantize on the whole, to the bit. */
+static void assert_parts_equal_the_whole(const problem *p, int64_t first_cut, int64_t second_cut) {
+    int64_t n = p->count * p->R * p->C, scales = mt_fp8_num_scales(p->count, p->R, p->C, p->blocks);
+    const int64_t cuts[] = {0, first_cut, second_cut, n};
+    float *x = mt_malloc(n * 4), *amaxes = mt_malloc(3 * scales * 4), amax = 0, scale = 2.5f;
+    uint16_t *half = mt_malloc(n * 2);
+    for (int64_t i = 0; i < n; i++) half[i] = mt_f32_to_bf16(ldexpf(random_float(), (int)(i / 500 % 9) - 4));
+    for (int64_t i = 0; i < n; i++) x[i] = mt_bf16_to_f32(half[i]);
+    mt_fp8_matrix rows = matrix_new(p->blocks, p->format, p->count, p->R, p->C);
+    mt_fp8_matrix w = matrix_new(p->blocks, p->format, p->count, p->R, p->C);
+    mt_fp8_matrix columns = matrix_new(p->blocks, p->format, p->count, p->C, p->R);
+    mt_fp8_matrix transposed = matrix_new(p->blocks, p->format, p->count, p->C, p->R);
+    mt_quantize_args whole = {.x = x, .count = p->count, .R = p->R, .C = p->C, .rows = rows, .columns = columns};
+    whole.amax = &amax, whole.scale = p->given ? &scale : NULL;
+    ops->quantize(&whole, MT_F32, NULL);
+    for (int call = 0; call < 2; call++) {
+        for (int rank = 0; rank < 3; rank++) {
+            mt_fp8_shard_args a = {.count = p->count, .R = p->R, .C = p->C, .first = cuts[rank], .w = w};
+            a.n = cuts[rank + 1] - a.first, a.scale = call ? whole.scale : NULL, a.amax = amaxes;
+            a.x = p->dtype == MT_BF16 ? (void *)(half + a.first) : (void *)(x + a.first);
+            if (call == 0) a.w.data = NULL, a.amax += rank * scales;
+            ops->fp8_shard_quantize(&a, p->dtype, NULL);
+        }
+        for (int64_t i = 0; i < scales && call == 0; i++) {
+            amaxes[i] = fmaxf(amaxes[i], fmaxf(amaxes[scales + i], amaxes[2 * scales + i]));
+            if (p->given) assert_true(amaxes[i] == amax), amaxes[i] = 0; // the second call finds it again
+        }
+    }
+    if (p->given) assert_true(amaxes[0] == amax);
+    mt_quantize_args transposition = {.count = p->count, .R = p->R, .C = p->C, .rows = w, .columns = transposed};
+    ops->fp8_transpose(&transposition, NULL);
+    assert_memory_equal(w.data, rows.data, (size_t)n);
+    assert_memory_equal(transposed.data, columns.data, (size_t)(p->count * p->C * columns.stride));
+    for (int64_t i = 0; i < n; i++) {
+        int64_t matrix = i / p->C / p->R, r = i / p->C % p->R, c = i % p->C;
+        int64_t in_rows = scale_place(p->blocks, matrix, p->R, p->C, r, c);
+        int64_t in_columns = scale_place(p->blocks, matrix, p->C, columns.stride, c, r);
+        assert_true(w.inverse_scales[in_rows] == rows.inverse_scales[in_rows]);
+        assert_true(transposed.inverse_scales[in_columns] == columns.inverse_scales[in_columns]);
+    }
+    matrix_free(&rows), matrix_free(&columns), matrix_free(&w), matrix_free(&transposed);
+    free(x), free(half), free(amaxes);
+}
+
+static void parts_of_weights_are_quantized_like_the_whole(void **state) {
+    (void)state;
+    static const int64_t shapes[][3] = {{1, 128, 128}, {1, 200, 384}, {3, 80, 128}, {2, 272, 640}};
+    for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
+        for (int variant = 0; variant < 6; variant++) {
+            problem p = {.format = MT_F8_E4M3, .count = shapes[s][0], .R = shapes[s][1], .C = shapes[s][2]};
+            p.blocks = variant / 2 == 2 ? MT_FP8_BLOCK_128 : MT_FP8_TENSOR, p.given = variant / 2 == 1;
+            p.dtype = variant % 2 ? MT_BF16 : MT_F32;
+            int64_t n = p.count * p.R * p.C, parts = n / 64;
+            assert_parts_equal_the_whole(&p, parts / 3 * 64, (parts / 2 + 3) * 64);
+            assert_parts_equal_the_whole(&p, 64, 64); // the second rank has nothing
+        }
+}
+
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
 /* A random matrix [count, R, C], quantized. */
@@ -496,6 +557,7 @@ int main(void) {
         cmocka_unit_test(quantize_rounds_every_block_with_its_scale),
         cmocka_unit_test(quantize_keeps_the_rows_of_experts_apart),
         cmocka_unit_test(scales_of_mxfp8_are_powers_of_two),
+        cmocka_unit_test(parts_of_weights_are_quantized_like_the_whole),
         cmocka_unit_test(products_equal_float64_of_the_decoded_operands),
         cmocka_unit_test(products_of_experts_equal_float64),
         cmocka_unit_test(scales_follow_the_history),

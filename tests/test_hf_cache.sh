@@ -7,7 +7,7 @@ preprocess=$(cd "${MT_BIN:-.}" && pwd)/data/preprocess
 golden=$(pwd)/tests/golden
 hash=0123456789abcdef0123456789abcdef01234567
 export HOME="$work/home" HF_HUB_CACHE="$work/elsewhere/hub"
-unset HF_HOME
+unset HF_HOME XDG_CACHE_HOME
 
 # caches CACHE ORG NAME FILE...: files of a model as `hf download` stores them: blobs, and links of a snapshot to them.
 caches() {
@@ -36,7 +36,13 @@ a_name_is_found_in_every_place_of_the_cache() {
         unset HF_HUB_CACHE
         generates --load Qwen/Tiny-3 && cmp "$work/out" "$work/want"
     ) || return 1
-    mv "$work/home/.cache/huggingface" "$work/elsewhere"
+    mkdir "$work/caches" && mv "$work/home/.cache/huggingface" "$work/caches" || return 1
+    (
+        unset HF_HUB_CACHE
+        export XDG_CACHE_HOME="$work/caches"
+        generates --load Qwen/Tiny-3 && cmp "$work/out" "$work/want"
+    ) || return 1
+    mv "$work/caches/huggingface" "$work/elsewhere"
     (
         unset HF_HUB_CACHE
         export HF_HOME="$work/elsewhere"
@@ -71,6 +77,10 @@ what_is_not_there_is_named_with_the_command_that_fetches_it() {
     # shellcheck disable=SC2086
     refused '--tokenizer-model Qwen/None: .* run: hf download Qwen/None$' "$train" --hf-config Qwen/Tiny-3 \
         --mock-data $train_options --tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/None &&
+        refused '--reward-load Qwen/None: .* run: hf download Qwen/None$' "$train" --load Qwen/Tiny-3 --stage rl \
+            --reward model --reward-load Qwen/None $train_options &&
+        refused '--critic-load Qwen/None: .* run: hf download Qwen/None$' "$train" --load Qwen/Tiny-3 --stage rl \
+            --adv-estimator gae --critic-load Qwen/None $train_options &&
         refused '--hf-config Qwen/Tokens: the Hugging Face cache has the model without config.json ' \
             "$train" --hf-config Qwen/Tokens --mock-data $train_options || return 1
     printf 'x/../..' >"$HF_HUB_CACHE/models--Qwen--Tokens/refs/main"

@@ -107,7 +107,7 @@ static void every_stage_refuses_when_one_must(void **state) {
         mt_grid_build(&built, &options, &error) != 0)
         fail_msg("%s", error.text);
     assert_int_equal(mt_model_create(&model, &options, &built, &ops, &plan, &error), -1);
-    assert_non_null(strstr(error.text, "--fp8-format on this device needs products of multiples of 48, and layer"));
+    assert_non_null(strstr(error.text, "--fp8-format on this device needs weights of multiples of 48 x 48, and layer"));
     mt_grid_clear(&built);
     mt_options_free(&options);
 }

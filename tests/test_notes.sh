@@ -159,7 +159,7 @@ experiments() {
 write_page() {
     cat <<'END'
 Code, `mt_slots_place` (§9b), with `--num-layers`; [a link](page.md) and [one to a section](page.md#a-section).
-Its 32 rows of 4 bytes are 32 x 4 = 128 bytes, and 64 rows take 0.256 KB.
+Its 8 rows of 4 bytes are 8 x 4 = 32 bytes, and 64 rows take 0.256 KB.
 
 <!-- 64 * 4 / 1000 = 0.256 -->
 
@@ -211,7 +211,7 @@ the_checks_see_errors() {
         sees names_exist 's/--num-layers/--num-layer/' 'no option --num-layer ' &&
         sees names_exist 's/§9b/§9c/' 'no section mt_slots_place 9c' &&
         sees names_exist 's/(page.md)/(nothing.md)/' 'no file .*nothing.md' &&
-        sees numbers_have_sources 's/32 x 4/33 x 4/' "= 128 does not hold: 132" &&
+        sees numbers_have_sources 's/8 x 4/9 x 4/' "= 32 does not hold: 36" &&
         sees numbers_have_sources 's/take 0.256/take 0.265/' "0.265 has no source" &&
         sees numbers_have_sources 's/64 rows/65 rows/' "65 has no source" &&
         sees numbers_have_sources 's/-- 64/-- 65/' "65 . 4 . 1000 = 0.256 does not hold: 0.26" &&

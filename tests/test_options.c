@@ -998,6 +998,11 @@ static void a_blend_may_be_one_text(void **state) {
     assert_string_equal(options.train_data_path.items[3], "b_text_document");
     assert_int_equal(options.valid_data_path.count, 1);
     mt_options_free(&options);
+    words[2] = "0.7\ta_text_document\n0.3 b_text_document\n"; // as several lines of YAML give it
+    assert_int_equal(mt_options_parse(&options, MT_PROGRAM_TRAIN, 5, words, &error), 0);
+    assert_int_equal(options.train_data_path.count, 4);
+    assert_string_equal(options.train_data_path.items[3], "b_text_document");
+    mt_options_free(&options);
 }
 
 static void help_shows_the_programs_own_options_within_100_columns(void **state) {
@@ -1474,12 +1479,12 @@ static void fp8_follows_megatron(void **state) {
         {"--fp8-format hybrid --num-experts 4 --no-moe-grouped-gemm",
          "--fp8-format and --no-moe-grouped-gemm exclude each other"},
         {"--fp8-format hybrid --fp8-param-gather",
-         "--fp8-param-gather needs --data-parallel-sharding-strategy optim|optim_grads"},
+         "--fp8-param-gather needs --data-parallel-sharding-strategy optim|optim_grads|optim_grads_params"},
         {"--fp8-param --use-distributed-optimizer", "needs --fp8-format"},
         {"--fp8-format hybrid --fp8-param-gather --use-distributed-optimizer --tp-only-amax-red",
          "--fp8-param-gather and --tp-only-amax-red exclude each other"},
-        {"--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer",
-         "--fp8-param-gather needs --fp8-recipe delayed|tensorwise"},
+        {"--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer",
+         "--fp8-param-gather needs --fp8-recipe delayed|tensorwise|blockwise"},
         {"--fp4 e2m1", "is not supported (fp4,"},
         {"--fp8-dot-product-attention", "is not supported"},
         {"--fp8-output-proj", "is not supported"},

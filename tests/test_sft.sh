@@ -1,5 +1,6 @@
 #!/bin/sh
-# Fine-tuning from files: the recipe, its model in conversation, the files of ../shared/sft, and refused options.
+# Fine-tuning from files: the recipes, conversations with their models and in every chat template, the files of
+# ../shared/sft, and refused options.
 set -u
 . tests/suite.sh
 shared=${MT_SHARED:-../shared}
@@ -46,6 +47,56 @@ two_ranks_train_alike() {
         awk '{ d = $1 - $2; if (d < 0) d = -d; if (!(d < 1e-4 * $1)) exit 1 }'
 }
 
+# special_tokenizer FILE: the demo's tokenizer with the special tokens of all templates.
+special_tokenizer() {
+    added='' id=1024
+    for token in '<|im_start|>' '<|im_end|>' '<|begin_of_text|>' '<|start_header_id|>' '<|end_header_id|>' \
+        '<|eot_id|>' '<s>' '[INST]' '[/INST]' '</s>' '<｜begin▁of▁sentence｜>' '<｜User｜>' \
+        '<｜Assistant｜>' '<｜end▁of▁sentence｜>'; do
+        flags='"single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true'
+        added="$added{\"id\":$id,\"content\":\"$token\",$flags},"
+        id=$((id + 1))
+    done
+    sed "s#\"added_tokens\":\[#&$added#" data/demo-tokenizer.json >"$1"
+}
+
+# trains_special ARGUMENTS...: a small model of that tokenizer.
+trains_special() {
+    "$train" --num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --swiglu \
+        --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm \
+        --group-query-attention --num-query-groups 1 --vocab-size 1038 --make-vocab-size-divisible-by 1 \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$work/special.json" --max-position-embeddings 4096 \
+        --global-batch-size 1 --lr-decay-style constant --eval-iters 0 --device cpu "$@" >"$work/out" 2>"$work/err"
+}
+
+# A model learns one answer in each template and gives it in both turns of a conversation.
+every_template_holds_a_conversation() {
+    special_tokenizer "$work/special.json"
+    echo '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}' | tr -d '\n' >"$work/hi.jsonl"
+    for template in chatml qwen2_5 qwen3 llama3 mistral deepseek3 plain; do
+        rm -rf "$work/talks"
+        trains_special --sft --data-path "$work/hi.jsonl" --split 1,0,0 --chat-template $template --seq-length 128 \
+            --train-iters 100 --lr 0.01 --save "$work/talks" &&
+            printf 'hi\nhi\n' | "$infer" --load "$work/talks" --chat --chat-template $template --temperature 0 \
+                --max-new-tokens 16 --device cpu >"$work/answers" 2>"$work/err" || return 1
+        [ "$(grep -c '^ *hello$' "$work/answers")" = 2 ] || { echo "$template" && cat "$work/answers" && return 1; }
+    done
+}
+
+# The template is found in the model's folder, and a saved checkpoint keeps it.
+the_recipe_of_qwen3_runs() {
+    special_tokenizer "$work/special.json"
+    trains_special --mock-data --seq-length 64 --train-iters 1 --lr 1e-4 --save "$work/qwen3" || return 1
+    for folder in "$work"/qwen3/iter*; do :; done
+    marks='<|im_start|> set ns.last_query_index = index if enable_thinking is defined and enable_thinking is false'
+    echo "{\"chat_template\": \"$marks\"}" >"$folder/tokenizer_config.json"
+    "$train" --config data/recipes/sft-qwen3-0.6b.yaml --load "$folder" --data-path data/sft-demo.jsonl \
+        --save "$work/tuned" --device cpu --seq-length 512 --train-epochs 1 >"$work/out" 2>"$work/err" &&
+        echo Hello | "$infer" --load "$work/tuned" --chat --system-prompt 'Answer briefly.' --max-new-tokens 4 \
+            --device cpu >"$work/answers" 2>"$work/err"
+}
+
 files_of_three_kinds_are_read() {
     trains --data-path "$shared/sft/dolly_hhrlhf_train_small.jsonl" || return 1
     says 'dolly_hhrlhf_train_small.jsonl: [0-9]* samples, [0-9]* tokens, the loss counts [0-9]*; .* truncated' \
@@ -71,7 +122,13 @@ bad_lines_are_named_and_counted() {
     { head -n 3 data/sft-demo.jsonl && echo '{"prompt": 1}' && sed -n 4,6p data/sft-demo.jsonl; } >"$work/bad.jsonl"
     refuses 'bad.jsonl:4: has "prompt" but not "response"; .*--response-key' --data-path "$work/bad.jsonl" &&
         trains --data-path "$work/bad.jsonl" --skip-bad-samples 1 || return 1
-    says '^skipped .*bad.jsonl:4: ' "$work/out" && says '6 samples, .*; 1 bad lines are left out' "$work/out"
+    says '^skipped .*bad.jsonl:4: ' "$work/out" && says '6 samples, .*; 1 bad lines are left out' "$work/out" ||
+        return 1
+    # truncation leaves no token of the response
+    printf '{"prompt": "%040d", "response": "a"}\n' 1 >"$work/long.jsonl"
+    refuses 'no samples: none has a token that the loss counts' --data-path "$work/long.jsonl" --seq-length 16 &&
+        refuses 'no samples: all are longer than --seq-length; .* --long-samples truncate' \
+            --data-path "$work/long.jsonl" --seq-length 16 --long-samples drop
 }
 
 options_without_meaning_are_refused() {
@@ -102,7 +159,8 @@ if [ -d "$shared/sft" ]; then
 else
     echo "skipped: ../shared/sft is absent"
 fi
-for test in the_loss_follows_its_option bad_lines_are_named_and_counted options_without_meaning_are_refused; do
+for test in every_template_holds_a_conversation the_recipe_of_qwen3_runs the_loss_follows_its_option \
+    bad_lines_are_named_and_counted options_without_meaning_are_refused; do
     check $test $test
 done
 exit $failed

@@ -411,6 +411,35 @@ static void a_saved_tokenizer_is_found_in_its_folder(void **state) {
     check_save(MT_TOKENIZER_BYTE_LEVEL, NULL);
 }
 
+/* A model that is saved has the template of conversations and the tokens that begin a text. */
+static void files_beside_a_tokenizer_are_saved(void **state) {
+    (void)state;
+    skip_without_libraries();
+    static const struct {
+        mt_tokenizer_type type;
+        const char *files;
+    } cases[] = {{MT_TOKENIZER_HUGGINGFACE, "bytelevel.json from/tokenizer.json"},
+                 {MT_TOKENIZER_SENTENCEPIECE, "unigram.model from/tokenizer.model"},
+                 {MT_TOKENIZER_GPT2_BPE, "gpt2/vocab.json gpt2/merges.txt from"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char root[] = "/tmp/mt_tokenizer_XXXXXX", from[64], to[64], command[400];
+        mt_error error;
+        assert_non_null(mkdtemp(root));
+        snprintf(from, sizeof from, "%s/from", root);
+        snprintf(to, sizeof to, "%s/to", root);
+        snprintf(command, sizeof command,
+                 "golden=$PWD/" GOLDEN " && cd %s && mkdir from to && ln -s $golden/* . && cp %s && "
+                 "echo {} >from/tokenizer_config.json && echo template >from/chat_template.jinja",
+                 root, cases[i].files);
+        assert_int_equal(system(command), 0);
+        mt_tokenizer *tokenizer = open_or_fail(cases[i].type, from);
+        assert_int_equal(mt_tokenizer_save(tokenizer, to, &error), 0);
+        mt_tokenizer_close(tokenizer);
+        snprintf(command, sizeof command, "diff -r %s %s && rm -r %s", from, to, root);
+        assert_int_equal(system(command), 0);
+    }
+}
+
 typedef struct worker {
     const mt_tokenizer *tokenizer;
     mt_text text;
@@ -631,6 +660,7 @@ int main(void) {
         cmocka_unit_test(invalid_utf8_is_encoded_as_replacement_characters),
         cmocka_unit_test(ids_outside_the_vocabulary_are_refused),
         cmocka_unit_test(a_saved_tokenizer_is_found_in_its_folder),
+        cmocka_unit_test(files_beside_a_tokenizer_are_saved),
         cmocka_unit_test(threads_share_a_tokenizer),
         cmocka_unit_test(a_megabyte_without_a_space_takes_no_quadratic_time),
     };

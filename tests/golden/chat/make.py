@@ -1,13 +1,21 @@
 #!/usr/bin/env python3
-"""Writes the vectors of one chat template: make.py TEMPLATE FOLDER [text] > TEMPLATE.json
+"""Writes the vectors of one chat template: make.py TEMPLATE FOLDER [TOKENIZER.json] > TEMPLATE.json
 
-FOLDER holds the tokenizer.json and tokenizer_config.json of a model with this template. With "text", the ids are left
-out: FOLDER then has any tokenizer.json, and the model's chat_template, bos_token and eos_token.
+FOLDER holds the tokenizer.json and tokenizer_config.json of a model with this template. With TOKENIZER.json, the ids
+are those of that tokenizer with the special tokens of the template: FOLDER then has any tokenizer.json, and the model's
+chat_template, bos_token and eos_token.
 """
 import json
 import sys
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+
+special = {
+    "mistral": ["<s>", "[INST]", "[/INST]", "</s>"],
+    "deepseek3": [f"<\uff5c{name}\uff5c>" for name in
+                  ("begin\u2581of\u2581sentence", "User", "Assistant", "end\u2581of\u2581sentence")],
+}
 
 
 def chat(*contents, system=None):
@@ -42,6 +50,9 @@ conversations = [
 
 name, folder = sys.argv[1:3]
 tokenizer = AutoTokenizer.from_pretrained(folder)
+other = Tokenizer.from_file(sys.argv[3]) if len(sys.argv) > 3 else None
+if other:
+    other.add_special_tokens(special[name])
 vectors = []
 for messages in conversations:
     generates = messages[-1]["role"] == "user"
@@ -50,7 +61,9 @@ for messages in conversations:
         messages, generates = messages[:-1], True
     vector = {"messages": messages, "generates": generates}
     vector["text"] = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generates)
-    if len(sys.argv) == 3:
+    if other:
+        vector["ids"] = other.encode(vector["text"], add_special_tokens=False).ids
+    else:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=generates, return_dict=False)
         assert ids == tokenizer(vector["text"], add_special_tokens=False)["input_ids"]
         vector["ids"] = ids
