@@ -5411,7 +5411,7 @@ struct mt_model {
     struct mt_link *links;                 // [MT_NUM_LINKS]
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
     struct mt_host_loss *host_loss;        // of a loss on the host, and of mt_score_tokens
-    void *gathered_logits, *whole_logits;  // [tensor ranks, MT_STAGED_ROWS, V] and [MT_STAGED_ROWS, tensor ranks, V]
+    void *gathered_logits, *whole_logits;  // [tensor ranks, rows, V] and [rows, tensor ranks, V], to copy or to sample
     void *staged_logits;                   // host: a copy of MT_STAGED_ROWS rows, or of sampled
     double *uniforms;                      // [max_logits] of mt_sample_args
     mt_sampled *sampled;                   // [max_logits]
@@ -10301,8 +10301,8 @@ typedef struct mt_decode_graph {
 
 /* ==== §15a memory ================================================================================================= */
 
-/* Rows of logits that are gathered at once, or copied to the host. */
-enum { MT_STAGED_ROWS = 64 };
+/* Rows of logits in one copy to the host. */
+enum { MT_STAGED_ROWS = 16 };
 
 /* True if logits can share memory with scratch: the backward directly follows the loss of the same micro-batch. */
 static bool mt_logits_overlap(const mt_model *m) {
@@ -10479,8 +10479,9 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
     if (ranks > 1 && m->has_loss) {
         m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
-        m->gathered_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
-        m->whole_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
+        int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, m->plan.cache_sequences) * m->V * size;
+        m->gathered_logits = mt_arena_alloc(arena, bytes);
+        if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
     }
     for (int i = 0; i < MT_NUM_LINKS; i++)
         for (int64_t k = 0; k < m->links[i].num_buffers; k++)
@@ -11439,24 +11440,23 @@ static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_
     mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
 }
 
-/* `count` whole rows of logits from row `first` on, [count, tensor ranks, V]. Every tensor rank gets them. */
-static const void *mt_logits_gather(mt_model *m, void *from, int64_t first, int64_t count) {
+/* Copies `count` rows of logits to whole[count, tensor ranks, V]; each tensor rank has a part of a row. */
+static void mt_logits_gather(mt_model *m, void *whole, void *logits, int64_t count) {
     int64_t bytes = m->V * mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
-    void *share = mt_at(m, from, first * m->V);
-    if (ranks == 1) return share;
-    m->ops->all_gather(m->gathered_logits, share, count * m->V, m->dtype, &m->grid->tensor, m->stream);
+    void *shares = ranks > 1 ? m->gathered_logits : logits;
+    if (ranks > 1) m->ops->all_gather(shares, logits, count * m->V, m->dtype, &m->grid->tensor, m->stream);
     for (int64_t rank = 0; rank < ranks; rank++)
-        m->ops->memory_copy_rows(mt_at(m, m->whole_logits, rank * m->V), ranks * bytes,
-                                 mt_at(m, m->gathered_logits, rank * count * m->V), bytes, count, bytes, m->stream);
-    return m->whole_logits;
+        m->ops->memory_copy_rows(mt_at(m, whole, rank * m->V), ranks * bytes, mt_at(m, shares, rank * count * m->V),
+                                 bytes, count, bytes, m->stream);
 }
 
 /* Copies rows of logits to the host as fp32, without the padding columns; `share`: every rank gets them. */
 static void mt_logits_to_host(mt_model *m, void *from, float *logits, int64_t rows, bool share) {
     int64_t V = m->grid->tensor.size * m->V, vocabulary = m->options->vocab_size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
-        int64_t count = mt_min(rows - first, MT_STAGED_ROWS), bytes = count * V * mt_dtype_size(m->dtype);
-        mt_copy_wait(m, m->staged_logits, mt_logits_gather(m, from, first, count), bytes);
+        int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
+        mt_logits_gather(m, m->staged_logits, mt_at(m, from, first * m->V), count);
+        m->ops->stream_synchronize(m->stream);
         for (int64_t t = 0; t < count; t++)
             mt_cpu_convert(logits + (first + t) * vocabulary, MT_F32, mt_at(m, m->staged_logits, t * V), m->dtype,
                            vocabulary, NULL);
@@ -11575,14 +11575,14 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
 void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, const mt_sampling *sampling, const double *uniforms,
                             mt_sampled *sampled) {
-    int64_t ranks = m->grid->tensor.size, together = ranks > 1 ? MT_STAGED_ROWS : num_rows;
-    int64_t bytes = num_rows * (int64_t)sizeof *sampled;
+    int64_t ranks = m->grid->tensor.size, bytes = num_rows * (int64_t)sizeof *sampled;
+    void *logits = mt_decode_output(m)->outputs[0].logits, *whole = ranks > 1 ? m->whole_logits : logits;
+    MT_CHECK(ranks == 1 || num_rows <= m->plan.cache_sequences);
     m->ops->memory_copy(m->uniforms, uniforms, num_rows * 8, m->stream);
     mt_decode_enqueue(m, batch, cache_rows, rows, num_rows);
-    for (int64_t first = 0; first < num_rows && m->has_loss; first += together) {
-        mt_sample_args a = {.stride = ranks * m->V, .count = m->options->vocab_size, .sampling = sampling};
-        a.T = mt_min(num_rows - first, together), a.uniforms = m->uniforms + first, a.sampled = m->sampled + first;
-        a.logits = mt_logits_gather(m, mt_decode_output(m)->outputs[0].logits, first, a.T);
+    if (m->has_loss && num_rows > 0) {
+        if (ranks > 1) mt_logits_gather(m, whole, logits, num_rows);
+        mt_sample_args a = {num_rows, ranks * m->V, m->options->vocab_size, sampling, whole, m->uniforms, m->sampled};
         m->ops->sample(&a, m->dtype, m->stream);
     }
     mt_copy_wait(m, m->staged_logits, m->sampled, bytes); // pinned memory
