@@ -495,9 +495,9 @@ typedef struct mt_options {
     bool account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split;
     char *pipeline_model_parallel_layout; // as text; see pipeline_letters
     mt_schedule_kind pipeline_schedule;
-    char *print_schedule;    // an SVG file, or "-": print only
-    int64_t print_launch;    // of so many ranks at most: print only
-    bool plan, plan_explain; // print only; see data/planner.h
+    char *print_schedule; // an SVG file, or "-": print only
+    int64_t print_launch; // of so many ranks at most: print only
+    bool plan, explain;   // print only; see data/planner.h
     int64_t gpus, gpus_per_host;
     char *gpu; // the name of a machine, or its file
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;

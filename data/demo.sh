@@ -18,11 +18,12 @@ log=$model/demo.log
 
 . data/demo-steps.sh
 
-# 1. Text: notes, and the comments of the code without their stars. A blank line ends a document.
+# 1. Text: notes without the comments that tests read, and the comments of the code without their stars. A blank line
+# ends a document.
 mkdir -p "$model/data"
 : >"$log"
 {
-    for file in *.md notes/*.md; do cat "$file" && echo; done
+    for file in *.md notes/*.md; do sed '/^<!--.*-->$/d; /^<!--/,/-->$/d' "$file" && echo; done
     cat ./*.[ch] data/*.[ch] cuda/*.cu cuda/*.cuh tests/*.[ch] notes/*.c | awk '
         /^ *\/\*/ { inside = 1; text = $0; sub(/^ *\/\*+/, "", text) }
         !/^ *\/\*/ { text = $0; sub(/^ *\*( |$)/, "", text) }

@@ -324,11 +324,14 @@ const mt_option mt_option_table[] = {
      "find the fastest layouts of this model on --gpus GPUs by simulation, print the ten best, and exit; layout "
      "options "
      "that are given are kept",
-     .needs = "gpus", .excludes = "plan-explain", .own = true},
-    {"plan-explain", MT_FLAG, MT_AT(plan_explain), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "print the simulated training step of the layout that is given, operation by operation, and exit", .needs = "gpus",
+     .needs = "gpus", .excludes = "explain", .own = true},
+    {"explain", MT_FLAG, MT_AT(explain), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "print a simulated training step of this run, operation by operation, and exit; on --gpus GPUs, or on as many as "
+     "mpirun starts, or one process as many as the layout needs",
      .own = true},
-    {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan and --plan-explain",
+    {"plan-explain", MT_FLAG, MT_AT(explain), MT_TRAIN, MT_OF_RUN, NULL, NULL, "another name of --explain",
+     .own = true},
+    {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan and --explain",
      .own = true},
     {"gpu", MT_STRING, MT_AT(gpu), MT_TRAIN, MT_OF_RUN, "h200", "NAME|FILE.json",
      "kind of these GPUs: h100, h200, a100 or b200 (data/machines), or a file of the same form", .own = true},

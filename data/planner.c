@@ -158,15 +158,15 @@ bool mt_plan_has_room(const mt_options *o, int64_t ranks, mt_error *error) {
     return has_room;
 }
 
-int mt_plan_explain(const mt_options *o, FILE *file, mt_error *error) {
+int mt_plan_explain(const mt_options *o, int64_t ranks, FILE *file, mt_error *error) {
     mt_machine machine;
     mt_simulation simulation;
     if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
     machine.gpus_per_host = o->gpus_per_host;
-    int status = mt_simulate(&simulation, o, o->gpus, &machine, error);
+    int status = mt_simulate(&simulation, o, ranks, &machine, error);
     if (status == MT_DOES_NOT_FIT) mt_plan_too_large(&simulation, &machine, error);
     if (status == 0) {
-        fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)o->gpus, machine.name);
+        fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)ranks, machine.name);
         mt_plan_print_step(&simulation, &machine, "  ", file);
         fprintf(file, "\nOperations of pipeline rank 0");
         if (simulation.micro_batches_shown < simulation.micro_batches)

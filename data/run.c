@@ -219,18 +219,23 @@ static void print_launch(mt_run *r) {
     if (status != 0) mt_die("%s", error.text);
 }
 
-/* GPUs and ranks are imagined. */
+/* Without --gpus the ranks are those of the job, or what one process imagines. */
+static bool imagines_gpus(const mt_options *o) {
+    return o->plan || (o->explain && o->gpus > 0);
+}
+
+/* GPUs are imagined. */
 static void print_plan(mt_run *r, int argc, char **argv) {
     mt_error error;
     mt_options *o = &r->options;
-    r->grid = mt_grid_of_one;
+    if (imagines_gpus(o)) r->grid = mt_grid_of_one;
     mt_options_assume_run(o);
+    int64_t ranks = o->gpus > 0 ? o->gpus : mt_options_printed_ranks(o, r->grid.world.size);
     int status = open_tokenizer(r, &error);
     if (status == 0 && o->plan) status = mt_plan_print(o, argc, argv, stdout, &error);
-    if (status == 0 && o->plan_explain) status = mt_train_options_finish(o, o->gpus, &error);
-    if (status == 0 && o->plan_explain) status = mt_plan_explain(o, stdout, &error);
-    if (status != 0) mt_options_name_typed(o, &error);
-    if (status != 0) mt_die("%s", error.text);
+    if (status == 0 && o->explain) status = mt_train_options_finish(o, ranks, &error);
+    if (status == 0 && o->explain && r->grid.world.rank == 0) status = mt_plan_explain(o, ranks, stdout, &error);
+    refuse(r, status, &error);
 }
 
 /* ---- the whole */
@@ -254,11 +259,11 @@ static void stop(mt_run *r) {
     mt_grid_stop(&r->grid);
 }
 
-/* True if the options ask to print something; after mt_grid_start, except --print-launch and plans. */
+/* True if the options ask to print something; after mt_grid_start, except --print-launch and plans of imagined GPUs. */
 static bool prints(mt_run *r, int argc, char **argv) {
     if (r->options.print_launch > 0)
         print_launch(r);
-    else if (r->options.plan || r->options.plan_explain)
+    else if (r->options.plan || r->options.explain)
         print_plan(r, argc, argv);
     else if (r->options.print_config)
         print_config(r);
@@ -277,7 +282,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(&r->options, MT_PROGRAM_TRAIN, *argc, *argv, &error);
     mt_signals_select(&r->options);
-    bool alone = r->options.print_launch > 0 || r->options.plan || r->options.plan_explain; // needs no other rank
+    bool alone = r->options.print_launch > 0 || imagines_gpus(&r->options); // needs no other rank
     if (status == 0 && alone && prints(r, *argc, *argv)) return false;
     mt_watch_start(&r->options);
     mt_grid_start(&r->grid, argc, argv);

@@ -37,7 +37,7 @@ typedef struct mt_run {
 } mt_run;
 
 /* Opens what the command line asks for, up to the first step: ranks, tokenizer, data, models, reports. Returns false
- * if it asked to print something instead (--print-config, --print-launch, --print-schedule, --plan, --plan-explain),
+ * if it asked to print something instead (--print-config, --print-launch, --print-schedule, --plan, --explain),
  * which is done then. Ends the program with one line of error if something is wrong, before anything is saved. Every
  * rank calls each function of this file. */
 bool mt_run_open(mt_run *run, int *argc, char ***argv);

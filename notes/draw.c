@@ -1525,6 +1525,139 @@ static void draw_tensor(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 12: latent attention ---------------------------------------------------------------------------------------- */
+
+/* A vector of so many channels, to scale, with its name above it. Returns the y below it. */
+static double draw_channels(picture *p, double x, double y, int64_t channels, const char *fill, const char *name) {
+    char count[32];
+    double height = fmax((double)channels / 256, 1.5);
+    if (name) text(p, x, y - 6, START, "%s: %s", name, grouped(channels, count));
+    frame(p, x, y, 60, height, fill);
+    return y + height;
+}
+
+/* A product from the right of one vector to the left of another. */
+static void draw_projection(picture *p, double x, double y, double to_x, double to_y, const char *name) {
+    line(p, x, y, to_x, to_y, FAINT, 1);
+    if (name) label(p, x + (to_x - x) * 0.62, y + (to_y - y) * 0.62 + 4, MIDDLE, name);
+}
+
+/* The bytes of a token that a layer keeps until the end of the text. */
+static void draw_cached(picture *p, double y, const char *name, int64_t elements, const char *fill) {
+    char count[32];
+    double width = 230 * (double)elements / 40960;
+    text(p, 650, y, START, "%s: %s", name, grouped(elements, count));
+    frame(p, 650, y + 6, fmax(width, 1.5), 20, fill);
+}
+
+static void draw_latent(const char *folder) {
+    mt_options o;
+    char count[32];
+    open_shape(&o, "data/configs/deepseek-v3.json");
+    int64_t H = o.num_attention_heads, N = o.qk_head_dim, R = o.qk_pos_emb_head_dim, V = o.v_head_dim;
+    picture p = picture_open(folder, "12-latents", "Latent attention: channels of a token, and its cache", 900, 390);
+    text(&p, 20, 26, START, "A token in a layer of DeepSeek-V3; heights are channels, to scale");
+    draw_channels(&p, 20, 150, o.hidden_size, fills[TEAL], "x");
+    draw_channels(&p, 200, 100, o.q_lora_rank, fills[YELLOW], "latent of q");
+    draw_channels(&p, 200, 250, o.kv_lora_rank, fills[GREEN], "latent of k, v");
+    draw_channels(&p, 200, 330, R, fills[ORANGE], "k, RoPE, of all heads");
+    double y = draw_channels(&p, 440, 72, H * N, fills[BLUE], "q, no RoPE");
+    text(&p, 440, y + 16, START, "q, RoPE: %s", grouped(H * R, count));
+    y = draw_channels(&p, 440, y + 22, H * R, fills[ORANGE], NULL);
+    y = draw_channels(&p, 440, y + 28, H * N, fills[BLUE], "k, no RoPE");
+    y = draw_channels(&p, 440, y + 28, H * V, fills[GREEN], "v");
+    draw_projection(&p, 80, 158, 200, 103, "q_a_proj");
+    draw_projection(&p, 80, 164, 200, 251, "kv_a_proj");
+    draw_projection(&p, 80, 170, 200, 331, NULL);
+    draw_projection(&p, 260, 102, 440, 104, "q_b_proj");
+    draw_projection(&p, 260, 105, 440, 173, NULL);
+    draw_projection(&p, 260, 250, 440, 247, "kv_b_proj");
+    draw_projection(&p, 260, 252, 440, 339, NULL);
+    text(&p, 650, 72, START, "Cached elements of a token and layer:");
+    draw_cached(&p, 100, "the heads", H * (N + R + V), fills[BLUE]);
+    draw_cached(&p, 160, "8 groups of 128 channels", (int64_t)2 * 8 * 128, fills[YELLOW]);
+    draw_cached(&p, 220, "the latent and the RoPE key", o.kv_lora_rank + R, fills[GREEN]);
+    picture_close(&p);
+    mt_options_free(&o);
+}
+
+/* ---- 13: checkpoints --------------------------------------------------------------------------------------------- */
+
+enum { SAVERS = 2 }; // tensor-parallel ranks, and as many data-parallel ones of each
+
+/* The elements of a parameter that each of four ranks writes. */
+static void draw_shares(picture *p, double x, double y, double scale, mt_role role, const mt_options *options) {
+    const mt_stage stage = {.num_layers = options->num_layers, .embedding = true, .loss = true};
+    table t = table_open(options);
+    const mt_param *whole = table_find(&t, role);
+    MT_CHECK(whole);
+    char name[160];
+    text(p, x, y - 8, START, "%s", short_name(whole, name, sizeof name));
+    frame(p, x, y, fmax(scale * (double)whole->cols, 4), scale * (double)whole->rows, "#ffffff");
+    for (int tp = 0; tp < SAVERS; tp++) {
+        mt_partition partition = {.stages = &stage, .num_stages = 1, .tp = SAVERS, .tp_rank = tp, .ep = 1, .etp = 1};
+        table part = {0};
+        part.count = mt_params_build(&part.rows, options, &partition);
+        const mt_param *row = table_find(&part, role);
+        for (int dp = 0; dp < SAVERS && row->counted; dp++) {
+            int64_t begin = row->rows * dp / SAVERS, end = row->rows * (dp + 1) / SAVERS;
+            frame(p, x + scale * (double)row->first_col, y + scale * (double)(row->first_row + begin),
+                  fmax(scale * (double)row->cols, 4), scale * (double)(end - begin), fills[2 * dp + tp]);
+        }
+        free(part.rows);
+    }
+    table_close(&t);
+}
+
+/* A step of a save, and a line to the next one. */
+static void draw_save_step(picture *p, double x, const char *words, bool last) {
+    frame(p, x, 300, 150, 26, fills[last ? GREEN : TEAL]);
+    text(p, x + 75, 317, MIDDLE, "%s", words);
+    if (!last) line(p, x + 152, 313, x + 166, 313, INK, 1.2);
+}
+
+static void draw_checkpoint(const char *folder) {
+    static const char *const words[] = {"--num-layers",
+                                        "1",
+                                        "--hidden-size",
+                                        "64",
+                                        "--num-attention-heads",
+                                        "4",
+                                        "--ffn-hidden-size",
+                                        "160",
+                                        "--swiglu",
+                                        "--normalization",
+                                        "RMSNorm",
+                                        "--position-embedding-type",
+                                        "rope",
+                                        "--disable-bias-linear",
+                                        "--vocab-size",
+                                        "256",
+                                        "--train-iters",
+                                        "1",
+                                        "--lr",
+                                        "1"};
+    static const mt_role roles[] = {MT_WORD_EMBEDDING, MT_Q, MT_O, MT_GATE, MT_DOWN, MT_INPUT_NORM};
+    static const double places[] = {20, 130, 240, 350, 460, 680};
+    static const char *const steps[] = {"write all files", "flush them", "rename the folder", "flush its name",
+                                        "rename latest"};
+    mt_options o;
+    picture p = picture_open(folder, "13-shares", "The parts of a checkpoint that each rank writes", 900, 370);
+    text(&p, 20, 26, START, "The tensors of model.safetensors, and who writes them: TP 2 x DP 2, every rank at once");
+    for (int rank = 0; rank < SAVERS * SAVERS; rank++) {
+        box(&p, 600 + 75 * rank, 17, 10, 10, fills[rank]);
+        text(&p, 616 + 75 * rank, 26, START, "rank %d", rank);
+    }
+    parse_options(&o, words, sizeof words / sizeof *words);
+    for (int i = 0; i < 6; i++) draw_shares(&p, places[i], 66, 1.2 * (i == 0 ? 0.6 : 1), roles[i], &o);
+    for (int i = 0; i < 5; i++) draw_save_step(&p, 20 + 168 * i, steps[i], i == 4);
+    text(&p, 20, 290, START, "A save. If the machine dies before the last step, the checkpoint before counts:");
+    bracket(&p, 20, 842, 348);
+    text(&p, 431, 362, MIDDLE, "at every moment, latest names a whole checkpoint");
+    picture_close(&p);
+    mt_options_free(&o);
+}
+
 /* ---- 14: routing ------------------------------------------------------------------------------------------------- */
 
 enum { ROUTED = 32, EXPERTS = 8, CHOICES = 2, BIAS_STEPS = 200 };
@@ -1731,6 +1864,109 @@ static void draw_recomputation(const char *folder) {
         text(&p, 124, y + 12, END, unit ? "units of %d" : "none", unit);
         text(&p, 132 + 9.2 * mebibytes + 8, y + 12, START, "%.1f MiB", mebibytes);
     }
+    picture_close(&p);
+}
+
+/* ---- 17: offloading ---------------------------------------------------------------------------------------------- */
+
+enum { OFFLOADED_LAYERS = 4, MAX_COPIES = 2 * OFFLOADED_LAYERS };
+
+/* The copies on their own stream, in order: to the host, then back. */
+static struct {
+    double begin[MAX_COPIES], end[MAX_COPIES];
+    int count, to_host;
+} copies;
+
+static void recorded_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
+    (void)to, (void)from;
+    int lane = lane_of(stream);
+    if (lane == COMPUTE) return;
+    MT_CHECK(copies.count < MAX_COPIES);
+    copies.begin[copies.count] = recorder.now[lane];
+    copies.end[copies.count++] = recorder.now[lane] += (double)bytes * 1.2e-3;
+    if (recorder.stretches[recorder.count - 1].backward) return;
+    copies.to_host = copies.count;
+}
+
+/* A forward and a backward of one micro-batch. */
+static void record_offloading(void) {
+    mt_ops ops = mt_cpu_ops;
+    mt_batch batch = {0};
+    sharer s;
+    ops.stream_create = recorded_create, ops.stream_wait_stream = recorded_wait_stream;
+    ops.stream_destroy = recorded_destroy;
+    ops.linear_forward = recorded_forward, ops.linear_backward_input = recorded_backward_input;
+    ops.linear_backward_weight = recorded_backward_weight;
+    memset(&recorder, 0, sizeof recorder), memset(&copies, 0, sizeof copies);
+    ops.memory_copy = recorded_copy;
+    recomputer_open(&s, OFFLOADED_LAYERS, 16,
+                    "--fine-grained-activation-offloading --offload-modules attn_norm mlp_norm", &ops);
+    recorder.buckets = mt_model_buckets(s.model, &recorder.num_buckets);
+    letters_batch(&batch, 16, false);
+    mt_model_forward(s.model, &batch, true);
+    mt_model_backward(s.model);
+    mt_batch_free(&batch);
+    sharer_close(&s);
+}
+
+/* The time of a layer's first and last product in a direction; layers count from 1, 0 is the output layer. */
+static stretch layer_time(int64_t layer, bool backward) {
+    stretch time = {.begin = -1};
+    for (int i = 0; i < recorder.count; i++) {
+        const stretch *at = &recorder.stretches[i];
+        if (at->bucket != layer || at->backward != backward) continue;
+        if (time.begin < 0) time.begin = at->begin;
+        time.end = at->end;
+    }
+    return time;
+}
+
+static void draw_named(picture *p, double y, const stretch *time, const char *fill, const char *format, int64_t layer) {
+    const double left = 120, scale = 6.3;
+    char name[16];
+    snprintf(name, sizeof name, format, (int)layer);
+    frame(p, left + scale * time->begin, y, scale * (time->end - time->begin), 22, fill);
+    text(p, left + scale * (time->begin + time->end) / 2, y + 15, MIDDLE, "%s", name);
+}
+
+/* A buffer holds a layer from its forward to the end of its copy, and again from the copy back to its backward. */
+static void draw_buffers(picture *p, double y) {
+    for (int64_t layer = 1; layer <= OFFLOADED_LAYERS; layer++) {
+        stretch forward = layer_time(layer, false), backward = layer_time(layer, true);
+        double top = y + 30 * (double)((layer - 1) % 2);
+        int back = copies.count - (int)layer;
+        stretch first = {.begin = forward.begin, .end = backward.end}, second = backward;
+        if (layer <= copies.to_host) {
+            first.end = copies.end[layer - 1];
+            second.begin = copies.begin[back];
+            draw_named(p, top, &second, fills[layer - 1], "%d", layer);
+        }
+        draw_named(p, top, &first, fills[layer - 1], "%d", layer);
+    }
+}
+
+static void draw_offloading(const char *folder) {
+    static const char *const rows[] = {"computation", "copies", "buffer 0", "buffer 1"};
+    picture p = picture_open(folder, "17-buffers", "Copies and buffers of offloaded layers", 900, 210);
+    record_offloading();
+    text(&p, 20, 26, START,
+         "%d layers on one stage, time to the right. F, B: a layer's forward, backward; >: to the host, <: back",
+         OFFLOADED_LAYERS);
+    for (int i = 0; i < 4; i++) text(&p, 110, 65 + 30 * i, END, "%s", rows[i]);
+    for (int64_t layer = 1; layer <= OFFLOADED_LAYERS; layer++) {
+        stretch forward = layer_time(layer, false), backward = layer_time(layer, true);
+        draw_named(&p, 50, &forward, fills[layer - 1], "F%d", layer);
+        draw_named(&p, 50, &backward, fills[layer - 1], "B%d", layer);
+    }
+    stretch loss = {.begin = layer_time(0, false).begin, .end = layer_time(0, true).end};
+    draw_named(&p, 50, &loss, GRID, "loss", 0);
+    for (int i = 0; i < copies.count; i++) {
+        stretch time = {.begin = copies.begin[i], .end = copies.end[i]};
+        int64_t layer = i < copies.to_host ? i + 1 : copies.count - i;
+        draw_named(&p, 80, &time, fills[layer - 1], i < copies.to_host ? ">%d" : "<%d", layer);
+    }
+    draw_buffers(&p, 110);
+    text(&p, 120, 190, START, "A number in a buffer is the layer whose values lie in it.");
     picture_close(&p);
 }
 
@@ -2744,9 +2980,12 @@ int main(int argc, char **argv) {
     draw_context(argv[1]);
     draw_grid(argv[1]);
     draw_tensor(argv[1]);
+    draw_latent(argv[1]);
+    draw_checkpoint(argv[1]);
     draw_routers(argv[1]);
     draw_folding(argv[1]);
     draw_recomputation(argv[1]);
+    draw_offloading(argv[1]);
     draw_fp8(argv[1]);
     draw_ratios(argv[1]);
     draw_preferences(argv[1]);

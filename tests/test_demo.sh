@@ -15,12 +15,30 @@ export DEMO_DIR="$work/demo" DEMO_ITERS=2
 the_demo_generates_words_in_its_time() {
     (unset DEMO_ITERS && DEMO_DIR=$work/whole DEMO_RANKS=${HAVE_MPI:+4} data/demo.sh) >"$work/out" 2>"$work/err" ||
         return 1
+    cp "$work/out" "$work/whole.out"
     times >"$work/times" # of this shell, then of its children
     seconds=$(sed -n '2s/[ms]/ /gp' "$work/times" | awk '{ printf "%d", 60 * ($1 + $3) + $2 + $4 }')
     counts=$(sed -n 's/^6\. words: \([0-9]*\) of the \([0-9]*\) generated words occur in the text$/\1 \2/p' "$work/out")
     known=${counts% *} all=${counts#* }
     echo "$seconds s of processor time; $known of $all words"
     [ "$seconds" -gt 0 ] && [ "$seconds" -le 360 ] && [ "$all" -ge 20 ] && [ $((100 * known)) -ge $((85 * all)) ]
+}
+
+# figures FILE: the numbers of words, documents and tokens, and the losses, one a line.
+figures() {
+    sed -n 's/^ *1\. text: \([0-9]*\) words .*/\1/p
+        s/^ *2\. tokens: \([0-9]*\) documents, \([0-9]*\) tokens .*/\1 \2/p
+        s/^ *3\. training: .* loss \([0-9.]*\) to \([0-9.]*\), validation loss \([0-9.]*\) .*/\1 \2 \3/p' "$1" |
+        tr ' ' '\n'
+}
+
+# README shows lines of the demo: they are within 10% of these.
+readme_shows_what_the_demo_prints() {
+    figures README.md >"$work/shown" && figures "$work/whole.out" >"$work/printed" || return 1
+    paste "$work/shown" "$work/printed" | awk '
+        { d = $2 > 0 ? $1 / $2 - 1 : 1 }
+        d > 0.1 || d < -0.1 { print "README says " $1 ", and the demo prints " $2; failed = 1 }
+        END { exit failed || NR != 6 }'
 }
 
 the_demo_prints_a_line_for_each_phase() {
@@ -82,6 +100,7 @@ make_deps_prints_one_line() {
 
 : >"$work/empty"
 check the_demo_generates_words_in_its_time the_demo_generates_words_in_its_time
+check readme_shows_what_the_demo_prints readme_shows_what_the_demo_prints
 check the_demo_prints_a_line_for_each_phase the_demo_prints_a_line_for_each_phase
 check the_demo_leaves_its_files the_demo_leaves_its_files
 check the_demo_generates_text the_demo_generates_text

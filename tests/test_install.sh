@@ -46,7 +46,7 @@ programs_run() {
         "$prefix/bin/megatron-infer" --help >"$work/out" 2>"$work/err" || return 1
     # its machines are found from any folder
     (cd "$work" && "$prefix/bin/megatron-train" --num-layers 1 --hidden-size 64 --num-attention-heads 1 \
-        --vocab-size 64 --seq-length 64 --bf16 --global-batch-size 1 --gpus 1 --plan-explain) >"$work/out" 2>"$work/err"
+        --vocab-size 64 --seq-length 64 --bf16 --global-batch-size 1 --gpus 1 --explain) >"$work/out" 2>"$work/err"
 }
 
 # build [--static]: compiles the program with the flags of pkg-config.

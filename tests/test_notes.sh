@@ -115,26 +115,37 @@ measurements_can_be_repeated() {
         END { end_section(); exit failed }' "${1:-notes/lab.md}" >"$work/err"
 }
 
-# has_form PAGE...: a chapter asks a question, shows a picture, and has the same sections as all others.
+# has_form PAGE...: a chapter asks a question, shows a picture, has the same sections as all others, quotes ten lines or
+# more, and answers each of its exercises.
 has_form() {
     for page; do
         case $page in */glossary.md) continue ;; esac
         awk '
-            BEGIN { wanted = split("The idea,The lines,Try it,What it costs,Where it is,Exercises", heading, ",") }
+            BEGIN {
+                parts = "The idea,The derivation,The lines,Try it,What it costs,Where it is,Exercises"
+                wanted = split(parts, heading, ",")
+            }
             { sub(/^## The ladder$/, "## The lines") } # of kernels
             /^## / { if ($0 == "## " heading[seen + 1]) seen++ }
             !seen && /\?/ { asks = 1 }
-            !seen && /^!\[|^    / { shows = 1 }
-            seen == 2 && /^<!-- quote / { quotes++ }
-            seen == 3 && /^<!-- run/ { runs++ }
-            /^(## |\*\*)Answers/ { answers = 1 }
-            seen == wanted && !answers && /^[123]\. / { exercises++ }
+            !seen && /^!\[.*\.svg\)/ { shows = 1 }
+            /^<!-- quote / { in_quote = seen == 3 ? 1 : 0; length_of_quote = 0 }
+            in_quote && /^    / { quoted++; if (++length_of_quote > 30) long = 1 }
+            in_quote && /^[A-Za-z#|]/ { in_quote = 0 }
+            seen == 4 && /^<!-- run/ { runs++ }
+            seen == 5 && /[0-9]/ { costs++ }
+            answers == "" && /^(## |\*\*)Answers/ { answers = " " }
+            answers != "" { answers = answers $0 " " }
+            seen == wanted && answers == "" && /^[0-9]\. / { exercises++ }
             function lacks(what) { print FILENAME " lacks " what; failed = 1 }
             END {
                 if (seen < wanted) lacks("the section \"" heading[seen + 1] "\", in this order")
                 if (!asks || !shows) lacks("a question, or a picture, before the idea")
-                if (!quotes || !runs) lacks("lines of the source, or an experiment that is run")
-                if (exercises < 3 || !answers) lacks("three exercises with answers")
+                if (quoted < 10 || long) lacks("10 to 30 lines of the source")
+                if (!runs || !costs) lacks("an experiment that is run, or numbers of its cost")
+                if (exercises < 3) lacks("three exercises")
+                for (i = 1; i <= exercises; i++)
+                    if (index(answers, " " i ". ") == 0) lacks("the answer to exercise " i)
                 exit failed
             }' "$page" >"$work/err" || return 1
     done
@@ -180,6 +191,18 @@ Its 8 rows of 4 bytes are 8 x 4 = 32 bytes, and 64 rows take 0.256 KB.
 END
 }
 
+# A chapter without one of its parts has not the form.
+lacks_a_part() {
+    for edit in '/^!\[/d' 's/^## The derivation/## Derivation/' 's/^3\. `mt_model/3 `mt_model/' '/^<!-- run/d' \
+        '/^    .*;/d' '/^2\. AdamW/d'; do
+        sed "$edit" notes/02-parameters.md >"$work/02-parameters.md"
+        if has_form "$work/02-parameters.md"; then
+            echo "has_form accepts $edit"
+            return 1
+        fi
+    done
+}
+
 # passes CHECK EDIT: the page passes the check when it is edited.
 passes() {
     rm -rf "$work/planted" && mkdir "$work/planted"
@@ -216,6 +239,7 @@ the_checks_see_errors() {
         sees numbers_have_sources 's/64 rows/65 rows/' "65 has no source" &&
         sees numbers_have_sources 's/-- 64/-- 65/' "65 . 4 . 1000 = 0.256 does not hold: 0.26" &&
         sees numbers_have_sources 's/and 64.*//' "the text has no 0.256" &&
+        lacks_a_part &&
         sees names_exist 's/#a-section/#another/' 'no anchor .*another' &&
         passes experiments 's/| 1.25/| 1.26/' && # one in the last digit
         sees experiments 's/| 1.25/| 1.27/' 'says "one 1.27", and its commands print "one 1.25"' &&

@@ -22,7 +22,7 @@ simulate() {
     gpu=$1 gpus=$2
     shift 2
     # shellcheck disable=SC2086
-    "$train" $common --gpu "$gpu" --gpus "$gpus" --plan-explain "$@" >"$work/out" 2>"$work/err"
+    "$train" $common --gpu "$gpu" --gpus "$gpus" --explain "$@" >"$work/out" 2>"$work/err"
 }
 
 # tokens, gib: of the simulated step in $work/out.
@@ -118,18 +118,35 @@ faster_machines_are_faster() {
     done
 }
 
+# Without --gpus: the ranks of the layout, or those of mpirun. Rank 0 prints.
+the_run_at_hand_is_explained() {
+    run="$train $common $small --tensor-model-parallel-size 2"
+    # shellcheck disable=SC2086
+    $run --gpus 2 --explain >"$work/two" && $run --explain >"$work/out" && cmp "$work/two" "$work/out" || return 1
+    says '^a training step on 2 x NVIDIA H200' "$work/out" && says '^linear_forward .* 512x' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    $run --plan-explain --gpu h100 >"$work/out" && says '^a training step on 2 x NVIDIA H100' "$work/out" &&
+        "$train" $common $small --explain >"$work/out" && says '^a training step on 1 x' "$work/out" || return 1
+    [ -n "${HAVE_MPI:-}" ] || return 0
+    # shellcheck disable=SC2086
+    on_ranks 2 $run --explain && cmp "$work/two" "$work/out" && on_ranks 4 $run --explain &&
+        says '^a training step on 4 x' "$work/out" && [ "$(grep -c '^a training step' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    ! on_ranks 3 $run --explain && says '^error: the number of ranks 3 must be a multiple' "$work/err"
+}
+
 refusals_name_the_reason() {
-    base="$train $common $small --plan-explain"
+    base="$train $common $small --explain"
     sed 's/"copy_gbs": {"value": [0-9.]*/"copy_gbs": {"value": -1/' data/machines/h200.json >"$work/negative.json"
     grep -v '"copy_gbs"' data/machines/h200.json >"$work/missing.json"
     sed 's/"copy_gbs"/"copy_rate"/' data/machines/h200.json >"$work/unknown.json"
     # shellcheck disable=SC2086
-    refused 'needs --gpus' $base &&
+    refused 'needs --gpus' "$train" $common $small --plan &&
         refused 'data/machines/none.json' $base --gpus 1 --gpu none &&
         refused '"copy_gbs" is -1; it must be' $base --gpus 1 --gpu "$work/negative.json" &&
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/missing.json" &&
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/unknown.json" &&
-        refused 'add --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --plan-explain --gpus 1 &&
+        refused 'add --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --explain --gpus 1 &&
         refused 'is not timed' $base --gpus 1 --optimizer-cpu-offload &&
         refused 'is not timed' $base --gpus 1 --rerun-mode validate_results &&
         refused 'number of ranks' $base --gpus 3 --tensor-model-parallel-size 2 &&
@@ -140,7 +157,7 @@ refusals_name_the_reason() {
         refused 'auto: needs a --pipeline' $base --gpus 3 --pipeline-model-parallel-layout auto \
             --pipeline-model-parallel-size 2 &&
         refused 'a GPU needs .* GiB' "$train" $common --hf-config data/configs/llama3-70b.json --seq-length 4096 \
-            --micro-batch-size 1 --global-batch-size 1 --plan-explain --gpus 1
+            --micro-batch-size 1 --global-batch-size 1 --explain --gpus 1
 }
 
 # plan ARGUMENTS...: the fastest layouts, in $work/plan.
@@ -226,5 +243,6 @@ check plan_keeps_what_is_given plan_keeps_what_is_given
 check a_large_plan_ends_soon a_large_plan_ends_soon
 check stages_are_balanced stages_are_balanced
 check ranks_to_launch_are_planned ranks_to_launch_are_planned
+check the_run_at_hand_is_explained the_run_at_hand_is_explained
 check refusals_name_the_reason refusals_name_the_reason
 exit $failed

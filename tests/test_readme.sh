@@ -64,6 +64,9 @@ training_on_your_own_text() {
     says '^     6/6 100%  loss ' "$work/out" && says '^saved iteration 6 to runs/my' "$work/out" || return 1
     block '^memory plan' | grep -v tokens/s >"$work/plan" # the lines of the plan, as README shows them
     [ "$(grep -cxFf "$work/plan" "$work/out")" = 6 ] || return 1
+    line=$(block '^memory plan' | sed -n 's|^ *299/300  99%|6/6 100%|p' |
+        sed 's/lr [^ ]*/lr .../; s/\.\.\./[0-9.e-]*/g')
+    [ -n "$line" ] && says "^ *$line\$" "$work/out" || return 1
     # "The same command with --load runs/my continues from there"
     block '^\./train' | sed "$fewer; s/--train-iters 6/--train-iters 8/; \$s|\$| --load runs/my|" | runs &&
         says '^     8/8 100%  loss ' "$work/out" || return 1

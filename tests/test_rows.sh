@@ -1,6 +1,6 @@
 #!/bin/sh
 # Training on samples of any length: the same losses on every layout, with packing, micro-batches of variable length and
-# dynamic context parallelism; resuming; epochs; refusals.
+# dynamic context parallelism; experts; documents; resuming; epochs; refusals.
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1
@@ -32,9 +32,13 @@ refuses() {
     refused "$pattern" "$train" $small "$@"
 }
 
-# numbers FILE: prints the loss and the gradient norm of each step.
+# numbers FILE: prints the loss and the gradient norm of each step; with experts also the auxiliary loss, the z-loss and
+# the imbalance of loads.
 numbers() {
-    sed -n 's/.*"lm_loss": \([-+.0-9e]*\),.*"grad_norm": \([-+.0-9e]*\),.*/\1 \2/p' "$1"
+    n=': \([-+.0-9e]*\),.*'
+    step="s/.*\"lm_loss\"$n\"grad_norm\"$n"
+    sed -n -e "$step\"load_balancing_loss\"$n\"z_loss\"$n\"load_imbalance\"$n/\1 \2 \3 \4 \5/p" -e t \
+        -e "$step/\1 \2/p" "$1"
 }
 
 # near FILE FILE: the numbers of two runs agree to 1e-5.
@@ -43,7 +47,7 @@ near() {
     numbers "$2" >"$work/other"
     [ "$(wc -l <"$work/one")" = "$(wc -l <"$work/other")" ] && [ -s "$work/one" ] || return 1
     paste "$work/one" "$work/other" | awk '
-        { for (i = 1; i <= 2; i++) if (($i - $(i + 2)) ^ 2 > (1e-5 * $i) ^ 2) { print; bad = 1 } }
+        { for (i = 1; i <= NF / 2; i++) if (($i - $(i + NF / 2)) ^ 2 > (1e-5 * $i) ^ 2) { print; bad = 1 } }
         END { exit bad }'
 }
 
@@ -86,6 +90,51 @@ for reference in packed alone; do
         check "$reference, dynamic, $layout" same $layout --dynamic-context-parallel
     done
 done
+
+# ---- experts: padding of rows is in no load and no loss of the router; the reference has none
+
+reference=experts
+rows='--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-router-load-balancing-type seq_aux_loss
+    --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3'
+# shellcheck disable=SC2086
+check 'experts without padding' run 1 $steps $rows --variable-seq-lengths --metrics "$work/experts.jsonl"
+check 'experts, padded rows' same 1
+if [ -n "$launch" ]; then
+    check 'experts, padded rows, expert-parallel' same 2 --expert-model-parallel-size 2
+    check 'experts, padded rows, context-parallel' same 2 --context-parallel-size 2 --expert-model-parallel-size 2
+    check 'experts, padded rows, tensor-parallel' same 4 --tensor-model-parallel-size 2 --sequence-parallel \
+        --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather
+    check 'experts, variable lengths, pipeline' same 4 --variable-seq-lengths --pipeline-model-parallel-size 2 \
+        --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather
+fi
+
+# ---- documents of a text end anywhere, also between the parts of context ranks
+
+# documents RANKS ARGUMENTS...
+documents() {
+    ranks=$1
+    shift
+    rm -f "$work/layout.jsonl"
+    set -- --num-layers 2 --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope --vocab-size 257 \
+        --tokenizer-type ByteLevel --data-path "$work/text_text_document" --split 1,0,0 --seq-length 128 \
+        --global-batch-size 4 --train-iters 2 --eval-iters 0 --lr 1e-3 --reset-attention-mask --reset-position-ids \
+        --device cpu --metrics "$work/layout.jsonl" "$@"
+    # shellcheck disable=SC2086
+    if [ "$ranks" = 1 ]; then "$train" "$@"; else $launch -np "$ranks" "$train" "$@"; fi >"$work/out" 2>"$work/err" &&
+        if [ "$ranks" = 1 ]; then cp "$work/layout.jsonl" "$work/documents.jsonl"; fi &&
+        near "$work/documents.jsonl" "$work/layout.jsonl"
+}
+cp README.md "$work/text.txt"
+"$(dirname "$train")/data/preprocess" --input "$work/text.txt" --output-prefix "$work/text" \
+    --tokenizer-type ByteLevel --append-eod --documents lines >"$work/out" 2>"$work/err"
+check 'documents' documents 1
+if [ -n "$launch" ]; then
+    for layout in '2 --context-parallel-size 2' '4 --context-parallel-size 4 --cp-comm-type a2a'; do
+        # shellcheck disable=SC2086
+        check "documents, $layout" documents $layout
+    done
+fi
 
 # ---- resuming, epochs
 
