@@ -351,7 +351,7 @@ __device__ static inline void load_values(uint4 (&v)[4][VS], const __nv_bfloat16
 }
 
 /* weights[8 j + e] of query g: of keys 8 j + 2 s + e of the tile. The softmax so far, `max` and this lane's part of
- * `sum`, is updated; returns the factor for what was added up before. */
+ * `sum`, is updated; returns the factor for the sums of earlier keys. */
 template <int KS>
 __device__ static inline float weigh_keys(float (&weights)[2][2], float &max, float &sum, const uint4 (&q)[KS][32],
                                           const uint4 (&k)[2][KS], float scale, int first, int end) {

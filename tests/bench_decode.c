@@ -71,7 +71,7 @@ static double copy_bandwidth(const mt_ops *ops) {
     return best;
 }
 
-/* What is measured. */
+/* A case: number and lengths of texts, and the way of sampling. */
 typedef struct decode_case {
     int64_t texts, prompt, new_tokens; // texts at once, tokens of each prompt, and those generated
     int rounds;                        // the best is taken
