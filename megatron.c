@@ -10806,13 +10806,12 @@ static void mt_model_adapters(mt_model *m) {
 
 /* Gives the linears of layers their fp8 recipe. */
 static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
-    int64_t N_multiple = m->ops->limits.fp8_multiple, K_multiple = N_multiple, first = 0, end = INT64_MAX;
+    int64_t first = 0, end = INT64_MAX;
     if (!m->plan.train || o->fp8_format == MT_FP8_OFF) return 0;
     mt_fp8_model *f = m->fp8 = mt_model_calloc(m, (int64_t)sizeof *m->fp8);
     f->recipe = mt_fp8_recipes[o->fp8_recipe], f->recipe.wgrad = o->fp8_wgrad, f->recipe.version = 1;
     f->recipe.format = MT_F8_E4M3, f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
     f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS, f->history_length = o->fp8_amax_history_len;
-    if (o->fp8_param_gather) N_multiple = MT_FP8_WIDTH, K_multiple = mt_fp8_stride(1, f->recipe.weight_blocks);
     if (o->first_last_layers_bf16)
         first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
@@ -10828,17 +10827,20 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         key->layer = number;
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
-        if (N_multiple > 0 && (l->N % N_multiple != 0 || l->K % K_multiple != 0))
+        l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
+        int64_t N_multiple = l->fp8->gathered ? MT_FP8_WIDTH : mt_max(m->ops->limits.fp8_multiple, 1);
+        int64_t K_multiple = l->fp8->gathered ? mt_fp8_stride(1, f->recipe.weight_blocks) : N_multiple;
+        if (l->N % N_multiple != 0 || l->K % K_multiple != 0)
             return mt_error_set(error,
                                 "%s needs weights of multiples of %lld x %lld, and layer %lld has one of %lld x %lld; "
                                 "change the model's widths or --tensor-model-parallel-size",
-                                o->fp8_param_gather ? "--fp8-param-gather" : "--fp8-format on this device",
+                                l->fp8->gathered ? "--fp8-param-gather" : "--fp8-format on this device",
                                 (long long)N_multiple, (long long)K_multiple, (long long)number, (long long)l->N,
                                 (long long)l->K);
-        if (!o->fp8_param_gather || b->strategy == MT_NO_SHARD) continue;
+        if (!l->fp8->gathered) continue;
         l->fp8->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe.format, .blocks = f->recipe.weight_blocks};
         l->fp8->num_amaxes = mt_fp8_num_scales(mt_max(l->num_experts, 1), l->N, l->K, f->recipe.weight_blocks);
-        l->fp8->gathered = true, l->fp8->first_amax = b->num_fp8_amaxes, b->num_fp8_amaxes += l->fp8->num_amaxes;
+        l->fp8->first_amax = b->num_fp8_amaxes, b->num_fp8_amaxes += l->fp8->num_amaxes;
     }
     return 0;
 }

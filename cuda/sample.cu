@@ -11,6 +11,7 @@
  *     decides. */
 #include "vector.cuh"
 
+#include <cfloat>
 #include <climits>
 
 static constexpr int sample_threads = 384, sample_warps = sample_threads / 32, sample_packs = 2;
@@ -169,8 +170,8 @@ template <class T, int N> struct sample_row {
         uint64_t limit = 0;
         int first = 0, last = n;
         for (bool all = true;; all = false) {
-            int part = (last - first + sample_warps - 1) / sample_warps,
-                begin = min(first + (int)threadIdx.x / 32 * part, last);
+            int part = (last - first + sample_warps - 1) / sample_warps;
+            int begin = min(first + (int)threadIdx.x / 32 * part, last);
             amount mine = sum(begin, min(begin + part, last)), next;
             mine = {warp_total(mine.count), warp_total(mine.mass)};
             if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
@@ -248,8 +249,8 @@ template <class T, int N> struct sample_row {
             if (at.index < 0) {
                 w.top = below;
             } else if (narrows && w.shift > 0) {
-                w.top = last_key(at.index), w.shift = w.shift > 11 ? w.shift - 11 : 0,
-                w.buckets = 1 << (held.shift - w.shift);
+                w.shift = w.shift > 11 ? w.shift - 11 : 0;
+                w.top = last_key(at.index), w.buckets = 1 << (held.shift - w.shift);
             } else {
                 float value = bucket_value(at.index);
                 uint64_t mass = mass_of(value), step = by_mass ? mass : 1;
@@ -320,7 +321,8 @@ __global__ void __launch_bounds__(sample_threads, 2) sample(const mt_sample_args
     __shared__ sample_row<T, N> row;
     if (threadIdx.x == 0) {
         row.logits = (const T *)a.logits + blockIdx.x * a.stride, row.count = (int)a.count, row.held.buckets = 0;
-        row.inverse = 1 / s.temperature, row.unit = (double)(1ull << (30 + __clz(row.count)));
+        row.inverse = fmin(fmax(1 / s.temperature, DBL_MIN), DBL_MAX); // no weight is NaN
+        row.unit = (double)(1ull << (30 + __clz(row.count)));
     }
     __syncthreads();
     mt_sampled sampled = {row.find_greatest(), 0, 0};

@@ -581,8 +581,9 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     return config.failed ? -1 : 0;
 }
 
-/* True if a given value means another model than the weights are of. A list of layers can be written in several ways,
- * and the width of the MLP has no meaning where every layer has experts of a given width. */
+/* True if a given value means another model than the weights are of. A list of layers can be written in several ways;
+ * the width of the MLP has no meaning where every layer has experts of a given width; 0 query groups are one per head;
+ * biases of all linear layers include those of queries, keys and values. */
 static bool mt_option_differs(const mt_options *options, const mt_options *shape, const mt_option *row) {
     mt_error ignored;
     int64_t count = shape->num_experts > 0 ? shape->num_layers : 0;
@@ -597,6 +598,10 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
         char *stored = mt_layer_freq_expand(shape->moe_layer_freq, count, false, &ignored);
         differs = !stored || strchr(stored, '0') || !MT_GIVEN(options, moe_ffn_hidden_size);
         free(stored);
+    } else if (differs && row->offset == MT_AT(num_query_groups)) {
+        differs = options->num_query_groups != 0 || shape->num_query_groups != shape->num_attention_heads;
+    } else if (differs && row->offset == MT_AT(add_qkv_bias)) {
+        differs = !shape->add_bias_linear || (!options->add_qkv_bias && !options->add_bias_linear);
     }
     free(given), free(theirs);
     return differs;

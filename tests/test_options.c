@@ -2064,6 +2064,18 @@ static void own_checkpoints_accept_the_options_that_made_them(void **state) {
     snprintf(line, sizeof line, "%.599s --load %s", model, folder); // experts of 16
     expect_error(line, "--ffn-hidden-size is 16, but the weights have 4");
     remove_model(folder);
+    static const char *const others[][2] = {{"--num-query-groups 0", "--num-query-groups 2"},
+                                            {"--add-qkv-bias", "--add-qkv-bias --disable-bias-linear"}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        snprintf(saved, sizeof saved, RUN "%s", others[i][0]);
+        folder = folder_of_model(saved);
+        snprintf(line, sizeof line, "%.599s --load %s", saved, folder);
+        expect_good(&options, line);
+        mt_options_free(&options);
+        snprintf(line, sizeof line, RUN "%s --load %s", others[i][1], folder);
+        expect_error(line, "but the weights have");
+        remove_model(folder);
+    }
 }
 
 static void a_conversion_needs_no_sequence_length(void **state) {
