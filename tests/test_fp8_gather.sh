@@ -73,6 +73,16 @@ blocks_are_gathered_in_8_bits() {
         counts 2 "all_reduce $((144 * 2 * others / ranks))" "$work/fp8" && same_losses "$work/bf16" "$work/fp8"
 }
 
+# Rows of whole blocks only: two tensor-parallel ranks have half of 128 columns each. Alone they gather nothing.
+widths_that_cut_blocks_are_refused() {
+    shape='--device cpu --fp8-recipe blockwise --tensor-model-parallel-size 2 --use-distributed-optimizer'
+    # shellcheck disable=SC2046,SC2086
+    ! $(mpirun_here) -np 4 "$train" $model $shape --fp8-param-gather >"$work/out" 2>"$work/err" </dev/null &&
+        grep -q '^error: --fp8-param-gather needs weights of multiples of 16 x 128, and layer 0 has one of 128 x 64' \
+            "$work/err" &&
+        $(mpirun_here) -np 2 "$train" $model $shape --fp8-param-gather >"$work/out" 2>"$work/err" </dev/null
+}
+
 # The scales of 2 layers with 4 linears of 3 operands are 96 bytes. Each of four ranks sends 3/4 of them twice; each of
 # two tensor-parallel ranks 1/2 twice.
 one_collective_for_all_scales() {
@@ -87,6 +97,7 @@ check weights_are_gathered_in_8_bits weights_are_gathered_in_8_bits cpu
 check blocks_are_gathered_in_8_bits_for_the_optimizer blocks_are_gathered_in_8_bits cpu 2 optim 2
 check blocks_are_gathered_in_8_bits_for_every_use blocks_are_gathered_in_8_bits cpu 2 optim_grads_params 5
 check blocks_of_four_ranks_are_gathered_in_8_bits blocks_are_gathered_in_8_bits cpu 4 optim_grads_params 3
+check widths_that_cut_blocks_are_refused widths_that_cut_blocks_are_refused
 check one_collective_for_all_scales one_collective_for_all_scales
 # shellcheck disable=SC2086
 if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] &&
