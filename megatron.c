@@ -10,7 +10,7 @@
  *   §3d  rotary positions
  *   §3e  attention
  *   §3f  activations, residual stream, rows
- *   §3g  cross-entropy
+ *   §3g  cross-entropy, sampling
  *   §3h  mixture of experts
  *   §3i  optimizer and conversions
  *   §4   the rank grid and its groups
@@ -1918,7 +1918,7 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
                    (size_t)(width * size));
 }
 
-/* ==== §3g cross-entropy ========================================================================================== */
+/* ==== §3g cross-entropy, sampling ================================================================================ */
 
 static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     const int64_t T = a->T, count = a->count;
@@ -2021,12 +2021,107 @@ static int32_t mt_row_argmax(const float *x, int64_t n) {
     return numbers && isfinite(x[best]) ? best : -1;
 }
 
-static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                          mt_stream *stream) {
-    mt_scratch scratch = mt_scratch_reserve(count);
-#pragma omp parallel for if (T * count > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++)
-        ids[t] = mt_row_argmax(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
+/* ---- sampling, for generation */
+
+/* Unnormalised softmax weight of a token; 1 for `best`, the argmax. */
+static double mt_token_weight(const float *logits, int32_t token, int32_t best, double temperature) {
+    return exp(((double)logits[token] - (double)logits[best]) / temperature);
+}
+
+/* Order of tokens: higher logit first, then lower id. */
+static bool mt_token_before(const float *logits, int32_t a, int32_t b) {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+}
+
+/* Sifts element i down in a heap of tokens (a parent comes before its children). */
+static void mt_token_heap_sift(int32_t *heap, int64_t count, int64_t i, const float *logits) {
+    int32_t token = heap[i];
+    for (int64_t child; (child = 2 * i + 1) < count; i = child) {
+        if (child + 1 < count && mt_token_before(logits, heap[child + 1], heap[child])) child++;
+        if (!mt_token_before(logits, heap[child], token)) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = token;
+}
+
+/* Moves the first token of the heap order[0, count) to order[count - 1]. */
+static int32_t mt_token_heap_pop(int32_t *order, int64_t count, const float *logits) {
+    int32_t first = order[0];
+    order[0] = order[count - 1];
+    order[count - 1] = first;
+    mt_token_heap_sift(order, count - 1, 0, logits);
+    return first;
+}
+
+/* Moves the tokens that top-k, top-p and min-p keep to the end of order[V], in ascending order. Returns their number,
+ * and in `total` the sum of their weights. Building the heap is O(V); usually few tokens are popped. */
+static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, int32_t best, const mt_sampling *sampling,
+                              double *total) {
+    double t = sampling->temperature, all = 0, sum = 0;
+    for (int64_t i = V / 2 - 1; i >= 0; i--) mt_token_heap_sift(order, V, i, logits);
+    int64_t most = sampling->top_k > 0 && sampling->top_k < V ? sampling->top_k : V, popped = 0, kept = 0;
+    if (most == V)
+        for (int64_t i = 0; i < V; i++) all += mt_token_weight(logits, order[i], best, t);
+    else
+        while (popped < most) all += mt_token_weight(logits, mt_token_heap_pop(order, V - popped++, logits), best, t);
+    for (; kept < most && (kept == 0 || sum < sampling->top_p * all); kept++) {
+        if (kept == popped) mt_token_heap_pop(order, V - popped++, logits);
+        double weight = mt_token_weight(logits, order[V - 1 - kept], best, t);
+        if (kept > 0 && weight < sampling->min_p) break; // the first weight is 1
+        sum += weight;
+    }
+    *total = sum;
+    return kept;
+}
+
+/* Draws a token from the softmax of scores[V] / temperature, whose argmax is `best`; order[V] is scratch. */
+static mt_sampled mt_token_draw(const float *scores, int64_t V, int32_t best, const mt_sampling *sampling,
+                                double uniform, int32_t *order) {
+    int64_t kept = V, i = V;
+    double total = 0, sum = 0, t = sampling->temperature;
+    for (int32_t token = 0; token < V; token++) order[token] = token;
+    if (sampling->top_k > 0 || sampling->top_p < 1 || sampling->min_p > 0)
+        kept = mt_tokens_keep(order, V, scores, best, sampling, &total);
+    else
+        while (--i >= 0) total += mt_token_weight(scores, order[i], best, t);
+    for (i = V - 1; i > V - kept; i--) {
+        sum += mt_token_weight(scores, order[i], best, t);
+        if (sum > uniform * total) break;
+    }
+    double weight = mt_token_weight(scores, order[i], best, t);
+    return (mt_sampled){.token = order[i], .sampled_logp = (float)log(weight / total)};
+}
+
+/* log softmax(logits[V])[token]; `best` is the argmax. */
+static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token) {
+    double sum = 0;
+    for (int64_t first = 0; first < V; first += MT_COLUMNS) {
+        float part = 0;
+        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(logits[i] - logits[best]);
+        sum += (double)part;
+    }
+    return (float)((double)logits[token] - (double)logits[best] - log(sum));
+}
+
+/* Samples from scores[V]: the logits, or what a penalty makes of them. */
+static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_t V, const mt_sampling *sampling,
+                                double uniform, int32_t *order) {
+    int32_t greatest = mt_row_argmax(logits, V), best = scores == logits ? greatest : mt_row_argmax(scores, V);
+    if (greatest < 0 || best < 0) return (mt_sampled){.token = -1};
+    mt_sampled drawn = {.token = best};
+    if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, uniform, order);
+    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token);
+    return drawn;
+}
+
+static void mt_cpu_sample(const mt_sample_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_scratch scratch = mt_scratch_reserve(2 * a->count);
+#pragma omp parallel for schedule(dynamic) if (a->T * a->count > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch);
+        const float *row = mt_row_load(slice, a->logits, t * a->stride, a->count, dtype);
+        a->sampled[t] = mt_row_sample(row, row, a->count, a->sampling, a->uniforms[t], (int32_t *)(slice + a->count));
+    }
 }
 
 /* ==== §3h mixture of experts ===================================================================================== */
@@ -5316,9 +5411,10 @@ struct mt_model {
     struct mt_link *links;                 // [MT_NUM_LINKS]
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
     struct mt_host_loss *host_loss;        // of a loss on the host, and of mt_score_tokens
-    void *gathered_logits;                 // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;                   // copy of gathered_logits on the host, or of argmax
-    int32_t *argmax;                       // [max_logits]
+    void *gathered_logits, *whole_logits;  // [tensor ranks, rows, V] and [rows, tensor ranks, V], to copy or to sample
+    void *staged_logits;                   // host: a copy of MT_STAGED_ROWS rows, or of sampled
+    double *uniforms;                      // [max_logits] of mt_sample_args
+    mt_sampled *sampled;                   // [max_logits]
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
@@ -10383,7 +10479,9 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
     if (ranks > 1 && m->has_loss) {
         m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
-        m->gathered_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
+        int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, m->plan.cache_sequences) * m->V * size;
+        m->gathered_logits = mt_arena_alloc(arena, bytes);
+        if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
     }
     for (int i = 0; i < MT_NUM_LINKS; i++)
         for (int64_t k = 0; k < m->links[i].num_buffers; k++)
@@ -10449,7 +10547,8 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->mtp->dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
-    m->argmax = mt_arena_alloc(arena, rows * 4);
+    m->uniforms = mt_arena_alloc(arena, rows * 8),
+    m->sampled = mt_arena_alloc(arena, rows * (int64_t)sizeof *m->sampled);
     int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
         if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
@@ -10904,7 +11003,8 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
-    m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
+    m->staged_logits =
+        m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * (int64_t)sizeof *m->sampled));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
     if (m->has_loss && (m->plan.loss->host || !m->plan.train)) mt_host_loss_open(m);
     if (m->experts->num_layers > 0) {
@@ -11342,27 +11442,26 @@ static void mt_broadcast_from_last_stage(const mt_model *m, void *buffer, int64_
     mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
 }
 
+/* Copies `count` rows of logits to whole[count, tensor ranks, V]; each tensor rank has a part of a row. */
+static void mt_logits_gather(mt_model *m, void *whole, void *logits, int64_t count) {
+    int64_t bytes = m->V * mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
+    void *shares = ranks > 1 ? m->gathered_logits : logits;
+    if (ranks > 1) m->ops->all_gather(shares, logits, count * m->V, m->dtype, &m->grid->tensor, m->stream);
+    for (int64_t rank = 0; rank < ranks; rank++)
+        m->ops->memory_copy_rows(mt_at(m, whole, rank * m->V), ranks * bytes, mt_at(m, shares, rank * count * m->V),
+                                 bytes, count, bytes, m->stream);
+}
+
 /* Copies rows of logits to the host as fp32, without the padding columns; `share`: every rank gets them. */
 static void mt_logits_to_host(mt_model *m, void *from, float *logits, int64_t rows, bool share) {
-    int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
-    int ranks = m->grid->tensor.size;
+    int64_t V = m->grid->tensor.size * m->V, vocabulary = m->options->vocab_size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        const void *shares = mt_at(m, from, first * V);
-        if (ranks > 1) {
-            m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
-            shares = m->gathered_logits;
-        }
-        mt_copy_wait(m, m->staged_logits, shares, ranks * count * V * size);
+        mt_logits_gather(m, m->staged_logits, mt_at(m, from, first * m->V), count);
+        m->ops->stream_synchronize(m->stream);
         for (int64_t t = 0; t < count; t++)
-            for (int64_t rank = 0; rank < ranks; rank++) {
-                const char *row = (const char *)m->staged_logits + (rank * count + t) * V * size;
-                float *to = logits + (first + t) * vocabulary + rank * V;
-                int64_t columns = mt_min(V, vocabulary - rank * V);
-                if (m->dtype == MT_F32 && columns > 0) memcpy(to, row, (size_t)(columns * 4));
-                for (int64_t i = 0; m->dtype != MT_F32 && i < columns; i++)
-                    to[i] = mt_bf16_to_f32(((const uint16_t *)row)[i]);
-            }
+            mt_cpu_convert(logits + (first + t) * vocabulary, MT_F32, mt_at(m, m->staged_logits, t * V), m->dtype,
+                           vocabulary, NULL);
     }
     if (share) mt_broadcast_from_last_stage(m, logits, rows * vocabulary * 4);
 }
@@ -11433,15 +11532,12 @@ static bool mt_forward_is_own(const mt_model *m) {
     return !gathers && (m->experts->num_layers == 0 || m->grid->expert_exchange.size == 1);
 }
 
-/* True if this rank needs no other for a decode pass. */
-static bool mt_decode_is_alone(const mt_model *m) {
-    return m->grid->tensor.size == 1 && m->grid->pipeline.size == 1 && mt_forward_is_own(m);
-}
-
-/* True for a decode step: one token per sequence. Steps with equal numbers of sequences run the same operations on the
- * same memory, so a graph can replay them. Ungrouped experts cannot: the host waits for their loads. */
+/* True for a decode step: one token per sequence, on a rank that needs no other. Steps with equal numbers of sequences
+ * run the same operations on the same memory, so a graph can replay them. Ungrouped experts cannot: the host waits for
+ * their loads. */
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
-    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || !mt_decode_is_alone(m)) return false;
+    if (m->grid->tensor.size > 1 || m->grid->pipeline.size > 1 || !mt_forward_is_own(m)) return false;
+    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens) return false;
     if (m->experts->num_layers > 0 && !m->experts->grouped) return false;
     for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1) return false;
@@ -11450,8 +11546,10 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t 
 
 /* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so from the second step on
  * one graph launches all of them; the first step lets them initialise. */
-static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, int64_t num_rows) {
+static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                              int64_t num_rows) {
     int64_t T = batch->num_tokens;
+    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
     mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
@@ -11471,23 +11569,26 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, int64_t num_ro
 
 void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits) {
-    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    mt_decode_enqueue(m, batch, num_rows);
-    if (num_rows == 0)
-        m->ops->stream_synchronize(m->stream);
-    else
-        mt_logits_to_host(m, mt_decode_output(m)->outputs[0].logits, logits, num_rows, true);
+    mt_decode_enqueue(m, batch, cache_rows, rows, num_rows);
+    if (num_rows == 0) m->ops->stream_synchronize(m->stream);
+    mt_logits_to_host(m, mt_decode_output(m)->outputs[0].logits, logits, num_rows, true);
 }
 
-void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                            int64_t num_rows, int32_t *tokens) {
-    MT_CHECK(mt_decode_is_alone(m));
-    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    mt_decode_enqueue(m, batch, num_rows);
-    const void *logits = mt_decode_output(m)->outputs[0].logits;
-    m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
-    mt_copy_wait(m, m->staged_logits, m->argmax, num_rows * 4);
-    memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
+void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, const mt_sampling *sampling, const double *uniforms,
+                            mt_sampled *sampled) {
+    int64_t ranks = m->grid->tensor.size, bytes = num_rows * (int64_t)sizeof *sampled;
+    void *logits = mt_decode_output(m)->outputs[0].logits, *whole = ranks > 1 ? m->whole_logits : logits;
+    MT_CHECK(ranks == 1 || num_rows <= m->plan.cache_sequences);
+    m->ops->memory_copy(m->uniforms, uniforms, num_rows * 8, m->stream);
+    mt_decode_enqueue(m, batch, cache_rows, rows, num_rows);
+    if (m->has_loss && num_rows > 0) {
+        if (ranks > 1) mt_logits_gather(m, whole, logits, num_rows);
+        mt_sample_args a = {num_rows, ranks * m->V, m->options->vocab_size, sampling, whole, m->uniforms, m->sampled};
+        m->ops->sample(&a, m->dtype, m->stream);
+    }
+    mt_copy_wait(m, m->staged_logits, m->sampled, bytes); // pinned memory
+    mt_broadcast_from_last_stage(m, memcpy(sampled, m->staged_logits, (size_t)bytes), bytes);
 }
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
@@ -11509,110 +11610,22 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 
 /* ---- sampling */
 
-/* Unnormalised softmax weight of a token; 1 for `best`, the argmax. */
-static double mt_token_weight(const float *logits, int32_t token, int32_t best, double temperature) {
-    return exp(((double)logits[token] - (double)logits[best]) / temperature);
-}
-
-/* Order of tokens: higher logit first, then lower id. */
-static bool mt_token_before(const float *logits, int32_t a, int32_t b) {
-    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
-}
-
-/* Sifts element i down in a heap of tokens (a parent comes before its children). */
-static void mt_token_heap_sift(int32_t *heap, int64_t count, int64_t i, const float *logits) {
-    int32_t token = heap[i];
-    for (int64_t child; (child = 2 * i + 1) < count; i = child) {
-        if (child + 1 < count && mt_token_before(logits, heap[child + 1], heap[child])) child++;
-        if (!mt_token_before(logits, heap[child], token)) break;
-        heap[i] = heap[child];
-    }
-    heap[i] = token;
-}
-
-/* Moves the first token of the heap order[0, count) to order[count - 1]. */
-static int32_t mt_token_heap_pop(int32_t *order, int64_t count, const float *logits) {
-    int32_t first = order[0];
-    order[0] = order[count - 1];
-    order[count - 1] = first;
-    mt_token_heap_sift(order, count - 1, 0, logits);
-    return first;
-}
-
-/* Moves the tokens that top-k, top-p and min-p keep to the end of order[V], in ascending order. Returns their number,
- * and in `total` the sum of their weights. Building the heap is O(V); usually few tokens are popped. */
-static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, int32_t best, const mt_sampling *sampling,
-                              double *total) {
-    double t = sampling->temperature, all = 0, sum = 0;
-    for (int64_t i = V / 2 - 1; i >= 0; i--) mt_token_heap_sift(order, V, i, logits);
-    int64_t most = sampling->top_k > 0 && sampling->top_k < V ? sampling->top_k : V, popped = 0, kept = 0;
-    if (most == V)
-        for (int64_t i = 0; i < V; i++) all += mt_token_weight(logits, order[i], best, t);
-    else
-        while (popped < most) all += mt_token_weight(logits, mt_token_heap_pop(order, V - popped++, logits), best, t);
-    for (; kept < most && (kept == 0 || sum < sampling->top_p * all); kept++) {
-        if (kept == popped) mt_token_heap_pop(order, V - popped++, logits);
-        double weight = mt_token_weight(logits, order[V - 1 - kept], best, t);
-        if (kept > 0 && weight < sampling->min_p) break; // the first weight is 1
-        sum += weight;
-    }
-    *total = sum;
-    return kept;
-}
-
-/* Draws a token from the softmax of scores[V] / temperature, whose argmax is `best`, with the random number of a
- * position; order[V] is scratch. */
-static mt_sampled mt_token_draw(const float *scores, int64_t V, int32_t best, const mt_sampling *sampling,
-                                const mt_sequence *sequence, int32_t *order) {
-    int64_t kept = V, i = V;
-    double total = 0, sum = 0, t = sampling->temperature;
-    for (int32_t token = 0; token < V; token++) order[token] = token;
-    if (sampling->top_k > 0 || sampling->top_p < 1 || sampling->min_p > 0)
-        kept = mt_tokens_keep(order, V, scores, best, sampling, &total);
-    else
-        while (--i >= 0) total += mt_token_weight(scores, order[i], best, t);
+/* The random number in [0, 1) of the token that follows. */
+static double mt_sequence_uniform(const mt_sequence *sequence, uint64_t seed) {
     uint32_t words[4];
-    mt_philox(words, mt_random_key(sampling->seed, MT_RANDOM_SAMPLE, 0), (uint64_t)sequence->num_tokens,
-              (uint64_t)sequence->id);
-    double uniform = (double)((uint64_t)words[0] << 21 | words[1] >> 11) * 0x1p-53; // [0, 1)
-    for (i = V - 1; i > V - kept; i--) {
-        sum += mt_token_weight(scores, order[i], best, t);
-        if (sum > uniform * total) break;
-    }
-    double weight = mt_token_weight(scores, order[i], best, t);
-    return (mt_sampled){.token = order[i], .sampled_logp = (float)log(weight / total)};
-}
-
-/* log softmax(logits[V])[token]; `best` is the argmax. */
-static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token) {
-    double sum = 0;
-    for (int64_t first = 0; first < V; first += MT_COLUMNS) {
-        float part = 0;
-        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(logits[i] - logits[best]);
-        sum += (double)part;
-    }
-    return (float)((double)logits[token] - (double)logits[best] - log(sum));
+    mt_philox(words, mt_random_key(seed, MT_RANDOM_SAMPLE, 0), (uint64_t)sequence->num_tokens, (uint64_t)sequence->id);
+    return (double)((uint64_t)words[0] << 21 | words[1] >> 11) * 0x1p-53;
 }
 
 mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, const mt_sequence *sequence,
                      int32_t *scratch) {
-    int64_t V = vocab_size;
-    int32_t greatest = mt_row_argmax(logits, V), best = greatest;
-    if (greatest < 0) return (mt_sampled){.token = -1};
-    const float *scores = logits;
-    double penalty = sampling->repetition_penalty;
-    if (penalty > 0 && penalty != 1) {
-        float *penalized = memcpy(scratch + V, logits, (size_t)V * 4);
-        for (int64_t i = 0; i < sequence->num_tokens; i++) {
-            double x = logits[sequence->tokens[i]];
-            penalized[sequence->tokens[i]] = (float)(x < 0 ? x * penalty : x / penalty);
-        }
-        scores = penalized, best = mt_row_argmax(scores, V);
+    double penalty = sampling->repetition_penalty > 0 ? sampling->repetition_penalty : 1;
+    float *scores = memcpy(scratch + vocab_size, logits, (size_t)vocab_size * 4);
+    for (int64_t i = 0; penalty != 1 && i < sequence->num_tokens; i++) {
+        double x = logits[sequence->tokens[i]];
+        scores[sequence->tokens[i]] = (float)(x < 0 ? x * penalty : x / penalty);
     }
-    mt_sampled drawn = {.token = best};
-    if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, sequence, scratch);
-    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token);
-    return drawn;
+    return mt_row_sample(logits, scores, vocab_size, sampling, mt_sequence_uniform(sequence, sampling->seed), scratch);
 }
 
 /* ---- sequences */
@@ -11840,8 +11853,8 @@ struct mt_generator {
     mt_stops stops;
     mt_batcher *batcher;
     const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
-    float *logits;            // [max_sequences, vocab_size]; NULL if the device computes the argmax
-    int32_t *argmax;          // [max_sequences] in that case, else NULL
+    float *logits;            // [max_sequences, vocab_size] for a repetition penalty; NULL: the device samples
+    double *uniforms;         // [max_sequences]
     mt_sampled *sampled;      // [max_sequences]
     mt_generator_totals totals;
 };
@@ -11865,11 +11878,9 @@ mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, 
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     g->batcher = mt_batcher_create(&batching);
-    bool penalizes = sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1;
-    if (sampling->temperature == 0 && !sampling->logprobs && !penalizes && mt_decode_is_alone(model))
-        g->argmax = mt_malloc(most * 4);
-    else
+    if (sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1)
         g->logits = mt_malloc(most * model->options->vocab_size * 4);
+    g->uniforms = mt_calloc(most * 8);
     g->sampled = mt_malloc(most * (int64_t)sizeof *g->sampled);
     mt_params_gather_all(model); // an optimizer step may have left them sharded
     return g;
@@ -11879,20 +11890,27 @@ void mt_generator_destroy(mt_generator *g) {
     if (!g) return;
     mt_batcher_destroy(g->batcher);
     free(g->logits);
-    free(g->argmax);
+    free(g->uniforms);
     free(g->sampled);
     free(g);
 }
 
-/* Samples a token from each row of logits of the last forward. */
-static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences) {
-    int64_t V = g->model->options->vocab_size, rows = g->batcher->num_logits;
-    for (int64_t row = 0; g->argmax && row < rows; row++) g->sampled[row] = (mt_sampled){.token = g->argmax[row]};
-    if (g->argmax) return;
+/* Runs the model's forward and samples a token from each of `rows` rows of logits. */
+static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences, int64_t rows) {
+    mt_batcher *b = g->batcher;
+    int64_t V = g->model->options->vocab_size;
+    for (int64_t row = 0; row < b->num_logits; row++)
+        g->uniforms[row] = mt_sequence_uniform(&sequences[b->logit_sequences[row]], g->sampling.seed);
+    if (!g->logits) {
+        mt_model_decode_sample(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, &g->sampling, g->uniforms,
+                               g->sampled);
+        return;
+    }
+    mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->logits);
     mt_scratch scratch = mt_scratch_reserve(2 * V);
-#pragma omp parallel for schedule(dynamic) if (rows * V > MT_PARALLEL)
-    for (int64_t row = 0; row < rows; row++)
-        g->sampled[row] = mt_sample(g->logits + row * V, V, &g->sampling, &sequences[g->batcher->logit_sequences[row]],
+#pragma omp parallel for schedule(dynamic) if (b->num_logits * V > MT_PARALLEL)
+    for (int64_t row = 0; row < b->num_logits; row++)
+        g->sampled[row] = mt_sample(g->logits + row * V, V, &g->sampling, &sequences[b->logit_sequences[row]],
                                     (int32_t *)mt_scratch_slice(scratch));
 }
 
@@ -11924,11 +11942,7 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     mt_batcher_pad(b, 1); // if only other replicas have tokens, or logits, for which the head's weights are gathered
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
-    if (g->argmax)
-        mt_model_decode_argmax(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->argmax);
-    else
-        mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->logits);
-    mt_generator_sample(g, sequences);
+    mt_generator_sample(g, sequences, rows);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
         status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
     return status;

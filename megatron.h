@@ -1277,7 +1277,7 @@ typedef struct mt_grouped_args {
        void *dx, float *dweights, const void *dy, const void *x, const float *weights, int64_t M, int64_t C,           \
        mt_dtype dtype, mt_stream *stream)
 
-/* ---- cross-entropy of a vocabulary that ranks may share; argmax, for greedy generation */
+/* ---- cross-entropy of a vocabulary that ranks may share; sampling, for generation */
 
 /* The cross-entropy of T tokens over logits [T, stride]. This rank's first `count` columns are rows [first, first +
  * count) of the vocabulary; columns past them are padding without probability. */
@@ -1294,6 +1294,33 @@ typedef struct mt_cross_entropy_args {
     const float *dlogp, *dentropy; // [T] derivatives of the loss by logp and entropy; dentropy NULL: 0
     void *dlogits;                 // [T, stride]: the backward's result; may be logits
 } mt_cross_entropy_args;
+
+/* How a token is sampled. The scores are the logits; temperature 0 takes their argmax. top_k 0, top_p 1, min_p 0 and
+ * repetition_penalty 0 or 1 change nothing. */
+typedef struct mt_sampling {
+    double temperature, top_p, min_p, repetition_penalty;
+    int64_t top_k;
+    uint64_t seed;
+    bool logprobs; // compute mt_sampled.logp
+} mt_sampling;
+
+/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logits)[token]. sampled_logp is
+ * that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p. */
+typedef struct mt_sampled {
+    int32_t token;      // -1: a logit is not a number, or the largest is not finite
+    float logp;         // 0 without mt_sampling.logprobs
+    float sampled_logp; // 0 with temperature 0
+} mt_sampled;
+
+/* A token is sampled from each of T rows of logits [T, stride], whose first `count` columns are the vocabulary, as
+ * mt_sample does without a repetition penalty. */
+typedef struct mt_sample_args {
+    int64_t T, stride, count;
+    const mt_sampling *sampling; // on the host
+    const void *logits;          // [T, stride]
+    const double *uniforms;      // [T] random numbers in [0, 1)
+    mt_sampled *sampled;         // [T]
+} mt_sample_args;
 
 #define MT_LOSS_OPERATIONS(OP)                                                                                         \
     /* One pass: stats of this rank's columns. Ranks combine these numbers of a row, never logits. */                  \
@@ -1313,10 +1340,9 @@ typedef struct mt_cross_entropy_args {
      * and dlogp[T] = -weights. */                                                                                     \
     OP(nll_loss, mt_work_bytes(3 * T, MT_F32), (sums, dlogp, logp, weights, T, stream), double *sums, float *dlogp,    \
        const float *logp, const float *weights, int64_t T, mt_stream *stream)                                          \
-    /* ids[T] = the column of the greatest of the first `count` columns, the lowest among equals; -1 where a logit is  \
-     * NaN or the greatest is not finite. */                                                                           \
-    OP(argmax, mt_work_bytes((T * count), dtype), (ids, logits, T, stride, count, dtype, stream), int32_t *ids,        \
-       const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype, mt_stream *stream)
+    /* The same logits and uniforms give the same tokens on every backend. */                                          \
+    OP(sample, mt_work_bytes((a->T * a->count), dtype), (a, dtype, stream), const mt_sample_args *a, mt_dtype dtype,   \
+       mt_stream *stream)
 
 /* ---- optimizer, over any range of a bucket; initialisation and conversion */
 
@@ -2577,10 +2603,10 @@ void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
 void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits);
 
-/* As mt_model_decode, but returns tokens[num_rows], the token of the greatest logit of each row: the lowest id among
- * equals, -1 where a logit is NaN or the greatest is not finite. */
-void mt_model_decode_argmax(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                            int64_t num_rows, int32_t *tokens);
+/* As mt_model_decode, but the device samples a token from each row, with the random number uniforms[num_rows] in
+ * [0, 1) and no repetition penalty: logits stay there. Every rank of the model gets sampled[num_rows]. */
+void mt_model_decode_sample(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, const mt_sampling *sampling, const double *uniforms, mt_sampled *sampled);
 
 /* Copies rows of the cache, in all layers, before the next forward. */
 typedef struct mt_cache_copy {
@@ -2829,23 +2855,6 @@ int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source,
                 double *loss, mt_error *error);
 
 /* ==== §16 generation ============================================================================================== */
-
-/* How a token is sampled. The scores are the logits; temperature 0 takes their argmax. top_k 0, top_p 1, min_p 0 and
- * repetition_penalty 0 or 1 change nothing. */
-typedef struct mt_sampling {
-    double temperature, top_p, min_p, repetition_penalty;
-    int64_t top_k;
-    uint64_t seed;
-    bool logprobs; // compute mt_sampled.logp, for which all logits must reach the host
-} mt_sampling;
-
-/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logits)[token]. sampled_logp is
- * that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p. */
-typedef struct mt_sampled {
-    int32_t token;      // -1: a logit is not a number, or the largest is not finite
-    float logp;         // 0 without mt_sampling.logprobs
-    float sampled_logp; // 0 with temperature 0
-} mt_sampled;
 
 typedef enum mt_finish { MT_UNFINISHED, MT_FINISH_STOP, MT_FINISH_LENGTH } mt_finish;
 

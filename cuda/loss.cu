@@ -3,7 +3,6 @@
 #include "vector.cuh"
 
 #include <cfloat>
-#include <climits>
 
 /* ---- forward: online softmax (Milakov & Gimelshein, "Online normalizer calculation for softmax") ----------------- */
 
@@ -205,74 +204,4 @@ extern "C" void mt_cuda_nll_loss(double *sums, float *dlogp, const float *logp, 
                                  mt_stream *stream) {
     nll_loss<<<1, 1024, 0, mt_cuda_stream(stream)>>>(sums, dlogp, logp, weights, T);
     MT_CUDA_LAUNCHED();
-}
-
-/* ---- argmax ------------------------------------------------------------------------------------------------------ */
-
-static constexpr int argmax_threads = 512, argmax_packs = 4;
-
-/* The greatest logit so far and its column; the lowest column among equals. */
-struct candidate {
-    float value;
-    int column;
-};
-
-__device__ static inline candidate better(const candidate &a, const candidate &b) {
-    return a.value > b.value || (a.value == b.value && a.column < b.column) ? a : b;
-}
-
-__device__ static inline candidate warp_best(candidate best) {
-    for (int lane = 16; lane > 0; lane /= 2) {
-        candidate other = {__shfl_xor_sync(0xffffffff, best.value, lane),
-                           __shfl_xor_sync(0xffffffff, best.column, lane)};
-        best = better(best, other);
-    }
-    return best;
-}
-
-/* One block per row. Reads each logit once: 2 bytes in bf16, 4 in fp32. */
-template <class T, int N>
-__global__ void __launch_bounds__(argmax_threads) argmax(int32_t *ids, const T *logits, int64_t stride, int count) {
-    constexpr int K = argmax_packs;
-    const T *row = logits + blockIdx.x * stride;
-    int whole = count / N * N, step = blockDim.x * N;
-    candidate best = {-INFINITY, INT_MAX};
-    bool numbers = true;
-    auto add = [&](float x, int column) {
-        numbers &= !isnan(x);
-        best = better(best, {x, column});
-    };
-    for (int base = threadIdx.x * N; base < whole; base += K * step) {
-        mt_pack<T, N> packs[K];
-#pragma unroll
-        for (int k = 0; k < K; k++)
-            if (base + k * step < whole) packs[k] = mt_load<N>(row + base + k * step);
-#pragma unroll
-        for (int k = 0; k < K; k++) {
-            if (base + k * step >= whole) break;
-            mt_pack<float, N> x = mt_to_float(packs[k]);
-            for (int i = 0; i < N; i++) add(x.value[i], base + k * step + i);
-        }
-    }
-    if (whole + (int)threadIdx.x < count) add(mt_to_float(row[whole + threadIdx.x]), whole + threadIdx.x);
-
-    __shared__ candidate of_warp[argmax_threads / 32];
-    best = warp_best(best);
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
-    numbers = __syncthreads_and(numbers);
-    if (threadIdx.x >= 32) return;
-    best = warp_best(of_warp[threadIdx.x % (argmax_threads / 32)]);
-    if (threadIdx.x == 0) ids[blockIdx.x] = numbers && isfinite(best.value) ? best.column : -1;
-}
-
-extern "C" void mt_cuda_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count,
-                               mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {logits}, {stride}), [&](auto type, auto width) {
-        using E = decltype(type);
-        constexpr int N = decltype(width)::value;
-        argmax<E, N>
-            <<<(unsigned)T, argmax_threads, 0, mt_cuda_stream(stream)>>>(ids, (const E *)logits, stride, (int)count);
-        MT_CUDA_LAUNCHED();
-    });
 }

@@ -28,6 +28,7 @@ typedef struct bench {
     mt_dtype dtype;
     int32_t *words, *positions, *rows; // [MAX_TOKENS] ids as frequent as in text, 0 ... 1023 in turn, a permutation
     int64_t *names;                    // [MAX_TOKENS]
+    double *uniforms;                  // [MAX_TOKENS] in [0, 1)
     struct {
         int32_t *experts, *position, *token; // [T k] choices and their rows, and the rows' tokens
     } plans[2];                              // for 8 experts, and for more
@@ -88,6 +89,12 @@ static double layernorm_backward(bench *b, const int64_t *n) {
     a.dw = floats(b, n[1]), a.db = floats(b, n[1]), a.mean = floats(b, n[0]), a.rstd = floats(b, n[0]);
     ENQUEUE(layernorm_backward, &a, b->dtype);
     return 4 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double linear_forward(bench *b, const int64_t *n) { // T, N, K
+    void *y = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[2]), *w = elements(b, n[1] * n[2]);
+    ENQUEUE(linear_forward, y, x, w, NULL, n[0], n[1], n[2], b->dtype);
+    return size(b) * (double)(n[0] * n[1] + n[0] * n[2] + n[1] * n[2]);
 }
 
 /* D channels, all rotated. */
@@ -317,6 +324,19 @@ static double cross_entropy_forward(bench *b, const int64_t *n) { // T, stride, 
     return size(b) * (double)(n[0] * n[1]);
 }
 
+static double sample(bench *b, const int64_t *n) { // T, vocabulary, kind; temperature 0.1 makes the deviation 2.5
+    static const mt_sampling samplings[] = {{.top_p = 1},
+                                            {.temperature = 0.1, .top_p = 1},
+                                            {.temperature = 0.1, .top_k = 50, .top_p = 0.95},
+                                            {.temperature = 0.1, .top_p = 0.95},
+                                            {.temperature = 0.1, .top_p = 1, .logprobs = true}};
+    mt_sample_args a = {.T = n[0], .stride = n[1], .count = n[1], .sampling = &samplings[n[2]]};
+    a.logits = elements(b, n[0] * n[1]), a.sampled = mt_arena_alloc(&b->arena, n[0] * (int64_t)sizeof *a.sampled);
+    a.uniforms = b->uniforms;
+    ENQUEUE(sample, &a, b->dtype);
+    return size(b) * (double)(n[0] * n[1]);
+}
+
 static double cross_entropy_backward(bench *b, const int64_t *n) {
     mt_cross_entropy_args a = {.T = n[0], .stride = n[1], .count = n[2], .labels = b->words};
     a.logits = a.dlogits = elements(b, n[0] * n[1]), a.lse = floats(b, n[0]), a.dlogp = floats(b, n[0]);
@@ -425,6 +445,13 @@ static const struct {
     {"embedding_backward", embedding_backward, MT_BF16, {65536, 768, 1024}},
     {"cross_entropy_forward", cross_entropy_forward, MT_BF16, {8192, 128256, 128256}},
     {"cross_entropy_backward", cross_entropy_backward, MT_BF16, {8192, 128256, 128256}},
+    {"sample, argmax", sample, MT_BF16, {256, 128256, 0}},
+    {"sample, temperature", sample, MT_BF16, {256, 128256, 1}},
+    {"sample, top-k 50, top-p", sample, MT_BF16, {256, 128256, 2}},
+    {"sample, top-p", sample, MT_BF16, {256, 128256, 3}},
+    {"sample, log-probability", sample, MT_BF16, {256, 128256, 4}},
+    {"sample, temperature", sample, MT_BF16, {1, 128256, 1}},
+    {"sample, top-k 50, top-p", sample, MT_BF16, {1, 128256, 2}},
     {"cross_entropy_forward", cross_entropy_forward, MT_BF16, {16384, 50304, 50257}},
     {"cross_entropy_backward", cross_entropy_backward, MT_BF16, {16384, 50304, 50257}},
     // Qwen3-30B-A3B, 4 sequences of 4096 tokens
@@ -453,6 +480,32 @@ static const struct {
     {"combine_rows", combine_rows, MT_BF16, {4096, 4096, 2, 8}},
     {"expert_swiglu_forward", expert_swiglu_forward, MT_BF16, {8192, 14336}},
     {"expert_swiglu_backward", expert_swiglu_backward, MT_BF16, {8192, 14336}},
+    // decoding with Llama 3 8B: qkv, output, up with gate, down, head
+    {"linear_forward", linear_forward, MT_BF16, {1, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {1, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {1, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {1, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {1, 128256, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 128256, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 128256, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 128256, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 128256, 4096}},
     {"squared_norm", squared_norm, MT_F32, {218112000}},
     {"adamw_step", adamw_step, MT_BF16, {218112000}}, // a layer of Llama 3 8B
     {"adamw_step", adamw_step, MT_F32, {124475904}},
@@ -507,20 +560,21 @@ static void *upload(bench *b, const void *data, int64_t bytes) {
 static void make_indices(bench *b) {
     int32_t *words = mt_malloc(3 * MAX_TOKENS * 4), *positions = words + MAX_TOKENS, *rows = positions + MAX_TOKENS;
     int64_t *names = mt_malloc(MAX_TOKENS * 8);
+    double *uniforms = mt_malloc(MAX_TOKENS * 8);
     for (int64_t t = 0; t < MAX_TOKENS; t++) {
         uint32_t random[4];
         mt_philox(random, 1, (uint64_t)t, 0);
         words[t] = (int32_t)(exp(random[0] * 0x1p-32 * log(50257)) - 1); // the k-th word is 1 / k times as frequent
         positions[t] = (int32_t)(t % 1024);
         rows[t] = (int32_t)(t * 40503 % MAX_TOKENS);
-        names[t] = t;
+        names[t] = t, uniforms[t] = random[1] * 0x1p-32;
     }
     b->words = upload(b, words, MAX_TOKENS * 4);
     b->positions = upload(b, positions, MAX_TOKENS * 4);
     b->rows = upload(b, rows, MAX_TOKENS * 4);
     b->names = upload(b, names, MAX_TOKENS * 8);
-    free(words);
-    free(names);
+    b->uniforms = upload(b, uniforms, MAX_TOKENS * 8);
+    free(words), free(names), free(uniforms);
 }
 
 /* Possible choices of a router with T tokens and k of E experts, and the CPU's order of their rows. */

@@ -707,11 +707,15 @@ static void nll_loss(run *r, const int64_t *n) {
     r->ops->nll_loss(sums, dlogp, logp, weights, n[0], r->stream);
 }
 
-static void argmax(run *r, const int64_t *n) { // T, stride, -, columns; bf16 logits have equals
-    void *logits = input(r, n[0] * n[1]);
-    int32_t *ids = integers(r, n[0], -9, -1, false);
+/* The argmax, or a draw from one token, whose log-probability is 0: whole numbers. bf16 logits have equals. See
+ * test_cuda_decode for other draws. */
+static void sample(run *r, const int64_t *n) { // T, stride, -, columns, -, draws
+    const mt_sampling sampling = {.temperature = (double)n[5], .top_k = 1, .top_p = 1};
+    mt_sample_args a = {.T = n[0], .stride = n[1], .count = n[3], .sampling = &sampling};
+    a.logits = input(r, n[0] * n[1]), a.uniforms = numbers(r, MT_F64, n[0], ONES, false);
+    a.sampled = (mt_sampled *)integers(r, 3 * n[0], -9, -1, false);
     r->buffers[r->num_buffers - 1].is_output = true;
-    r->ops->argmax(ids, logits, n[0], n[1], n[3], r->dtype, r->stream);
+    r->ops->sample(&a, r->dtype, r->stream);
 }
 
 static void accumulate(run *r, const int64_t *n) { // elements, elements before the first
@@ -1148,7 +1152,7 @@ static operation operations[] = {
     {"cross_entropy_loss", cross_entropy_loss, ONCE, logit_shapes, {0}},
     {"cross_entropy_backward", cross_entropy_backward, ONCE, logit_shapes, {0}},
     {"nll_loss", nll_loss, ONCE, element_shapes, {0}},
-    {"argmax", argmax, 0, logit_shapes, {0}},
+    {"sample", sample, 0, logit_shapes, {0}},
     {"accumulate", accumulate, ONCE, element_shapes, {0}},
     {"squared_norm", squared_norm, ONCE, square_shapes, {0}},
     {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},

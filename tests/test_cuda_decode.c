@@ -1,5 +1,6 @@
-/* Decoding on the GPU: attention of few queries over many keys, and linear layers of few rows, against float64; steps
- * in graphs against steps whose operations are enqueued one by one, the CPU and Hugging Face transformers.
+/* Decoding on the GPU: attention of few queries over many keys, and linear layers of few rows, against float64;
+ * sampling against the CPU; steps in graphs against steps whose operations are enqueued one by one, the CPU and Hugging
+ * Face transformers.
  *
  * Tolerances, of norms: fp32 sums are right to 1e-5; a result rounded to bf16 once is off by 2^-9 of an element at most
  * and about 1.7e-3 in norm, so 4e-3 is allowed. A key too few or too many is far more. */
@@ -372,17 +373,137 @@ static void linear_layers_of_few_rows_match_float64_and_do_not_mix_rows(void **s
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int d = 0; d < 4; d++) {
             mt_dtype dtype = d % 2 ? MT_F32 : MT_BF16;
-            int64_t N = shapes[i][0], K = shapes[i][1];
+            int64_t N = shapes[i][0], K = shapes[i][1], same = dtype == MT_F32 ? 8 : 1; // rows without tensor cores
             buffer x = new_buffer(dtype, 8 * K, 5), w = new_buffer(dtype, N * K, 6), b = new_buffer(dtype, N, 7);
             const buffer *bias = d / 2 ? &b : NULL;
             buffer all = linear(&x, &w, bias, 8, N, K);
             assert_linear(&all, &x, &w, bias, 8, N, K);
+            buffer few = linear(&x, &w, bias, same, N, K);
             for (int64_t T = 1; T < 8; T++) {
                 buffer y = linear(&x, &w, bias, T, N, K);
-                assert_memory_equal(y.host, all.host, (size_t)(T * N * mt_dtype_size(dtype)));
+                if (T < same) assert_memory_equal(y.host, few.host, (size_t)(T * N * mt_dtype_size(dtype)));
+                assert_linear(&y, &x, &w, bias, T, N, K);
                 free_buffer(&y);
             }
+            free_buffer(&few);
             free_buffer(&x), free_buffer(&w), free_buffer(&b), free_buffer(&all);
+        }
+}
+
+/* ==== sampling =================================================================================================== */
+
+/* A logit of a row. Rows differ in their kind; most have equal logits. */
+static float logit_of(int64_t row, int64_t i, int64_t V) {
+    uint32_t words[4];
+    mt_philox(words, 11, (uint64_t)row, (uint64_t)i);
+    float normal = (float)((words[0] + 0.0 + words[1] + words[2] + words[3]) * 0x1p-32 - 2) * 1.7320508f;
+    switch (row) {
+    case 0:
+        return 3 * normal; // bf16 rounds these to equals
+    case 1:
+        return roundf(24 * normal) / 8;
+    case 2:
+        return 2.5f;
+    case 3:
+        return 4 * normal - 30;
+    case 4:
+        return words[0] % 2 ? -INFINITY : 3 * normal;
+    case 5:
+        return i % (V / 3 + 1) == 0 ? normal : -INFINITY;
+    case 6:
+        return words[0] % 5 ? normal / 100 : words[1] % 2 ? 0.0f : -0.0f;
+    case 7:
+        return i == V / 7 ? 20 : 2 * normal;
+    case 8:
+        return i == V - 1 ? NAN : normal;
+    case 9:
+        return i == V / 2 ? INFINITY : normal;
+    default:
+        return -INFINITY;
+    }
+}
+enum { SAMPLE_ROWS = 11 };
+
+/* Rows of logits on both backends, their random numbers, and the samples. */
+typedef struct sampling_case {
+    mt_dtype dtype;
+    mt_sample_args cpu, gpu;
+    mt_sampled by_cpu[SAMPLE_ROWS], by_gpu[SAMPLE_ROWS];
+    double uniforms[SAMPLE_ROWS];
+} sampling_case;
+
+static void open_sampling(sampling_case *c, mt_dtype dtype, int64_t V, int64_t stride) {
+    int64_t bytes = SAMPLE_ROWS * stride * mt_dtype_size(dtype);
+    char *logits = mt_malloc(bytes);
+    memset(logits, 0xff, (size_t)bytes); // the padding is NaN
+    for (int64_t row = 0; row < SAMPLE_ROWS; row++)
+        for (int64_t i = 0; i < V; i++) {
+            float x = logit_of(row, i, V);
+            if (dtype == MT_F32)
+                ((float *)logits)[row * stride + i] = x;
+            else
+                ((uint16_t *)logits)[row * stride + i] = mt_f32_to_bf16(x);
+        }
+    for (int64_t row = 0; row < SAMPLE_ROWS; row++) c->uniforms[row] = (random_float() + 1) / 2;
+    c->uniforms[2] = V % 2 ? 0 : 1 - 0x1p-53; // all weights are 1: every sum is exact
+    c->dtype = dtype;
+    c->cpu = (mt_sample_args){.T = SAMPLE_ROWS, .stride = stride, .count = V, .logits = logits, .sampled = c->by_cpu};
+    c->cpu.uniforms = c->uniforms, c->gpu = c->cpu;
+    c->gpu.logits = to_gpu(logits, bytes), c->gpu.uniforms = to_gpu(c->uniforms, sizeof c->uniforms);
+    c->gpu.sampled = to_gpu(c->by_gpu, sizeof c->by_gpu);
+}
+
+static void close_sampling(sampling_case *c) {
+    void *device[] = {(void *)c->gpu.logits, (void *)c->gpu.uniforms, c->gpu.sampled};
+    for (int i = 0; i < 3; i++) gpu->memory_free(device[i]);
+    free((void *)c->cpu.logits);
+}
+
+static bool is_near(float x, float y) {
+    return fabsf(x - y) <= 1e-5f * fmaxf(1, fabsf(y));
+}
+
+/* The same tokens as on the CPU, and the same bits again. */
+static void check_sampling(sampling_case *c, const mt_sampling *s) {
+    mt_sampled again[SAMPLE_ROWS];
+    c->cpu.sampling = c->gpu.sampling = s;
+    mt_cpu_ops.sample(&c->cpu, c->dtype, NULL);
+    gpu->sample(&c->gpu, c->dtype, deterministic_stream);
+    from_gpu(c->by_gpu, c->gpu.sampled, sizeof again);
+    gpu->sample(&c->gpu, c->dtype, deterministic_stream);
+    from_gpu(again, c->gpu.sampled, sizeof again);
+    assert_memory_equal(again, c->by_gpu, sizeof again);
+    for (int row = 0; row < SAMPLE_ROWS; row++) {
+        mt_sampled x = c->by_gpu[row], y = c->by_cpu[row];
+        if (x.token != y.token || !is_near(x.logp, y.logp) || !is_near(x.sampled_logp, y.sampled_logp))
+            fail_msg(
+                "%s V %d row %d, temperature %g top-k %d top-p %g min-p %g uniform %.17g: token %d logp %.7g %.7g, "
+                "on the CPU %d %.7g %.7g",
+                mt_dtype_name(c->dtype), (int)c->cpu.count, row, s->temperature, (int)s->top_k, s->top_p, s->min_p,
+                c->uniforms[row], x.token, (double)x.logp, (double)x.sampled_logp, y.token, (double)y.logp,
+                (double)y.sampled_logp);
+        if (row > 7) assert_int_equal(x.token, -1);
+    }
+}
+
+static void samples_are_those_of_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const double temperatures[] = {0, 0.7, 1}, top_ps[] = {1, 0.95, 0.1}, min_ps[] = {0, 0.05};
+    static const int64_t shapes[][2] = {
+        {1, 1},         {1, 8},           {7, 13},          {33, 40},      {1000, 1000},
+        {50257, 50304}, {128256, 128256}, {151936, 151936}, {50257, 50257}}; // V, stride
+    for (size_t shape = 0; shape < sizeof shapes / sizeof *shapes; shape++)
+        for (int d = 0; d < 2; d++) {
+            sampling_case c;
+            int64_t V = shapes[shape][0], top_ks[] = {0, 1, 50, V};
+            open_sampling(&c, d ? MT_F32 : MT_BF16, V, shapes[shape][1]);
+            for (int i = 0; i < 3 * 4 * 3 * 2; i++) {
+                mt_sampling s = {.temperature = temperatures[i % 3], .top_k = top_ks[i / 3 % 4]};
+                s.top_p = top_ps[i / 12 % 3], s.min_p = min_ps[i / 36], s.logprobs = i % 5 < 3;
+                check_sampling(&c, &s);
+            }
+            close_sampling(&c);
         }
 }
 
@@ -597,6 +718,7 @@ int main(void) {
         cmocka_unit_test(a_sequence_has_the_same_bits_beside_others),
         cmocka_unit_test(what_decoding_does_not_ask_for_is_left_to_other_rungs),
         cmocka_unit_test(linear_layers_of_few_rows_match_float64_and_do_not_mix_rows),
+        cmocka_unit_test(samples_are_those_of_the_cpu),
         cmocka_unit_test(steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu),
         cmocka_unit_test(experts_one_by_one_take_no_graph),
         cmocka_unit_test(generated_tokens_are_those_of_plain_steps_and_of_transformers),

@@ -330,6 +330,67 @@ static void log_probabilities_are_of_the_model_and_of_the_draw(void **state) {
         }
 }
 
+/* The operation of the backends on many rows gives the bits of mt_sample, for equal logits and logits that are not
+ * numbers too. */
+static void the_operation_samples_as_one_call_per_row(void **state) {
+    (void)state;
+    enum { T = 40, V = 300, STRIDE = 304, COLUMNS = 2 };
+    static const int64_t columns[COLUMNS] = {V, 1}, top_ks[] = {0, 1, 50, V};
+    static const double temperatures[] = {0, 0.7, 1}, top_ps[] = {1, 0.95, 0.1}, min_ps[] = {0, 0.05};
+    static float logits[T * STRIDE];
+    static uint16_t rounded[T * STRIDE];
+    static int32_t scratch[2 * V];
+    double uniforms[T];
+    mt_sampled sampled[T];
+    for (int64_t i = 0; i < T * STRIDE; i++) {
+        uint32_t words[4];
+        mt_philox(words, 1, (uint64_t)i, 0);
+        logits[i] = words[1] % 50 == 0 ? -INFINITY : (float)(words[0] % 64) / 8;
+        if (i == 5 * STRIDE || i % STRIDE >= V) logits[i] = NAN;
+        if (i / STRIDE == 6) logits[i] = -INFINITY;
+    }
+    mt_cpu_ops.convert(rounded, MT_BF16, logits, MT_F32, T * STRIDE, NULL); // exact
+    for (int64_t t = 0; t < T; t++) {
+        uint32_t words[4];
+        mt_philox(words, mt_random_key(13, 3, 0), (uint64_t)(t % 7), (uint64_t)t); // the purpose of sampling is 3
+        uniforms[t] = ldexp((double)((uint64_t)words[0] << 21 | words[1] >> 11), -53);
+    }
+    for (int i = 0; i < 3 * 4 * 3 * 2 * COLUMNS * 2; i++) {
+        mt_sampling s = {.temperature = temperatures[i % 3], .top_k = top_ks[i / 3 % 4], .top_p = top_ps[i / 12 % 3]};
+        s.min_p = min_ps[i / 36 % 2], s.logprobs = i % 5 < 3, s.seed = 13;
+        bool is_bf16 = i / 72 % 2;
+        mt_sample_args a = {T, STRIDE, columns[i / 144], &s, is_bf16 ? (void *)rounded : logits, uniforms, sampled};
+        mt_cpu_ops.sample(&a, is_bf16 ? MT_BF16 : MT_F32, NULL);
+        for (int64_t t = 0; t < T; t++) {
+            const mt_sequence sequence = {.id = t, .num_tokens = t % 7};
+            mt_sampled expected = mt_sample(logits + t * STRIDE, a.count, &s, &sequence, scratch);
+            assert_memory_equal(&sampled[t], &expected, sizeof expected);
+        }
+        assert_int_equal(sampled[5].token, -1);
+        assert_int_equal(sampled[6].token, -1);
+    }
+}
+
+/* A penalty that is all but 1 changes no logit, and lets the host sample. */
+static void the_device_samples_what_the_host_does(void **state) {
+    (void)state;
+    const mt_sampling samplings[] = {{.temperature = 1, .top_p = 0.95, .top_k = 50, .seed = 3},
+                                     {.temperature = 0.7, .top_p = 1, .seed = 4},
+                                     {.temperature = 0, .top_p = 1}};
+    for (int k = 0; k < 3; k++) {
+        mt_options options = read_family(k);
+        const int32_t prompt[] = {3, 9, 27};
+        mt_sequence device = begin(&options, 5, prompt, 3, 64), host = begin(&options, 5, prompt, 3, 64);
+        mt_sampling sampling = samplings[k];
+        run(&options, &device, 1, 0, &sampling, &no_stops);
+        sampling.repetition_penalty = 1 + 0x1p-50;
+        run(&options, &host, 1, 0, &sampling, &no_stops);
+        assert_same_tokens(&device, &host);
+        mt_sequence_end(&device), mt_sequence_end(&host);
+        mt_options_free(&options);
+    }
+}
+
 static void greedy_takes_the_lowest_id_among_equals(void **state) {
     (void)state;
     const float logits[] = {1, 3, -INFINITY, 3, 2};
@@ -1123,6 +1184,8 @@ int main(void) {
         cmocka_unit_test(min_p_keeps_the_tokens_near_the_most_probable),
         cmocka_unit_test(the_repetition_penalty_changes_logits_of_tokens_seen),
         cmocka_unit_test(log_probabilities_are_of_the_model_and_of_the_draw),
+        cmocka_unit_test(the_operation_samples_as_one_call_per_row),
+        cmocka_unit_test(the_device_samples_what_the_host_does),
         cmocka_unit_test(greedy_takes_the_lowest_id_among_equals),
         cmocka_unit_test(logits_that_are_not_numbers_are_refused),
         cmocka_unit_test(a_draw_depends_on_seed_sequence_and_position_alone),

@@ -1778,13 +1778,20 @@ static void argmax_is_the_first_maximum_and_needs_numbers(void **state) {
                                      {-INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, 0},
                                      {0, 0, 0, 0, INFINITY, 0}};
     const int32_t expected[T] = {1, 1, -1, -1, -1};
+    const mt_sampling greedy = {.top_p = 1};
+    const double uniforms[T] = {0};
     uint16_t rounded[T * STRIDE];
-    int32_t ids[T];
-    ops->argmax(ids, logits, T, STRIDE, COUNT, MT_F32, NULL);
-    assert_memory_equal(ids, expected, sizeof ids);
+    mt_sampled sampled[T];
     ops->convert(rounded, MT_BF16, logits, MT_F32, T * STRIDE, NULL);
-    ops->argmax(ids, rounded, T, STRIDE, COUNT, MT_BF16, NULL);
-    assert_memory_equal(ids, expected, sizeof ids);
+    for (int d = 0; d < 2; d++) {
+        const void *rows = d ? (const void *)rounded : logits;
+        memset(sampled, 0xff, sizeof sampled);
+        ops->sample(&(mt_sample_args){T, STRIDE, COUNT, &greedy, rows, uniforms, sampled}, d ? MT_BF16 : MT_F32, NULL);
+        for (int t = 0; t < T; t++) {
+            assert_int_equal(sampled[t].token, expected[t]);
+            assert_true(sampled[t].logp == 0 && sampled[t].sampled_logp == 0);
+        }
+    }
 }
 
 /* dw of linears that share a flag: the first product overwrites what dw holds, every later one adds to it. Without a
