@@ -114,6 +114,7 @@ __global__ void activation_backward(T *dx, const T *dy, const T *x, int64_t begi
 template <class F, class T, int N> __global__ void gated_forward(T *y, const T *x, int width, int blocks_per_row) {
     constexpr int K = packs_per_thread / 2;
     mt_begin_next();
+    mt_wait_for_previous();
     int64_t row = blockIdx.x / blocks_per_row;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     const T *gate_row = x + row * 2 * width, *up_row = gate_row + width;
@@ -271,8 +272,8 @@ extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype
                 weighted_forward<decltype(f), gated, E, N><<<many.blocks, many.block, 0, s>>>(
                     (E *)a->y, (const E *)a->x, a->weights, T, (int)F, many.blocks_per_row);
             else if constexpr (gated)
-                gated_forward<decltype(f), E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(
-                    (E *)a->y, (const E *)a->x, (int)F, grid.blocks_per_row);
+                mt_launch_early(gated_forward<decltype(f), E, N>, (unsigned)T * grid.blocks_per_row, grid.threads, 0, s,
+                                (E *)a->y, (const E *)a->x, (int)F, grid.blocks_per_row);
             MT_CUDA_LAUNCHED();
         });
     });
@@ -418,6 +419,8 @@ __global__ void __launch_bounds__(256, 8)
     copy_rows(T *to, const T *from, const int32_t *to_rows, const int32_t *from_rows, int64_t num_rows, int64_t stripe,
               int width, int64_t to_stride, int64_t from_stride, int blocks_per_row) {
     constexpr int K = packs_per_thread;
+    mt_begin_next();
+    mt_wait_for_previous();
     int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     if (stripe > 0) row = row % stripes * stripe + row / stripes;
@@ -450,10 +453,8 @@ static void launch_copy_rows(void *to, const void *from, const int32_t *to_rows,
         constexpr int N = decltype(pack)::value;
         int64_t packs = mt_divide_up(width, N);
         mt_many_row_grid grid = mt_many_rows(striped ? stripe * stripes : T, packs, packs_per_thread);
-        copy_rows<E, N><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
-            (E *)to, (const E *)from, to_rows, from_rows, T, stripe, (int)width, to_stride, from_stride,
-            grid.blocks_per_row);
-        MT_CUDA_LAUNCHED();
+        mt_launch_early(copy_rows<E, N>, grid.blocks, grid.block, 0, mt_cuda_stream(stream), (E *)to, (const E *)from,
+                        to_rows, from_rows, T, stripe, (int)width, to_stride, from_stride, grid.blocks_per_row);
     });
 }
 

@@ -3,11 +3,17 @@
  *
  * One query cannot fill a GPU, but its keys can. The keys are divided into splits. A block processes the queries of all
  * heads of a group over one split, so that keys and values are read once, and writes its partial softmax to the
- * workspace. A second kernel merges the splits of a head. The division of a span depends on the span as read on the
- * device and on the number of queries of the launch, never on the host's list, which only bounds the grid. Therefore a
- * graph captured with the longest spans gives the same bits for shorter ones. */
+ * workspace. A second kernel merges the splits of a head; few splits are a cluster of blocks, which merge themselves.
+ * The division of a span depends on the span as read on the device and on the numbers of queries and spans of the
+ * launch, never on the lengths in the host's list, which only bound the grid. Therefore a graph captured with the
+ * longest spans gives the same bits for shorter ones. */
 #include "attention.cuh"
+#include "mma.cuh"
 #include "vector.cuh"
+
+#include <cooperative_groups.h>
+
+namespace cg = cooperative_groups;
 
 enum {
     WARPS = 4,
@@ -15,6 +21,8 @@ enum {
     MAX_QUERIES = 8,
     MAX_SPLITS = 64,
     LEAST_KEYS = 64,
+    ENOUGH_BLOCKS = 4 * 132, // fill a GPU; with more, the beginnings and ends of splits cost more than they spread
+    MAX_CLUSTER = 8,
     MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS
 };
 
@@ -180,34 +188,72 @@ __device__ static inline void score_keys(float (&scores)[U][M], const block_quer
     }
 }
 
-/* Merges the warps of a block and writes the result to the workspace. */
-template <int W, int M, int P, int N>
-__device__ static inline void leave(const split_task &task, const block_task &t, const partial_softmax<M, P, N> &sums) {
-    __shared__ float of_warp[WARPS][M][W * P * N], max_of_warp[WARPS][M], sum_of_warp[WARPS][M];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, Dv = (int)task.shape.value_size;
-    if (lane < W)
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            max_of_warp[warp][m] = sums.max[m], sum_of_warp[warp][m] = sums.sum[m];
-#pragma unroll
-            for (int i = 0; i < P * N; i++)
-                of_warp[warp][m][(i / N * W + lane) * N + i % N] = sums.values[m][i / N][i % N];
-        }
+/* The partial softmax of M queries by each warp of a block, over C channels. The padding spreads the warps' writes over
+ * the banks. */
+template <int M, int C> struct warp_parts { float values[WARPS][M][C + 1], max[WARPS][M], sum[WARPS][M]; };
+
+/* Merges the warps of a block and writes the result to the workspace, for join_splits. */
+template <int M, int C>
+__device__ static inline void leave(const split_task &task, const block_task &t, const warp_parts<M, C> &parts) {
+    int Dv = (int)task.shape.value_size;
     __syncthreads();
     for (int m = 0; m < M && t.first_row + m < t.rows; m++) {
         int row = t.first_row + m, head = t.group * t.per_group + row % t.per_group;
         int64_t to = row_of(task, blockIdx.z, row / t.per_group, head) + blockIdx.x;
         float max = -INFINITY, total = 0, weights[WARPS];
-        for (int w = 0; w < WARPS; w++) max = fmaxf(max, max_of_warp[w][m]);
-        for (int w = 0; w < WARPS; w++) weights[w] = weight_of(max_of_warp[w][m], max);
+        for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts.max[w][m]);
+        for (int w = 0; w < WARPS; w++) weights[w] = weight_of(parts.max[w][m], max);
         for (int channel = threadIdx.x; channel < Dv; channel += 32 * WARPS) {
             float sum = 0;
-            for (int w = 0; w < WARPS; w++) sum += weights[w] * of_warp[w][m][channel];
+            for (int w = 0; w < WARPS; w++) sum += weights[w] * parts.values[w][m][channel];
             task.sums[to * Dv + channel] = sum;
         }
-        for (int w = 0; w < WARPS; w++) total += weights[w] * sum_of_warp[w][m];
+        for (int w = 0; w < WARPS; w++) total += weights[w] * parts.sum[w][m];
         if (threadIdx.x == 0) task.maxima[to] = make_float2(max, total);
     }
+}
+
+/* Writes out and lse of a query and head from its weighted sum over all keys. */
+template <class E>
+__device__ static inline void finish(const split_task &task, int64_t query, int head, int channel, float sum, float max,
+                                     float total) {
+    const mt_attention &s = task.shape;
+    int64_t at = query * s.out_stride + head * s.value_size + channel;
+    ((E *)task.out)[at] = mt_from_float<E>(total > 0 ? sum / total : 0);
+    if (channel == 0) task.lse[query * s.num_heads + head] = total > 0 ? 0.693147181f * max + logf(total) : -INFINITY;
+}
+
+/* Merges all warps of a cluster, whose blocks are the splits of a span, over their shared memory. */
+template <class E, int M, int C>
+__device__ static inline void join_cluster(const split_task &task, const block_task &t, warp_parts<M, C> &own) {
+#if __CUDA_ARCH__ >= 900
+    cg::cluster_group cluster = cg::this_cluster();
+    int splits = gridDim.x, Dv = (int)task.shape.value_size, rows = min(M, t.rows - t.first_row);
+    auto sync = [&] {
+        if (splits > 1)
+            cluster.sync();
+        else
+            __syncthreads();
+    };
+    sync();
+    for (int i = (int)blockIdx.x * 32 * WARPS + threadIdx.x; i < rows * Dv; i += splits * 32 * WARPS) {
+        int m = i / Dv, channel = i % Dv, row = t.first_row + m;
+        float max = -INFINITY, total = 0, sum = 0;
+        auto parts_of = [&](int p) { return splits > 1 ? cluster.map_shared_rank(&own, p) : &own; };
+        for (int p = 0; p < splits; p++)
+            for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts_of(p)->max[w][m]);
+        for (int p = 0; p < splits; p++)
+            for (int w = 0; w < WARPS; w++) {
+                const warp_parts<M, C> *parts = parts_of(p);
+                float weight = weight_of(parts->max[w][m], max);
+                total += weight * parts->sum[w][m];
+                sum += weight * parts->values[w][m][channel];
+            }
+        finish<E>(task, t.span.q_start + row / t.per_group, t.group * t.per_group + row % t.per_group, channel, sum,
+                  max, total);
+    }
+    if (splits > 1) cluster.sync(); // others still read this block's parts
+#endif
 }
 
 /* W lanes share a key, P packs each. Grid: (split, group and tile of its queries, span). Reads each key and value of
@@ -215,6 +261,8 @@ __device__ static inline void leave(const split_task &task, const block_task &t,
 template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * WARPS) split_keys(split_task task) {
     constexpr int N = 16 / sizeof(E), together = WARPS * 32 / W, U = M * P > 4 ? 2 : 4;
     const mt_attention &s = task.shape;
+    mt_begin_next();
+    mt_wait_for_previous();
     const block_task t = find_block(task, M);
     if (t.begin >= t.end || t.first_row >= t.rows) return;
     block_queries<M, P, N> queries;
@@ -248,16 +296,175 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
     }
 #pragma unroll
     for (int bit = W; bit < 32; bit *= 2) join_lanes(sums, bit);
-    leave<W>(task, t, sums);
+    __shared__ warp_parts<M, W * P * N> parts;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane < W)
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            parts.max[warp][m] = sums.max[m], parts.sum[warp][m] = sums.sum[m];
+#pragma unroll
+            for (int i = 0; i < P * N; i++)
+                parts.values[warp][m][(i / N * W + lane) * N + i % N] = sums.values[m][i / N][i % N];
+        }
+    leave(task, t, parts);
+}
+
+/* ---- keys on tensor cores, in bf16 ------------------------------------------------------------------------------- */
+
+/* The tensor core multiplies up to ROWS queries (of the heads of a group) by TILE keys. Keys and values go straight
+ * from global memory to the registers that are its operands, with loads of 16 bytes: a sum over channels may be taken
+ * in any order, and output channels may be numbered in any order. With lane (g, s) = (lane / 4, lane % 4):
+ *   scores[query, key] = q k^T: the lane has channels 32 i + 8 s to + 7 of query g, and of keys g and g + 8;
+ *   out^T[channel, query] = v^T p^T: the lane has channels 64 i + 8 g to + 7 of keys 2 s, 2 s + 1, 2 s + 8, 2 s + 9,
+ *   and pairs up the elements of two keys. The scores that a lane computes are the weights that it needs then. */
+enum { TILE = 16, ROWS = 8 };
+
+/* Loads 16 bytes, bypassing L1: no key is read twice by a multiprocessor. */
+__device__ static inline uint4 load_once(const __nv_bfloat16 *from, bool there) {
+    uint4 word = {};
+    if (there)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                     : "l"(from));
+    return word;
+}
+
+/* The lane's parts of the keys and values of a tile; `from` is its place in row 0 of the tile. Zeros where fewer than
+ * `count` keys are left. */
+template <int KS>
+__device__ static inline void load_keys(uint4 (&k)[2][KS], const __nv_bfloat16 *from, int stride, int count) {
+    int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int i = 0; i < KS; i++) k[j][i] = load_once(from + 8 * j * stride + 32 * i, g + 8 * j < count);
+}
+template <int VS>
+__device__ static inline void load_values(uint4 (&v)[4][VS], const __nv_bfloat16 *from, int stride, int count) {
+    int s = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        int key = j % 2 + j / 2 * 8;
+#pragma unroll
+        for (int i = 0; i < VS; i++) v[j][i] = load_once(from + key * stride + 64 * i, 2 * s + key < count);
+    }
+}
+
+/* weights[8 j + e] of query g: of keys 8 j + 2 s + e of the tile. The softmax so far, `max` and this lane's part of
+ * `sum`, is updated; returns the factor for the sums of earlier keys. */
+template <int KS>
+__device__ static inline float weigh_keys(float (&weights)[2][2], float &max, float &sum, const uint4 (&q)[KS][32],
+                                          const uint4 (&k)[2][KS], float scale, int first, int end) {
+    float scores[2][4] = {}, largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < KS; i++) {
+        const uint4 part = q[i][threadIdx.x % 32];
+        const uint32_t front[4] = {part.x, 0, part.y, 0}, back[4] = {part.z, 0, part.w, 0};
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            mt_mma(scores[j], front, k[j][i].x, k[j][i].y);
+            mt_mma(scores[j], back, k[j][i].z, k[j][i].w);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int key = i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2;
+        float &score = scores[i / 2][i % 2];
+        score = key < first || key >= end ? -INFINITY : score * scale;
+        largest = fmaxf(largest, score);
+    }
+    for (int bit = 1; bit < 4; bit *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, bit));
+    largest = fmaxf(max, largest);
+    float shrink = weight_of(max, largest);
+    max = largest, sum *= shrink;
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum += weights[i / 2][i % 2] = weight_of(scores[i / 2][i % 2], max);
+    return shrink;
+}
+
+/* out[i][j][e + 2 c]: channel 64 i + 8 g + 2 j + c of query 2 s + e. */
+template <int VS>
+__device__ static inline void add_values(float (&out)[VS][4][4], const float (&weights)[2][2], float shrink,
+                                         const uint4 (&v)[4][VS]) {
+    if (__any_sync(0xffffffff, shrink != 1)) {
+        float shrinks[2];
+        for (int e = 0; e < 2; e++) shrinks[e] = __shfl_sync(0xffffffff, shrink, (2 * (threadIdx.x % 4) + e) * 4);
+#pragma unroll
+        for (int i = 0; i < VS * 16; i++) out[i / 16][i / 4 % 4][i % 4] *= shrinks[i % 2];
+    }
+    uint32_t low = mt_pack_bf16(weights[0][0], weights[0][1]), high = mt_pack_bf16(weights[1][0], weights[1][1]);
+#pragma unroll
+    for (int i = 0; i < VS; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t pairs[4], keys[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                keys[n] = j == 0 ? v[n][i].x : j == 1 ? v[n][i].y : j == 2 ? v[n][i].z : v[n][i].w;
+#pragma unroll
+            for (int n = 0; n < 4; n++) // the even channel of keys 0 and 1, the odd one, and the same of keys 2 and 3
+                pairs[n] = __byte_perm(keys[n / 2 * 2], keys[n / 2 * 2 + 1], n % 2 ? 0x7632 : 0x5410);
+            mt_mma(out[i][j], pairs, low, high);
+        }
+}
+
+/* As split_keys, with M = ROWS. KS: channels of a key / 32; VS: of a value / 64. `joins`: the splits of a span are a
+ * cluster, which writes the results. A warp has one tile on its way; the multiprocessor's others hide the latency. */
+template <int KS, int VS, bool joins>
+__global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(split_task task) {
+    const mt_attention &a = task.shape;
+    __shared__ uint4 q[KS][32];
+    __shared__ warp_parts<ROWS, VS * 64> parts;
+    __shared__ block_task task_of_block;
+    mt_begin_next();
+    mt_wait_for_previous();
+    const block_task t = find_block(task, ROWS);
+    if (t.first_row >= t.rows || (!joins && t.begin >= t.end)) return; // so do all blocks of a cluster
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, s = lane % 4;
+    int row = min(t.first_row + g, t.rows - 1), query = row / t.per_group,
+        head = t.group * t.per_group + row % t.per_group;
+    int first = max(t.begin, query - t.seen.behind), end = min(t.end, query + t.seen.ahead + 1);
+    const __nv_bfloat16 *q_row =
+        (const __nv_bfloat16 *)a.q + (t.span.q_start + query) * a.q_stride + head * a.head_size + 8 * s;
+    for (int i = warp; i < KS; i += WARPS) q[i][lane] = *(const uint4 *)(q_row + 32 * i);
+    if (threadIdx.x == 0) task_of_block = t; // for the end, where registers are free again
+    __syncthreads();
+
+    int k_stride = (int)a.k_stride, v_stride = (int)a.v_stride;
+    const __nv_bfloat16 *keys = (const __nv_bfloat16 *)a.k + t.group * a.head_size + g * k_stride + 8 * s;
+    const __nv_bfloat16 *values = (const __nv_bfloat16 *)a.v + t.group * a.value_size + 2 * s * v_stride + 8 * g;
+    float out[VS][4][4] = {}, max = -INFINITY, sum = 0;
+    int tile = t.begin / TILE * TILE + warp * TILE;
+#pragma unroll 1
+    for (; tile < t.end; tile += WARPS * TILE) {
+        uint4 k[2][KS], v[4][VS];
+        float weights[2][2];
+        int at = (int)mt_key_row(a.pages, t.span.k_start + tile);
+        load_keys(k, keys + (int64_t)at * k_stride, k_stride, t.end - tile);
+        load_values(v, values + (int64_t)at * v_stride, v_stride, t.end - tile);
+        float shrink = weigh_keys(weights, max, sum, q, k, a.scale * 1.44269504f, first - tile, end - tile);
+        add_values(out, weights, shrink, v);
+    }
+    for (int bit = 1; bit < 4; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
+    if (s == 0) parts.max[warp][g] = max, parts.sum[warp][g] = sum;
+#pragma unroll
+    for (int i = 0; i < VS * 16; i++)
+        parts.values[warp][2 * s + i % 2][i / 16 * 64 + 8 * g + i / 4 % 4 * 2 + i % 4 / 2] =
+            out[i / 16][i / 4 % 4][i % 4];
+    if (joins)
+        join_cluster<__nv_bfloat16>(task, task_of_block, parts);
+    else
+        leave(task, task_of_block, parts);
 }
 
 /* out and lse of a query and head, merged from its splits. Grid: (query and head, span). */
 template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_splits(split_task task) {
     const mt_attention &s = task.shape;
+    mt_begin_next();
+    mt_wait_for_previous();
     const mt_span span = task.spans[blockIdx.y];
     const band b = band_of(span, s.window);
     const cut c = cut_of(b, task.max_splits);
-    mt_begin_next();
     int heads = (int)s.num_heads, Dv = (int)s.value_size, i = blockIdx.x / heads, head = blockIdx.x % heads;
     if (i >= b.q_len) return;
     int splits = (max(c.end - c.first, 0) + c.keys - 1) / c.keys, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -282,12 +489,10 @@ template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_sp
     }
     __syncthreads();
     int channel = threadIdx.x;
-    if (channel < Dv) {
-        float sum = 0;
-        for (int w = 0; w < JOINING_WARPS; w++) sum += of_warp[w][channel];
-        ((E *)task.out)[query * s.out_stride + head * Dv + channel] = mt_from_float<E>(total > 0 ? sum / total : 0);
-    }
-    if (threadIdx.x == 0) task.lse[query * heads + head] = total > 0 ? 0.693147181f * max + logf(total) : -INFINITY;
+    if (channel >= Dv) return;
+    float sum = 0;
+    for (int w = 0; w < JOINING_WARPS; w++) sum += of_warp[w][channel];
+    finish<E>(task, query, head, channel, sum, max, total);
 }
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
@@ -297,11 +502,53 @@ template <class E, int W, int P> static void launch_split(const split_task &task
     int M = rows == 1 ? 1 : rows <= 4 ? 4 : 8;
     auto kernel = M == 1 ? split_keys<E, W, P, 1> : M == 4 ? split_keys<E, W, P, 4> : split_keys<E, W, P, 8>;
     grid.y = (unsigned)(task.shape.num_groups * mt_divide_up(rows, M));
-    kernel<<<grid, 32 * WARPS, 0, stream>>>(task);
-    MT_CUDA_LAUNCHED();
+    mt_launch_early(kernel, grid, 32 * WARPS, 0, stream, task);
+}
+
+template <class E> static void launch_join(const split_task &task, dim3 grid, cudaStream_t stream) {
+    dim3 joins((unsigned)(task.max_queries * task.shape.num_heads), grid.z);
+    mt_launch_early(join_splits<E>, joins, 32 * JOINING_WARPS, 0, stream, task);
+}
+
+typedef void split_kernel(split_task);
+
+/* The kernel on tensor cores for this shape; NULL: there is none. */
+static split_kernel *kernel_mma(const mt_attention *a, bool joins) {
+    if (!pages_serve(a, TILE)) return NULL;
+    int64_t D = a->head_size, Dv = a->value_size;
+    if (D == 64 && Dv == 64) return joins ? split_keys_mma<2, 1, true> : split_keys_mma<2, 1, false>;
+    if (D == 128 && Dv == 128) return joins ? split_keys_mma<4, 2, true> : split_keys_mma<4, 2, false>;
+    if (D == 192 && Dv == 128) return joins ? split_keys_mma<6, 2, true> : split_keys_mma<6, 2, false>;
+    return NULL;
+}
+
+/* Enqueues the kernel on tensor cores; false: another one must do it. */
+static bool launch_mma(const split_task &task, dim3 grid, cudaStream_t stream, bool joins) {
+    split_kernel *kernel = kernel_mma(&task.shape, joins);
+    if (!kernel) return false;
+    int64_t rows = task.max_queries * (task.shape.num_heads / task.shape.num_groups);
+    grid.y = (unsigned)(task.shape.num_groups * mt_divide_up(rows, ROWS));
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = 32 * WARPS, config.stream = stream;
+    mt_cuda_launch_early(&config, attributes);
+    config.attrs = attributes;
+    if (joins) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs++].val.clusterDim = {grid.x, 1, 1};
+    }
+    MT_CUDA(cudaLaunchKernelEx(&config, kernel, task));
+    return true;
 }
 
 template <class E> static void launch(const split_task &task, dim3 grid, cudaStream_t stream) {
+    if (sizeof(E) == 2) {
+        bool joins = task.max_splits <= MAX_CLUSTER && mt_cuda_kernel_arch() >= 90;
+        if (launch_mma(task, grid, stream, joins)) {
+            if (!joins) launch_join<E>(task, grid, stream);
+            return;
+        }
+    }
     int64_t wider = task.shape.head_size > task.shape.value_size ? task.shape.head_size : task.shape.value_size;
     int64_t packs = wider * (int64_t)sizeof(E) / 16;
     auto split = packs <= 8    ? launch_split<E, 8, 1>
@@ -309,9 +556,7 @@ template <class E> static void launch(const split_task &task, dim3 grid, cudaStr
                  : packs <= 32 ? launch_split<E, 32, 1>
                                : launch_split<E, 32, MAX_CHANNELS * sizeof(E) / 16 / 32>;
     split(task, grid, stream);
-    dim3 joins((unsigned)(task.max_queries * task.shape.num_heads), grid.z);
-    join_splits<E><<<joins, 32 * JOINING_WARPS, 0, stream>>>(task);
-    MT_CUDA_LAUNCHED();
+    launch_join<E>(task, grid, stream);
 }
 
 /* Requires rows that allow 16-byte loads, and no dropout. */
@@ -334,6 +579,8 @@ extern "C" bool mt_attention_split_forward(const mt_attention *a, mt_dtype dtype
     int64_t splits = stream->workspace_bytes / (rows * row_bytes);
     if (splits > MAX_SPLITS) splits = MAX_SPLITS;
     if (splits < 1) return false;
+    int64_t enough = mt_divide_up(ENOUGH_BLOCKS, spans->count * a->num_groups);
+    if (splits > enough) splits = enough;
     split_task task = {a->q, a->k, a->v, a->out, a->lse, spans->device};
     task.sums = (float *)mt_cuda_workspace(stream, splits * rows * row_bytes);
     task.maxima = (float2 *)(task.sums + splits * rows * a->value_size);

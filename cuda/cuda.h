@@ -95,9 +95,12 @@ enum {
 MT_ALL_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
-/* y[T, N] = x[T, K] w^T + bias[N] for few rows; bias may be NULL. Serves up to MT_GEMV_ROWS rows whose operands allow
- * 16-byte loads. Otherwise returns false and enqueues nothing. */
-enum { MT_GEMV_ROWS = 8 };
+/* y[T, N] = x[T, K] w^T + bias[N] for few rows; bias may be NULL. Serves up to mt_gemv_rows rows whose operands allow
+ * 16-byte loads. Otherwise returns false and enqueues nothing. In bf16, cuBLASLt's products on tensor cores are faster
+ * for several rows of a large w. */
+static inline int64_t mt_gemv_rows(int64_t N, int64_t K, mt_dtype dtype) {
+    return dtype == MT_BF16 && N * K > 1 << 23 ? 1 : 8;
+}
 bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                   mt_dtype dtype, mt_stream *stream);
 

@@ -104,7 +104,7 @@ static void launch_rows(void *y, const void *x, const void *w, const void *bias,
 
 bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                   mt_dtype dtype, mt_stream *stream) {
-    if (T < 1 || T > MT_GEMV_ROWS || !mt_wide(dtype, {x, w}, {K})) return false;
+    if (T < 1 || T > mt_gemv_rows(N, K, dtype) || !mt_wide(dtype, {x, w}, {K})) return false;
     MT_CUDA_DISPATCH(dtype, launch_rows, y, x, w, bias, T, N, K, stream);
     return true;
 }

@@ -945,7 +945,9 @@ static int64_t mt_options_start(const mt_options *o) {
 static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
     mt_iterations found = mt_iterations_list(o->save);
     int64_t latest = found.count > 0 ? found.numbers[0] : -1;
-    free(found.numbers);
+    char *newest = mt_iteration_path(o->save, latest);
+    bool holds_adapters = mt_folder_has(newest, "adapter_config.json");
+    free(found.numbers), free(newest);
     bool is_another = !o->overwrite && !mt_checkpoint_continues(o);
     if (o->auto_resume && !mt_options_falls_back(o) && mt_checkpoint_exists(o->save))
         return mt_error_set(error,
@@ -961,7 +963,7 @@ static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
         return mt_error_set(error,
                             "%s: holds checkpoints of another run, up to iteration %lld; continue that run by --%s "
                             "%s, replace it by --overwrite, or choose another --save",
-                            o->save, (long long)latest, o->lora_rank > 0 ? "load-adapter" : "load", o->save);
+                            o->save, (long long)latest, holds_adapters ? "load-adapter" : "load", o->save);
     if (mt_options_start(o) < latest && !o->overwrite)
         return mt_error_set(error,
                             "%s: holds checkpoints up to iteration %lld, but this run would start at iteration %lld; "

@@ -726,7 +726,8 @@ const mt_option mt_option_table[] = {
     {"entropy-coeff", MT_REAL, MT_AT(entropy_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
      "weight of the entropy that the loss rewards", .needs = "stage rl", .own = true},
     {"critic-load", MT_STRING, MT_AT(critic_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "the critic, of the actor's shape (default: the model of --load with a new value head)",
+     "the critic, of the actor's shape (default: the model of --load with a new value head); a run that goes on in its "
+     "own --save has the critic that it saved",
      .needs = "adv-estimator gae", .own = true},
     {"critic-lr", MT_REAL, MT_AT(critic_lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "its learning rate (default: --lr)",
      .needs = "adv-estimator gae", .own = true},

@@ -884,6 +884,13 @@ int mt_options_read_role(mt_options *options, mt_program program, const char *ro
     return status;
 }
 
+/* The model of --load, before it gives way to the checkpoint of --save, is the reference of a run that has one. */
+static void mt_options_keep_reference(mt_options *o) {
+    bool diverges = o->stage == MT_STAGE_RL && (o->kl_loss_coef > 0 || o->kl_in_reward);
+    bool refers = diverges || (o->stage == MT_STAGE_DPO && !o->ref_logps_in_data);
+    if (refers && !o->ref_load && o->lora_rank == 0) mt_string_set(&o->ref_load, o->load);
+}
+
 /* Resume from --save if it holds an intact checkpoint: for --auto-resume, or if --load is the same folder. Then
  * everything is resumed, whatever --load was to take at the start of the run. */
 static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
@@ -902,6 +909,7 @@ static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
         if (!same) {
             o->no_load_optim = o->no_load_rng = false;
             mt_string_set(&o->hf_config, NULL);
+            mt_options_keep_reference(o);
         }
         mt_string_set(mt_options_run_folder(o), o->save);
         return 0;

@@ -220,14 +220,19 @@ static int load_critic(mt_rl *rl, mt_run_state *state, bool is_saved, mt_error *
     return status;
 }
 
-/* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints. */
+/* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints; --critic-load is
+ * for a run that begins, or resumes elsewhere than in its own --save. */
 static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     partner *p = &rl->critic;
     mt_options *own = &p->role.options;
-    bool is_saved = state->iteration > 0 && !o->critic_load;
+    bool again = o->critic_load && mt_options_falls_back(o); // a restart repeats the whole command
+    bool is_saved = state->iteration > 0 && (!o->critic_load || again);
     if (o->adv_estimator != MT_ADV_GAE) return 0;
-    if (is_saved && settle_critic(rl, state, false, error) != 0) return -1;
+    if (is_saved && settle_critic(rl, state, false, error) != 0) {
+        if (!again) return -1;
+        is_saved = false;
+    }
     char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL;
     char *saved = is_saved ? saved_critic(rl, state->iteration) : NULL;
     int status =

@@ -91,6 +91,12 @@ static double layernorm_backward(bench *b, const int64_t *n) {
     return 4 * size(b) * (double)(n[0] * n[1]);
 }
 
+static double linear_forward(bench *b, const int64_t *n) { // T, N, K
+    void *y = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[2]), *w = elements(b, n[1] * n[2]);
+    ENQUEUE(linear_forward, y, x, w, NULL, n[0], n[1], n[2], b->dtype);
+    return size(b) * (double)(n[0] * n[1] + n[0] * n[2] + n[1] * n[2]);
+}
+
 /* D channels, all rotated. */
 static mt_rotation rotation(bench *b, int64_t D) {
     mt_rotation rotation = {.positions = b->positions, .R = D};
@@ -474,6 +480,32 @@ static const struct {
     {"combine_rows", combine_rows, MT_BF16, {4096, 4096, 2, 8}},
     {"expert_swiglu_forward", expert_swiglu_forward, MT_BF16, {8192, 14336}},
     {"expert_swiglu_backward", expert_swiglu_backward, MT_BF16, {8192, 14336}},
+    // decoding with Llama 3 8B: qkv, output, up with gate, down, head
+    {"linear_forward", linear_forward, MT_BF16, {1, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {1, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {1, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {1, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {1, 128256, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {8, 128256, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {16, 128256, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {64, 128256, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 6144, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 4096, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 28672, 4096}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 4096, 14336}},
+    {"linear_forward", linear_forward, MT_BF16, {256, 128256, 4096}},
     {"squared_norm", squared_norm, MT_F32, {218112000}},
     {"adamw_step", adamw_step, MT_BF16, {218112000}}, // a layer of Llama 3 8B
     {"adamw_step", adamw_step, MT_F32, {124475904}},

@@ -6,8 +6,8 @@
 #
 # On the CPU (DEVICE=cpu, the default) a Llama of 3.5 million parameters, 300 steps, which take minutes a recipe on two
 # cores; with DEVICE=cuda GPT-2 124M, 2,000 steps. STEPS=n: another number. TEXT is
-# ../shared/text/tinystories_2MiB.txt unless it is given. DIR gets the logs, the metrics and the curves. Exits with 1 if
-# a run fails or a recipe is too far off.
+# ../shared/text/tinystories_2MiB.txt unless it is given. DIR gets the logs, the metrics and, by gnuplot, curves.png.
+# Exits with 1 if a run fails or a recipe is too far off.
 set -u
 directory=$1 text=${2:-${MT_SHARED:-../shared}/text/tinystories_2MiB.txt} bin=${MT_BIN:-.} device=${DEVICE:-cpu}
 mkdir -p "$directory" || exit 1
@@ -40,13 +40,23 @@ options() {
     esac
 }
 
+# curve NAME: writes the losses of a run and their mean distance from bf16's, and adds both to the pictures.
+curve() {
+    sed -n 's/.*"iteration": \([0-9]*\), "lm_loss": \([^,]*\),.*/\1 \2/p' "$directory/$1.jsonl" >"$directory/$1.loss"
+    paste "$directory/$1.loss" "$directory/bf16.loss" | awk '
+        { sum += $2 - $4 }
+        $1 % 20 == 0 { print $1, sum / 20; sum = 0 }' >"$directory/$1.distance"
+    losses="$losses${losses:+, }'$directory/$1.loss' with lines title '$1'"
+    distances="$distances${distances:+, }'$directory/$1.distance' with lines title '$1'"
+}
+
 # shellcheck disable=SC2086
 "$bin/data/preprocess" --input "$text" --output-prefix "$directory/text" $tokenizer --append-eod \
     >"$directory/preprocess.log" 2>&1 || {
     echo "bench-fp8: $(tail -n 1 "$directory/preprocess.log")" >&2
     exit 1
 }
-failed=0 curves='' reference=''
+failed=0 losses='' distances='' reference=''
 for run in bf16 $grids delayed tensorwise blockwise $mxfp8; do
     rm -f "$directory/$run.jsonl"
     # shellcheck disable=SC2046,SC2086
@@ -57,12 +67,26 @@ for run in bf16 $grids delayed tensorwise blockwise $mxfp8; do
         exit 1
     }
     loss=$(awk '/validation loss/ { loss = $4 } END { print loss }' "$directory/$run.log")
-    reference=${reference:-$loss} curves=$curves${curves:+,}$directory/$run.jsonl
+    reference=${reference:-$loss}
+    curve "$run"
     echo "$run $loss $reference" | awk '{
         off = ($2 / $3 - 1) * 100
         bad = !($2 > 0 && off <= 0.5 && off >= -0.5)
         printf "%-12s validation loss %.4f  %+.2f%%%s\n", $1, $2, off, bad ? "  more than 0.5%" : ""
         exit bad }' || failed=1
 done
-data/plot.sh "$curves" "$directory/curves.svg" >"$directory/plot.log" && echo "curves: $directory/curves.svg"
+command -v gnuplot >/dev/null || exit $failed
+gnuplot <<GNUPLOT
+set terminal pngcairo size 1100,400 font 'sans,11'
+set output '$directory/curves.png'
+set multiplot layout 1,2
+set grid
+set xlabel 'step'
+set title 'training loss'
+plot $losses
+set title 'difference from bf16, mean of 20 steps'
+unset key
+plot $distances
+GNUPLOT
+echo "curves: $directory/curves.png"
 exit $failed

@@ -373,16 +373,19 @@ static void linear_layers_of_few_rows_match_float64_and_do_not_mix_rows(void **s
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int d = 0; d < 4; d++) {
             mt_dtype dtype = d % 2 ? MT_F32 : MT_BF16;
-            int64_t N = shapes[i][0], K = shapes[i][1];
+            int64_t N = shapes[i][0], K = shapes[i][1], same = dtype == MT_F32 ? 8 : 1; // rows without tensor cores
             buffer x = new_buffer(dtype, 8 * K, 5), w = new_buffer(dtype, N * K, 6), b = new_buffer(dtype, N, 7);
             const buffer *bias = d / 2 ? &b : NULL;
             buffer all = linear(&x, &w, bias, 8, N, K);
             assert_linear(&all, &x, &w, bias, 8, N, K);
+            buffer few = linear(&x, &w, bias, same, N, K);
             for (int64_t T = 1; T < 8; T++) {
                 buffer y = linear(&x, &w, bias, T, N, K);
-                assert_memory_equal(y.host, all.host, (size_t)(T * N * mt_dtype_size(dtype)));
+                if (T < same) assert_memory_equal(y.host, few.host, (size_t)(T * N * mt_dtype_size(dtype)));
+                assert_linear(&y, &x, &w, bias, T, N, K);
                 free_buffer(&y);
             }
+            free_buffer(&few);
             free_buffer(&x), free_buffer(&w), free_buffer(&b), free_buffer(&all);
         }
 }

@@ -50,7 +50,9 @@ an_adapter_is_no_model() {
     refused 'holds an adapter; name its base' "$infer" --load "$work/other" --prompt-tokens 1 --print-tokens &&
         refused 'continue that run by --load-adapter' "$train" --load $base --tokens-file $base/tokens.i32 \
             --seq-length 32 --train-iters 2 --lr 1e-2 --device cpu --lora-rank 4 --lora-target q_proj \
-            --save "$work/other"
+            --save "$work/other" || return 1
+    refused 'continue that run by --load-adapter' "$train" --load $base --tokens-file $base/tokens.i32 \
+        --seq-length 32 --train-iters 2 --lr 1e-2 --device cpu --save "$work/other"
 }
 
 # prefers ARGUMENTS...: DPO with adapters on random weights.

@@ -231,8 +231,15 @@ dpo_learns() {
 a_reward_model_rewards() {
     learn_pairs rm "$work/rm" --value-head --save "$work/rm.model" --lr 3e-3 || return 1
     series accuracy "$work/rm" | tail -n 5 | mean | awk '{ exit !($1 > 0.9) }' || return 1
-    learn 1 "$work/critic" --rollout-batch-size 4 --num-return-sequences 2 --train-iters 1 --lr 1e-3 \
-        --adv-estimator gae --critic-load "$work/rm.model" || return 1
+    # it begins as a critic too; a run that resumes by its whole command has the critic that it saved
+    set -- --rollout-batch-size 4 --num-return-sequences 2 --lr 1e-3 --adv-estimator gae --critic-load "$work/rm.model"
+    learn 1 "$work/critic" "$@" --train-iters 4 && learn 1 "$work/critic.2" "$@" --train-iters 2 \
+        --save "$work/critic.run" || return 1
+    # shellcheck disable=SC2086
+    "$train" --stage rl --load "$work/base" --finetune --auto-resume --save "$work/critic.run" --seq-length 16 \
+        --data-path "$work/rl.jsonl" --max-new-tokens 4 --micro-batch-size 4 --metrics "$work/critic.2" $common "$@" \
+        --train-iters 4 >"$work/out" 2>"$work/err" && same_series "$work/critic" "$work/critic.2" 0 1 value_loss ||
+        return 1
     set -- --rollout-batch-size 16 --num-return-sequences 8 --train-iters 20 --lr 2e-3 --reward model \
         --reward-load "$work/rm.model"
     learn 1 "$work/by_model" "$@" || return 1

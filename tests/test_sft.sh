@@ -148,7 +148,7 @@ preferences_resume_by_the_same_command() {
         "$@" --stage $stage --load "$work/pairs" $reference --train-iters 2 --save "$work/pairs" >"$work/out" \
             2>"$work/err" && says '2/2 100%' "$work/out" || return 1
         # shellcheck disable=SC2086
-        "$@" --stage $stage --load "$work/base" --finetune $reference --train-iters 3 --save "$work/pairs" \
+        "$@" --stage $stage --load "$work/base" --finetune --train-iters 3 --save "$work/pairs" \
             --auto-resume >"$work/out" 2>"$work/err" && says '3/3 100%' "$work/out" || return 1
     done
 }
