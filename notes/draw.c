@@ -8,6 +8,7 @@
  */
 #include "../data/dataset.h"
 #include "../data/file.h"
+#include "../data/layouts.h"
 #include "../data/options.h"
 #include "../data/report.h"
 #include "../data/simulate.h"
@@ -2885,10 +2886,10 @@ static double predicted_rate(const char *gpu, int64_t gpus, const char *argument
     mt_error error;
     mt_machine machine;
     mt_simulation simulation;
-    snprintf(words, sizeof words, "train --mock-data --bf16 --lr 1e-5 --train-iters 1 %s", arguments);
+    snprintf(words, sizeof words, "train --mock-data --bf16 --lr 1e-5 --train-iters 1 --gpu %s %s", gpu, arguments);
     for (char *word = strtok(words, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
     check(mt_options_parse(o, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
-    check(mt_options_finish(o, MT_PROGRAM_TRAIN, gpus, &error), &error);
+    check(mt_train_options_finish(o, gpus, &error), &error);
     check(mt_machine_read(&machine, gpu, &error), &error);
     check(mt_simulate(&simulation, o, gpus, &machine, &error), &error);
     double rate = simulation.tokens_per_second;
