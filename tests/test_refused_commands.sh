@@ -116,6 +116,8 @@ check overlap_on_one_rank_says_so prints '--overlap-grad-reduce has no effect: t
 check a_constant_rate_has_no_minimum prints '--min-lr has no effect' --lr-decay-style constant --min-lr 1e-4
 check biases_of_queries_are_there_already prints '--add-qkv-bias has no effect: all linear layers have biases' \
     --add-qkv-bias
+check types_of_the_optimizer_are_given prints '--use-precision-aware-optimizer has no effect: none of' \
+    --use-precision-aware-optimizer
 check nothing_to_overwrite_says_so prints '--overwrite has no effect: neither --save nor --metrics is given' --overwrite
 check no_warm_up_has_no_first_rate prints '--lr-warmup-init has no effect: there is no warm-up' --lr-warmup-init 1e-5
 check the_optimizer_is_on_the_cpu_already prints '--optimizer-cpu-offload has no effect: on the CPU' \
