@@ -21,6 +21,8 @@ struct mt_loader {
     /* of a dataset of rows */
     mt_step_plan plan;                    // of the step that begins after `planned_after` samples
     int64_t planned_after, planned_count; // samples; -1: none
+    mt_step_plan next;                    // of the step after it, if next_after is not -1
+    int64_t next_after, next_count;
 };
 
 /* ---- samplers ---------------------------------------------------------------------------------------------------- */
@@ -47,7 +49,8 @@ int mt_loader_open(mt_loader **out, const mt_dataset *dataset, const mt_data_con
                           .cyclic = config->dataloader_type == MT_DATALOADER_CYCLIC,
                           .sample = mt_malloc((dataset->seq_length + 1) * 4),
                           .epoch = -1,
-                          .planned_after = -1};
+                          .planned_after = -1,
+                          .next_after = -1};
     *out = loader;
     if (check_loader(loader, error) == 0) return 0;
     mt_loader_close(loader);
@@ -60,6 +63,7 @@ void mt_loader_close(mt_loader *loader) {
     free(loader->sample);
     free(loader->permutation);
     mt_step_plan_free(&loader->plan);
+    mt_step_plan_free(&loader->next);
     free(loader);
 }
 
@@ -253,6 +257,31 @@ int mt_step_print(const mt_options *o, const mt_data_config *config, FILE *file,
 
 /* ---- feeds ------------------------------------------------------------------------------------------------------- */
 
+/* Sets loader->plan to that of a step. */
+static void plan_step(mt_loader *loader, int64_t consumed, int64_t count) {
+    if (loader->planned_after == consumed && loader->planned_count == count) return;
+    mt_step_plan_free(&loader->plan);
+    if (loader->next_after == consumed && loader->next_count == count) {
+        loader->plan = loader->next;
+        loader->next = (mt_step_plan){0}, loader->next_after = -1;
+    } else {
+        plan_rows(&loader->plan, loader, consumed, count, false);
+    }
+    loader->planned_after = consumed, loader->planned_count = count;
+}
+
+/* Plans the step after a feed's, supposing that it has as many samples. Called with the last micro-batch: a device is
+ * at work on the ones before it meanwhile. */
+static void plan_next_step(mt_loader *loader, const mt_feed *feed) {
+    int64_t after = feed->consumed + feed->samples;
+    const int64_t *unused;
+    if (loader->next_after == after && loader->next_count == feed->samples) return;
+    if (mt_packing_row(loader->dataset->packing, after, &unused) == 0) return; // the data ends
+    mt_step_plan_free(&loader->next);
+    plan_rows(&loader->next, loader, after, feed->samples, false);
+    loader->next_after = after, loader->next_count = feed->samples;
+}
+
 mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t samples, const mt_grid *grid) {
     mt_feed feed = {.loader = loader,
                     .consumed = consumed_samples,
@@ -266,11 +295,7 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
     }
     feed.shared = grid->world.size > feed.num_ranks;
     if (!loader->dataset->packing) return feed;
-    if (loader->planned_after != consumed_samples || loader->planned_count != samples) {
-        mt_step_plan_free(&loader->plan);
-        plan_rows(&loader->plan, loader, consumed_samples, samples, false);
-        loader->planned_after = consumed_samples, loader->planned_count = samples;
-    }
+    plan_step(loader, consumed_samples, samples);
     feed.micro_batches = loader->plan.num_slots;
     for (int64_t i = 0; i < loader->plan.num_pieces; i++) {
         double length = (double)loader->plan.pieces[i].length;
@@ -288,6 +313,7 @@ static int fill_batch(const mt_feed *feed, int64_t index, mt_batch *batch, mt_er
         return mt_loader_fill(loader, feed->consumed + index * stride, batch, error);
     }
     fill_rows(loader, index, feed->rank, batch);
+    if (index == feed->micro_batches - 1) plan_next_step(loader, feed);
     return 0;
 }
 
