@@ -1331,8 +1331,6 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
     bool all_recomputed = o->recompute_granularity == MT_RECOMPUTE_FULL && o->recompute_method == MT_RECOMPUTE_UNIFORM;
     bool experts = mt_num_expert_layers(o) > 0, mlps = mt_num_expert_layers(o) < o->num_layers;
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
-    bool typed = MT_GIVEN(o, main_grads_dtype) || MT_GIVEN(o, main_params_dtype) || MT_GIVEN(o, exp_avg_dtype) ||
-                 MT_GIVEN(o, exp_avg_sq_dtype);
     bool unwatched = !mt_launched_by_mpi();
     const char *no_watch = "without mpirun, no time limits are watched";
     const mt_idle_option options[] = {
@@ -1356,10 +1354,6 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
         {constant && MT_GIVEN(o, min_lr), "min-lr", "--lr-decay-style is constant"},
         {constant && MT_GIVEN(o, lr_decay_iters), "lr-decay-iters", "--lr-decay-style is constant"},
         {!warms_up && MT_GIVEN(o, lr_warmup_init), "lr-warmup-init", "there is no warm-up"},
-        {cpu && o->optimizer_cpu_offload, "optimizer-cpu-offload",
-         "on the CPU, the optimizer is in host memory already; only its order of work is simulated"},
-        {o->use_precision_aware_optimizer && !typed, "use-precision-aware-optimizer",
-         "none of --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype is given"},
         {o->overwrite && !o->save && !o->metrics, "overwrite", "neither --save nor --metrics is given"},
         {unwatched && MT_GIVEN(o, distributed_timeout_minutes), "distributed-timeout-minutes", no_watch},
         {unwatched && MT_GIVEN(o, distributed_timeout_seconds), "distributed-timeout-seconds", no_watch},
@@ -1381,6 +1375,18 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
         {expert_inputs && !experts, "offload-modules expert_fc1, moe_act", dense},
         {expert_inputs && experts && varies, "offload-modules expert_fc1, moe_act",
          "the number of their rows depends on the data; --moe-pad-expert-input-to-capacity fixes it"},
+    };
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
+static void mt_options_print_idle_optimizer(const mt_options *o, FILE *file) {
+    bool typed = MT_GIVEN(o, main_grads_dtype) || MT_GIVEN(o, main_params_dtype) || MT_GIVEN(o, exp_avg_dtype) ||
+                 MT_GIVEN(o, exp_avg_sq_dtype);
+    const mt_idle_option options[] = {
+        {o->device == MT_DEVICE_CPU && o->optimizer_cpu_offload, "optimizer-cpu-offload",
+         "on the CPU, the optimizer is in host memory already; only its order of work is simulated"},
+        {o->use_precision_aware_optimizer && !typed, "use-precision-aware-optimizer",
+         "none of --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype is given"},
     };
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
@@ -1424,6 +1430,7 @@ void mt_options_warn(const mt_options *o, FILE *file) {
     MT_CHECK(lines);
     mt_options_print_chosen(o, lines);
     mt_options_print_idle(o, lines);
+    mt_options_print_idle_optimizer(o, lines);
     mt_options_print_idle_roles(o, lines);
     MT_CHECK(fclose(lines) == 0);
     mt_options_print_typed(o, text, file);
