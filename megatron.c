@@ -274,7 +274,7 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
-/* Of scoring and generation, the sequences that cuDNN cannot take go to flash. */
+/* In scoring and generation, sequences that cuDNN cannot take go to flash. */
 static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, Dv = o->v_head_dim;
     bool trains = o->num_iterations > 0, latent = o->multi_latent_attention;
@@ -5175,8 +5175,8 @@ static void mt_params_set_offsets(mt_param_table *table) {
     }
 }
 
-/* ---- adapters, from the rows of the matrices that they add to. Of every linear first all A, which are one operand,
- * then each B. */
+/* ---- adapters, from the rows of the matrices that they add to. All A of a linear come first, as one operand, then
+ * each B. */
 
 bool mt_param_is_adapter(const mt_param *param) {
     return param->role == MT_LORA_A || param->role == MT_LORA_B;
@@ -10547,8 +10547,9 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->mtp->dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
-    m->uniforms = mt_arena_alloc(arena, rows * 8),
-    m->sampled = mt_arena_alloc(arena, rows * (int64_t)sizeof *m->sampled);
+    if (m->plan.cache_rows > 0)
+        m->uniforms = mt_arena_alloc(arena, rows * 8),
+        m->sampled = mt_arena_alloc(arena, rows * (int64_t)sizeof *m->sampled);
     int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
         if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);

@@ -179,7 +179,7 @@ __device__ static inline void store_rows(const quantize_task<T> &task, const qua
     }
 }
 
-/* Stores the transposed copy. Of a column of the tile, the 8 bytes of rows 8 g .. 8 g + 7 are stored in shared memory
+/* Stores the transposed copy. The 8 bytes of rows 8 g .. 8 g + 7 of a column of the tile are stored in shared memory
  * at g ^ (column / 8), so that the stores of 16 threads and the loads of 8 fall into different banks. */
 template <mt_dtype FORMAT, class T>
 __device__ static inline void store_columns(const quantize_task<T> &task, const quantize_tile &t,

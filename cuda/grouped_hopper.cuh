@@ -111,7 +111,7 @@ template <int SLABS> struct slab_writer {
     uint32_t slabs;
     int slice, row, valid;
 
-    /* Of this warp, in a tile. */
+    /* This warp's writer in a tile. */
     template <bool SUMS_ROWS>
     __device__ static __forceinline__ slab_writer of(uint32_t block_slabs, const product_extent &extent,
                                                      const product_tile &t) {

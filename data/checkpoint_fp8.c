@@ -156,8 +156,8 @@ typedef struct mt_fp8_changes {
     int64_t saved_length; // of the histories
 } mt_fp8_changes;
 
-/* Sets linear i of the state, which is fresh. Of several data-parallel ranks of another number the least scales and the
- * largest histories are taken. */
+/* Sets linear i of the state, which is fresh. If the checkpoint has another number of data-parallel ranks, it takes the
+ * least of their scales and the largest of their histories. */
 static int mt_fp8_linear_load(mt_fp8_state *state, int64_t i, const mt_safetensors *set, const mt_tensor_info *largest,
                               const mt_group *data, bool each_rank, mt_fp8_changes *changes, mt_error *error) {
     char name[96];

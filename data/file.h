@@ -111,8 +111,8 @@ int mt_file_write(const char *path, const void *data, int64_t bytes, const char 
 
 /* ---- what ranks must have in common */
 
-/* A hash of a file's contents: of its size and of all bytes. Of a file above 256 MiB, unless `whole`, only 16,384
- * pieces of 4 KiB at even distances are read, the first and the last among them. */
+/* A hash of a file's size and of all its bytes. If the file has more than 256 MiB and `whole` is false, it reads only
+ * 16,384 pieces of 4 KiB at even distances, the first and the last among them. */
 uint64_t mt_contents_fingerprint(const void *bytes, int64_t size, bool whole);
 
 /* If a fingerprint of a rank differs from rank 0's, all ranks return an error with that rank and the name that belongs

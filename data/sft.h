@@ -14,8 +14,8 @@
 extern "C" {
 #endif
 
-/* Of a prompt: its text, or that of the last user message, and the answer that a reward compares with; NULL: none. Each
- * text ends with a 0 that is not counted. */
+/* A prompt's text, or that of the last user message, and the answer that a reward compares with; NULL: none. Each text
+ * ends with a 0 that is not counted. */
 typedef struct mt_question {
     char *prompt, *answer;
     int64_t prompt_bytes, answer_bytes;

@@ -639,7 +639,7 @@ static bool mt_stages_equal(const mt_options *o, const mt_stage *stages, int64_t
     return true;
 }
 
-/* Lists the distinct pipeline ranks; of[pp]: the one that stands for each. Of equal ranks the first one stands for all:
+/* Lists the distinct pipeline ranks; of[pp]: the one that stands for each. The first of equal ranks stands for all:
  * it holds most micro-batches. */
 static int mt_sim_list_ranks(mt_simulation *simulation, int64_t *of, const mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;

@@ -187,7 +187,7 @@ static void take_greatest(int32_t *ids, float *greatest, const float *logits, in
 
 /* ---- the reference model */
 
-/* Of a micro-batch, on the ranks with the loss: log-probabilities of its tokens, or logits of the teacher. */
+/* The log-probabilities of a micro-batch's tokens, or the teacher's logits, on the ranks with the loss. */
 typedef struct scores {
     int64_t num_tokens;
     float *logp;

@@ -181,8 +181,8 @@ static int64_t mt_transfer_add(mt_transfer *t, const mt_holding *to, const mt_ho
     return elements;
 }
 
-/* Plans what `to` gets from holdings [first, end), which are one state of its parameter. Of ranks with the same
- * elements the owner is the rank itself, or else the one that sends least so far. */
+/* Plans what `to` gets from holdings [first, end), which are one state of its parameter. If several ranks have
+ * the same elements, their owner is the rank itself, or else the one that sends least so far. */
 static void mt_transfer_plan_holding(mt_transfer *t, const mt_holding *to, const mt_holding *first,
                                      const mt_holding *end) {
     int64_t planned = 0;
