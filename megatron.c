@@ -10547,9 +10547,10 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->mtp->dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
-    if (m->plan.cache_rows > 0)
-        m->uniforms = mt_arena_alloc(arena, rows * 8),
+    if (m->plan.cache_rows > 0) {
+        m->uniforms = mt_arena_alloc(arena, rows * 8);
         m->sampled = mt_arena_alloc(arena, rows * (int64_t)sizeof *m->sampled);
+    }
     int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
         if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);

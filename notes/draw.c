@@ -1130,18 +1130,24 @@ static void draw_talk_axis(picture *p, double x, double y, double scale, int end
     text(p, x + scale * end / 2, y + 34, MIDDLE, "time, in 100,000 multiplications");
 }
 
-/* Draws a forward and a backward: one row per stream, one box per piece of work, one colour per bucket. */
-static void draw_talk(picture *p, double y, bool overlaps, double scale) {
-    static const char *const lanes[2][NUM_LANES] = {{"one stream"}, {"compute", "gradients", "parameters"}};
+/* Empties the recorder; returns operations of the CPU whose products and streams it records. */
+static mt_ops recorder_begin(void) {
     mt_ops ops = mt_cpu_ops;
-    mt_batch batch = {0};
-    sharer s;
-    ops.stream_create = recorded_create, ops.stream_wait_stream = recorded_wait_stream,
+    ops.stream_create = recorded_create, ops.stream_wait_stream = recorded_wait_stream;
     ops.stream_destroy = recorded_destroy;
     ops.linear_forward = recorded_forward, ops.linear_backward_input = recorded_backward_input;
     ops.linear_backward_weight = recorded_backward_weight;
-    ops.all_gather = recorded_gather, ops.reduce_scatter = recorded_scatter;
     memset(&recorder, 0, sizeof recorder);
+    return ops;
+}
+
+/* Draws a forward and a backward: one row per stream, one box per piece of work, one colour per bucket. */
+static void draw_talk(picture *p, double y, bool overlaps, double scale) {
+    static const char *const lanes[2][NUM_LANES] = {{"one stream"}, {"compute", "gradients", "parameters"}};
+    mt_ops ops = recorder_begin();
+    mt_batch batch = {0};
+    sharer s;
+    ops.all_gather = recorded_gather, ops.reduce_scatter = recorded_scatter;
     sharer_open(&s, "optim_grads_params", overlaps, &ops);
     recorder.buckets = mt_model_buckets(s.model, &recorder.num_buckets);
     letters_batch(&batch, 16, false);
@@ -1773,14 +1779,9 @@ static void recomputer_open(sharer *s, int layers, int64_t tokens, const char *r
 
 /* Records the matrix products of a forward and a backward of one micro-batch. */
 static void record_products(const char *recomputation) {
-    mt_ops ops = mt_cpu_ops;
+    mt_ops ops = recorder_begin();
     mt_batch batch = {0};
     sharer s;
-    ops.stream_create = recorded_create, ops.stream_wait_stream = recorded_wait_stream;
-    ops.stream_destroy = recorded_destroy;
-    ops.linear_forward = recorded_forward, ops.linear_backward_input = recorded_backward_input;
-    ops.linear_backward_weight = recorded_backward_weight;
-    memset(&recorder, 0, sizeof recorder);
     recomputer_open(&s, UNIT_LAYERS, 16, recomputation, &ops);
     recorder.buckets = mt_model_buckets(s.model, &recorder.num_buckets);
     letters_batch(&batch, 16, false);
@@ -1891,14 +1892,10 @@ static void recorded_copy(void *to, const void *from, int64_t bytes, mt_stream *
 
 /* A forward and a backward of one micro-batch. */
 static void record_offloading(void) {
-    mt_ops ops = mt_cpu_ops;
+    mt_ops ops = recorder_begin();
     mt_batch batch = {0};
     sharer s;
-    ops.stream_create = recorded_create, ops.stream_wait_stream = recorded_wait_stream;
-    ops.stream_destroy = recorded_destroy;
-    ops.linear_forward = recorded_forward, ops.linear_backward_input = recorded_backward_input;
-    ops.linear_backward_weight = recorded_backward_weight;
-    memset(&recorder, 0, sizeof recorder), memset(&copies, 0, sizeof copies);
+    memset(&copies, 0, sizeof copies);
     ops.memory_copy = recorded_copy;
     recomputer_open(&s, OFFLOADED_LAYERS, 16,
                     "--fine-grained-activation-offloading --offload-modules attn_norm mlp_norm", &ops);
