@@ -242,7 +242,8 @@ keys_of_other_roles_are_known() {
         'actor_infer: {generating_args: {max_new_tokenz: 6}}' &&
         misspelt actor_train 2 dtyp 'did you mean dtype?' "$@" 'reference: {model_args: {dtyp: bf16}}' &&
         misspelt actor_train 2 model_arg 'did you mean model_args?' "$@" 'actor_infer: {model_arg: {dtype: bf16}}' &&
-        misspelt actor_train 2 infer_batchsize 'did you mean infer_batch_size?' "$@" 'reference: {infer_batchsize: 6}' &&
+        misspelt actor_train 2 infer_batchsize 'did you mean infer_batch_size?' "$@" \
+            'reference: {infer_batchsize: 6}' &&
         misspelt actor_train 2 leaning_rate 'did you mean learning_rate?' "$@" \
             'critic: {training_args: {leaning_rate: 1}}' &&
         misspelt actor_train 2 strategy_arg 'did you mean strategy_args?' "$@" 'critic: {strategy_arg: {}}' &&
