@@ -200,9 +200,9 @@ others_are_refused() {
         --teacher-tensor-model-parallel-size 2 && return 1
     says '^error: --dynamic-context-parallel and a teacher on another layout exclude each other' "$work/err" || return 1
     refused 'rollout-expert-model-parallel-size needs --num-experts' "$train" --stage rl --load "$work/dense" \
-        --rollout-tensor-model-parallel-size 1 --rollout-expert-model-parallel-size 2 &&
+        --data-path "$work/rl.jsonl" --rollout-tensor-model-parallel-size 1 --rollout-expert-model-parallel-size 2 &&
         refused 'teacher-tensor-model-parallel-size needs --stage kd' "$train" --stage rl --load "$work/dense" \
-            --teacher-tensor-model-parallel-size 2 &&
+            --data-path "$work/rl.jsonl" --teacher-tensor-model-parallel-size 2 &&
         refused 'param-offload needs --stage dpo|rl|kd' "$train" --load "$work/dense" --param-offload --mock-data
 }
 
