@@ -1196,12 +1196,6 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
         return mt_error_set(error, "--out needs --score, --prompt, --prompts or --prompt-tokens");
     if (o->num_return_sequences > 1 && !prompted)
         return mt_error_set(error, "--num-return-sequences needs --prompt, --prompts or --prompt-tokens");
-    for (int64_t i = 0; i < o->stop.count; i++)
-        if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
-    int64_t page = o->inference_dynamic_batching_block_size;
-    if ((page & (page - 1)) != 0)
-        return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
-                            (long long)page, MT_PAGE_ROWS);
     if (MT_GIVEN(o, chat_template) && !o->chat && !o->score && !o->prompts)
         return mt_error_set(error, "--chat-template needs --chat, --prompts or --score");
     if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
