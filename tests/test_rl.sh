@@ -285,6 +285,7 @@ a_reward_model_has_its_own_shape() {
 adapters_learn() {
     learn 1 "$work/lora" --rollout-batch-size 8 --num-return-sequences 8 --train-iters 10 --lr 5e-3 --lora-rank 8 \
         --lora-target all-linear --kl-loss-coef 0.001 --save "$work/lora.run" &&
+        says '^reference: the actor with its adapters switched off$' "$work/out" &&
         [ -s "$work/lora.run/adapter_model.safetensors" ] &&
         series generation_gap "$work/lora" | awk '$1 > 1e-4 { exit 1 }' &&
         series ref_kl "$work/lora" | awk 'NR == 1 && $1 > 1e-6 { exit 1 } { last = $1 } END { exit !(last > 0) }'
