@@ -8572,95 +8572,24 @@ int64_t mt_pipeline_layout_count(const char *letters) {
     return count;
 }
 
-/* Layers from the letters of the layout: one E at the start, one L at the end, the MTP modules right before L. */
-static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
-    const char *letters = o->pipeline_letters;
-    MT_CHECK(mt_pipeline_layout_count(letters) <=
-             o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
-    int64_t layers = 0, stage = 0;
-    const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
-    bool good = *letters == 'E' && *last == 'L';
-    while (mtp > letters && mtp[-1] == 'm') mtp--;
-    int64_t modules = last - mtp;
-    for (const char *at = letters; at < mtp; at++)
-        if (*at == 'm') modules = -1; // a module before other letters
-    for (const char *at = letters; *at; at++) {
-        if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
-        if (*at == 't') stages[stage].num_layers++, layers++;
-        stage += *at == '|';
-    }
-    if (!good)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
-                            o->pipeline_model_parallel_layout);
-    if (modules != o->mtp_num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' must have --mtp-num-layers %lld times m, right "
-                            "before L and in its stage",
-                            o->pipeline_model_parallel_layout, (long long)o->mtp_num_layers);
-    if (layers != o->num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
-                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->num_layers);
-    return 0;
-}
-
-/* Layers per stage if `ranks` ranks have equal shares of `layers`; `what` names the layers in the error. */
-static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
-                                        mt_error *error) {
-    int64_t vp = o->num_virtual_stages_per_pipeline_rank;
-    if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
-    return mt_error_set(error,
-                        "%s, %lld, must be a multiple of %lld pipeline ranks times %lld virtual stages: change "
-                        "--num-layers, --pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank",
-                        what, (long long)layers, (long long)ranks, (long long)vp);
-}
-
-/* Numbers of layers for the first and the last rank; the other ranks share the rest equally. */
-static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
-    int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
-    int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
-    if (rest < 0 || (middle == 0 && rest > 0))
-        return mt_error_set(error,
-                            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
-                            "together, do not fit --num-layers %lld on %lld ranks",
-                            (long long)(first + last), (long long)o->num_layers, (long long)pp);
-    share[0] = mt_pipeline_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
-    if (share[0] < 0) return -1;
-    share[2] = mt_pipeline_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
-    if (share[2] < 0) return -1;
-    if (middle > 0) share[1] = mt_pipeline_layout_share(o, "the layers of the other ranks", rest, middle, error);
-    if (share[1] < 0) return -1;
-    for (int64_t i = 0; i < pp * vp; i++) {
-        bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
-        stages[i].num_layers = share[is_first ? 0 : is_last ? 2 : 1];
-    }
-    return 0;
-}
-
-int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
-    int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
+void mt_pipeline_layout_build(mt_stage *stages, const mt_options *o) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank, count = pp * vp;
+    int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers, layer = 0, at = 0;
     bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
+    int64_t rest = o->num_layers + embedding + loss - first - last, others = pp - (first > 0) - (last > 0);
+    const char *letters = o->pipeline_letters;
     memset(stages, 0, (size_t)count * sizeof *stages);
-    if (o->pipeline_letters) {
-        if (mt_pipeline_layout_read(stages, o, error)) return -1;
-    } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
-        if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
-    } else {
-        const char *what =
-            embedding || loss ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
-        int64_t share =
-            mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
-        if (share < 0) return -1;
-        for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
-        stages[0].num_layers -= embedding;
-        stages[count - 1].num_layers -= loss;
+    MT_CHECK(!letters || mt_pipeline_layout_count(letters) <= count);
+    for (; letters && *letters; at += *letters++ == '|') stages[at].num_layers += *letters == 't';
+    for (int64_t i = 0; i < count && !o->pipeline_letters; i++) {
+        bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
+        stages[i].num_layers = is_first ? first / vp : is_last ? last / vp : rest / (others * vp);
     }
+    stages[0].num_layers -= embedding, stages[count - 1].num_layers -= loss;
     stages[0].embedding = stages[count - 1].loss = true;
     stages[count - 1].num_mtp = o->mtp_num_layers;
     for (int64_t i = 0; i < count; layer += stages[i++].num_layers) stages[i].first_layer = layer;
-    return 0;
+    MT_CHECK(layer == o->num_layers);
 }
 
 mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
@@ -10729,13 +10658,10 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 }
 
 /* The chunks of this pipeline rank and their layers. */
-static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
+static void mt_model_stages(mt_model *m, const mt_options *o) {
     int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
-    if (mt_pipeline_layout_build(all, o, error) != 0) {
-        free(all);
-        return -1;
-    }
+    mt_pipeline_layout_build(all, o);
     m->num_chunks = vp, m->num_contexts = m->grid->context.size > 1;
     for (int size = m->grid->context.size; o->dynamic_context_parallel && size > 1; size /= 2) m->num_contexts++;
     m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all), m->first_local = mt_model_calloc(m, (vp + 1) * 8);
@@ -10757,7 +10683,6 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
             w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
             w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
         }
-    return 0;
 }
 
 _Static_assert(offsetof(mt_linear, weight) == 0 && offsetof(mt_adapter, a) == 0,
@@ -11181,7 +11106,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->links = mt_model_calloc(m, MT_NUM_LINKS * (int64_t)sizeof *m->links);
     m->trainer = mt_model_calloc(m, (int64_t)sizeof *m->trainer);
     mt_model_shape(m, o);
-    if (mt_model_stages(m, o, error) != 0) return -1;
+    mt_model_stages(m, o);
     mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
                               grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
     m->num_params = mt_params_build(&m->params, o, &partition);

@@ -602,7 +602,7 @@ typedef struct mt_options {
     int64_t padded_vocab_size;
     int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
     char *moe_layers;          // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
-    char *pipeline_letters;    // the layout with its repeats written out: E, t, m, L and |; NULL: no layout
+    char *pipeline_letters;    // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
     int64_t num_iterations;    // steps of the run, from train_iters or train_samples
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
@@ -2672,11 +2672,10 @@ typedef struct mt_schedule {
  * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
 int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
 
-/* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
- * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in
- * Megatron's letters: E embedding, t layer, m MTP module, L loss, | between stages, x*n and (xyz)*n repeat. Errors: a
- * number of layers that does not divide, a layout that contradicts the options. */
-int mt_pipeline_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
+/* Fills stages[chunk * pp + rank] from finished options, whose layers data/option_rules.c has checked: equal stages;
+ * first and last stages of other sizes; equal stages with the embedding and the loss counted as layers; or the stages
+ * of pipeline_letters. */
+void mt_pipeline_layout_build(mt_stage *stages, const mt_options *options);
 
 /* Number of virtual stages in the letters of a layout. */
 int64_t mt_pipeline_layout_count(const char *letters);
