@@ -414,7 +414,7 @@ static inline const float *mt_row_load(float *scratch, const void *x, int64_t of
     return scratch;
 }
 
-/* Memory in which the row of y at `offset` is computed as floats; mt_row_close stores it. */
+/* Memory to compute the row of y at `offset` as floats; mt_row_close stores it. */
 static inline float *mt_row_open(float *scratch, void *y, int64_t offset, mt_dtype dtype) {
     return dtype == MT_F32 ? (float *)y + offset : scratch;
 }
@@ -4769,7 +4769,7 @@ bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
 
-/* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
+/* Modules of multi-token prediction are numbered after the layers and have experts if the last layer has. */
 bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
@@ -9582,7 +9582,7 @@ static void mt_host_optimizer_finish(mt_model *m) {
     mt_wait_stream(m, m->stream, h->out);
 }
 
-/* AdamW where states have scales: one parameter at a time. */
+/* AdamW for types of state with a scale per parameter: one parameter at a time. */
 static void mt_optimizer_step_scaled(mt_model *m, mt_adamw *adamw, float weight_decay) {
     int64_t bytes = m->num_params * (int64_t)sizeof *m->state_amax, begin, end;
     float(*amax)[3] = m->state_amax, (*new_amax)[3] = amax + m->num_params;
@@ -9670,7 +9670,7 @@ typedef struct mt_trainer {
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were last read
-    double data_seconds;                  // time of this step in which it waited for samples
+    double data_seconds;                  // of this step: the host waited for samples
 } mt_trainer;
 
 /* ---- counts and metrics of the experts */
@@ -11861,7 +11861,7 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     mt_batcher *b = g->batcher;
     int status = 0;
     int64_t rows = b->num_logits;
-    mt_batcher_pad(b, 1); // if only other replicas have tokens, or logits, for which the head's weights are gathered
+    mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     mt_generator_sample(g, sequences, rows);

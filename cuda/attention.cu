@@ -83,7 +83,7 @@ __global__ void naive_forward(E *out, float *lse, const E *q, const E *k, const 
     }
 }
 
-/* The values of a pair of query and key from which all gradients are computed. */
+/* The values of a pair of query and key; all gradients are computed from them. */
 struct pair {
     float weight;     // the probability, after dropout
     float score_grad; // the gradient of the scaled score
@@ -162,7 +162,7 @@ __global__ void naive_backward_kv(E *dk, E *dv, const float *row_dot, const E *d
     }
 }
 
-/* Zeroes the rows to which gradients of keys and values will be added. */
+/* Zeroes the rows of the gradients of keys and values; later kernels add to them. */
 template <class E> __global__ void zero_rows(E *x, const mt_span *spans, int64_t stride, int64_t width) {
     const mt_span span = spans[blockIdx.x];
     for (int64_t j = blockIdx.y; j < span.k_len; j += gridDim.y)

@@ -503,7 +503,7 @@ static __global__ void add_bias(float *out, const float *bias, int64_t M, int64_
     if (i < M * N) out[i] += bias[i % N];
 }
 
-/* True if cuBLASLt takes the shape, in which `inner` elements are summed. Its rows are multiples of 16 bytes. With
+/* True if cuBLASLt takes the shape; `inner` elements are summed. Its rows are multiples of 16 bytes. With
  * scales per vector, rows of activations come in multiples of 8 (Transformer Engine requires it too). It infers the
  * distance between rows of scales from `inner`. It has no product of two operands in e5m2, and none of two with scales
  * per 128 x 128. */

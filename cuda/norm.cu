@@ -17,8 +17,8 @@ __device__ static inline void load_chunk(mt_pack<T, N> (&packs)[K], const T *row
     }
 }
 
-/* The token of a row and the row's first channel; a token has H rows. H is 1 except for heads; that case avoids a
- * division on which every load would depend. */
+/* The token of a row and the row's first channel; a token has H rows, 1 except for norms of heads. H 1 is a case of its
+ * own: it avoids a division before every load. */
 template <bool layernorm> struct row_place {
     int64_t token, column;
     __device__ row_place(unsigned row, unsigned H, int C) : token(row), column(0) {

@@ -510,7 +510,7 @@ static int64_t mt_options_count_iterations(const mt_options *o) {
     int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->train_samples);
     while (consumed <= end) {
         int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
-        while (low < high) { // bisect for the step at which the batch grows; it never shrinks
+        while (low < high) { // bisect for the step where the batch grows; it never shrinks
             int64_t middle = low + (high - low + 1) / 2;
             if (mt_global_batch_size(o, consumed + (middle - 1) * batch) == batch)
                 low = middle;

@@ -207,8 +207,8 @@ static int mt_option_add_paths(mt_options *options, const mt_option *row, const 
     return status;
 }
 
-/* Notes the name by which an option is given, "--NAME" or "FILE:LINE: NAME", if it is not the option's own. The name of
- * another form, whose values differ, does not stand for the option's: messages have both. */
+/* Notes the name that the user gave, "--NAME" or "FILE:LINE: NAME", if it is not the option's own. Messages print it
+ * instead of the option's name; if the values of the two differ (is_form), they print both. */
 static void mt_options_note_name(mt_options *options, const mt_option *row, const char *where, bool is_form) {
     const mt_option *option = mt_option_of(row->offset);
     const char *blank = strrchr(where, ' '), *name = blank ? blank + 1 : where + strlen("--");

@@ -132,7 +132,7 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
     if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
     if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
         return mt_error_set(error,
-                            "the run resumes at iteration %lld; name the model with which it began by --ref-load",
+                            "the run resumes at iteration %lld; name the model that it started from by --ref-load",
                             (long long)state->iteration);
     if (begin_partner(rl, p, "reference", o->ref_load, "--ref-load", error) != 0) return -1;
     if (p->role.options.head_type != MT_HEAD_LM)
@@ -307,7 +307,7 @@ static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *
 
 /* ---- opening */
 
-/* Every rank has the same prompts, and a run that resumes those with which it began. */
+/* Every rank has the same prompts, and a run that resumes has those of its start. */
 static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     const char *name = "prompts";
@@ -316,7 +316,7 @@ static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
     int64_t before = state->iteration > 0 && !o->no_load_rng ? state->prompts_fingerprint : 0;
     state->prompts_fingerprint = (int64_t)(print >> 1); // as JSON holds it
     if (before == 0 || before == state->prompts_fingerprint) return 0;
-    return mt_error_set(error, "--data-path: the prompts are not those with which the run began (their texts, tokens "
+    return mt_error_set(error, "--data-path: the prompts are not those of the start of the run (their texts, tokens "
                                "and answers); give these, go on with others by --no-load-rng, or begin anew by "
                                "--finetune");
 }
@@ -729,7 +729,7 @@ static int first_phase(const mt_rl *rl) {
     return rl->transfer || rl->actor.rests ? TRANSFER : GENERATION;
 }
 
-/* Adds up the times of the run. Its first iteration, in which a device loads kernels, counts only if it is the last. */
+/* Adds up the times of the run. The first iteration counts only if it is the last: a device loads kernels in it. */
 static void add_times(mt_rl *rl, int64_t iteration) {
     if (rl->num_iterations++ <= 1) rl->total = (phase_times){0}, rl->first_timed = iteration;
     for (int i = 0; i < NUM_PHASES; i++)

@@ -31,7 +31,7 @@ typedef struct mt_role_entry {
 } mt_role_entry;
 
 typedef struct mt_role_config {
-    mt_role_entry *entries; // in the order in which they take effect: the pipeline's, then the role's
+    mt_role_entry *entries; // in order of effect: the pipeline's, then the role's
     int64_t count;
     int64_t num_devices; // of the role; 0: not given
 } mt_role_config;

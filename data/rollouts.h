@@ -38,7 +38,7 @@ typedef struct mt_rollout_config {
     double overlong_penalty;
     int64_t overlong_buffer, max_new_tokens;
     double reward_clip;    // of scores, after the penalty, to +-; 0: none
-    int64_t first;         // response with which the sequences begin, a multiple of the group's size
+    int64_t first;         // response of the first sequence, a multiple of the group's size
     bool whole;            // the last token is an input too, as a reward model needs: a counted token 0 follows it
     bool dynamic_sampling; // groups of several responses whose rewards are all alike are dropped
     mt_kl_type kl_type;    // of the KL penalty in the reward

@@ -226,7 +226,7 @@ static int64_t mt_sim_channel_recv(mt_channel *channel, void *buffer, int64_t co
     return mt_sim_channel_start(channel, count * mt_dtype_size(dtype), stream);
 }
 
-/* The part of a message's time in which the stream waits is recorded. */
+/* Records the part of a message's time that the stream waits for. */
 static void mt_sim_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
     int64_t slot = ticket % MT_CHANNEL_TICKETS, bytes = channel->bytes[slot];
     double waits = ((mt_sim_channel *)channel)->done[slot] - stream->clock;

@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- simulated time. Invariant: messages of one rank in one direction are received in the order in which they were
- * sent, so a queue is two counters and the times at which they moved. */
+/* ---- simulated time. Invariant: messages of one rank in one direction are received in the order of sending, so a
+ * queue is two counters and the times of their changes. */
 
 /* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 its messages backward. */
 typedef struct mt_queues {
