@@ -239,7 +239,7 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 /* ==== §2 options ================================================================================================== */
 /* One flat struct describes a run. data/options.c reads and writes it as text (command line, YAML, config.json,
  * --help), and data/option_rules.c derives the values that were left open and checks the rules between values. This
- * section has what the layers ask of the struct, and the limits of backends. */
+ * section has the questions that layers ask about the struct, and the limits of backends. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
@@ -2103,7 +2103,7 @@ static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t
     return (float)((double)logits[token] - (double)logits[best] - log(sum));
 }
 
-/* Samples from scores[V]: the logits, or what a penalty makes of them. */
+/* Samples from scores[V]: the logits, or the logits after penalties. */
 static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_t V, const mt_sampling *sampling,
                                 double uniform, int32_t *order) {
     int32_t greatest = mt_row_argmax(logits, V), best = scores == logits ? greatest : mt_row_argmax(scores, V);
@@ -8104,7 +8104,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
 
 /* ==== §10c a stage's forward and backward ========================================================================= */
 
-/* Entries of a batch's page table: those of each sequence, and one of the page that fills batches up. */
+/* Entries of a batch's page table: those of each sequence, and one for the page of the padding. */
 static int64_t mt_page_entries(const mt_model_plan *plan) {
     return plan->page_rows > 0 ? plan->cache_sequences * mt_divide_up(plan->max_position, plan->page_rows) + 1 : 0;
 }
@@ -9054,7 +9054,7 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     if (!progress->has_gradients || mt_bucket_buffers_gradients(b)) mt_bucket_zero_gradients(m, b);
 }
 
-/* Adds x[n] to gradients of earlier micro-batches, or replaces what is left there from the last step. */
+/* Adds x[n] to the gradients of earlier micro-batches, or overwrites those of the last step. */
 static void mt_gradients_add(mt_model *m, const mt_bucket *b, void *sum, const float *x, int64_t n, bool adds,
                              mt_stream *stream) {
     if (adds)
@@ -9797,7 +9797,7 @@ typedef struct mt_source {
     bool training; // a training step; false: an evaluation
 } mt_source;
 
-/* Pads a batch for its ranks; what has no room, or is for no number of ranks, is left to mt_batch_check. */
+/* Pads a batch for its ranks; mt_batch_check refuses a batch without room or with an impossible number of ranks. */
 static void mt_batch_pad_for_ranks(const mt_model *m, mt_batch *batch) {
     mt_error error;
     if (mt_batch_check_ranks(m, batch, &error) != 0) return;
@@ -11786,7 +11786,7 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     plan->max_position = mt_max(plan->max_position, max_tokens), plan->cache_sequences = count;
     int64_t most = mt_divide_up(plan->max_position, plan->page_rows), pages = count * most;
     if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
-    plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes tokens that fill a batch up
+    plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes the padding of batches
     plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
 }
 

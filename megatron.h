@@ -1598,7 +1598,7 @@ typedef struct mt_qk_args {
     OP(residual_norm_forward, mt_work_bytes(4 * a->T * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,        \
        mt_dtype dtype, mt_stream *stream)
 
-/* ---- the lists together, and what is generated from them */
+/* ---- the lists together, and the types that they generate */
 
 /* Rows (name, result, parameters...) that a backend must have. */
 #define MT_UNTIMED_OPERATIONS(OP)                                                                                      \

@@ -112,7 +112,7 @@ int mt_new_file_close(mt_new_file *file, int status, mt_error *error);
  * a folder that the program manages, not for an output that the user named. */
 int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error);
 
-/* ---- what ranks must have in common */
+/* ---- contents that must be equal on all ranks */
 
 /* A hash of a file's size and of all its bytes. If the file has more than 256 MiB and `whole` is false, it reads only
  * 16,384 pieces of 4 KiB at even distances, the first and the last among them. */

@@ -56,7 +56,7 @@ void mt_samples_mock(mt_samples *samples, int64_t count, const mt_data_config *c
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
-/* A number to sort by, and what it belongs to. */
+/* A number to sort by, and the index of its item. */
 typedef struct mt_ranked {
     double by;
     int64_t index;

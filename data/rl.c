@@ -34,7 +34,7 @@ typedef struct partner {
     mt_stage_loss loss;
 } partner;
 
-/* The phases of an iteration, and what they take: seconds of this rank, and tokens of all ranks. A response that is
+/* The phases of an iteration, and their costs: seconds of this rank, and tokens of all ranks. A response that is
  * written or rewarded counts its own tokens; a model that scores or trains counts those of its sequences, each time. */
 enum { TRANSFER, GENERATION, REWARDS, SCORING, TRAINING, NUM_PHASES };
 static const struct {
@@ -115,7 +115,7 @@ static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, 
     return load_partner(rl, p, &unused, error);
 }
 
-/* Begins a partner with its folder, whose model must have the actor's shape; its head is what the folder has. */
+/* Begins a partner with its folder. Its model must have the actor's shape; its head is the folder's. */
 static int begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder, const char *option,
                          mt_error *error) {
     const mt_rl_config *c = &rl->config;

@@ -1,4 +1,4 @@
-/* run.h: a run of train: what it opens, saves and closes. */
+/* run.h: start, checkpoints and end of a run of train. */
 #ifndef MT_RUN_H
 #define MT_RUN_H
 

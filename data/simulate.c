@@ -383,7 +383,7 @@ static void mt_product_attention_backward(const mt_attention *a, mt_dtype dtype,
     mt_sim_attention(MT_OPERATION_attention_backward, mt_work_attention(a, 3, 2), a, true, stream);
 }
 
-/* ---- what the host reads from the device: the rows of experts, which are spread evenly */
+/* ---- values that the host reads from the device: the rows of experts, spread evenly */
 
 static void mt_product_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
                                      const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,

@@ -1,4 +1,4 @@
-/* stage.h: what a run trains (--stage): its loss, with preferences the reference model, with distillation the teacher.
+/* stage.h: the stage of a run (--stage): its loss, with preferences the reference model, with distillation the teacher.
  */
 #ifndef MT_STAGE_H
 #define MT_STAGE_H
