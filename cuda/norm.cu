@@ -465,9 +465,8 @@ static constexpr int wide_block = 512;
 template <class T, int N, int K, bool layernorm>
 __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_task<T> task) {
     extern __shared__ uint4 shared_rows[];
-    using ring_type = row_ring<T, N, K, layernorm>;
-    constexpr int stages = ring_type::stages;
-    const ring_type ring(shared_rows);
+    const row_ring<T, N, K, layernorm> ring(shared_rows);
+    constexpr int stages = decltype(ring)::stages;
     const int C = task.C;
     const float inverse_C = __frcp_rn(C);
     mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {}, n, d, g;
