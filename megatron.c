@@ -5319,15 +5319,6 @@ typedef struct mt_pass {
     bool last;               // the last backward of this chunk in this step
 } mt_pass;
 
-/* fp8 of this rank's layers. Delayed scaling has one scale for every operand of every linear. */
-typedef struct mt_fp8_model {
-    mt_fp8 recipe;
-    mt_fp8_linear *linears; // [num_linears]
-    mt_fp8_key *keys;       // [num_linears]
-    int64_t num_linears, history_length;
-    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands: delayed scaling
-} mt_fp8_model;
-
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
     void *dresidual;      // [R, C] gradient of the residual stream
@@ -8682,6 +8673,15 @@ static bool mt_param_takes_fp8(const mt_param *param) {
     return param->can_adapt && !param->continues;
 }
 
+/* fp8 of this rank's layers. Delayed scaling has one scale for every operand of every linear. */
+typedef struct mt_fp8_model {
+    mt_fp8 recipe;
+    mt_fp8_linear *linears; // [num_linears]
+    mt_fp8_key *keys;       // [num_linears]
+    int64_t num_linears, history_length;
+    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands: delayed scaling
+} mt_fp8_model;
+
 /* The fp8 linear that begins with this parameter, or NULL. */
 static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
     if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
@@ -10224,12 +10224,6 @@ int mt_score_tokens(mt_model *m, int64_t micro_batches, mt_batch_source *source,
  * mt_model_create only graphs and the rows of experts allocate memory; the same code plans memory, in a counting arena,
  * and assigns it. */
 
-/* CUDA graph of a decode step for one number of sequences; captured in the second such step. */
-typedef struct mt_decode_graph {
-    bool has_run;
-    mt_graph *graph;
-} mt_decode_graph;
-
 /* ==== §15a memory ================================================================================================= */
 
 /* Rows of logits in one copy to the host. */
@@ -10960,6 +10954,12 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_plan_memory(m, &m->arena);
     return 0;
 }
+
+/* CUDA graph of a decode step for one number of sequences; captured in the second such step. */
+typedef struct mt_decode_graph {
+    bool has_run;
+    mt_graph *graph;
+} mt_decode_graph;
 
 /* The next decode steps capture graphs again. */
 static void mt_decode_graphs_destroy(mt_model *m) {
