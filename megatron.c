@@ -2092,15 +2092,15 @@ static mt_sampled mt_token_draw(const float *scores, int64_t V, int32_t best, co
     return (mt_sampled){.token = order[i], .sampled_logp = (float)log(weight / total)};
 }
 
-/* log softmax(logits[V])[token]; `best` is the argmax. */
-static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token) {
-    double sum = 0;
+/* log softmax(scale logits[V])[token], with scale 1 for 0; `best` is the argmax. */
+static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token, float scale) {
+    double sum = 0, times = scale > 0 ? (double)scale : 1;
     for (int64_t first = 0; first < V; first += MT_COLUMNS) {
-        float part = 0;
-        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(logits[i] - logits[best]);
+        float part = 0, k = (float)times;
+        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(k * (logits[i] - logits[best]));
         sum += (double)part;
     }
-    return (float)((double)logits[token] - (double)logits[best] - log(sum));
+    return (float)(times * ((double)logits[token] - (double)logits[best]) - log(sum));
 }
 
 /* Samples from scores[V]: the logits, or what a penalty makes of them. */
@@ -2110,7 +2110,7 @@ static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_
     if (greatest < 0 || best < 0) return (mt_sampled){.token = -1};
     mt_sampled drawn = {.token = best};
     if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, uniform, order);
-    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token);
+    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
     return drawn;
 }
 

@@ -1309,11 +1309,13 @@ typedef struct mt_sampling {
     double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k;
     uint64_t seed;
-    bool logprobs; // compute mt_sampled.logp
+    bool logprobs;    // compute mt_sampled.logp
+    float logp_scale; // of the logits in it: 1 / temperature where training scales them so; 0: 1
 } mt_sampling;
 
-/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logits)[token]. sampled_logp is
- * that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p. */
+/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logp_scale logits)[token].
+ * sampled_logp is that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p.
+ */
 typedef struct mt_sampled {
     int32_t token;      // -1: a logit is not a number, or the largest is not finite
     float logp;         // 0 without mt_sampling.logprobs
