@@ -1,11 +1,10 @@
-/* What GELU in the epilogue of a product saves: linear_gelu_forward and linear_backward_gelu beside a product and a
+/* GELU in the epilogue of a product: linear_gelu_forward and linear_backward_gelu beside a product and a
  * separate GELU kernel, for the MLP's matrices of GPT-2 and a larger model, in bf16.
  *
  *   usage: bench_cuda_gelu [deterministic]
  *
  * The first call of a shape times both ways and keeps the faster one; with the word the epilogue is always used, as
- * with
- * --deterministic-mode. */
+ * with --deterministic-mode. */
 #include "../megatron.h"
 
 #include <stdlib.h>
@@ -55,7 +54,7 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Median microseconds of a call. Calls ahead of those that are timed keep the GPU at work while the host enqueues. */
+/* Median microseconds of a call. Calls before the timed ones keep the GPU at work while the host enqueues. */
 static double measure(const bench *b, void (*run)(const bench *b)) {
     double seconds[BATCHES];
     for (int batch = -1; batch < BATCHES; batch++) { // the first warms up

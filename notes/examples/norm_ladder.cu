@@ -130,8 +130,8 @@ static const struct step {
      }},
 };
 
-/* Median seconds of run(set), for sets of operands in turn; together they exceed the cache. Three calls ahead of those
- * that are timed keep the GPU at work while the host enqueues. */
+/* Median seconds of run(set), for sets of operands in turn; together they exceed the cache. Three calls before the
+ * timed ones keep the GPU at work while the host enqueues. */
 template <class Run> static double measure(mt_stream *stream, Run run) {
     enum { BATCHES = 9, CALLS = 6, AHEAD = 3 };
     mt_event *from = mt_cuda_event_create(), *to = mt_cuda_event_create();
