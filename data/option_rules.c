@@ -636,6 +636,16 @@ static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* Generation, by infer or for --stage rl. */
+static int mt_options_check_generation(const mt_options *o, mt_error *error) {
+    int64_t page = o->inference_dynamic_batching_block_size;
+    for (int64_t i = 0; i < o->stop.count; i++)
+        if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
+    if ((page & (page - 1)) == 0) return 0;
+    return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
+                        (long long)page, MT_PAGE_ROWS);
+}
+
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_options *o, mt_error *error) {
     if (o->stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
@@ -688,7 +698,8 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (o->print_schedule && world_size == 1) // the ranks are imagined
         world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
-    if (mt_options_derive_head(o, program, error) || mt_options_derive_rl(o, error)) return -1;
+    if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
+    if (mt_options_derive_rl(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;

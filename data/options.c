@@ -8,6 +8,7 @@
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
+#include "model_role.h"
 #include "role_config.h"
 
 #include <ctype.h>
@@ -1195,12 +1196,6 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
         return mt_error_set(error, "--out needs --score, --prompt, --prompts or --prompt-tokens");
     if (o->num_return_sequences > 1 && !prompted)
         return mt_error_set(error, "--num-return-sequences needs --prompt, --prompts or --prompt-tokens");
-    for (int64_t i = 0; i < o->stop.count; i++)
-        if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
-    int64_t page = o->inference_dynamic_batching_block_size;
-    if ((page & (page - 1)) != 0)
-        return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
-                            (long long)page, MT_PAGE_ROWS);
     if (MT_GIVEN(o, chat_template) && !o->chat && !o->score && !o->prompts)
         return mt_error_set(error, "--chat-template needs --chat, --prompts or --score");
     if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
@@ -1396,9 +1391,13 @@ static void mt_options_print_idle_optimizer(const mt_options *o, FILE *file) {
 
 /* Options of models that take turns. */
 static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
+    bool rests = o->param_offload || o->grad_offload || o->optimizer_offload;
     const mt_idle_option options[] = {
         {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
          "on the CPU all memory is the host's"},
+        {o->stage == MT_STAGE_DPO && rests && mt_options_refer_to_base(o),
+         "param-offload, grad-offload, optimizer-offload",
+         "no other model works: the reference is this one with its adapters switched off"},
         {o->ref_expert_model_parallel_size > 1 && o->num_experts == 0, "ref-expert-model-parallel-size",
          "no layer has experts"},
     };
