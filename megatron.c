@@ -3962,6 +3962,11 @@ static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear
     return a.x;
 }
 
+/* True if a linear has adapters that are switched on. */
+static bool mt_adapts(const mt_tensor_parallel *tp, const mt_linear *l) {
+    return l->adapter.R > 0 && !tp->adapters_off;
+}
+
 /* y += the adapters' outputs. */
 static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     mt_adapter_down(tp, l, io, T);
@@ -4010,7 +4015,7 @@ static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_li
 
 /* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
 static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && l->adapter.R == 0 &&
+    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && !mt_adapts(tp, l) &&
            tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
 }
 
@@ -4037,7 +4042,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     }
     if (io->offsets && bias)
         ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
-    if (l->adapter.R > 0) mt_adapter_forward(tp, l, io, T);
+    if (mt_adapts(tp, l)) mt_adapter_forward(tp, l, io, T);
 }
 
 /* dx = dy w, or dhidden if the activation is fused. */
@@ -8303,7 +8308,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
     mb->rows = (int64_t)(T / parts), mb->unpadded = 0;
-    MT_CHECK(T % parts == 0);
+    MT_CHECK(T % parts == 0 && !(training && m->tp.adapters_off));
     for (int64_t t = 0; t < whole->num_tokens; t++) mb->unpadded += !mt_is_padding(whole->token_index, t);
     memcpy(block.labels, batch->labels, T * 4);
     memcpy(block.loss_mask, batch->loss_mask, T * 4);
@@ -11421,6 +11426,10 @@ void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     }
 }
 
+void mt_model_use_adapters(mt_model *m, bool used) {
+    m->tp.adapters_off = !used;
+}
+
 void mt_model_replay(mt_model *m) {
     mt_pass p = m->last_forward;
     MT_CHECK(m->plan.train && m->grid->pipeline.size == 1);
@@ -11547,7 +11556,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
+    bool is_step = m->ops->graph_begin && !m->tp.adapters_off && mt_decode_is_step(m, batch, num_rows);
     mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m, num_rows);

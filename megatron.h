@@ -1875,6 +1875,7 @@ typedef struct mt_tensor_parallel {
     void *adapter_rows;         // [2, T, widest R]
     void *adapter_x;            // [T, widest K]: with dropout
     const int64_t *token_index; // [T] for dropout
+    bool adapters_off;          // forward: y of the base; see mt_model_use_adapters
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -2594,6 +2595,10 @@ int mt_batch_check(const mt_model *model, const mt_batch *batch, mt_error *error
  * dropout. With context parallelism `batch` is the whole batch, and results are those of this rank's shard. Every rank
  * of a pipeline calls it, and none with `training`: mt_train_step runs the schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
+
+/* Switches the adapters of a model off (`used` false) or on again: the forwards between, which do not train, are those
+ * of its base and leave no trace. Decoding does so without a graph. */
+void mt_model_use_adapters(mt_model *model, bool used);
 
 /* Repeats the last forward of a model on one pipeline rank, between that forward and its backward: writes the same
  * activations and changes nothing else. No loss, load, auxiliary loss or gradient counts twice. Recomputation replays

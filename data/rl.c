@@ -133,6 +133,11 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
     const mt_options *o = rl->config.options;
     partner *p = &rl->reference;
     if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
+    if (mt_options_refer_to_base(o)) {
+        mt_model_role_lend_base(&p->role, "reference", &rl->actor);
+        mt_model_role_print(&p->role, rl->config.log);
+        return 0;
+    }
     if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
         return mt_error_set(error,
                             "the run resumes at iteration %lld; name the model with which it began by --ref-load",
