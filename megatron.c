@@ -2092,15 +2092,15 @@ static mt_sampled mt_token_draw(const float *scores, int64_t V, int32_t best, co
     return (mt_sampled){.token = order[i], .sampled_logp = (float)log(weight / total)};
 }
 
-/* log softmax(logits[V])[token]; `best` is the argmax. */
-static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token) {
-    double sum = 0;
+/* log softmax(scale logits[V])[token], with scale 1 for 0; `best` is the argmax. */
+static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token, float scale) {
+    double sum = 0, times = scale > 0 ? (double)scale : 1;
     for (int64_t first = 0; first < V; first += MT_COLUMNS) {
-        float part = 0;
-        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(logits[i] - logits[best]);
+        float part = 0, k = (float)times;
+        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(k * (logits[i] - logits[best]));
         sum += (double)part;
     }
-    return (float)((double)logits[token] - (double)logits[best] - log(sum));
+    return (float)(times * ((double)logits[token] - (double)logits[best]) - log(sum));
 }
 
 /* Samples from scores[V]: the logits, or the logits after penalties. */
@@ -2110,7 +2110,7 @@ static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_
     if (greatest < 0 || best < 0) return (mt_sampled){.token = -1};
     mt_sampled drawn = {.token = best};
     if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, uniform, order);
-    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token);
+    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
     return drawn;
 }
 
@@ -3962,6 +3962,11 @@ static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear
     return a.x;
 }
 
+/* True if a linear has adapters that are switched on. */
+static bool mt_adapts(const mt_tensor_parallel *tp, const mt_linear *l) {
+    return l->adapter.R > 0 && !tp->adapters_off;
+}
+
 /* y += the adapters' outputs. */
 static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     mt_adapter_down(tp, l, io, T);
@@ -4010,7 +4015,7 @@ static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_li
 
 /* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
 static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && l->adapter.R == 0 &&
+    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && !mt_adapts(tp, l) &&
            tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
 }
 
@@ -4037,7 +4042,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     }
     if (io->offsets && bias)
         ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
-    if (l->adapter.R > 0) mt_adapter_forward(tp, l, io, T);
+    if (mt_adapts(tp, l)) mt_adapter_forward(tp, l, io, T);
 }
 
 /* dx = dy w, or dhidden if the activation is fused. */
@@ -8294,7 +8299,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
     mb->rows = (int64_t)(T / parts), mb->unpadded = 0;
-    MT_CHECK(T % parts == 0);
+    MT_CHECK(T % parts == 0 && !(training && m->tp.adapters_off));
     for (int64_t t = 0; t < whole->num_tokens; t++) mb->unpadded += !mt_is_padding(whole->token_index, t);
     memcpy(block.labels, batch->labels, T * 4);
     memcpy(block.loss_mask, batch->loss_mask, T * 4);
@@ -11346,6 +11351,10 @@ void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     }
 }
 
+void mt_model_use_adapters(mt_model *m, bool used) {
+    m->tp.adapters_off = !used;
+}
+
 void mt_model_replay(mt_model *m) {
     mt_pass p = m->last_forward;
     MT_CHECK(m->plan.train && m->grid->pipeline.size == 1);
@@ -11472,7 +11481,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
+    bool is_step = m->ops->graph_begin && !m->tp.adapters_off && mt_decode_is_step(m, batch, num_rows);
     mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m, num_rows);

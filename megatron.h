@@ -1309,11 +1309,13 @@ typedef struct mt_sampling {
     double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k;
     uint64_t seed;
-    bool logprobs; // compute mt_sampled.logp
+    bool logprobs;    // compute mt_sampled.logp
+    float logp_scale; // of the logits in it: 1 / temperature where training scales them so; 0: 1
 } mt_sampling;
 
-/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logits)[token]. sampled_logp is
- * that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p. */
+/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logp_scale logits)[token].
+ * sampled_logp is that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p.
+ */
 typedef struct mt_sampled {
     int32_t token;      // -1: a logit is not a number, or the largest is not finite
     float logp;         // 0 without mt_sampling.logprobs
@@ -1873,6 +1875,7 @@ typedef struct mt_tensor_parallel {
     void *adapter_rows;         // [2, T, widest R]
     void *adapter_x;            // [T, widest K]: with dropout
     const int64_t *token_index; // [T] for dropout
+    bool adapters_off;          // forward: y of the base; see mt_model_use_adapters
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -2592,6 +2595,10 @@ int mt_batch_check(const mt_model *model, const mt_batch *batch, mt_error *error
  * dropout. With context parallelism `batch` is the whole batch, and results are those of this rank's shard. Every rank
  * of a pipeline calls it, and none with `training`: mt_train_step runs the schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
+
+/* Switches the adapters of a model off (`used` false) or on again: the forwards between, which do not train, are those
+ * of its base and leave no trace. Decoding does so without a graph. */
+void mt_model_use_adapters(mt_model *model, bool used);
 
 /* Repeats the last forward of a model on one pipeline rank, between that forward and its backward: writes the same
  * activations and changes nothing else. No loss, load, auxiliary loss or gradient counts twice. Recomputation replays

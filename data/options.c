@@ -8,6 +8,7 @@
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
+#include "model_role.h"
 #include "role_config.h"
 
 #include <ctype.h>
@@ -1390,9 +1391,13 @@ static void mt_options_print_idle_optimizer(const mt_options *o, FILE *file) {
 
 /* Options of models that take turns. */
 static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
+    bool rests = o->param_offload || o->grad_offload || o->optimizer_offload;
     const mt_idle_option options[] = {
         {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
          "on the CPU all memory is the host's"},
+        {o->stage == MT_STAGE_DPO && rests && mt_options_refer_to_base(o),
+         "param-offload, grad-offload, optimizer-offload",
+         "no other model works: the reference is this one with its adapters switched off"},
         {o->ref_expert_model_parallel_size > 1 && o->num_experts == 0, "ref-expert-model-parallel-size",
          "no layer has experts"},
     };
