@@ -369,6 +369,15 @@ recipes_run() {
         --rollout-batch-size 2 --max-new-tokens 4 --global-batch-size 8 --save "$work/recipe" >"$work/out" \
         2>"$work/err" &&
         says '1/1 100%  loss .* reward ' "$work/out" || return 1
+    # the command line wins over the recipe's two sides of the ratio, and over a ratio for both
+    printf '%s\n' 'stage: rl' 'clip_ratio: 0.2' >"$work/ratio.yaml"
+    learn 1 "$work/ratios" --config data/recipes/grpo-qwen3-0.6b.yaml --train-iters 1 --rollout-batch-size 2 \
+        --global-batch-size 8 --clip-ratio 0.4 --print-config && says '^  clip-ratio  *0.4$' "$work/out" &&
+        ! grep -q '^  clip-ratio-\(low\|high\)' "$work/out" &&
+        learn 1 "$work/ratios" --config "$work/ratio.yaml" --train-iters 1 --lr 1 --clip-ratio-low 0.1 \
+            --clip-ratio-high 0.3 --rollout-batch-size 2 --print-config &&
+        says '^  clip-ratio-low  *0.1$' "$work/out" &&
+        ! grep -q 'clip-ratio  \|error' "$work/out" || return 1
     head -n 64 "$work/pairs.jsonl" >"$work/few.jsonl"
     for stage in dpo "rm --value-head"; do
         # shellcheck disable=SC2086

@@ -164,6 +164,18 @@ idle_options_of_rl_are_unused() {
         sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k1
 }
 
+# --clip-ratio of the command line is for both sides; sides of the command line, for the file's clip_ratio.
+ratios_of_the_command_line_win() {
+    sed 's/^    use_kl_loss: false/&\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3/' "$roles/verl.yaml" \
+        >"$work/ratios.yaml"
+    prints "$work/ratios.yaml" actor_train --clip-ratio 0.4 && says '^  clip-ratio  *0.4$' "$work/out" &&
+        unused actor_rollout_ref.actor.clip_ratio_low 'gives way to the command line' &&
+        unused actor_rollout_ref.actor.clip_ratio_high 'gives way to the command line' &&
+        ! grep -q '^  clip-ratio-\(low\|high\)' "$work/out" || return 1
+    prints "$work/ratios.yaml" actor_train --clip-ratio 0.4 --clip-ratio-high 0.5 &&
+        says '^  clip-ratio-high  *0.5$' "$work/out" && ! grep -q '^  clip-ratio-low' "$work/out"
+}
+
 # Layouts of the roles beside the one that trains, and the parts of models that rest.
 layouts_of_other_roles_are_read() {
     printf '%s\n' 'is_offload_states: true' 'actor_train:' '  model_args: {}' 'actor_infer:' '  strategy_args:' \
@@ -504,6 +516,7 @@ check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
+check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
 check absent_options_are_named absent_options_are_named
 check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name
