@@ -473,7 +473,8 @@ roll_dpo_trains() {
         says '^     2/2 .* loss 0\.69' "$work/out" && says '^  stage  *dpo$' "$work/out"
 }
 
-# roll-rlvr.yaml as it stands, likewise; the rewards of its Python classes are replaced by --reward.
+# roll-rlvr.yaml as it stands, likewise; the rewards of its Python classes are replaced by --reward. A program's rewards
+# differ, and responses end at --stop: the file masks overlong ones.
 roll_rlvr_trains() {
     mkdir -p "$work/rlvr/data" && cp "$shared/yaml/roll-rlvr.yaml" "$work/rlvr" || return 1
     sed -n '/^actor_train/,/^actor_infer/s|^ *- \(data/.*jsonl\)$|\1|p' "$work/rlvr/roll-rlvr.yaml" >"$work/paths"
@@ -486,6 +487,16 @@ roll_rlvr_trains() {
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
         --max-new-tokens 4 --rollout-batch-size 3 --global-batch-size 12) >"$work/out" 2>"$work/err" &&
         says '^     2/2 .* reward [0-9]' "$work/out" && says '^  stage  *rl$' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
+        --max-new-tokens 16 --rollout-batch-size 3 --global-batch-size 12 --stop e t a o i n s h r --save steps \
+        --save-interval 1 --lr 1e-3 --lr-warmup-iters 0 --metrics steps.jsonl --reward command --reward-command \
+        'i=0; while read -r line; do i=$((i + 1)); echo $((i % 2)); done') >"$work/out" 2>"$work/err" &&
+        series lm_loss "$work/rlvr/steps.jsonl" | awk '$1 != 0 { steps++ } END { exit steps != 2 }' &&
+        series grad_norm "$work/rlvr/steps.jsonl" | awk '!($1 > 0) { exit 1 }' &&
+        [ "$(wc -c <"$work/rlvr/steps/iter_0000002/model.safetensors")" -gt 9999 ] &&
+        ! cmp -s "$work/rlvr/steps/iter_0000001/model.safetensors" \
+            "$work/rlvr/steps/iter_0000002/model.safetensors" || return 1
     prints "$work/rlvr/roll-rlvr.yaml" actor_train && sets '(absent: reward)' reward exact &&
         prints "$work/rlvr/roll-rlvr.yaml" actor_train --reward number && says '^  reward  *number$' "$work/out"
 }
