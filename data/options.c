@@ -844,6 +844,19 @@ static void mt_options_yield_keys(mt_options *options, const mt_option *row, con
             mt_string_set(&options->config_keys.items[i + 3], text);
 }
 
+/* --clip-ratio of the command line wins over the file's two sides of the range, a side over its --clip-ratio. */
+static void mt_option_reader_yield_ratios(mt_option_reader *reader) {
+    static const size_t ratios[] = {MT_AT(clip_ratio_low), MT_AT(clip_ratio_high), MT_AT(clip_ratio)};
+    bool has_side = mt_option_is_typed(reader, ratios[0]) || mt_option_is_typed(reader, ratios[1]);
+    for (int i = 0; i < 3; i++) {
+        const mt_option *row = mt_option_of(ratios[i]);
+        bool is_idle = i == 2 && has_side && mt_options_idle_in_rl(reader->options, ratios[2]);
+        if (mt_option_is_typed(reader, ratios[i]) || (!is_idle && !mt_option_is_typed(reader, ratios[2]))) continue;
+        mt_options_yield_keys(reader->options, row, "gives way to the command line's ratios");
+        mt_option_reset(reader->options, row);
+    }
+}
+
 /* The command line wins over a file of roles: an option of the file that an option of the command line excludes, or
  * leaves without what it needs, has its default. A run that is cut short by --train-iters keeps the learning rates that
  * the file's number of steps makes. */
@@ -1028,6 +1041,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
     if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status) mt_option_reader_yield_ratios(&reader);
     if (!status && role) mt_option_reader_yield(&reader, file_iters);
     if (!status) mt_option_reader_print_always(&reader);
     if (!status && role && config && !options->print_config && mt_launch_rank() == 0)

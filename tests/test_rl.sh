@@ -245,6 +245,32 @@ dpo_learns() {
         2>"$work/err" && says '^52>25$' "$work/out"
 }
 
+# A model with dropout learns without, unless the user gives it: the first step has the reference's log-probabilities.
+dropout_is_off_unless_given() {
+    mkdir "$work/drops" && cp "$work/base/iter_0000300/"model* "$work/base/iter_0000300/"tok* "$work/drops" &&
+        sed 's/"attention_dropout": 0.0/"attention_dropout": 0.2, "hidden_dropout": 0.2/' \
+            "$work/base/iter_0000300/config.json" >"$work/drops/config.json" &&
+        says '"hidden_dropout": 0.2' "$work/drops/config.json" || return 1
+    set -- "$train" --load "$work/drops" --finetune --seq-length 16 --train-iters 1 --lr 1e-3 --micro-batch-size 16 \
+        --chat-template plain --device cpu --eval-iters 0 --lr-decay-style constant --log-interval 1
+    for stage in "dpo --data-path $work/pairs.jsonl --variable-seq-lengths" "rl --data-path $work/rl.jsonl \
+        --max-new-tokens 4 --rollout-batch-size 4 --num-return-sequences 4 --kl-loss-coef 0.1"; do
+        # shellcheck disable=SC2086
+        "$@" --stage $stage --print-config >"$work/out" && says '^  hidden-dropout  *0$' "$work/out" &&
+            says '^  attention-dropout  *0$' "$work/out" &&
+            "$@" --stage $stage --attention-dropout 0.3 --print-config >"$work/out" &&
+            says '^  hidden-dropout  *0$' "$work/out" && says '^  attention-dropout  *0.3$' "$work/out" &&
+            "$@" --stage $stage --ref-load "$work/drops" --metrics "$work/drop" --overwrite >"$work/out" \
+                2>"$work/err" || return 1
+        case $stage in
+        dpo*) series lm_loss "$work/drop" | awk '!($1 - 0.693147 < 1e-6 && 0.693147 - $1 < 1e-6) { exit 1 }' ;;
+        rl*) series ppo_kl "$work/drop" | awk '!($1 < 1e-6 && $1 > -1e-6) { exit 1 }' ;;
+        esac || return 1
+    done
+    "$@" --stage sft --data-path "$work/sft.jsonl" --print-config >"$work/out" &&
+        says '^  hidden-dropout  *0.2$' "$work/out"
+}
+
 # The reward model prefers ascending digits; an actor that it rewards learns to write them.
 a_reward_model_rewards() {
     learn_pairs rm "$work/rm" --value-head --save "$work/rm.model" --lr 3e-3 || return 1
@@ -369,6 +395,15 @@ recipes_run() {
         --rollout-batch-size 2 --max-new-tokens 4 --global-batch-size 8 --save "$work/recipe" >"$work/out" \
         2>"$work/err" &&
         says '1/1 100%  loss .* reward ' "$work/out" || return 1
+    # the command line wins over the recipe's two sides of the ratio, and over a ratio for both
+    printf '%s\n' 'stage: rl' 'clip_ratio: 0.2' >"$work/ratio.yaml"
+    learn 1 "$work/ratios" --config data/recipes/grpo-qwen3-0.6b.yaml --train-iters 1 --rollout-batch-size 2 \
+        --global-batch-size 8 --clip-ratio 0.4 --print-config && says '^  clip-ratio  *0.4$' "$work/out" &&
+        ! grep -q '^  clip-ratio-\(low\|high\)' "$work/out" &&
+        learn 1 "$work/ratios" --config "$work/ratio.yaml" --train-iters 1 --lr 1 --clip-ratio-low 0.1 \
+            --clip-ratio-high 0.3 --rollout-batch-size 2 --print-config &&
+        says '^  clip-ratio-low  *0.1$' "$work/out" &&
+        ! grep -q 'clip-ratio  \|error' "$work/out" || return 1
     head -n 64 "$work/pairs.jsonl" >"$work/few.jsonl"
     for stage in dpo "rm --value-head"; do
         # shellcheck disable=SC2086
@@ -450,6 +485,7 @@ check iterations_without_a_step_are_skipped iterations_without_a_step_are_skippe
 check stop_strings_end_responses stop_strings_end_responses
 check rewards_that_end_lose_nothing rewards_that_end_lose_nothing
 check dpo_learns_an_order dpo_learns
+check dropout_is_off_unless_given dropout_is_off_unless_given
 check a_reward_model_rewards a_reward_model_rewards
 check a_reward_model_has_its_own_shape a_reward_model_has_its_own_shape
 check adapters_learn_with_their_base_as_reference adapters_learn
