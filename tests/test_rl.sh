@@ -418,6 +418,7 @@ contradictions_are_refused() {
         --max-new-tokens 4 --train-iters 1 --lr 1e-3 --chat-template plain
     refused 'num-return-sequences must be 2 or more' "$@" --num-return-sequences 1 || return 1
     refused 'reward regex needs --reward-pattern' "$@" --reward regex || return 1
+    refused 'max-new-tokens 0: --stage rl needs responses' "$@" --max-new-tokens 0 || return 1
     refused 'stop: a text is empty' "$@" --stop '' || return 1
     refused 'block-size 100 is not a power of two' "$@" --inference-dynamic-batching-block-size 100 || return 1
     refused 'leaves no room for a prompt' "$@" --max-new-tokens 16 || return 1
