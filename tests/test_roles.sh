@@ -314,6 +314,8 @@ keys_of_other_roles_of_verl_are_known() {
         'trainer: {default_local_dir: ~/runs/a}' >"$work/home.yaml"
     prints "$work/home.yaml" actor_train && sets critic.model.path critic-load "$HOME/models/a" &&
         sets trainer.default_local_dir save "$HOME/runs/a" || return 1
+    # shellcheck disable=SC2086
+    prints "$work/home.yaml" actor_train $small && unused critic.model.path 'gives way to --num-layers' || return 1
     prints "$work/good.yaml" reward && sets reward_model.micro_batch_size_per_gpu micro-batch-size 2 &&
         sets reward_model.megatron.seed seed 3 && unused reward_model.reward_manager "verl's Python" &&
         refused 'has the roles actor_train, reward$' "$train" --config "$work/good.yaml" --role student
