@@ -728,6 +728,7 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
          "--adv-estimator grpo and rloo compare the responses to a prompt: --num-return-sequences must be 2 or more"},
         {o->dynamic_sampling && o->num_return_sequences == 1,
          "--dynamic-sampling compares the responses to a prompt: --num-return-sequences must be 2 or more"},
+        {o->max_new_tokens == 0, "--max-new-tokens 0: --stage rl needs responses"},
         {o->max_new_tokens >= o->seq_length,
          "--max-new-tokens %lld leaves no room for a prompt in --seq-length %lld",
          {o->max_new_tokens, o->seq_length}},

@@ -554,8 +554,9 @@ const mt_option mt_option_table[] = {
     {"variable-seq-lengths", MT_FLAG, MT_AT(variable_seq_lengths), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "micro-batches as long as their samples, without padding to --seq-length", .needs = "sft"},
     {"train-epochs", MT_INT, MT_AT(train_epochs), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]",
-     "visit every sample this many times, instead of --train-iters", .needs = "sft",
-     .excludes = "train-iters, train-samples, stage rl", .own = true},
+     "visit every sample this many times, instead of --train-iters; with --stage rl every prompt, "
+     "--rollout-batch-size in an iteration",
+     .needs = "sft", .excludes = "train-iters, train-samples", .own = true},
     {"chat-template", MT_CHOICE, MT_AT(chat_template), MT_BOTH, MT_OF_RUN, "auto", "auto|" MT_CHAT_TEMPLATES,
      "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone", .needs = "sft",
      .excludes = "mock-data"},

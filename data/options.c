@@ -795,14 +795,8 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
 
 /* True for a size of --rollout-*, --teacher-* or --ref-*. */
 static bool mt_option_is_of_another_role(const mt_option *row) {
-    static const size_t sizes[] = {
-        MT_AT(rollout_tensor_model_parallel_size), MT_AT(rollout_expert_model_parallel_size),
-        MT_AT(teacher_tensor_model_parallel_size), MT_AT(teacher_pipeline_model_parallel_size),
-        MT_AT(teacher_expert_model_parallel_size), MT_AT(ref_tensor_model_parallel_size),
-        MT_AT(ref_pipeline_model_parallel_size),   MT_AT(ref_expert_model_parallel_size)};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (row->offset == sizes[i]) return true;
-    return false;
+    bool is_other = strncmp(row->name, "rollout-", 8) == 0 || strncmp(row->name, "teacher-", 8) == 0;
+    return (is_other || strncmp(row->name, "ref-", 4) == 0) && strstr(row->name, "-model-parallel-size");
 }
 
 /* The option of the command line that an option of the file gives way to; NULL: none. */
@@ -812,7 +806,8 @@ static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_
     bool shaped = mt_option_is_typed(reader, MT_AT(num_layers)) && mt_option_is_typed(reader, MT_AT(hidden_size));
     bool loads = row->offset == MT_AT(load) || row->offset == MT_AT(finetune);
     if (loads && mt_option_is_typed(reader, MT_AT(hf_config))) return "hf-config";
-    if (loads && shaped) return "num-layers and --hidden-size";
+    bool partner = row->offset == MT_AT(critic_load) || row->offset == MT_AT(ref_load); // of the actor's shape
+    if ((loads || partner) && shaped) return "num-layers and --hidden-size";
     if (loads && mt_option_is_typed(reader, MT_AT(load))) return "load";
     if (row->offset == MT_AT(train_epochs) && o->train_iters > 0) return "train-iters";
     if (row->offset == MT_AT(sequence_parallel) && o->tensor_model_parallel_size == 1)

@@ -211,6 +211,18 @@ a_damaged_critic_is_followed_by_the_one_before() {
     refused 'critic/iter_0000004.*; name a critic by --critic-load' "$@" --load "$run" $common
 }
 
+# 2 x 50 prompts, 40 in an iteration: the decay of the learning rate ends with the third.
+epochs_are_iterations() {
+    head -n 50 "$work/rl.jsonl" >"$work/fifty.jsonl"
+    learn 1 "$work/epochs" --data-path "$work/fifty.jsonl" --rollout-batch-size 40 --num-return-sequences 2 \
+        --train-epochs 2 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 0 --lr-decay-style linear &&
+        says 'in each of 3 iterations' "$work/out" && says '^  *3/3 ' "$work/out" &&
+        [ "$(series reward "$work/epochs" | wc -l)" = 3 ] &&
+        refused 'train-epochs and --train-iters exclude' "$train" --stage rl --load "$work/base" --finetune \
+            --data-path "$work/fifty.jsonl" --seq-length 16 --max-new-tokens 4 --lr 1e-3 --train-epochs 1 \
+            --train-iters 1
+}
+
 # The rewards of all responses are alike: no iteration has a step.
 iterations_without_a_step_are_skipped() {
     learn 1 "$work/skips" --rollout-batch-size 4 --num-return-sequences 2 --train-iters 2 --lr 1e-3 \
@@ -419,6 +431,7 @@ contradictions_are_refused() {
         --max-new-tokens 4 --train-iters 1 --lr 1e-3 --chat-template plain
     refused 'num-return-sequences must be 2 or more' "$@" --num-return-sequences 1 || return 1
     refused 'reward regex needs --reward-pattern' "$@" --reward regex || return 1
+    refused 'max-new-tokens 0: --stage rl needs responses' "$@" --max-new-tokens 0 || return 1
     refused 'stop: a text is empty' "$@" --stop '' || return 1
     refused 'block-size 100 is not a power of two' "$@" --inference-dynamic-batching-block-size 100 || return 1
     refused 'leaves no room for a prompt' "$@" --max-new-tokens 16 || return 1
@@ -482,6 +495,7 @@ check the_generation_gap_is_small the_generation_gap_is_small
 check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 check a_damaged_critic_is_followed_by_the_one_before a_damaged_critic_is_followed_by_the_one_before
 [ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards
+check epochs_are_iterations epochs_are_iterations
 check iterations_without_a_step_are_skipped iterations_without_a_step_are_skipped
 check stop_strings_end_responses stop_strings_end_responses
 check rewards_that_end_lose_nothing rewards_that_end_lose_nothing

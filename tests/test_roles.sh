@@ -307,7 +307,18 @@ keys_of_other_roles_of_verl_are_known() {
         sets actor_rollout_ref.rollout.stop stop END && unused data.reward_fn_key "verl's datasets" &&
         sed 's/train_max_samples: -1/train_max_samples: 9/' "$work/good.yaml" >"$work/bad.yaml" &&
         refused 'train_max_samples can only be -1 here' "$train" --config "$work/bad.yaml" --role actor_train \
-            --print-config
+            --print-config || return 1
+    printf '%s\n' "$@" 'reward_model: {micro_batch_size_per_gpu: 2, reward_manager: naive, megatron: {seed: 3},' \
+        '  model: {path: a/b}}' >"$work/good.yaml"
+    printf '%s\n' "$@" 'critic: {model: {path: ~/models/a, tokenizer_path: ~/b}}' 'algorithm: {adv_estimator: gae}' \
+        'trainer: {default_local_dir: ~/runs/a}' >"$work/home.yaml"
+    prints "$work/home.yaml" actor_train && sets critic.model.path critic-load "$HOME/models/a" &&
+        sets trainer.default_local_dir save "$HOME/runs/a" || return 1
+    # shellcheck disable=SC2086
+    prints "$work/home.yaml" actor_train $small && unused critic.model.path 'gives way to --num-layers' || return 1
+    prints "$work/good.yaml" reward && sets reward_model.micro_batch_size_per_gpu micro-batch-size 2 &&
+        sets reward_model.megatron.seed seed 3 && unused reward_model.reward_manager "verl's Python" &&
+        refused 'has the roles actor_train, reward$' "$train" --config "$work/good.yaml" --role student
 }
 
 values_are_checked() {
