@@ -720,7 +720,10 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     if (entry->kind != MT_ENTRY_OPTION) return 0;
     mt_setting setting = mt_setting_find(entry->option, strlen(entry->option));
     bool is_stage = setting.row && setting.row->offset == MT_AT(stage);
-    if (is_stage && !infers && mt_choice_index(setting.row->values, entry->values.items[0]) < 0) {
+    if (entry->is_name) {
+        bool is_unknown = !setting.row && setting.megatron.kind == MT_NAME_UNKNOWN;
+        if (is_unknown) mt_option_reader_take_other(reader, entry, position, &setting);
+    } else if (is_stage && !infers && mt_choice_index(setting.row->values, entry->values.items[0]) < 0) {
         mt_option_reader_take_absent(reader, entry, position);
     } else if (mt_setting_is_accepted(&setting, reader->program)) {
         if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
