@@ -997,43 +997,37 @@ static void mt_quantize_matrix(const mt_fp8_matrix *to, const float *x, int64_t 
     }
 }
 
-/* to[C, stride] = the transpose of x[R, C], with the segments of experts apart. */
-static void mt_transpose_segments(float *to, int64_t stride, const float *x, int64_t R, int64_t C,
-                                  const int32_t *offsets, int64_t num_experts) {
-    memset(to, 0, (size_t)(C * stride) * sizeof *to);
-    for (int64_t e = 0, first = 0; e < (offsets ? num_experts : 1); e++) {
-        int64_t begin = offsets ? offsets[e] : 0, end = offsets ? offsets[e + 1] : R;
-#pragma omp parallel for if (R * C > MT_PARALLEL)
-        for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of x
+/* to[C, stride] = the transpose of x, floats or codes in rows x_stride apart, with the segments of experts apart. */
+static void mt_transpose_segments(void *to, int64_t stride, const void *x, int64_t x_stride, bool codes,
+                                  const mt_quantize_args *a) {
+    int64_t C = a->C;
+    memset(to, 0, (size_t)(C * stride * (codes ? 1 : 4)));
+    for (int64_t e = 0, first = 0; e < (a->offsets ? a->num_experts : 1); e++) {
+        int64_t begin = a->offsets ? a->offsets[e] : 0, end = a->offsets ? a->offsets[e + 1] : a->R;
+#pragma omp parallel for if (a->R * C > MT_PARALLEL)
+        for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of floats
             for (int64_t r = begin; r < end; r++)
-                for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) to[c * stride + first + r - begin] = x[r * C + c];
+                for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) {
+                    int64_t i = c * stride + first + r - begin, j = r * x_stride + c;
+                    if (codes)
+                        ((uint8_t *)to)[i] = ((const uint8_t *)x)[j];
+                    else
+                        ((float *)to)[i] = ((const float *)x)[j];
+                }
         first += mt_divide_up(end - begin, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
     }
 }
 
-/* The rows of x at their positions. */
-static void mt_quantize_positions(const mt_quantize_args *a, mt_dtype dtype) {
-    mt_scratch scratch = mt_scratch_reserve(a->C);
-    float scale = *a->scale, amax = 0;
-    *a->rows.inverse_scales = 1.0f / scale;
-#pragma omp parallel for if (a->R * a->copies * a->C > MT_PARALLEL)
-    for (int64_t i = 0; i < a->R * a->copies; i++) {
-        if (a->position[i] < 0) continue;
-        const float *row = mt_row_load(mt_scratch_slice(scratch), a->x, i / a->copies * a->C, a->C, dtype);
-        uint8_t *bits = a->rows.data + a->position[i] * a->rows.stride;
-        float largest = mt_amax(row, a->C);
-        for (int64_t c = 0; c < a->C; c++) bits[c] = mt_f32_to_f8(row[c] * scale, a->rows.format);
-#pragma omp critical
-        amax = mt_amax_merge(amax, largest);
-    }
-    if (a->amax) *a->amax = mt_amax_merge(*a->amax, amax);
-}
-
 static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->position) {
-        mt_quantize_positions(a, dtype);
-        return;
+    mt_quantize_args one = *a; // row
+    one.R = 1, one.position = NULL;
+    for (int64_t i = 0; a->position && i < a->R * a->copies; i++) {
+        if (a->position[i] < 0) continue;
+        one.x = (const char *)a->x + i / a->copies * a->C * mt_dtype_size(dtype);
+        one.rows.data = a->rows.data + a->position[i] * a->rows.stride;
+        mt_cpu_quantize(&one, dtype, stream);
     }
+    if (a->position) return;
     int64_t R = a->R, C = a->C, n = R * C, begin = a->offsets ? a->offsets[0] : 0,
             end = a->offsets ? a->offsets[a->num_experts] : R, x_floats = mt_matrix_scratch(R, C, dtype),
             stride = a->columns.stride;
@@ -1052,7 +1046,7 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
         mt_fp8_matrix rows = mt_fp8_matrix_at(&a->rows, i, a->R), columns = mt_fp8_matrix_at(&a->columns, i, C);
         if (rows.data) mt_quantize_matrix(&rows, x.data, a->R, begin, end, C, C, one_scale ? &scale : NULL);
         if (!columns.data) continue;
-        mt_transpose_segments(transposed, stride, x.data, R, C, a->offsets, a->num_experts);
+        mt_transpose_segments(transposed, stride, x.data, C, false, a);
         mt_quantize_matrix(&columns, transposed, C, 0, C, stride, stride, one_scale ? &scale : NULL);
     }
 }
@@ -1065,17 +1059,8 @@ static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
             for (int64_t c = 0; c < C; c += 128)
                 a->columns.inverse_scales[mt_fp8_scale_index(C, columns, a->columns.blocks, i * C + c, r)] =
                     a->rows.inverse_scales[mt_fp8_scale_index(R, rows, a->rows.blocks, i * R + r, c)];
-    memset(a->columns.data, 0, (size_t)(a->count * C * columns));
-    for (int64_t i = 0, first = 0; i < (a->offsets ? a->num_experts : a->count); i++) {
-        int64_t begin = a->offsets ? a->offsets[i] : i * R, end = a->offsets ? a->offsets[i + 1] : begin + R;
-        uint8_t *to = a->columns.data + (a->offsets ? first : i * C * columns);
-#pragma omp parallel for if (R * C > MT_PARALLEL)
-        for (int64_t c0 = 0; c0 < C; c0 += MT_COLUMNS) // whole cache lines of the rows
-            for (int64_t r = begin; r < end; r++)
-                for (int64_t c = c0; c < mt_min(c0 + MT_COLUMNS, C); c++)
-                    to[c * columns + r - begin] = a->rows.data[r * rows + c];
-        first += mt_divide_up(end - begin, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
-    }
+    for (int64_t i = 0; i < a->count; i++)
+        mt_transpose_segments(a->columns.data + i * C * columns, columns, a->rows.data + i * R * rows, rows, true, a);
 }
 
 static void mt_cpu_fp8_shard_quantize(const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -3834,10 +3819,9 @@ static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, 
 }
 
 /* The transpose of T rows: experts' rows are rounded up, so that no block spans two experts. */
-static mt_fp8_matrix mt_fp8_allocate_columns(mt_arena *arena, const mt_linear *l, int64_t T, int64_t C,
-                                             mt_dtype format) {
+static mt_fp8_matrix mt_fp8_allocate_columns(mt_arena *arena, const mt_linear *l, int64_t T, int64_t C, mt_dtype to) {
     int64_t padding = l->num_experts * (MT_FP8_EXPERT_ROWS - 1);
-    return mt_fp8_allocate(arena, 1, C, T + padding, format, l->fp8->recipe->blocks);
+    return mt_fp8_allocate(arena, 1, C, T + padding, to, l->fp8->recipe->blocks);
 }
 
 /* The copies of a weight that its products read. */
@@ -3862,8 +3846,6 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
     mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
     if (!recipe->keeps_weights && !l->fp8->gathered) mt_fp8_allocate_weight(&forward, l, &w, NULL);
     if (!recipe->keeps_weights) mt_fp8_allocate_weight(&backward, l, NULL, &w);
-    for (int64_t i = 0; i < pieces + 3; i++)
-        mt_arena_alloc(forward.used > backward.used ? &forward : &backward, 4); // amax
     return mt_max(forward.used, backward.used);
 }
 
@@ -3893,15 +3875,9 @@ static mt_quantize_args mt_fp8_args(const mt_tensor_parallel *tp, const mt_linea
         a.rows.format = is_dy ? f->recipe->gradient_format : f->recipe->format;
     }
     if (f->recipe->delayed) a.scale = f->scale + operand;
-    // a weight that an evaluation quantized serves the next step too
-    if (f->recipe->delayed && (tp->training || operand == MT_FP8_W)) a.amax = f->amax + operand;
+    // not recorded in an evaluation; but a weight that it quantized serves the next step too
+    if (!f->recipe->delayed || tp->training || operand == MT_FP8_W) a.amax = f->amax + operand;
     return a;
-}
-
-static void mt_fp8_quantize(const mt_tensor_parallel *tp, const mt_linear *l, mt_quantize_args a) {
-    mt_fp8 *recipe = l->fp8->recipe;
-    if (!recipe->delayed && recipe->blocks == MT_FP8_TENSOR) a.amax = mt_arena_alloc(&recipe->scratch, 4);
-    tp->ops->quantize(&a, tp->dtype, tp->stream);
 }
 
 /* w, or its transpose. */
@@ -3919,7 +3895,7 @@ static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear
     if (f->gathered)
         tp->ops->fp8_transpose(&a, tp->stream);
     else
-        mt_fp8_quantize(tp, l, a);
+        tp->ops->quantize(&a, tp->dtype, tp->stream);
     return *w;
 }
 
@@ -3932,7 +3908,7 @@ static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linea
     if (rows && !l->fp8->in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
     if (columns) a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, a.C, format);
     if (l->fp8->in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
-    if (!l->fp8->in_place && (rows || columns)) mt_fp8_quantize(tp, l, a);
+    if (!l->fp8->in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
     return a;
 }
 
@@ -4229,21 +4205,14 @@ static void mt_linear_activation_forward(const mt_tensor_parallel *tp, const mt_
 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_fp8_begin(tp, l, io);
-    switch (l->kind) {
-    case MT_LINEAR_REPLICATED:
-    case MT_LINEAR_GROUPED:
-        mt_product_forward(tp, l, io, l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows);
-        break;
-    case MT_LINEAR_ROUTER:
+    if (l->kind == MT_LINEAR_ROUTER)
         tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
-        break;
-    case MT_LINEAR_COLUMN:
+    else if (l->kind == MT_LINEAR_COLUMN)
         mt_column_forward(tp, l, io);
-        break;
-    case MT_LINEAR_ROW:
+    else if (l->kind == MT_LINEAR_ROW)
         mt_row_forward(tp, l, io);
-        break;
-    }
+    else
+        mt_product_forward(tp, l, io, mt_linear_active_rows(tp, l, io));
     if (io->active && !mt_fuses_activation(tp, l, io)) mt_linear_activation_forward(tp, l, io);
 }
 
@@ -4258,25 +4227,19 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
     if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
     mt_fp8_begin(tp, l, io);
-    switch (l->kind) {
-    case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
-        if (tp->dtype != MT_F32) {
-            tp->ops->convert(io->rounded, tp->dtype, io->dy, MT_F32, tp->rows * l->N, tp->stream);
-            at.dy = io->rounded;
-        } // fallthrough
-    case MT_LINEAR_REPLICATED:
-    case MT_LINEAR_GROUPED:
+    if (l->kind == MT_LINEAR_ROUTER && tp->dtype != MT_F32) { // dy is fp32; the products take the model's type
+        tp->ops->convert(io->rounded, tp->dtype, io->dy, MT_F32, tp->rows * l->N, tp->stream);
+        at.dy = io->rounded;
+    }
+    if (l->kind == MT_LINEAR_COLUMN) {
+        mt_column_backward(tp, l, io, halves);
+    } else if (l->kind == MT_LINEAR_ROW) {
+        mt_row_backward(tp, l, io, halves);
+    } else {
         mt_fp8_gradient(tp, l, &at, rows, halves);
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, rows);
         if (halves & MT_BACKWARD_WEIGHT)
             mt_product_backward_weight(tp, l, &at, rows, mt_weight_accumulates(&l->weight));
-        break;
-    case MT_LINEAR_COLUMN:
-        mt_column_backward(tp, l, io, halves);
-        break;
-    case MT_LINEAR_ROW:
-        mt_row_backward(tp, l, io, halves);
-        break;
     }
     if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io)) {
         mt_activation_args a = {mt_linear_active_rows(tp, l, io), l->K, io->activation, io->hidden, .dy = io->dx};
@@ -4446,21 +4409,10 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
 
 double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlogp) {
     double x = ref_logp - logp, clamped = mt_clip(x, -20, 20), k3 = exp(clamped) - clamped - 1;
-    switch (type) {
-    case MT_KL_K1:
-        *dlogp = 1;
-        return -x;
-    case MT_KL_ABS:
-        *dlogp = (x < 0) - (x > 0);
-        return fabs(x);
-    case MT_KL_K2:
-        *dlogp = -x;
-        return x * x / 2;
-    case MT_KL_K3:
-        break;
-    }
-    *dlogp = x == clamped && k3 <= 10 ? 1 - exp(x) : 0;
-    return fmin(k3, 10);
+    bool k1 = type == MT_KL_K1, k2 = type == MT_KL_K2, absolute = type == MT_KL_ABS;
+    double slope = x == clamped && k3 <= 10 ? 1 - exp(x) : 0; // of k3
+    *dlogp = k1 ? 1 : k2 ? -x : absolute ? (x < 0) - (x > 0) : slope;
+    return k1 ? -x : k2 ? x * x / 2 : absolute ? fabs(x) : fmin(k3, 10);
 }
 
 /* Adds token i, whose loss has weight `weight`. */
@@ -5771,14 +5723,9 @@ static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const 
 
 /* The weights' half of a split backward. */
 static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
-    for (const mt_deferred *d = a->deferred; d < a->deferred + a->num_deferred; d++) {
+    for (const mt_deferred *d = a->deferred; d < a->deferred + a->num_deferred; d++)
         mt_linear_backward_weight(&p->tp, d->linear, &(mt_linear_io){.x = d->x, .dy = d->dy});
-    }
     a->num_deferred = 0;
-}
-
-static bool mt_uses_layernorm(const mt_model *m) {
-    return m->options->normalization == MT_LAYERNORM;
 }
 
 /* ==== §9c norms and the residual stream =========================================================================== */
@@ -5808,7 +5755,8 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
 static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input) {
     mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
     y->modules = MT_MODULE_LAYERNORM, y->input = input;
-    if (mt_uses_layernorm(m)) mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
+    if (m->options->normalization == MT_LAYERNORM)
+        mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
     mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
 
@@ -6785,14 +6733,13 @@ static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_rout
     if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
     if (e->uses_allgather) x = e->gathered;
     if (e->exchanges) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
-    if (a.rows.data) { // each row goes to all its places: it is read and quantized once
-        a.x = x, a.position = e->exchanges ? r->rows.from_expert : r->position;
-        if (!e->exchanges) a.R = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
-        a.copies = e->exchanges ? 1 : e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
+    a.x = x, a.position = e->exchanges ? r->rows.from_expert : r->position;
+    a.copies = e->exchanges ? 1 : e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
+    if (!e->exchanges) a.R = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
+    if (a.rows.data) // a row is read and quantized once
         m->ops->quantize(&a, m->dtype, p->stream);
-    } else {
+    else
         mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);
-    }
     if (probs) mt_gather_weights(m, p, weights, probs, e->exchanges ? r->rows.to_expert : r->choice, r->num_rows);
 }
 
@@ -6873,8 +6820,7 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 /* rows.hidden = fc1(rows.input), and rows.active = activation(rows.hidden). */
 static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_layer *w, const mt_routing *r) {
     mt_linear_io fc1 = mt_expert_io(m, r);
-    fc1.reader = &w->expert_down;
-    fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active;
+    fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active, fc1.reader = &w->expert_down;
     fc1.activation = mt_options_activation(m->options), fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
     return fc1;
 }
@@ -10616,8 +10562,8 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
 /* fp8: quantized weights and the state of delayed scaling; the operands of the largest call in scratch of their own. */
 static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     mt_fp8_model *f = m->fp8;
-    int64_t start = arena->used, operands = f->recipe.delayed ? f->num_linears * MT_NUM_FP8_OPERANDS : 0;
-    f->scale = mt_arena_alloc(arena, operands * 4);
+    int64_t start = arena->used, operands = f->num_linears * MT_NUM_FP8_OPERANDS;
+    f->scale = mt_arena_alloc(arena, 2 * operands * 4); // and inverse scales
     f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
     f->largest = mt_arena_alloc(arena, operands * 4);
     for (int64_t i = 0; i < m->num_params; i++) {
@@ -10625,9 +10571,8 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         if (!l) continue;
         int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
         int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
-        l->fp8->scale = operands > 0 && f->scale ? f->scale + operand : NULL;
-        l->fp8->amax = operands > 0 && f->history ? f->history + operand : NULL;
-        if (l->fp8->in_place) l->fp8->inverse_scales = mt_arena_alloc(arena, MT_NUM_FP8_OPERANDS * 4);
+        l->fp8->scale = f->scale ? f->scale + operand : NULL, l->fp8->amax = f->history ? f->history + operand : NULL;
+        l->fp8->inverse_scales = f->scale ? l->fp8->scale + operands : NULL;
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
         if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);

@@ -839,10 +839,10 @@ typedef struct mt_fp8_scale_args {
 
 #define MT_FP8_OPERATIONS(OP)                                                                                          \
     OP(quantize,                                                                                                       \
-       mt_work_bytes(a->count * a->R * a->C *                                                                          \
-                         (mt_dtype_size(dtype) + (a->rows.data ? mt_max(a->copies, 1) : 0) +                           \
-                          (a->columns.data != NULL)),                                                                  \
-                     MT_U8),                                                                                           \
+       mt_work_bytes(                                                                                                  \
+           a->count * a->R * a->C *                                                                                    \
+               (mt_dtype_size(dtype) + (a->rows.data ? mt_max(a->copies, 1) : 0) + (a->columns.data != NULL)),         \
+           MT_U8),                                                                                                     \
        (a, dtype, stream), const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream)                               \
     OP(fp8_product, mt_work_product(a->M, a->N, a->K), (a, stream), const mt_fp8_product_args *a, mt_stream *stream)   \
     /* columns = the transposes of `rows`, with its scales: MT_FP8_TENSOR or MT_FP8_BLOCK_128; rows of experts with    \
@@ -1945,12 +1945,12 @@ extern const mt_fp8 mt_fp8_recipes[]; // by mt_fp8_recipe: the fields that --fp8
 typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
 typedef struct mt_fp8_linear {
     mt_fp8 *recipe;
-    float *scale, *amax;            // [MT_NUM_FP8_OPERANDS]: delayed scaling's
+    float *scale, *amax;            // [MT_NUM_FP8_OPERANDS]: delayed scaling's; else amax is scratch
     mt_fp8_matrix w, w_transposed;  // with keeps_weights until the weights change, else for one call
     int64_t version;                // of the weights that these are
     bool gathered;                  // --fp8-param-gather: w arrives in fp8
-    bool in_place;                  // experts, delayed scaling: x and dy hold rows in fp8 when a product gets them
-    float *inverse_scales;          // [MT_NUM_FP8_OPERANDS] with in_place: those of x and dy
+    bool in_place;                  // experts, delayed scaling: x and dy of a product hold rows in fp8
+    float *inverse_scales;          // [MT_NUM_FP8_OPERANDS] with in_place: of x and dy
     int64_t first_amax, num_amaxes; // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
 
@@ -1989,13 +1989,13 @@ typedef struct mt_linear_io {
     /* The activation behind the forward's y, or before the backward's x, as activation_forward and activation_backward;
      * a backend may compute it within the product. Not for the forward of a row-parallel linear */
     mt_activation activation;
-    const float *gates; // [rows of y or x] scales; NULL: none
-    void *active;       // forward: activation(y); NULL: none
-    const void *hidden; // backward: x is activation(hidden), dx is scratch; NULL: no
-    void *dhidden;      // backward: the gradient of `hidden`
-    float *dgates;      // backward: the gradient of `gates`
+    const float *gates;             // [rows of y or x] scales; NULL: none
+    void *active;                   // forward: activation(y); NULL: none
+    const void *hidden;             // backward: x is activation(hidden), dx is scratch; NULL: no
+    void *dhidden;                  // backward: the gradient of `hidden`
+    float *dgates;                  // backward: the gradient of `gates`
     const struct mt_linear *reader; // experts: the linear whose x is `active`, or whose dy is dhidden; NULL: none
-    void *rounded;      // router: scratch [rows, N] of the model's type, where that is not fp32
+    void *rounded;                  // router: scratch [rows, N] of the model's type, where that is not fp32
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;

@@ -155,7 +155,7 @@ __device__ static inline void store_rows(const quantize_task<T> &task, const qua
                 const float s = scale[i + k];
                 const chunk<T> &from = x[i + k];
                 bits[k][j] = mt_to_fp8<FORMAT>(mt_element(from, 4 * j) * s, mt_element(from, 4 * j + 1) * s,
-                                            mt_element(from, 4 * j + 2) * s, mt_element(from, 4 * j + 3) * s);
+                                               mt_element(from, 4 * j + 2) * s, mt_element(from, 4 * j + 3) * s);
             }
         const uint32_t low = __shfl_xor_sync(0xffffffff, second ? bits[0][0] : bits[1][0], 1);
         const uint32_t high = __shfl_xor_sync(0xffffffff, second ? bits[0][1] : bits[1][1], 1);
@@ -179,7 +179,7 @@ __device__ static inline void store_columns(const quantize_task<T> &task, const 
 #pragma unroll
         for (int i = 0; i < 2; i++)
             bits[i] = mt_to_fp8<FORMAT>(mt_element(x[4 * i], j) * scale[j], mt_element(x[4 * i + 1], j) * scale[j],
-                                     mt_element(x[4 * i + 2], j) * scale[j], mt_element(x[4 * i + 3], j) * scale[j]);
+                                        mt_element(x[4 * i + 2], j) * scale[j], mt_element(x[4 * i + 3], j) * scale[j]);
         shared[place * SIDE + j][group ^ place] = make_uint2(bits[0], bits[1]);
     }
     __syncthreads();
@@ -374,8 +374,8 @@ static __global__ void __launch_bounds__(THREADS)
 template <class T> static void launch_positions(const mt_quantize_args *a, mt_stream *stream) {
     const quantize_task<T> task = {(const T *)a->x, a->rows, {}, a->scale, a->amax, NULL, a->R, a->C};
     const int64_t width = a->C / 16, blocks = mt_divide_up(a->R * width, THREADS);
-    const auto kernel = a->rows.format == MT_F8_E4M3 ? quantize_positions<T, MT_F8_E4M3>
-                                                     : quantize_positions<T, MT_F8_E5M2>;
+    const auto kernel =
+        a->rows.format == MT_F8_E4M3 ? quantize_positions<T, MT_F8_E4M3> : quantize_positions<T, MT_F8_E5M2>;
     MT_CHECK(blocks * THREADS <= UINT32_MAX);
     kernel<<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->position, (int)a->copies,
                                                                      (unsigned)width);
@@ -421,8 +421,9 @@ __device__ static inline mt_fp8_matrix matrix_at(mt_fp8_matrix matrix, int64_t R
 
 /* ---- transpose --------------------------------------------------------------------------------------------------- */
 
-/* columns[C, R] = rows[R, C], bytes; offsets: of experts' rows, or NULL. A block takes 128 x 128; a word of shared memory holds 4 columns of a row. The
- * words of row r are stored at w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. */
+/* columns[C, R] = rows[R, C], bytes; offsets: of experts' rows, or NULL. A block takes 128 x 128; a word of shared
+ * memory holds 4 columns of a row. The words of row r are stored at w ^ 4 (r / 16), so that 8 threads, which read 16
+ * rows each, meet different banks. */
 static __global__ void __launch_bounds__(THREADS)
     transpose_tiles(const mt_fp8_matrix all_rows, const mt_fp8_matrix all_columns, int64_t R, int64_t C,
                     const int32_t *offsets, int num_experts) {
@@ -521,7 +522,7 @@ template <class T, mt_fp8_blocks BLOCKS> static __global__ void shard_parts(cons
 #pragma unroll
             for (int k = 0; k < 2; k++)
                 bits[k] = mt_to_fp8<MT_F8_E4M3>(mt_element(x, 4 * k) * s, mt_element(x, 4 * k + 1) * s,
-                                             mt_element(x, 4 * k + 2) * s, mt_element(x, 4 * k + 3) * s);
+                                                mt_element(x, 4 * k + 2) * s, mt_element(x, 4 * k + 3) * s);
             *(uint2 *)(task.w.data + i) = make_uint2(bits[0], bits[1]);
         }
         if (BLOCKS == MT_FP8_TENSOR) {

@@ -79,7 +79,7 @@ __device__ __forceinline__ void produce_tiles(const fp8_task &task, const fp8_ma
                 mt_copy_box(vector + ROWS * 4, maps.b_scales, 0, first + step, t.col, barrier);
             }
             if (SUMS_ROWS && task.accumulate)
-                prefetch_gradients<COLS>((const float *)task.out, task.extent, t, step, 16);
+                prefetch_gradients<COLS>((const float *)task.out, task.extent, t, step, 2);
         }
     }
 }
