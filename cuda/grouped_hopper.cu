@@ -93,7 +93,7 @@ __device__ __forceinline__ void produce_tiles(const product_task &task, const pr
             load_operand<size::B_TRANSPOSED, COLS / 64>(to + size::A, maps.b, size::OF_WEIGHT ? 0 : t.expert,
                                                         size::OF_WEIGHT ? t.first : 0, t.col, inner, barrier);
             if (size::OF_WEIGHT && task.accumulate)
-                prefetch_gradients<COLS>((const float *)task.out, extent, t, step, 16);
+                prefetch_gradients<COLS>((const float *)task.out, extent, t, step, 8);
         }
 }
 

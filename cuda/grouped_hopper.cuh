@@ -92,14 +92,12 @@ template <bool SUMS_ROWS, int COLS> static unsigned count_blocks(const product_e
 
 /* ---- gradients of weights ---------------------------------------------------------------------------------------- */
 
-/* Prefetches into L2 the tile of gradients to which the result is added, while the last `stages` stages are loaded:
- * earlier, it delays operands and is partly evicted before its use. */
+/* Prefetches the tile of gradients that will be accumulated into L2, `rows` rows with each stage. */
 template <int COLS>
 __device__ __forceinline__ void prefetch_gradients(const float *gradients, const product_extent &extent,
-                                                   const product_tile &t, int step, int stages) {
-    const int rows = ROWS / stages, first = (step - max(t.steps - stages, 0)) * rows;
-    const int end = min(step + 1 == t.steps ? ROWS : first + rows, extent.rows - t.row);
-    if (first < 0) return;
+                                                   const product_tile &t, int step, int rows) {
+    const int first = step * rows;
+    const int end = min(step + 1 == t.steps ? ROWS : min(first + rows, (int)ROWS), extent.rows - t.row);
     const float *to = gradients + ((int64_t)t.expert * extent.rows + t.row) * extent.cols + t.col;
     for (int row = first; row < end; row++)
         mt_prefetch_bytes(to + (int64_t)row * extent.cols, min(COLS, extent.cols - t.col) * (int)sizeof(float));

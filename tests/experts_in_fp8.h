@@ -157,8 +157,8 @@ static void check_rows_in_place(const mt_ops *ops, mt_stream *on) {
             expert_check_activation(&e, activations[a], i % 2 ? 768 : 48, offsets);
         }
         for (int s = 0; s < 3; s++) {
-            e.num_experts = s == 2 ? 40 : 6, e.C = s == 0 ? 48 : s == 1 ? 2048 : 144;
-            expert_check_positions(&e, s == 2 ? 700 : 90, s == 0 ? 1 : s == 1 ? 3 : 11);
+            e.num_experts = s == 2 ? 40 : 6, e.C = s == 0 ? 48 : s == 1 ? 1040 : 144;
+            expert_check_positions(&e, s == 2 ? 300 : 90, s == 0 ? 1 : s == 1 ? 3 : 11);
         }
         ops->memory_free(e.numbers);
     }
